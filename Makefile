@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up: system packages, .venv/, the built extension. A second run only does what changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+JOBS ?= $(shell nproc)
+PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
+CPP_FILES = csrc/*.h csrc/*.cc $(wildcard tests/cpp/*.h tests/cpp/*.cc)
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: help
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: build ## prefill in one process, decode in another, over every transport
+	kvlink demo --transport all
+
+.PHONY: test
+test: lint test-cpp ## lint, C++ tests, Python tests: all that a change must pass
+	pytest -m "not netns and not slow"
+
+.PHONY: build
+build: $(VENV)/.built ## .venv/ with kvlink installed in place
+
+.PHONY: venv
+venv: $(VENV)/.made ## .venv/ with what a build needs
+
+$(VENV)/.made: constraints.txt
+	.ci/system-packages $(PYTHON)
+	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) scikit-build-core pybind11 grpcio-tools setuptools cmake ninja
+	touch $@
+
+$(VENV)/.built: $(VENV)/.made pyproject.toml $(NATIVE)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	touch $@
+
+$(VENV)/.checked: $(VENV)/.made pyproject.toml
+	$(PIP_INSTALL) --group dev
+	touch $@
+
+.PHONY: lint
+lint: build $(VENV)/.checked ## ruff, mypy, import-linter, clang-format
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+	clang-format --dry-run -Werror $(CPP_FILES)
+
+.PHONY: format
+format: $(VENV)/.checked ## rewrite sources the way lint wants them
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CPP_FILES)
+
+# $(call cpp-tests,build folder,sanitizers,command before). TSan cannot map its shadow when addresses are too random.
+define cpp-tests
+	cmake -S . -B build/$(1) -G Ninja -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) >/dev/null
+	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
+	timeout 900 $(3) build/$(1)/kvlink_tests --gtest_brief=1
+endef
+FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
+
+.PHONY: test-cpp
+test-cpp: $(VENV)/.made ## C++ tests
+	$(call cpp-tests,cpp,,)
+
+.PHONY: test-sanitizers
+test-sanitizers: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
+test-sanitizers: $(VENV)/.made ## C++ tests under ASan with UBSan, and under TSan
+	$(call cpp-tests,asan,address$(,)undefined,)
+	$(call cpp-tests,tsan,thread,$(FIXED_ADDRESSES))
+, := ,
+
+.PHONY: test-slow
+test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
+	pytest -m "slow and not netns" || [ $$? -eq 5 ]
+
+.PHONY: test-netns
+test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
+	pytest -m netns
+
+.PHONY: test-wheel
+test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment, use it there
+	.ci/test-wheel $(PYTHON)
+
+.PHONY: bench
+bench: build ## the tables of the closing notes
+	kvlink bench plan
+	kvlink bench control
+	kvlink bench pull
+	kvlink bench migrate
+
+.PHONY: clean
+clean: ## remove .venv/ and everything built
+	rm -rf $(VENV) build dist kvlink/v1/*_pb2* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

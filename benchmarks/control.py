@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the control plane costs: latency of a cold claim, and hand-offs a second through one coordinator core.
+
+A hand-off here is one offer plus one claim of it by another process. Settling is a one-sided write and not the
+coordinator's work. All processes share this host, so their monotonic clocks are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from kvlink.control import Claim, Coordinator, CoordinatorClient, Offer
+from kvlink.layout import KVLayout, Plane
+from kvlink.types import HostIdentity, WorkerCard
+
+_SPAWN = multiprocessing.get_context("spawn")
+_TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
+_LATENCY_ROUNDS = 1_000
+_UNARY_HANDOFFS = 8_000
+_UNARY_IN_FLIGHT = 16  # a process
+_STREAM_HANDOFFS = 120_000
+_STREAM_IN_FLIGHT = 1_024  # a process, in two halves that overlap
+_TTL_S = 60.0
+
+Row = dict[str, Any]
+_Load = Callable[[CoordinatorClient, int, int, int], Awaitable[None]]
+
+
+def rows(workers: int = 2) -> Iterator[Row]:
+    """Runs with `workers` load processes (at least 2: nobody claims what it offered itself)."""
+    workers = max(2, workers)
+    with _coordinator() as (address, pid):
+        yield {"what": "claim of a published offer", **_latency(address, _claim_published)}
+        yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting)}
+        yield {"what": "unary hand-offs", **_throughput(address, pid, workers, _unary, _UNARY_HANDOFFS)}
+        yield {"what": "batched stream hand-offs", **_throughput(address, pid, workers, _stream, _STREAM_HANDOFFS)}
+
+
+# Load: each process offers its own requests and claims those of the next one --------------------------------------
+
+
+async def _unary(client: CoordinatorClient, me: int, other: int, count: int) -> None:
+    async def lane(first: int) -> None:
+        for number in range(first, count, _UNARY_IN_FLIGHT):
+            await client.offer(_offer(me, number))
+            _verify(await client.claim(_request(other, number), _TTL_S), other, number)
+
+    await asyncio.gather(*map(lane, range(_UNARY_IN_FLIGHT)))
+
+
+async def _stream(client: CoordinatorClient, me: int, other: int, count: int) -> None:
+    async with client.handoffs() as stream:
+
+        async def half(first: int) -> None:
+            size = _STREAM_IN_FLIGHT // 2
+            for start in range(first * size, count, 2 * size):
+                numbers = range(start, min(start + size, count))
+                offers = [stream.offer(_offer(me, number)) for number in numbers]
+                claims = [stream.claim(Claim(_request(other, number), _TTL_S)) for number in numbers]
+                for number, claim in zip(numbers, claims, strict=True):
+                    _verify(await claim, other, number)
+                for offer in offers:
+                    await offer
+
+        await asyncio.gather(half(0), half(1))
+
+
+def _request(worker: int, number: int) -> str:
+    return f"cmpl-{worker}-{number:032d}"
+
+
+def _offer(worker: int, number: int) -> Offer:
+    request_id = _request(worker, number)
+    return Offer(request_id, f"worker-{worker}", 1, _TTL_S, 0, 1, 1, request_id.encode().ljust(_TICKET_BYTES))
+
+
+def _verify(tickets: list[bytes], worker: int, number: int) -> None:
+    if tickets != [_offer(worker, number).ticket]:
+        raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
+
+
+def _throughput(address: str, coordinator: int, workers: int, load: _Load, handoffs: int) -> Row:
+    count = handoffs // workers
+    with _processes(_loader, workers, address, load, workers, count) as pipes:
+        _all(pipes)
+        busy_s = _cpu_s(coordinator)
+        for pipe in pipes:
+            pipe.send("go")
+        spans = _all(pipes)
+        busy_s = _cpu_s(coordinator) - busy_s
+    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
+    return {
+        "workers": workers,
+        "handoffs": count * workers,
+        "handoffs_per_s": round(count * workers / elapsed_s),
+        "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
+        "coordinator_busy": round(busy_s / elapsed_s, 2),
+        "verified": True,
+    }
+
+
+def _loader(pipe: Connection, index: int, address: str, load: _Load, workers: int, count: int) -> None:
+    async def run() -> None:
+        async with CoordinatorClient(address) as client:
+            await client.join(_card(index))
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)
+            start = time.monotonic()
+            await load(client, index, (index + 1) % workers, count)
+            pipe.send((start, time.monotonic()))
+            await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(run())
+
+
+# Latency: one process offers, another claims ------------------------------------------------------------------------
+
+
+def _latency(address: str, prefill: _Prefill) -> Row:
+    with _processes(_claimer, 1, address) as (claimer,):
+        claimer.recv()
+        taken_us = sorted(1e6 * taken_s for taken_s in asyncio.run(_offer_each(address, prefill, claimer)))
+    return {
+        "workers": 2,
+        "rounds": len(taken_us),
+        "min_us": round(taken_us[0]),
+        "p50_us": round(statistics.median(taken_us)),
+        "p99_us": round(taken_us[len(taken_us) * 99 // 100]),
+        "verified": True,
+    }
+
+
+async def _offer_each(address: str, prefill: _Prefill, claimer: Connection) -> list[float]:
+    async with CoordinatorClient(address) as client:
+        await client.join(_card(0))
+        taken_s = [await prefill(client, claimer, number) for number in range(-50, _LATENCY_ROUNDS)]
+    return taken_s[50:]
+
+
+_Prefill = Callable[[CoordinatorClient, Connection, int], Awaitable[float]]
+
+
+async def _claim_published(client: CoordinatorClient, claimer: Connection, number: int) -> float:
+    await client.offer(_offer(0, number))
+    claimer.send(number)
+    asked, got = claimer.recv()
+    return float(got - asked)
+
+
+async def _offer_to_waiting(client: CoordinatorClient, claimer: Connection, number: int) -> float:
+    claimer.send(number)
+    while not (await client.status()).waiting_claims:
+        await asyncio.sleep(0)
+    published = time.monotonic()
+    await client.offer(_offer(0, number))
+    _, got = claimer.recv()
+    return float(got - published)
+
+
+def _claimer(pipe: Connection, _: int, address: str) -> None:
+    async def run() -> None:
+        async with CoordinatorClient(address) as client:
+            pipe.send("ready")
+            while (number := await asyncio.to_thread(pipe.recv)) is not None:
+                asked = time.monotonic()
+                tickets = await client.claim(_request(0, number), 10.0)
+                got = time.monotonic()
+                _verify(tickets, 0, number)
+                pipe.send((asked, got))
+
+    asyncio.run(run())
+
+
+# Processes ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _coordinator() -> Iterator[tuple[str, int]]:
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield ours.recv(), process.pid or 0
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    core = max(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+    async def run() -> None:
+        pipe.send(await Coordinator(lease_s=600.0).start())
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def _processes(target: Callable[..., None], count: int, *args: object) -> Iterator[list[Connection]]:
+    """Children keep off the coordinator's core where there is another, and end when told None or killed."""
+    pipes: list[Connection] = []
+    processes: list[SpawnProcess] = []
+    for index in range(count):
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_off_core, args=(target, theirs, index, *args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _off_core(target: Callable[..., None], *args: object) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores - {max(cores)} or cores)
+    target(*args)
+
+
+def _all(pipes: list[Connection]) -> list[Any]:
+    return [pipe.recv() for pipe in pipes]
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _card(index: int) -> WorkerCard:
+    layout = KVLayout(
+        model="bench",
+        dtype="bfloat16",
+        block_tokens=16,
+        total_heads=8,
+        first_head=0,
+        num_heads=8,
+        row_bytes=256,
+        block_stride=32 << 10,
+        token_stride=2 << 10,
+        head_stride=256,
+        num_blocks=1,
+        planes=(Plane(0, 0, 0),),
+    )
+    host = HostIdentity("bench", 0, 0, os.getpid(), os.getuid())
+    return WorkerCard(f"worker-{index}", 1, bytes(16), "127.0.0.1:1", host, layout, (32 << 10,), ())

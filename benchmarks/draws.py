@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks a transfer takes: fresh ones each time, out of a pool several times larger, so that none is cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlink.errors import ConfigError
+
+from .contents import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How blocks follow each other: in runs of `run` adjoining blocks; the runs lie at random. 1: all at random."""
+
+    run: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """Reads "random" or "runs:K". Raises ConfigError."""
+        if text == "random":
+            return cls(1)
+        kind, _, run = text.partition(":")
+        if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
+            raise ConfigError(f"order {text!r}: write random, or runs:K for runs of K blocks")
+        return cls(int(run))
+
+    def pool_blocks(self, least: int) -> int:
+        """The next number of blocks, from `least` on, that whole runs fill."""
+        return -(-least // self.run) * self.run
+
+    def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
+        """`num` lists of `blocks` ids, all different."""
+        runs_each = -(-blocks // self.run)
+        runs = rng.permutation(pool_blocks // self.run)[: num * runs_each].astype(np.uint32)
+        ids = runs[:, np.newaxis] * np.uint32(self.run) + np.arange(self.run, dtype=np.uint32)
+        return [np.ascontiguousarray(row[:blocks]) for row in ids.reshape(num, -1)]
+
+
+def pieces_of(from_ids: Ids, to_ids: Ids, block_bytes: int, from_base: int, to_base: int) -> npt.NDArray[np.uint64]:
+    """Rows of (address from, address to, bytes), blocks that adjoin at both ends merged."""
+    starts = np.flatnonzero(np.concatenate(([True], (np.diff(from_ids) != 1) | (np.diff(to_ids) != 1))))
+    counts = np.diff(np.append(starts, len(from_ids)))
+    size = np.uint64(block_bytes)
+    columns = (
+        from_ids[starts].astype(np.uint64) * size + np.uint64(from_base),
+        to_ids[starts].astype(np.uint64) * size + np.uint64(to_base),
+        counts.astype(np.uint64) * size,
+    )
+    return np.ascontiguousarray(np.stack(columns, axis=1))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of a benchmark: a real Worker whose blocks hold known bytes. `python -m kvlink.benchmarks.owner FD`
+runs it in a process of its own, which answers JSON messages until its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvlink import BlockPool, KVLayout, Worker
+from kvlink._core import FloorSource, floor_memfd
+from kvlink.errors import KVLinkError
+from kvlink.layout import Plane
+
+from .contents import Contents
+
+
+class Owner:
+    """Fills a pool from a seed and offers what it is asked to."""
+
+    def __init__(self, layout: dict[str, Any], seed: int, transport: str, coordinator: str) -> None:
+        self._layout = layout_from(layout)
+        self._pool = BlockPool.allocate(self._layout)
+        Contents(self._layout, seed).fill(self._pool)
+        self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
+        self._source: FloorSource | None = None
+
+    def offer(self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool) -> dict[str, Any]:
+        """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
+        self._worker.events()  # takes note of what ended
+        tickets, took_us = [], []
+        for request_id, ids in requests.items():
+            start = time.perf_counter_ns()
+            ticket = self._worker.offer(request_id, ids, num_tokens=num_tokens, publish=publish)
+            took_us.append((time.perf_counter_ns() - start) / 1000)
+            tickets.append(ticket.to_text())
+        return {"tickets": tickets, "offer_us": took_us}
+
+    def memory(self) -> dict[str, Any]:
+        """Where the pool lies, for bare reads of it."""
+        region = self._pool.regions[0]
+        assert region.memory is not None
+        return {"address": region.address, "memfd": floor_memfd(region.memory)}
+
+    def listen(self) -> dict[str, Any]:
+        """Starts sending bare answers from the pool."""
+        region = self._pool.regions[0]
+        assert region.memory is not None
+        self._source = self._source or FloorSource(region.memory)
+        return {"port": self._source.port}
+
+    def leases(self) -> dict[str, Any]:
+        """Counts of this worker's offers."""
+        self._worker.events()
+        return self._worker.lease_counts()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._source is not None:
+            self._source.close()
+        self._worker.close()
+
+
+def layout_from(fields: dict[str, Any]) -> KVLayout:
+    """Undoes `asdict`, also of what JSON made of it."""
+    return KVLayout(**{**fields, "planes": tuple(Plane(**plane) for plane in fields["planes"])})
+
+
+def layout_fields(layout: KVLayout) -> dict[str, Any]:
+    """For `Owner`."""
+    return asdict(layout)
+
+
+def serve(pipe: Connection) -> None:
+    """The first message makes the Owner, the others call it."""
+    owner: Owner | None = None
+    try:
+        while True:
+            message = json.loads(pipe.recv_bytes())
+            try:
+                if owner is None:
+                    owner, reply = Owner(**message), {}
+                else:
+                    reply = getattr(owner, message["do"])(**message["arguments"])
+            except Exception as error:
+                if not isinstance(error, KVLinkError):
+                    traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            pipe.send_bytes(json.dumps(reply).encode())
+    except (EOFError, OSError):
+        if owner is not None:
+            owner.close()
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other processes of a benchmark. None outlives its parent: an owner ends with its pipe, a coordinator is ended."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from kvlink import KVLayout
+from kvlink.errors import KVLinkError
+
+from .owner import Owner, layout_fields
+
+_ANSWER_S = 120.0
+_EXIT_S = 10.0
+
+
+class BenchError(KVLinkError):
+    """A process of the benchmark answered with an error, too late, or not at all."""
+
+
+class OwnerSide(Protocol):
+    """An Owner, here or elsewhere."""
+
+    pid: int
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Calls a method of the Owner. Raises BenchError."""
+
+    def cpu_ns(self) -> int:
+        """CPU time of its process so far; always 0 when that is this process."""
+
+
+class _Here:
+    def __init__(self, owner: Owner) -> None:
+        self.pid = os.getpid()
+        self._owner = owner
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(self._owner, do)(**arguments)
+        return answer
+
+    def cpu_ns(self) -> int:
+        return 0
+
+
+class _Elsewhere:
+    def __init__(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvlink.benchmarks.owner", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+            )
+        self.pid = self._process.pid
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        return self.ask({"do": do, "arguments": arguments})
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._pipe.send_bytes(json.dumps(message).encode())
+            if not self._pipe.poll(_ANSWER_S):
+                raise BenchError(f"the owner process {self.pid} did not answer within {_ANSWER_S:g} s")
+            reply: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise BenchError(f"the owner process {self.pid} is gone; its messages are above") from None
+        if "error" in reply:
+            raise BenchError(f"the owner process: {reply['error']}")
+        return reply
+
+    def cpu_ns(self) -> int:
+        # What clock_getcpuclockid answers on Linux: the clock of all threads of that process.
+        return time.clock_gettime_ns((~self.pid << 3) | 2)
+
+    def close(self) -> None:
+        self._pipe.close()
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def owner_process(
+    layout: KVLayout, seed: int, transport: str, coordinator: str = "", *, here: bool = False
+) -> Iterator[OwnerSide]:
+    """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper."""
+    arguments = {
+        "layout": layout_fields(layout),
+        "seed": seed,
+        "transport": transport.removeprefix("fault+"),
+        "coordinator": coordinator,
+    }
+    if here:
+        owner = Owner(**arguments)  # type: ignore[arg-type]
+        try:
+            yield _Here(owner)
+        finally:
+            owner.close()
+        return
+    child = _Elsewhere()
+    try:
+        child.ask(arguments)
+        yield child
+    finally:
+        child.close()
+
+
+@contextmanager
+def coordinator_process() -> Iterator[str]:
+    """Runs `kvlink coordinator` on any free port. Yields its address."""
+    command = [sys.executable, "-m", "kvlink", "coordinator", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1:]
+            if not address:
+                raise BenchError(f"the coordinator ended with status {process.wait()}")
+            yield address[0]
+        finally:
+            process.terminate()
+            process.wait(_EXIT_S)

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// cma: the reader has the kernel copy straight out of the owner's memory (process_vm_readv), so it needs
+// nothing of the owner but its permission to be traced: no thread, no socket, any memory. It follows that the
+// owner can neither revoke a key nor cut a reader off: readers rely on lease validation.
+//
+// That the process behind a pid is the right one shows by a random cookie in the owner's memory.
+#include <poll.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "cma_refusal.h"
+#include "copy.h"
+#include "fd.h"
+#include "host.h"
+#include "queued_endpoint.h"
+#include "transports.h"
+#include "wire.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kMagic = 0x3161'6d63;  // "cma1"
+constexpr size_t kCookieBytes = 16;
+constexpr size_t kMaxBootIdBytes = 64;
+constexpr size_t kMaxPieces = 1024;  // UIO_MAXIOV
+
+using Cookie = std::array<char, kCookieBytes>;
+
+struct CmaAddress {
+  std::string boot_id;
+  uint64_t pid_namespace = 0, pid = 0, uid = 0;
+  uint64_t cookie_address = 0;
+  std::string cookie;
+
+  std::string blob() const {
+    return BlobWriter()
+        .u32(kMagic)
+        .bytes(boot_id)
+        .u64(pid_namespace)
+        .u64(pid)
+        .u64(uid)
+        .u64(cookie_address)
+        .bytes(cookie)
+        .take();
+  }
+  static Result<CmaAddress> parse(std::string_view blob) {
+    BlobReader from(blob);
+    const bool ours = from.u32() == kMagic;
+    CmaAddress parsed;
+    parsed.boot_id = from.bytes(kMaxBootIdBytes);
+    parsed.pid_namespace = from.u64();
+    parsed.pid = from.u64();
+    parsed.uid = from.u64();
+    parsed.cookie_address = from.u64();
+    parsed.cookie = from.bytes(kCookieBytes);
+    if (!from.done() || !ours || parsed.cookie.size() != kCookieBytes || parsed.pid == 0 ||
+        parsed.pid > INT32_MAX) {
+      return Status::Unavailable("not a cma address", "let both ends run the same version of kvlink");
+    }
+    return parsed;
+  }
+};
+
+iovec piece(uint64_t address, size_t bytes) { return {reinterpret_cast<void*>(address), bytes}; }
+
+/// Another process's memory.
+class Process {
+ public:
+  explicit Process(CmaAddress address)
+      : address_(std::move(address)), pid_(static_cast<pid_t>(address_.pid)) {
+    // Without pidfds (before Linux 5.3) the cookie still tells that the owner is gone.
+    pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
+  }
+
+  int pidfd() const { return pidfd_.get(); }
+  void forget() { pidfd_.reset(); }
+
+  Status check() const {
+    pollfd exit{pidfd_.get(), POLLIN, 0};
+    if (::poll(&exit, 1, 0) > 0) return gone();
+    Cookie found;
+    const iovec local{found.data(), kCookieBytes}, remote = piece(address_.cookie_address, kCookieBytes);
+    const ssize_t got = ::process_vm_readv(pid_, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno != EFAULT) return failed(errno);
+    if (got != kCookieBytes || !same_secret({found.data(), kCookieBytes}, address_.cookie)) return replaced();
+    return {};
+  }
+
+  /// What the kernel's refusal of a copy means.
+  Status failed(int error) const {
+    if (error == EFAULT)
+      return Status::AccessDenied(name() + " no longer has that memory, or this one has not");
+    if (error == ESRCH) return gone();
+    if (error == EPERM) return why_cma_refused(pid_, static_cast<uid_t>(address_.uid));
+    return Status::Unreachable("process_vm_readv from " + name() + ": " + std::strerror(error));
+  }
+
+  pid_t pid() const { return pid_; }
+
+ private:
+  std::string name() const { return "process " + std::to_string(pid_); }
+  Status gone() const { return Status::Unreachable("the owner, " + name() + ", has ended"); }
+  Status replaced() const {
+    return Status::Unreachable("the owner has closed, or " + name() + " is another program by now");
+  }
+
+  CmaAddress address_;
+  pid_t pid_;
+  UniqueFd pidfd_;
+};
+
+class CmaEndpoint : public QueuedEndpoint {
+ public:
+  explicit CmaEndpoint(Process owner) : owner_(std::move(owner)) {}
+
+  std::string hello() const override { return BlobWriter().u32(kMagic).take(); }
+
+  Status establish(std::string_view reply, int64_t) override {
+    BlobReader from(reply);
+    const bool ours = from.u32() == kMagic;
+    if (!from.done() || !ours) return Status::AccessDenied("not a reply of a cma owner");
+    return owner_.check();
+  }
+
+  Result<uint32_t> import_region(std::string_view remote_key) override {
+    BlobReader from(remote_key);
+    const bool ours = from.u32() == kMagic;
+    const uint64_t address = from.u64();
+    const uint64_t bytes = from.u64();
+    const uint32_t access = from.u32();
+    if (!from.done() || !ours || access > 1 || bytes > UINT64_MAX - address) {
+      return Status::AccessDenied("not a key of a cma region");
+    }
+    return add_remote({address, bytes, static_cast<Access>(access)});
+  }
+
+  int wake_fd() const override { return owner_.pidfd(); }
+
+  void close() override {
+    break_down(Status::Unreachable("this cma endpoint was closed"));
+    owner_.forget();
+  }
+
+ protected:
+  Status check_owner() override { return owner_.check(); }
+
+  Status read_some(Read& read, size_t budget) override {
+    if (is_one_slot(read.chunk)) return read_words(read);
+    Cursor to = read.at;
+    gather(read.chunk, to, budget);
+    const ssize_t got = copy();
+    if (got <= 0) return owner_.failed(got == 0 ? EFAULT : errno);
+    if (static_cast<uint64_t>(got) == to.moved - read.at.moved) {
+      read.at = to;
+    } else {
+      walk(read.chunk, read.at, static_cast<size_t>(got), [](auto&&...) { return true; });
+    }
+    return {};
+  }
+
+  Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {
+    const iovec local{&value, sizeof value};
+    const iovec to = piece(remote(region).address + offset, sizeof value);
+    return ::process_vm_writev(owner_.pid(), &local, 1, &to, 1, 0) == sizeof value ? Status{}
+                                                                                   : owner_.failed(errno);
+  }
+
+ private:
+  bool is_one_slot(const Chunk& chunk) const {
+    const ReadOp& op = chunk.ops.front();
+    return chunk.ops.size() == 1 && op.num_segments == 1 &&
+           is_words(remote(op.region).address + op.offset, op.bytes);
+  }
+
+  // The kernel may copy words in pieces. Two copies of which the second began after the first had ended
+  // differ when the first fell into a store, so two equal ones are whole; otherwise the next poll tries
+  // again.
+  Status read_words(Read& read) {
+    const ReadOp& op = read.chunk.ops.front();
+    std::array<std::byte, 2 * kMaxWordsBytes> twice;
+    const iovec local{twice.data(), 2 * size_t{op.bytes}};
+    const iovec words = piece(remote(op.region).address + op.offset, op.bytes);
+    const std::array<iovec, 2> from{words, words};
+    load_fence();
+    const ssize_t got = ::process_vm_readv(owner_.pid(), &local, 1, from.data(), from.size(), 0);
+    if (got != static_cast<ssize_t>(local.iov_len)) return owner_.failed(got >= 0 ? EFAULT : errno);
+    if (std::memcmp(twice.data(), twice.data() + op.bytes, op.bytes) != 0) return {};
+    walk(read.chunk, read.at, op.bytes, [&](const ReadOp&, uint32_t, std::byte* to, uint32_t bytes) {
+      std::memcpy(to, twice.data(), bytes);
+      return true;
+    });
+    return {};
+  }
+
+  void gather(const Chunk& chunk, Cursor& at, size_t budget) {
+    num_local_ = num_remote_ = 0;
+    walk(chunk, at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* to, uint32_t bytes) {
+      if (num_local_ == kMaxPieces) return false;
+      local_[num_local_++] = {to, bytes};
+      const uint64_t from = remote(op.region).address + op.offset + in_op;
+      if (num_remote_ > 0 && end_of(remote_[num_remote_ - 1]) == from) {
+        remote_[num_remote_ - 1].iov_len += bytes;
+      } else {
+        remote_[num_remote_++] = piece(from, bytes);
+      }
+      return true;
+    });
+  }
+
+  ssize_t copy() const {
+    return ::process_vm_readv(owner_.pid(), local_.data(), num_local_, remote_.data(), num_remote_, 0);
+  }
+
+  static uint64_t end_of(const iovec& piece) {
+    return reinterpret_cast<uint64_t>(piece.iov_base) + piece.iov_len;
+  }
+
+  Process owner_;
+  size_t num_local_ = 0, num_remote_ = 0;
+  std::array<iovec, kMaxPieces> local_, remote_;
+};
+
+class CmaRegion : public MemoryRegion {
+ public:
+  CmaRegion(const MemoryRange& range, Access access) : range_(range), access_(access) {}
+  std::string remote_key() const override {
+    return BlobWriter()
+        .u32(kMagic)
+        .u64(reinterpret_cast<uint64_t>(range_.base))
+        .u64(range_.bytes)
+        .u32(static_cast<uint32_t>(access_))
+        .take();
+  }
+
+ private:
+  MemoryRange range_;
+  Access access_;
+};
+
+class CmaTransport : public Transport {
+ public:
+  CmaTransport() {
+    const std::string cookie = random_bytes(kCookieBytes);
+    std::memcpy(cookie_.data(), cookie.data(), kCookieBytes);
+    address_ = CmaAddress{boot_id(),
+                          namespace_inode("pid"),
+                          static_cast<uint64_t>(::getpid()),
+                          ::geteuid(),
+                          reinterpret_cast<uint64_t>(cookie_.data()),
+                          cookie}
+                   .blob();
+  }
+  ~CmaTransport() override { close(); }
+
+  std::string address() const override { return address_; }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    return std::unique_ptr<MemoryRegion>(std::make_unique<CmaRegion>(range, access));
+  }
+
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+    Result<CmaAddress> parsed = CmaAddress::parse(owner_address);
+    if (!parsed.ok()) return parsed.status();
+    if (parsed->boot_id != boot_id()) {
+      return Status::Unavailable("the owner is on another machine",
+                                 "enable a transport between machines (tcp)");
+    }
+    if (parsed->pid_namespace != namespace_inode("pid")) {
+      return Status::Unavailable(
+          "the owner is in another pid namespace",
+          "share one (docker run --pid, shareProcessNamespace in Kubernetes), or use shm or tcp");
+    }
+    Process owner(std::move(*parsed));
+    if (Status status = owner.check(); !status.ok()) return status;
+    return std::unique_ptr<Endpoint>(std::make_unique<CmaEndpoint>(std::move(owner)));
+  }
+
+  Result<std::string> accept(uint64_t, std::string_view hello) override {
+    BlobReader from(hello);
+    const bool ours = from.u32() == kMagic;
+    if (!from.done() || !ours) return Status::AccessDenied("not the hello of a cma endpoint");
+    return BlobWriter().u32(kMagic).take();
+  }
+
+  bool fence(uint64_t) override { return false; }
+  int serve_fd() const override { return -1; }
+  void serve() override {}
+  void close() override {
+    for (char& byte : cookie_) *static_cast<volatile char*>(&byte) = 0;
+  }
+
+ private:
+  Cookie cookie_;
+  std::string address_;
+};
+
+}  // namespace
+
+Status cma_probe() {
+  const Cookie from{1};
+  Cookie to{};
+  const iovec local{to.data(), to.size()},
+      remote = piece(reinterpret_cast<uint64_t>(from.data()), from.size());
+  if (::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(from.size()) &&
+      to == from) {
+    return {};
+  }
+  return Status::Unavailable(
+      std::string("process_vm_readv: ") + std::strerror(errno),
+      "allow the system calls process_vm_readv and process_vm_writev in the seccomp profile "
+      "(docker run --cap-add SYS_PTRACE), in a kernel with CONFIG_CROSS_MEMORY_ATTACH");
+}
+
+Result<std::unique_ptr<Transport>> cma_make(const TransportOptions&) {
+  return std::unique_ptr<Transport>(std::make_unique<CmaTransport>());
+}
+
+}  // namespace kvlink

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's side of one peer over one transport: lanes that share the work of every pull.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lane.h"
+#include "progress.h"
+#include "scratch.h"
+#include "transfer.h"
+
+namespace kvlink {
+
+class Connection {
+ public:
+  struct Settings {
+    uint64_t inline_bytes = 0;  // pulls up to this size run on the calling thread
+    uint64_t stripe_bytes = 0;  // pulls from this size on use every lane
+  };
+
+  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, Settings settings,
+             std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads);
+  ~Connection() { close(); }
+
+  /// One per lane, for Transport::accept at the owner.
+  std::vector<std::string> hellos() const;
+  /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success means
+  /// that this path works and leads to the right process. Returns the region index of each pool key.
+  Result<std::vector<uint32_t>> establish(uint64_t connection_id, const std::vector<std::string>& replies,
+                                          const std::vector<std::string>& pool_keys, const std::string& lease_key,
+                                          uint64_t epoch, int64_t timeout_ns);
+
+  /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
+  std::shared_ptr<Transfer> pull(const PullRequest& request);
+  bool settle(uint32_t slot, uint64_t value);
+
+  /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
+  bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= settings_.inline_bytes; }
+  bool broken() const;
+  std::string why_broken() const;
+  size_t num_lanes() const { return lanes_.size(); }
+  /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
+  void close();
+
+ private:
+  Status check_header(Lane& lane, uint32_t lease_region, uint64_t epoch, int64_t deadline_ns);
+  ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
+
+  Settings settings_;
+  bool copies_ = false;
+  std::shared_ptr<ScratchPool> scratch_;
+  std::vector<std::shared_ptr<ProgressThread>> threads_;
+  std::vector<std::shared_ptr<Lane>> lanes_;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "clock.h"
+
+namespace kvlink {
+namespace {
+
+// While leases are active the owner looks at their slots this often: settled blocks come back within a millisecond,
+// at about a microsecond of CPU per hundred leases.
+constexpr int kSweepMs = 1;
+constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
+constexpr uint64_t kScratchBytes = 1 << 20;    // 16,384 pulls in flight
+constexpr uint64_t kStripeBytes = 4 << 20;     // below this one lane is faster than meeting at the end
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
+  if (options.num_progress_threads == 0 || options.num_progress_threads > 64) {
+    return Status::Config("progress threads must be 1 to 64");
+  }
+  if (options.num_lease_slots == 0 || options.num_lease_slots > 1 << 20) {
+    return Status::Config("lease slots must be 1 to 1048576");
+  }
+  std::unique_ptr<Engine> engine(new Engine(options));
+  for (const std::string& name : options.transports) {
+    Row row{name, nullptr, {}, {name, {}, {}, {}, {}}};
+    Result<std::unique_ptr<Transport>> made = make_transport(name, options.transport);
+    if (made.ok()) {
+      row.transport = std::move(*made);
+      row.access.address = row.transport->address();
+    } else if (made.status().code() == Code::kTransportUnavailable) {
+      row.access.refused = made.status().what();
+    } else {
+      return made.status();
+    }
+    engine->rows_.push_back(std::move(row));
+  }
+  return engine;
+}
+
+Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
+  if (leases_) return Status::Config("memory is registered before the worker starts");
+  if (range.base == nullptr || range.bytes == 0) return Status::Config("a pool region must not be empty");
+  pool_.push_back(range);
+  return static_cast<uint32_t>(pool_.size() - 1);
+}
+
+Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
+  Result<std::unique_ptr<MemoryRegion>> region = row.transport->register_memory(range, access);
+  if (!region.ok()) return region.status();
+  key = (*region)->remote_key();
+  row.regions.push_back(std::move(*region));
+  return {};
+}
+
+Status Engine::start() {
+  Result<std::shared_ptr<HostMemory>> lease_memory =
+      HostMemory::allocate(uint64_t{options_.num_lease_slots + 1} * sizeof(LeaseSlot), false);
+  if (!lease_memory.ok()) return lease_memory.status();
+  lease_memory_ = *lease_memory;
+  Result<std::shared_ptr<HostMemory>> scratch = HostMemory::allocate(kScratchBytes, false);
+  if (!scratch.ok()) return scratch.status();
+  // The local regions are the pool's, then the scratch lines; every transport numbers them so.
+  scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
+  const MemoryRange lease_range = lease_memory_->range();
+  leases_ = std::make_unique<LeaseTable>(std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)),
+                                         options_.epoch);
+  for (Row& row : rows_) {
+    if (!row.transport) continue;
+    Status lent;
+    row.access.pool_keys.resize(pool_.size());
+    for (size_t index = 0; index < pool_.size() && lent.ok(); ++index) {
+      lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
+    }
+    if (lent.ok()) lent = lend(row, lease_range, Access::kReadWrite, row.access.lease_key);
+    if (lent.ok()) continue;
+    if (lent.code() != Code::kTransportUnavailable) return lent;
+    row.access.refused = lent.what();
+    row.access.pool_keys.clear();
+    row.regions.clear();
+  }
+  epoll_fd_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_event event{EPOLLIN, {.u64 = UINT64_MAX}};
+  epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, wake_fd_.get(), &event);
+  for (size_t index = 0; index < rows_.size(); ++index) {
+    if (!rows_[index].transport || rows_[index].transport->serve_fd() < 0) continue;
+    event = {EPOLLIN, {.u64 = index}};
+    epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, rows_[index].transport->serve_fd(), &event);
+  }
+  for (uint32_t index = 0; index < options_.num_progress_threads; ++index) {
+    progress_.push_back(std::make_shared<ProgressThread>());
+  }
+  owner_ = std::thread([this] { serve(); });
+  pthread_setname_np(owner_.native_handle(), "kvlink-owner");
+  return {};
+}
+
+std::vector<TransportAccess> Engine::access() const {
+  std::vector<TransportAccess> all;
+  for (const Row& row : rows_) all.push_back(row.access);
+  return all;
+}
+
+Engine::Row* Engine::find(const std::string& transport) {
+  for (Row& row : rows_) {
+    if (row.name == transport && row.transport) return &row;
+  }
+  return nullptr;
+}
+
+Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos) {
+  Row* row = find(transport);
+  if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
+  if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
+  const uint64_t id = next_connection_id_++;
+  Accepted accepted{row->transport->can_fence() ? id : 0, {}};
+  for (const std::string& hello : hellos) {
+    Result<std::string> reply = row->transport->accept(id, hello);
+    if (!reply.ok()) {
+      row->transport->fence(id);
+      return reply.status();
+    }
+    accepted.replies.push_back(std::move(*reply));
+  }
+  return accepted;
+}
+
+bool Engine::fence(uint64_t connection_id) {
+  bool fenced = false;
+  for (Row& row : rows_) fenced |= row.transport && row.transport->fence(connection_id);
+  return fenced;
+}
+
+Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address) {
+  Row* row = find(transport);
+  if (!row || closing_) return Status::Unavailable("this worker does not use " + transport, {});
+  const uint32_t lanes = options_.num_lanes ? options_.num_lanes : find_transport(transport)->default_lanes;
+  std::vector<std::unique_ptr<Endpoint>> endpoints;
+  for (uint32_t lane = 0; lane < lanes; ++lane) {
+    Result<std::unique_ptr<Endpoint>> endpoint = row->transport->open(address, lane);
+    if (!endpoint.ok()) return endpoint.status();
+    endpoints.push_back(std::move(*endpoint));
+  }
+  auto connection = std::make_shared<Connection>(
+      std::move(endpoints), Connection::Settings{options_.inline_bytes, kStripeBytes}, scratch_, progress_);
+  std::lock_guard lock(mutex_);
+  std::erase_if(connections_, [](const auto& known) { return known.expired(); });
+  connections_.push_back(connection);
+  return connection;
+}
+
+Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns) {
+  auto seats = leases_->grant(lease, readers, ready, ttl_ns, now_ns());
+  if (owner_asleep_) wake_owner();
+  return seats;
+}
+
+void Engine::wake_owner() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
+}
+
+void Engine::serve() {
+  int64_t swept = 0;
+  while (!closing_) {
+    epoll_event events[16];
+    owner_asleep_ = true;  // before looking at num_active(), as grant() looks in the other order
+    const int timeout_ms = leases_->num_active() > 0 ? kSweepMs : -1;
+    owner_asleep_ = timeout_ms < 0;
+    const int num_events = epoll_wait(epoll_fd_.get(), events, 16, timeout_ms);
+    owner_asleep_ = false;
+    for (int index = 0; index < num_events; ++index) {
+      const uint64_t row = events[index].data.u64;
+      if (row < rows_.size()) {
+        rows_[row].transport->serve();
+      } else {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+      }
+    }
+    const int64_t now = now_ns();
+    if (now - swept < kSweepNs) continue;
+    swept = now;
+    sweep();
+  }
+}
+
+void Engine::sweep() {
+  std::vector<EndedLease> ended;
+  leases_->sweep(now_ns(), ended);
+  if (ended.empty()) return;
+  // Fence first: a block must not be written again while a late reader could still be sent its bytes.
+  for (const EndedLease& lease : ended) {
+    for (const uint64_t reader : lease.readers) fence(reader);
+  }
+  std::lock_guard lock(mutex_);
+  for (const auto& queue : ended_watchers_) queue->push(ended.front().lease);
+  std::move(ended.begin(), ended.end(), std::back_inserter(ended_));
+}
+
+std::vector<EndedLease> Engine::take_ended() {
+  if (!closing_) sweep();
+  std::lock_guard lock(mutex_);
+  return std::exchange(ended_, {});
+}
+
+void Engine::watch_ended(std::shared_ptr<CompletionQueue> queue) {
+  std::lock_guard lock(mutex_);
+  ended_watchers_.push_back(std::move(queue));
+}
+
+void Engine::close() {
+  std::vector<std::weak_ptr<Connection>> connections;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    connections = connections_;
+  }
+  closing_ = true;
+  if (leases_) leases_->abort_all();
+  for (const auto& known : connections) {
+    if (const auto connection = known.lock()) connection->close();
+  }
+  for (const auto& thread : progress_) thread->stop();
+  if (owner_.joinable()) {
+    wake_owner();
+    owner_.join();
+  }
+  for (Row& row : rows_) {
+    row.regions.clear();
+    if (row.transport) row.transport->close();
+  }
+}
+
+}  // namespace kvlink

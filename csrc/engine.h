@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// One worker's data plane: its registered memory, lease table, transports and threads.
+//
+// Threads: progress threads drive the reader's lanes; one owner thread serves transports that need it and sweeps the
+// lease table. Every method may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "completion.h"
+#include "connection.h"
+#include "lease_table.h"
+#include "memory.h"
+#include "transport.h"
+
+namespace kvlink {
+
+struct EngineOptions {
+  uint64_t epoch = 0;
+  std::vector<std::string> transports;  // allowed ones, best first
+  TransportOptions transport;
+  uint32_t num_lease_slots = 4096;
+  uint32_t num_progress_threads = 1;
+  uint64_t inline_bytes = 128 << 10;
+  uint32_t num_lanes = 0;  // 0: each transport's own default
+};
+
+/// How peers reach this worker by one transport.
+struct TransportAccess {
+  std::string name, address;
+  std::vector<std::string> pool_keys;
+  std::string lease_key;
+  std::string refused;  // why the pool cannot be lent this way; then there are no keys
+};
+
+struct Accepted {
+  uint64_t connection_id = 0;  // 0: this transport cannot fence, nothing to announce
+  std::vector<std::string> replies;
+};
+
+class Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
+  ~Engine() { close(); }
+
+  /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
+  Result<uint32_t> add_pool_region(const MemoryRange& range);
+  /// Ends registration and starts the threads. REQUIRES at least one pool region.
+  Status start();
+  std::vector<TransportAccess> access() const;
+
+  Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos);
+  bool fence(uint64_t connection_id);
+  Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address);
+
+  LeaseTable& leases() { return *leases_; }
+  /// grant() through here so that the owner thread sweeps while leases are active.
+  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
+  /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers fenced.
+  std::vector<EndedLease> take_ended();
+  void watch_ended(std::shared_ptr<CompletionQueue> queue);
+
+  /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered memory.
+  void close();
+
+ private:
+  struct Row {
+    std::string name;
+    std::unique_ptr<Transport> transport;
+    std::vector<std::unique_ptr<MemoryRegion>> regions;
+    TransportAccess access;
+  };
+
+  explicit Engine(const EngineOptions& options) : options_(options) {}
+  Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
+  Row* find(const std::string& transport);
+  void serve();
+  void sweep();
+  void wake_owner();
+
+  const EngineOptions options_;
+  std::vector<Row> rows_;
+  std::vector<MemoryRange> pool_;
+  std::shared_ptr<HostMemory> lease_memory_;
+  std::shared_ptr<ScratchPool> scratch_;
+  std::unique_ptr<LeaseTable> leases_;
+  std::vector<std::shared_ptr<ProgressThread>> progress_;
+
+  std::atomic<uint64_t> next_connection_id_{1};
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> owner_asleep_{false};
+  UniqueFd wake_fd_, epoll_fd_;
+  std::thread owner_;
+
+  std::mutex mutex_;  // guards what follows
+  std::vector<std::weak_ptr<Connection>> connections_;
+  std::vector<EndedLease> ended_;
+  std::vector<std::shared_ptr<CompletionQueue>> ended_watchers_;
+  bool closed_ = false;
+};
+
+}  // namespace kvlink

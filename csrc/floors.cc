@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "floors.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvlink {
+namespace {
+
+constexpr size_t kMaxPiecesPerCall = 1024;    // UIO_MAXIOV
+constexpr size_t kSocketCallBytes = 1 << 20;  // of one send or recv
+
+std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
+
+void copy(const FloorPiece& piece) { std::memcpy(address(piece.to), address(piece.from), piece.bytes); }
+
+#if defined(__x86_64__)
+
+constexpr size_t kLineBytes = 64;
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kPagesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
+constexpr size_t kTurnBytes = 256;
+
+/// Whole lines of at most a page each, and what is left of the pieces before and after them.
+struct Cut {
+  std::vector<FloorPiece> pages, odds;
+};
+
+void keep(std::vector<FloorPiece>& kept, const FloorPiece& piece, uint64_t at, uint64_t bytes) {
+  if (bytes > 0) kept.push_back({piece.from + at, piece.to + at, bytes});
+}
+
+Cut cut(FloorPieces pieces) {
+  Cut cut;
+  for (const FloorPiece& piece : pieces) {
+    const uint64_t head = std::min(piece.bytes, -piece.to % kLineBytes);
+    const uint64_t tail = (piece.bytes - head) % kLineBytes;
+    const uint64_t end = piece.bytes - tail;
+    keep(cut.odds, piece, 0, head);
+    for (uint64_t at = head; at < end; at += kPageBytes) keep(cut.pages, piece, at, std::min(end - at, kPageBytes));
+    keep(cut.odds, piece, end, tail);
+  }
+  return cut;
+}
+
+__attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at, size_t end) {
+#pragma GCC unroll 4
+  for (; at < end; at += kLineBytes) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(page.from + at));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(page.from + at + kLineBytes / 2));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(page.to + at), low);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(page.to + at + kLineBytes / 2), high);
+  }
+}
+
+__attribute__((target("avx2"))) void stream_in_turns(FloorPieces pages) {
+  uint64_t common = kPageBytes;
+  for (const FloorPiece& page : pages) common = std::min(common, page.bytes);
+  common -= common % kTurnBytes;
+  for (size_t at = 0; at < common; at += kTurnBytes) {
+    for (const FloorPiece& page : pages) stream_lines(page, at, at + kTurnBytes);
+  }
+  for (const FloorPiece& page : pages) stream_lines(page, common, page.bytes);
+}
+
+void prefetch(FloorPieces pages) {
+  for (const FloorPiece& page : pages) {
+    __builtin_prefetch(address(page.from));
+    __builtin_prefetch(address(page.from + kLineBytes));
+  }
+}
+
+/// The next pages from `first` on.
+FloorPieces some(FloorPieces pages, size_t first) {
+  return pages.subspan(std::min(first, pages.size()), std::min(kPagesInTurns, pages.size() - std::min(first, pages.size())));
+}
+
+int64_t stream(FloorPieces pieces) {
+  const Cut work = cut(pieces);
+  const FloorPieces pages = work.pages;
+  const int64_t start = now_ns();
+  for (size_t first = 0; first < pages.size(); first += kPagesInTurns) {
+    prefetch(some(pages, first + kPagesInTurns));
+    stream_in_turns(some(pages, first));
+  }
+  for (const FloorPiece& odd : work.odds) copy(odd);
+  _mm_sfence();
+  return now_ns() - start;
+}
+
+#endif
+
+Status failed(const char* call) {
+  return Status::Unreachable(std::string("the bare ") + call + ": " + std::strerror(errno));
+}
+
+sockaddr_in loopback(uint16_t port) {
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_port = htons(port);
+  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return name;
+}
+
+bool send_all(int socket, const std::byte* from, uint64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t sent = ::send(socket, from, std::min(bytes, kSocketCallBytes), MSG_NOSIGNAL);
+    if (sent <= 0) return false;
+    from += sent;
+    bytes -= static_cast<uint64_t>(sent);
+  }
+  return true;
+}
+
+bool receive_all(int socket, std::byte* to, uint64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t got = ::recv(socket, to, std::min(bytes, kSocketCallBytes), 0);
+    if (got <= 0) return false;
+    to += got;
+    bytes -= static_cast<uint64_t>(got);
+  }
+  return true;
+}
+
+bool send_number(int socket, const uint64_t& number) {
+  return send_all(socket, reinterpret_cast<const std::byte*>(&number), sizeof number);
+}
+
+bool receive_number(int socket, uint64_t& number) {
+  return receive_all(socket, reinterpret_cast<std::byte*>(&number), sizeof number);
+}
+
+void disable_nagle(int socket) {
+  const int on = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace
+
+int64_t floor_memcpy(FloorPieces pieces) {
+  const int64_t start = now_ns();
+  for (const FloorPiece& piece : pieces) copy(piece);
+  return now_ns() - start;
+}
+
+int64_t floor_streamed_copy(FloorPieces pieces) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return stream(pieces);
+#endif
+  return floor_memcpy(pieces);
+}
+
+Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces) {
+  std::vector<iovec> local, remote;
+  for (const FloorPiece& piece : pieces) {
+    local.push_back({address(piece.to), piece.bytes});
+    remote.push_back({address(piece.from), piece.bytes});
+  }
+  uint64_t missing = 0;
+  for (const FloorPiece& piece : pieces) missing += piece.bytes;
+  const int64_t start = now_ns();
+  for (size_t first = 0; first < local.size(); first += kMaxPiecesPerCall) {
+    const size_t count = std::min(kMaxPiecesPerCall, local.size() - first);
+    const ssize_t got = ::process_vm_readv(pid, &local[first], count, &remote[first], count, 0);
+    if (got < 0) return failed("process_vm_readv");
+    missing -= static_cast<uint64_t>(got);
+  }
+  const int64_t took = now_ns() - start;
+  if (missing > 0) return Status::AccessDenied("the bare process_vm_readv copied less than it was asked for");
+  return took;
+}
+
+Result<std::unique_ptr<FloorSource>> FloorSource::make(const std::byte* base, uint64_t bytes) {
+  UniqueFd listening(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in name = loopback(0);
+  socklen_t size = sizeof name;
+  auto* const any = reinterpret_cast<sockaddr*>(&name);
+  if (!listening || ::bind(listening.get(), any, size) != 0 || ::listen(listening.get(), 1) != 0 ||
+      ::getsockname(listening.get(), any, &size) != 0) {
+    return failed("socket");
+  }
+  return std::unique_ptr<FloorSource>(new FloorSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
+}
+
+FloorSource::FloorSource(const std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port)
+    : base_(base), bytes_(bytes), listening_(std::move(listening)), port_(port), thread_([this] { serve(); }) {}
+
+void FloorSource::serve() {
+  while (true) {
+    UniqueFd accepted(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const int reader = accepted.get();
+    {
+      std::lock_guard lock(mutex_);
+      if (closed_ || !accepted) return;
+      reader_ = std::move(accepted);
+    }
+    disable_nagle(reader);
+    answer(reader);
+  }
+}
+
+void FloorSource::answer(int reader) const {
+  uint64_t answer_bytes = 0, offset = 0;
+  if (!receive_number(reader, answer_bytes) || answer_bytes > bytes_) return;
+  while (receive_number(reader, offset) && offset <= bytes_ - answer_bytes) {
+    if (!send_all(reader, base_ + offset, answer_bytes)) return;
+  }
+}
+
+void FloorSource::close() {
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    ::shutdown(listening_.get(), SHUT_RDWR);
+    if (reader_) ::shutdown(reader_.get(), SHUT_RDWR);
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+Result<std::unique_ptr<FloorSink>> FloorSink::connect(uint16_t port, uint64_t answer_bytes) {
+  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in name = loopback(port);
+  if (!socket || ::connect(socket.get(), reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
+    return failed("connect");
+  }
+  disable_nagle(socket.get());
+  if (!send_number(socket.get(), answer_bytes)) return failed("send");
+  return std::unique_ptr<FloorSink>(new FloorSink(std::move(socket), answer_bytes));
+}
+
+Result<int64_t> FloorSink::read(uint64_t offset, std::byte* to) {
+  const int64_t start = now_ns();
+  if (!send_number(socket_.get(), offset) || !receive_all(socket_.get(), to, answer_bytes_)) {
+    return failed("socket stream");
+  }
+  return now_ns() - start;
+}
+
+}  // namespace kvlink

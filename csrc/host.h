@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// What identifies this machine and its namespaces to same-host transports, and the kernel's random bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace kvlink {
+
+/// The kernel's id of this boot, the same in every container of the machine; empty without /proc.
+std::string boot_id();
+/// Inode of /proc/self/ns/`kind` ("net", "pid"); 0 without /proc.
+uint64_t namespace_inode(const char* kind);
+/// Cryptographically random, so fit for secrets.
+std::string random_bytes(size_t bytes);
+uint64_t random_u64();
+/// Takes the same time wherever the two differ.
+bool same_secret(std::string_view a, std::string_view b);
+
+}  // namespace kvlink

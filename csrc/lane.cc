@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lane.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+
+#include "clock.h"
+#include "lease_table.h"
+
+namespace kvlink {
+namespace {
+
+// An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes 10-40 us,
+// and a sleep adds one scheduler wake-up (5-20 us) to it.
+constexpr int64_t kInlineSpinNs = 60'000;
+
+uint64_t settled_offset(uint32_t slot) { return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled); }
+uint64_t reader_offset(uint32_t slot) { return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, reader); }
+
+void sleep_on(int fd, int64_t ns) {
+  pollfd waiting{fd, POLLIN, 0};
+  const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
+  ppoll(fd < 0 ? nullptr : &waiting, fd < 0 ? 0 : 1, &timeout, nullptr);
+}
+
+}  // namespace
+
+Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index) : index_(index), endpoint_(std::move(endpoint)) {}
+
+void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
+  std::lock_guard lock(mutex_);
+  lease_region_ = lease_region;
+  connection_id_ = connection_id;
+  window_ = endpoint_->window();
+  ordered_ = endpoint_->ordered();
+  wake_fd_ = endpoint_->wake_fd();
+}
+
+void Lane::submit(std::shared_ptr<Transfer> transfer) {
+  transfer->attach();
+  pending_.fetch_add(1, std::memory_order_acq_rel);
+  std::lock_guard lock(inbox_mutex_);
+  inbox_.push_back(std::move(transfer));
+}
+
+Lane::Driven Lane::drive() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return {};
+  return drive_locked(now_ns());
+}
+
+void Lane::check_idle() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || broken() || num_posted_ > 0) return;
+  PollResult result = endpoint_->poll(ended_);
+  collect(result, now_ns());
+}
+
+bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || broken() || !idle()) return false;
+  transfer->attach();
+  transfer->mark_inline();
+  pending_.fetch_add(1, std::memory_order_acq_rel);
+  queue_.push_back(transfer);
+  const int64_t start = now_ns();
+  int64_t last_progress = start;
+  while (!transfer->done()) {
+    const int64_t now = now_ns();
+    if (now - start > budget_ns) return true;
+    const Driven driven = drive_locked(now);
+    if (driven.progressed) {
+      last_progress = now;
+    } else if (now - last_progress > kInlineSpinNs && !endpoint_->copies_in_poll()) {
+      sleep_on(wake_fd_, budget_ns - (now - start));
+    }
+  }
+  take_inbox();
+  drop_stopped(now_ns());
+  return true;
+}
+
+Lane::Driven Lane::drive_locked(int64_t now) {
+  take_inbox();
+  if (broken()) {
+    break_down(why_broken_, now);
+    return {};
+  }
+  Driven driven;
+  drop_stopped(now);
+  if (!broken()) driven.progressed = post_steps(now);
+  if (!broken() && num_posted_ > 0) {
+    PollResult result = endpoint_->poll(ended_);
+    driven.progressed |= result.progressed;
+    collect(result, now_ns());
+  }
+  driven.active = !queue_.empty();
+  for (const auto& transfer : queue_) {
+    driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
+    const int64_t peek_at = transfer->peek_at_ns();
+    if (peek_at > now) driven.wake_at_ns = std::min(driven.wake_at_ns, peek_at);
+  }
+  return driven;
+}
+
+void Lane::take_inbox() {
+  std::lock_guard lock(inbox_mutex_);
+  std::move(inbox_.begin(), inbox_.end(), std::back_inserter(queue_));
+  inbox_.clear();
+}
+
+/// Takes transfers that ended or must end out of the queue; a lane that has stalled under one of them breaks.
+void Lane::drop_stopped(int64_t now) {
+  bool stalled = false;
+  for (const auto& transfer : queue_) {
+    if (now >= transfer->deadline_ns()) transfer->expire(now);
+    if (!transfer->stopping() || transfer->done()) continue;
+    for (uint64_t token = 0; token < posted_.size(); ++token) {
+      Posted& posted = posted_[token];
+      if (posted.transfer != transfer) continue;
+      stalled |= now >= transfer->deadline_ns() && last_ended_ns_ < posted.posted_ns;
+      endpoint_->cancel(token);
+      const Step step = posted.step;
+      release(token);
+      transfer->dropped(step, now);
+    }
+  }
+  const size_t before = queue_.size();
+  std::erase_if(queue_, [](const auto& transfer) { return transfer->done(); });
+  pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
+  if (stalled) {
+    break_down(Status::Unreachable("nothing moved on this connection for a whole deadline; the owner's process "
+                                   "may be stopped or its host gone"),
+               now);
+  }
+}
+
+bool Lane::post_steps(int64_t now) {
+  bool any = false;
+  size_t without_work = 0;
+  while (without_work < queue_.size()) {
+    const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
+    // The slot read and the settle are not data: they never wait for room in the window.
+    const Window room = num_posted_ < window_.depth ? window_ : Window{0, 0, 0};
+    const Step step = transfer->next(room, ordered_, index_, now);
+    if (step.kind == Step::Kind::kNone) {
+      ++without_work;
+      continue;
+    }
+    without_work = 0;
+    any = true;
+    const uint64_t token = claim_token(transfer, step, now);
+    const Status posted = post(transfer, step, token);
+    if (posted.ok()) continue;
+    release(token);
+    transfer->ended(step, posted, now);
+  }
+  return any;
+}
+
+Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token) {
+  if (step.kind == Step::Kind::kSettle) {
+    return endpoint_->post_write(token, lease_region_, settled_offset(transfer->slot()), transfer->settle_nonce());
+  }
+  if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(lease_region_));
+  if (step.first_op == 0 && connection_id_ != 0) {
+    const uint64_t announced = claim_token(nullptr, {}, now_ns());
+    const Status status = endpoint_->post_write(announced, lease_region_, reader_offset(transfer->slot()), connection_id_);
+    if (!status.ok()) {
+      release(announced);
+      return status;
+    }
+  }
+  return endpoint_->post_read(token, transfer->chunk(step));
+}
+
+void Lane::collect(PollResult& result, int64_t now) {
+  for (const Completion& completion : ended_) {
+    Posted& posted = posted_[completion.token];
+    if (!posted.used) continue;
+    const std::shared_ptr<Transfer> transfer = std::move(posted.transfer);
+    const Step step = posted.step;
+    release(completion.token);
+    last_ended_ns_ = now;
+    if (transfer) transfer->ended(step, completion.status, now);
+  }
+  ended_.clear();
+  if (!result.status.ok()) break_down(result.status, now);
+}
+
+bool Lane::settle(uint32_t slot, uint64_t value) {
+  std::lock_guard lock(mutex_);
+  if (broken()) return false;
+  const uint64_t token = claim_token(nullptr, {}, now_ns());
+  const Status status = endpoint_->post_write(token, lease_region_, settled_offset(slot), value);
+  if (!status.ok()) {
+    release(token);
+    return false;
+  }
+  PollResult result = endpoint_->poll(ended_);
+  collect(result, now_ns());
+  return !broken();
+}
+
+void Lane::break_down(const Status& why, int64_t now) {
+  if (!broken()) {
+    why_broken_ = why;
+    broken_.store(true, std::memory_order_release);
+    endpoint_->close();
+  }
+  for (uint64_t token = 0; token < posted_.size(); ++token) {
+    if (!posted_[token].used) continue;
+    const std::shared_ptr<Transfer> transfer = std::move(posted_[token].transfer);
+    const Step step = posted_[token].step;
+    release(token);
+    if (transfer) transfer->dropped(step, now);
+  }
+  take_inbox();
+  for (const auto& transfer : std::exchange(queue_, {})) {
+    pending_.fetch_sub(1, std::memory_order_acq_rel);
+    if (!transfer->done()) transfer->detach(why_broken_, now);
+  }
+}
+
+void Lane::close(const std::string& why) {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  break_down(Status::Unreachable(why), now_ns());
+}
+
+std::string Lane::why_broken() const {
+  std::lock_guard lock(mutex_);
+  return why_broken_.what();
+}
+
+uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now) {
+  ++num_posted_;
+  for (uint64_t token = 0;; ++token) {
+    if (token == posted_.size()) posted_.emplace_back();
+    if (posted_[token].used) continue;
+    posted_[token] = {std::move(transfer), step, now, true};
+    return token;
+  }
+}
+
+void Lane::release(uint64_t token) {
+  posted_[token] = {};
+  --num_posted_;
+}
+
+}  // namespace kvlink

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// One endpoint with the transfers that use it. A connection has one or more lanes; each lane takes chunks from the
+// transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one loses nothing.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transfer.h"
+#include "transport.h"
+
+namespace kvlink {
+
+/// Driven by whoever holds the lane: the progress thread, or a caller that runs its small pull inline.
+class Lane {
+ public:
+  struct Driven {
+    bool progressed = false;
+    bool active = false;          // transfers are queued
+    int64_t wake_at_ns = INT64_MAX;  // next deadline or streaming peek
+  };
+
+  Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index);
+  ~Lane() { close("the connection was closed"); }
+
+  /// REQUIRES establish() to have succeeded. Fixes what every later pull needs.
+  void ready(uint32_t lease_region, uint64_t connection_id);
+  Endpoint& endpoint() { return *endpoint_; }  // only while connecting
+
+  /// Queues a transfer; any thread. The caller then wakes the driver.
+  void submit(std::shared_ptr<Transfer> transfer);
+  /// One bounded round: take over, drop, post, poll. Nothing when somebody else holds the lane.
+  Driven drive();
+  /// Drives until the transfer ended or `budget_ns` passed. False: the lane is busy, nothing was done.
+  bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
+  /// Notices an owner that died while the lane was idle. Does nothing when somebody else holds the lane.
+  void check_idle();
+  /// Posts a settle that nobody waits for. False: the lane is broken.
+  bool settle(uint32_t slot, uint64_t value);
+
+  bool broken() const { return broken_.load(std::memory_order_acquire); }
+  std::string why_broken() const;
+  bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
+  bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
+  int wake_fd() const { return wake_fd_; }
+  void close(const std::string& why);
+
+ private:
+  struct Posted {
+    std::shared_ptr<Transfer> transfer;  // null: a free entry, or a settle that nobody waits for
+    Step step;
+    int64_t posted_ns = 0;
+    bool used = false;
+  };
+
+  Driven drive_locked(int64_t now);
+  void take_inbox();
+  void drop_stopped(int64_t now);
+  bool post_steps(int64_t now);
+  Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
+  void collect(PollResult& result, int64_t now);
+  void break_down(const Status& why, int64_t now);
+  uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now);
+  void release(uint64_t token);
+
+  const uint32_t index_;
+  std::unique_ptr<Endpoint> endpoint_;
+  Window window_;
+  bool ordered_ = false;
+  int wake_fd_ = -1;
+  uint32_t lease_region_ = 0;
+  uint64_t connection_id_ = 0;
+
+  std::atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
+  std::atomic<bool> broken_{false};
+
+  std::mutex inbox_mutex_;  // never held while posting or copying
+  std::vector<std::shared_ptr<Transfer>> inbox_;
+
+  mutable std::mutex mutex_;  // serialises the endpoint; guards everything below
+  std::vector<std::shared_ptr<Transfer>> queue_;
+  size_t turn_ = 0;  // round robin over the queue
+  std::vector<Posted> posted_;
+  uint32_t num_posted_ = 0;
+  int64_t last_ended_ns_ = 0;
+  std::vector<Completion> ended_;
+  Status why_broken_;
+  bool closed_ = false;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lease_table.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+
+namespace kvlink {
+
+LeaseTable::LeaseTable(std::span<std::byte> memory, uint64_t epoch)
+    : slots_(reinterpret_cast<LeaseSlot*>(memory.data())) {
+  const auto num_slots = static_cast<uint32_t>(memory.size() / sizeof(LeaseSlot));
+  new (memory.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, num_slots, {}};
+  for (uint32_t index = num_slots - 1; index > 0; --index) {
+    new (&slots_[index]) LeaseSlot{};
+    free_.push_back(index);
+  }
+}
+
+uint64_t LeaseTable::fresh_nonce() {
+  for (;;) {
+    if (random_.empty()) {
+      random_.resize(32);
+      const ssize_t drawn = getrandom(random_.data(), random_.size() * sizeof(uint64_t), 0);
+      random_.resize(drawn > 0 ? static_cast<size_t>(drawn) / sizeof(uint64_t) : 0);
+      continue;
+    }
+    const uint64_t nonce = random_.back();
+    random_.pop_back();
+    if (nonce != 0) return nonce;
+  }
+}
+
+Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
+                                                 int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (readers == 0) return Status::Config("a lease needs at least one reader");
+  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  if (readers > free_.size()) {
+    return Status(Code::kConfig,
+                  "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
+                  "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
+  }
+  Lease granted{{}, now_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
+  std::vector<LeaseSeat> seats;
+  for (uint32_t reader = 0; reader < readers; ++reader) {
+    const LeaseSeat seat{free_.back(), fresh_nonce(), fresh_nonce()};
+    free_.pop_back();
+    LeaseSlot& shared = slot(seat.slot);
+    // A late store of an earlier reader may still hit `settled`: it carries a settle nonce that ended.
+    shared.settled.store(0, std::memory_order_relaxed);
+    shared.reader.store(0, std::memory_order_relaxed);
+    shared.ready.store(ready, std::memory_order_relaxed);
+    shared.nonce.store(seat.nonce, std::memory_order_release);
+    granted.seats.push_back({seat.slot, seat.settle_nonce, true});
+    seats.push_back(seat);
+  }
+  leases_.emplace(lease, std::move(granted));
+  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+  ++counts_.granted;
+  return seats;
+}
+
+bool LeaseTable::set_ready(uint64_t lease, uint64_t ready) {
+  std::lock_guard lock(mutex_);
+  const auto found = leases_.find(lease);
+  if (found == leases_.end()) return false;
+  for (const Seat& seat : found->second.seats) {
+    std::atomic<uint64_t>& shared = slot(seat.slot).ready;
+    if (shared.load(std::memory_order_relaxed) < ready) shared.store(ready, std::memory_order_release);
+  }
+  return true;
+}
+
+bool LeaseTable::extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  const auto found = leases_.find(lease);
+  if (found == leases_.end()) return false;
+  found->second.deadline_ns = std::max(found->second.deadline_ns, now_ns + ttl_ns);
+  return true;
+}
+
+bool LeaseTable::abort(uint64_t lease) {
+  std::lock_guard lock(mutex_);
+  const auto found = leases_.find(lease);
+  if (found == leases_.end()) return false;
+  found->second.how = LeaseEnd::kAborted;
+  for (Seat& seat : found->second.seats) end_seat(seat);
+  return true;
+}
+
+void LeaseTable::abort_all() {
+  std::lock_guard lock(mutex_);
+  for (auto& [id, lease] : leases_) {
+    lease.how = LeaseEnd::kAborted;
+    for (Seat& seat : lease.seats) end_seat(seat);
+  }
+}
+
+bool LeaseTable::settle(uint32_t index, uint64_t settle_nonce) {
+  std::lock_guard lock(mutex_);
+  for (auto& [id, lease] : leases_) {
+    for (const Seat& seat : lease.seats) {
+      if (seat.slot != index || !seat.open || seat.settle_nonce != settle_nonce) continue;
+      slot(index).settled.store(settle_nonce, std::memory_order_release);
+      return true;
+    }
+  }
+  return false;
+}
+
+void LeaseTable::end_seat(Seat& seat) {
+  if (!seat.open) return;
+  seat.open = false;
+  slot(seat.slot).nonce.store(0, std::memory_order_relaxed);
+  // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  free_.push_back(seat.slot);
+}
+
+void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
+  std::lock_guard lock(mutex_);
+  for (auto it = leases_.begin(); it != leases_.end();) {
+    Lease& lease = it->second;
+    bool open = false;
+    for (Seat& seat : lease.seats) {
+      if (!seat.open) continue;
+      LeaseSlot& shared = slot(seat.slot);
+      if (shared.settled.load(std::memory_order_acquire) == seat.settle_nonce) {
+        end_seat(seat);
+      } else if (now_ns >= lease.deadline_ns) {
+        lease.how = LeaseEnd::kExpired;
+        const uint64_t reader = shared.reader.load(std::memory_order_acquire);
+        if (reader != 0) lease.readers.push_back(reader);
+        end_seat(seat);
+      }
+      open |= seat.open;
+    }
+    if (open) {
+      ++it;
+      continue;
+    }
+    counts_.settled += lease.how == LeaseEnd::kSettled;
+    counts_.expired += lease.how == LeaseEnd::kExpired;
+    counts_.aborted += lease.how == LeaseEnd::kAborted;
+    counts_.fenced_readers += lease.readers.size();
+    ended.push_back({it->first, lease.how, std::move(lease.readers), now_ns - lease.granted_ns});
+    it = leases_.erase(it);
+  }
+  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+}
+
+LeaseCounts LeaseTable::counts(int64_t now_ns) const {
+  std::lock_guard lock(mutex_);
+  LeaseCounts counts = counts_;
+  counts.active = leases_.size();
+  for (const auto& [id, lease] : leases_) counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
+  return counts;
+}
+
+}  // namespace kvlink

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The lease table: why a reader can never take stale bytes for good ones.
+//
+// One slot of 64 bytes per reader of a lease, in memory that peers read (and write `settled`, `reader`) one-sidedly.
+// A lease ends (settle, expiry, abort) by storing nonce 0 and only then giving the blocks back. A reader loads the
+// slot after its data: the nonce of its ticket still there means the blocks were pinned during the whole read.
+// No clock is ever compared between hosts: the owner alone counts the time to live.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "status.h"
+#include "transport.h"
+
+namespace kvlink {
+
+/// What lies in the shared memory, slot 0 being the header. Little-endian, 8-byte aligned.
+struct LeaseSlot {
+  std::atomic<uint64_t> nonce;    // 0: free or ended
+  std::atomic<uint64_t> ready;    // units (blocks or layers) already written by the owner
+  std::atomic<uint64_t> settled;  // the reader stores the ticket's settle nonce here; anything else is ignored
+  std::atomic<uint64_t> reader;   // the reader stores its connection id before its first read, for fencing
+  uint64_t reserved[4];
+};
+static_assert(sizeof(LeaseSlot) == 64);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+/// Slot 0. A reader checks it when it connects, so that a recycled pid or address is noticed at once.
+struct LeaseTableHeader {
+  uint64_t magic;  // kMagic
+  uint64_t epoch;  // of the owner
+  uint64_t num_slots;
+  uint64_t reserved[5];
+  static constexpr uint64_t kMagic = 0x31'65736165'4c564bULL;  // "KVLease1"
+};
+static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
+
+/// One reader's part of a lease, as it goes into the ticket.
+struct LeaseSeat {
+  uint32_t slot = 0;
+  uint64_t nonce = 0;
+  uint64_t settle_nonce = 0;
+};
+
+enum class LeaseEnd : uint8_t { kSettled, kExpired, kAborted };
+
+struct EndedLease {
+  uint64_t lease = 0;
+  LeaseEnd how = LeaseEnd::kSettled;     // kExpired when any seat expired
+  std::vector<uint64_t> readers;         // connection ids to fence: readers of seats that expired unsettled
+  int64_t held_ns = 0;
+};
+
+struct LeaseCounts {
+  uint64_t active = 0, granted = 0, settled = 0, expired = 0, aborted = 0, fenced_readers = 0;
+  int64_t oldest_ns = 0;
+};
+
+/// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the clock.
+class LeaseTable {
+ public:
+  /// `memory` is zeroed, 64-byte aligned, and outlives the table. REQUIRES memory.size() >= 2 slots.
+  LeaseTable(std::span<std::byte> memory, uint64_t epoch);
+
+  /// Takes one slot per reader. kConfig when the table is full (nothing is taken then).
+  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns, int64_t now_ns);
+  /// Publishes how many units are written. Never goes back. False: no such lease.
+  bool set_ready(uint64_t lease, uint64_t ready);
+  /// Pushes the deadline to now + ttl. False: no such lease.
+  bool extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
+  /// Ends every seat now. The lease is reported by the next sweep. False: no such lease.
+  bool abort(uint64_t lease);
+  /// Ends every lease: the owner is closing, and what readers fetch from now on must not pass for valid.
+  void abort_all();
+  /// Settles on behalf of a reader whose data path is gone. False: wrong slot or nonce.
+  bool settle(uint32_t slot, uint64_t settle_nonce);
+  /// Ends seats that were settled or ran out and appends the leases all of whose seats have ended.
+  /// On return their nonces are 0: their blocks may be written again (after fencing `readers`).
+  void sweep(int64_t now_ns, std::vector<EndedLease>& ended);
+
+  LeaseCounts counts(int64_t now_ns) const;
+  uint32_t num_active() const { return num_active_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Seat {
+    uint32_t slot;
+    uint64_t settle_nonce;
+    bool open;
+  };
+  struct Lease {
+    std::vector<Seat> seats;
+    int64_t granted_ns, deadline_ns;
+    LeaseEnd how;
+    std::vector<uint64_t> readers;
+  };
+
+  LeaseSlot& slot(uint32_t index) { return slots_[index]; }
+  void end_seat(Seat& seat);
+  uint64_t fresh_nonce();
+
+  mutable std::mutex mutex_;
+  LeaseSlot* slots_;
+  std::vector<uint32_t> free_;
+  std::unordered_map<uint64_t, Lease> leases_;
+  std::vector<uint64_t> random_;  // drawn from the kernel in batches
+  LeaseCounts counts_;
+  std::atomic<uint32_t> num_active_{0};
+};
+
+}  // namespace kvlink

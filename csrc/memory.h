@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host memory that kvlink allocates: a memfd, mapped, so that same-host readers may map it too.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "status.h"
+#include "transport.h"
+
+namespace kvlink {
+
+/// Owns one mapping and its memfd; both go with it. Pages are zero and populated.
+class HostMemory {
+ public:
+  /// `huge_pages` asks for transparent huge pages (advice only).
+  static Result<std::shared_ptr<HostMemory>> allocate(uint64_t bytes, bool huge_pages);
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  MemoryRange range() const { return range_; }
+
+ private:
+  explicit HostMemory(MemoryRange range) : range_(range) {}
+  MemoryRange range_;
+};
+
+}  // namespace kvlink

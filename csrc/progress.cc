@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "progress.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "clock.h"
+
+namespace kvlink {
+namespace {
+
+// Without progress for this long the thread sleeps on its descriptors. Source: FACTS of adaptive polling, ~50 us.
+constexpr int64_t kSpinNs = 50'000;
+// A lane that copies in poll() but made no progress (a fault is injected, or an inline caller holds it) is tried again.
+constexpr int64_t kRetryNs = 1'000'000;
+constexpr int64_t kIdleNs = 1'000'000'000;
+
+}  // namespace
+
+ProgressThread::ProgressThread() : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), thread_([this] { run(); }) {
+  pthread_setname_np(thread_.native_handle(), "kvlink-progress");
+}
+
+void ProgressThread::add(std::shared_ptr<Lane> lane) {
+  {
+    std::lock_guard lock(mutex_);
+    lanes_.push_back(std::move(lane));
+  }
+  wake();
+}
+
+void ProgressThread::remove(const std::shared_ptr<Lane>& lane) {
+  std::lock_guard lock(mutex_);
+  std::erase(lanes_, lane);
+}
+
+void ProgressThread::wake() {
+  wakes_.fetch_add(1, std::memory_order_seq_cst);
+  if (!asleep_.load(std::memory_order_seq_cst)) return;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
+}
+
+void ProgressThread::stop() {
+  if (stopping_.exchange(true)) return;
+  wake();
+  thread_.join();
+}
+
+void ProgressThread::run() {
+  int64_t last_progress = 0;
+  while (!stopping_) {
+    std::vector<std::shared_ptr<Lane>> lanes;
+    {
+      std::lock_guard lock(mutex_);
+      lanes = lanes_;
+    }
+    const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
+    bool progressed = false, copying = false;
+    int64_t wake_at = INT64_MAX;
+    for (const auto& lane : lanes) {
+      if (lane->idle()) continue;
+      const Lane::Driven driven = lane->drive();
+      progressed |= driven.progressed;
+      copying |= lane->copies_in_poll() || !driven.active;
+      wake_at = std::min(wake_at, driven.wake_at_ns);
+    }
+    const int64_t now = now_ns();
+    if (progressed) last_progress = now;
+    if (progressed || now - last_progress < kSpinNs) continue;
+    asleep_.store(true, std::memory_order_seq_cst);
+    // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
+    if (wakes == wakes_.load(std::memory_order_seq_cst)) {
+      sleep_until(std::min(wake_at, now + (copying ? kRetryNs : kIdleNs)), lanes);
+      last_progress = now_ns();
+    }
+    asleep_.store(false, std::memory_order_seq_cst);
+  }
+}
+
+/// Watches lanes with work: sockets for bytes, and every lane for the death of its owner.
+void ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes) {
+  std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
+  for (const auto& lane : lanes) {
+    // An idle network lane is readable only when its owner hung up; inline callers read the others themselves.
+    const short events = lane->copies_in_poll() || !lane->idle() ? POLLIN : POLLRDHUP;
+    fds.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
+  }
+  const int64_t ns = std::max<int64_t>(wake_at_ns - now_ns(), 0);
+  const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
+  ppoll(fds.data(), fds.size(), &timeout, nullptr);
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+  for (size_t index = 1; index < fds.size(); ++index) {
+    if (fds[index].revents != 0) lanes[index - 1]->check_idle();
+  }
+}
+
+}  // namespace kvlink

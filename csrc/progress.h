@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The thread that drives lanes: busy while bytes move, asleep otherwise.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "fd.h"
+#include "lane.h"
+
+namespace kvlink {
+
+class ProgressThread {
+ public:
+  ProgressThread();
+  ~ProgressThread() { stop(); }
+
+  void add(std::shared_ptr<Lane> lane);
+  void remove(const std::shared_ptr<Lane>& lane);
+  /// After submit() or cancel(). Costs nothing while the thread is awake.
+  void wake();
+  /// Idempotent; joins.
+  void stop();
+
+ private:
+  void run();
+  void sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes);
+
+  std::mutex mutex_;  // guards lanes_
+  std::vector<std::shared_ptr<Lane>> lanes_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> asleep_{false};
+  std::atomic<uint64_t> wakes_{0};
+  UniqueFd wake_fd_;
+  std::thread thread_;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Registered local memory for reads of lease slots: one cache line per transfer in flight.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "memory.h"
+
+namespace kvlink {
+
+class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
+ public:
+  static constexpr uint32_t kLineBytes = 64;
+
+  ScratchPool(std::shared_ptr<HostMemory> memory, uint32_t region);
+
+  /// A line that comes back when the last reference goes; null when all are taken.
+  std::shared_ptr<uint64_t[]> take();
+  uint32_t region() const { return region_; }
+
+ private:
+  std::shared_ptr<HostMemory> memory_;
+  uint32_t region_;
+  std::mutex mutex_;
+  std::vector<uint64_t*> free_;
+};
+
+}  // namespace kvlink

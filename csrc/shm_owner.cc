@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shm_owner.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "host.h"
+
+namespace kvlink {
+namespace {
+
+constexpr int kMaxEvents = 16;            // handled by one serve()
+constexpr size_t kMaxStrangers = 64;      // clients that have not shown a secret
+constexpr size_t kMaxInvitations = 1024;  // the oldest lapse
+constexpr int kBacklog = 64;
+
+Status cannot_listen(const char* call) {
+  return Status::Unavailable(
+      std::string("shm cannot listen on a Unix socket: ") + call + ": " + std::strerror(errno),
+      "raise the limit of open files (ulimit -n), or use another transport");
+}
+
+std::string random_name() {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string name = "kvlink-";
+  for (const char byte : random_bytes(16)) name += {kHex[byte >> 4 & 15], kHex[byte & 15]};
+  return name;
+}
+
+bool is_trusted(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
+         (peer.uid == ::geteuid() || peer.uid == 0);
+}
+
+bool watch(int epoll, int fd, int operation, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  return ::epoll_ctl(epoll, operation, fd, &event) == 0;
+}
+
+// One message with its descriptors. False with errno when the socket does not take it now.
+bool send_message(int socket, std::string_view bytes, const std::vector<int>& fds) {
+  iovec part{const_cast<char*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kShmMaxOffers * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control.data();
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  }
+  return ::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<ShmOwner>> ShmOwner::listen() {
+  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!listener) return cannot_listen("socket");
+  const std::string name = random_name();
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // the zero before it: abstract
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  if (::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) return cannot_listen("bind");
+  if (::listen(listener.get(), kBacklog) != 0) return cannot_listen("listen");
+  UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll || !watch(epoll.get(), listener.get(), EPOLL_CTL_ADD, EPOLLIN)) return cannot_listen("epoll");
+  return std::shared_ptr<ShmOwner>(new ShmOwner(name, std::move(listener), std::move(epoll)));
+}
+
+ShmOwner::ShmOwner(std::string name, UniqueFd listener, UniqueFd epoll)
+    : name_(std::move(name)),
+      listener_(std::move(listener)),
+      epoll_(std::move(epoll)),
+      spare_(::open("/dev/null", O_RDONLY | O_CLOEXEC)) {}
+
+ShmOffer ShmOwner::lend(UniqueFd memfd, ShmOffer offer) {
+  std::lock_guard lock(mutex_);
+  offer.id = ++last_id_;
+  lent_[offer.id] = std::make_shared<const Lent>(Lent{offer, std::move(memfd)});
+  return offer;
+}
+
+void ShmOwner::revoke(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  lent_.erase(id);
+}
+
+std::string ShmOwner::invite() {
+  std::lock_guard lock(mutex_);
+  if (invitations_.size() == kMaxInvitations) invitations_.pop_front();
+  return invitations_.emplace_back(random_bytes(kShmSecretBytes));
+}
+
+bool ShmOwner::redeem(std::string_view secret) {
+  auto found = invitations_.end();
+  for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
+    if (same_secret(*it, secret)) found = it;  // no early end: the time must not tell which one
+  }
+  if (found == invitations_.end()) return false;
+  invitations_.erase(found);
+  return true;
+}
+
+void ShmOwner::serve() {
+  std::lock_guard lock(mutex_);
+  if (!listener_) return;
+  std::array<epoll_event, kMaxEvents> events;
+  const int num_events = ::epoll_wait(epoll_.get(), events.data(), kMaxEvents, 0);
+  for (int i = 0; i < num_events; ++i) {
+    const int fd = events[i].data.fd;
+    if (fd == listener_.get()) {
+      greet();
+    } else if (const auto client = clients_.find(fd); client != clients_.end()) {
+      const bool was_stranger = !client->second.admitted;
+      const bool keep = attend(client->second, events[i].events);
+      if (was_stranger && (!keep || client->second.admitted)) --num_strangers_;
+      if (!keep) clients_.erase(client);
+    }
+  }
+}
+
+void ShmOwner::greet() {
+  UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!socket && (errno == EMFILE || errno == ENFILE)) {
+    spare_.reset();
+    UniqueFd(::accept(listener_.get(), nullptr, nullptr));  // closed at once: the reader sees why not
+    spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  }
+  if (!socket || !is_trusted(socket.get())) return;
+  if (num_strangers_ == kMaxStrangers) make_room();
+  const int fd = socket.get();
+  if (!watch(epoll_.get(), fd, EPOLL_CTL_ADD, EPOLLIN)) return;
+  Client& client = clients_[fd];
+  client.socket = std::move(socket);
+  client.arrival = ++num_arrivals_;
+  ++num_strangers_;
+}
+
+void ShmOwner::make_room() {
+  auto oldest = clients_.end();
+  for (auto it = clients_.begin(); it != clients_.end(); ++it) {
+    if (it->second.admitted) continue;
+    if (oldest == clients_.end() || it->second.arrival < oldest->second.arrival) oldest = it;
+  }
+  if (oldest == clients_.end()) return;
+  clients_.erase(oldest);
+  --num_strangers_;
+}
+
+bool ShmOwner::attend(Client& client, uint32_t events) {
+  if ((events & ~uint32_t{EPOLLOUT}) != 0 && !hear(client)) return false;
+  return !client.admitted || client.all_sent || send_offers(client);
+}
+
+// Clients say one thing, their secret. Anything else, the end included, is the end.
+bool ShmOwner::hear(Client& client) {
+  std::array<char, kShmSecretBytes + 1> heard;
+  const ssize_t size = ::recv(client.socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
+  if (size < 0) return errno == EAGAIN || errno == EINTR;
+  if (size == 0 || client.admitted || !redeem({heard.data(), static_cast<size_t>(size)})) return false;
+  client.admitted = true;
+  for (const auto& [id, lent] : lent_) client.offers.push_back(lent);
+  return true;
+}
+
+bool ShmOwner::send_offers(Client& client) {
+  do {
+    const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kShmMaxOffers);
+    BlobWriter message;
+    message.u32(static_cast<uint32_t>(client.offers.size())).u32(static_cast<uint32_t>(count));
+    std::vector<int> fds;
+    for (size_t i = 0; i < count; ++i) {
+      const Lent& lent = *client.offers[client.num_sent + i];
+      lent.offer.write(message);
+      fds.push_back(lent.memfd.get());
+    }
+    if (!send_message(client.socket.get(), message.take(), fds)) {
+      const bool later = errno == EAGAIN || errno == EINTR;
+      return later && watch(epoll_.get(), client.socket.get(), EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT);
+    }
+    client.num_sent += count;
+  } while (client.num_sent < client.offers.size());
+  client.all_sent = true;
+  client.offers.clear();
+  return watch(epoll_.get(), client.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
+}
+
+void ShmOwner::close() {
+  std::lock_guard lock(mutex_);
+  listener_.reset();
+  clients_.clear();
+  lent_.clear();
+  invitations_.clear();
+  spare_.reset();
+}
+
+}  // namespace kvlink

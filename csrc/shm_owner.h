@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's end of shm: a Unix socket that hands memfds to readers that know a secret. A client can neither
+// block nor starve it: nothing here waits, and the oldest client that has not shown its secret makes room for
+// new ones.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fd.h"
+#include "shm_wire.h"
+#include "status.h"
+
+namespace kvlink {
+
+/// Every method may be called from any thread; serve() from one at a time.
+class ShmOwner {
+ public:
+  static Result<std::shared_ptr<ShmOwner>> listen();
+
+  const std::string& socket_name() const { return name_; }
+  /// Hands `memfd` to every later reader. Returns what it offers.
+  ShmOffer lend(UniqueFd memfd, ShmOffer offer);
+  /// No later reader gets it; earlier ones keep their mapping.
+  void revoke(uint64_t id);
+  /// A secret that admits one reader once.
+  std::string invite();
+
+  int serve_fd() const { return epoll_.get(); }
+  void serve();
+  void close();
+
+ private:
+  struct Lent {
+    ShmOffer offer;
+    UniqueFd memfd;
+  };
+  struct Client {
+    UniqueFd socket;
+    uint64_t arrival = 0;
+    bool admitted = false;
+    std::vector<std::shared_ptr<const Lent>> offers;  // fixed when admitted
+    size_t num_sent = 0;
+    bool all_sent = false;
+  };
+
+  ShmOwner(std::string name, UniqueFd listener, UniqueFd epoll);
+  void greet();
+  void make_room();
+  /// False: the client is to be dropped.
+  bool attend(Client& client, uint32_t events);
+  bool hear(Client& client);
+  bool send_offers(Client& client);
+  bool redeem(std::string_view secret);
+
+  const std::string name_;
+  std::mutex mutex_;  // guards all below; never held while waiting
+  UniqueFd listener_, epoll_;
+  UniqueFd spare_;  // given up for a moment to turn clients away when descriptors run out
+  std::unordered_map<int, Client> clients_;
+  std::unordered_map<uint64_t, std::shared_ptr<const Lent>> lent_;
+  std::deque<std::string> invitations_;
+  uint64_t last_id_ = 0, num_arrivals_ = 0, num_strangers_ = 0;  // strangers: not yet admitted
+};
+
+}  // namespace kvlink

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's side of the tcp transport: a listening socket, lent regions, admitted connections.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "fd.h"
+#include "tcp_invitations.h"
+#include "tcp_serving.h"
+#include "tcp_socket.h"
+#include "transport.h"
+
+namespace kvlink::tcp {
+
+/// A mutex whose one busy user lets everybody else go first, so that fence() never starves behind serve().
+class ServeLock {
+ public:
+  void lock();
+  void unlock() { mutex_.unlock(); }
+  void lock_serving();
+
+ private:
+  std::mutex mutex_;
+  std::atomic<uint32_t> waiting_{0};
+};
+
+/// Any thread may call anything but serve(), which belongs to one thread.
+class Owner : public std::enable_shared_from_this<Owner> {
+ public:
+  static Result<std::shared_ptr<Owner>> listen(const TransportOptions& options);
+  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd timer, Address address);
+  ~Owner() { close(); }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  const Address& address() const { return address_; }
+  /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
+  std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
+  void take_back(uint64_t key);
+  Result<Invitation> admit(uint64_t connection_id);
+  /// True when anything was admitted under this id.
+  bool fence(uint64_t connection_id);
+
+  int serve_fd() const { return epoll_.get(); }
+  void serve();
+  void close();
+
+ private:
+  /// A socket that has not shown its invitation yet.
+  struct Newcomer {
+    UniqueFd socket;
+    int64_t deadline_ns;
+    Hello hello;
+    size_t got;
+  };
+
+  bool round();
+  bool dispatch(uint64_t serial);
+  bool serve(uint64_t serial, ServedConnection& connection);
+  void welcome();
+  void listen_again(bool enabled);
+  void on_timer();
+  void set_timer(int64_t delay_ns);
+  void greet(uint64_t serial);
+  Verdict judge(const Hello& hello, uint64_t& connection_id);
+  void dismiss(std::map<uint64_t, Newcomer>::iterator newcomer);
+  void dismiss_oldest() { dismiss(newcomers_.begin()); }
+  size_t cut_served(const std::function<bool(const ServedConnection&)>& which);
+  void watch(int fd, uint32_t events, uint64_t serial);
+  void rewatch(int fd, uint32_t events, uint64_t serial);
+  void unwatch(int fd);
+
+  const Address address_;
+  UniqueFd listener_, epoll_, timer_;
+
+  ServeLock lock_;  // guards everything below
+  LentRegions regions_;
+  Invitations invitations_;
+  uint64_t next_serial_;                    // names a socket to epoll; never used twice
+  std::map<uint64_t, Newcomer> newcomers_;  // oldest first
+  std::unordered_map<uint64_t, ServedConnection> served_;
+};
+
+}  // namespace kvlink::tcp

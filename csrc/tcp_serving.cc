@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tcp_serving.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+namespace kvlink::tcp {
+namespace {
+
+template <typename T>
+T load(const std::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+bool is_aligned(const std::byte* address) {
+  return reinterpret_cast<uintptr_t>(address) % sizeof(uint64_t) == 0;
+}
+
+std::atomic_ref<uint64_t> word_at(const std::byte* address) {
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<std::byte*>(address)));
+}
+
+bool inside(const LentRegion& region, uint64_t offset, uint64_t bytes) {
+  return bytes <= region.bytes && offset <= region.bytes - bytes;
+}
+
+size_t frame_bytes(const RequestHeader& header) {
+  return sizeof header + header.count * sizeof(RequestEntry);
+}
+
+bool well_formed(const RequestHeader& header) {
+  if (header.magic != kFrameMagic) return false;
+  if (header.kind == FrameKind::kWrite) return header.count == 1;
+  return header.kind == FrameKind::kRead && header.count > 0 && header.count <= kMaxFrameOps;
+}
+
+}  // namespace
+
+void Outbox::clear() {
+  pieces_.clear();
+  next_ = 0;
+}
+
+void Outbox::add(std::byte* base, size_t bytes) {
+  if (bytes == 0) return;
+  if (!pieces_.empty()) {
+    iovec& last = pieces_.back();
+    if (static_cast<std::byte*>(last.iov_base) + last.iov_len == base) {
+      last.iov_len += bytes;
+      return;
+    }
+  }
+  pieces_.push_back({base, bytes});
+}
+
+Wants Outbox::send(int socket, bool more, size_t& budget) {
+  while (!empty()) {
+    if (budget == 0) return Wants::kSpace;
+    msghdr message{};
+    message.msg_iov = &pieces_[next_];
+    size_t asked = 0;
+    while (message.msg_iovlen < IOV_MAX && next_ + message.msg_iovlen < pieces_.size() && asked < budget) {
+      asked += pieces_[next_ + message.msg_iovlen++].iov_len;
+    }
+    const size_t over = asked > budget ? asked - budget : 0;
+    iovec& last = message.msg_iov[message.msg_iovlen - 1];
+    last.iov_len -= over;
+    const bool whole = over == 0 && next_ + message.msg_iovlen == pieces_.size();
+    const ssize_t sent =
+        ::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL | (more || !whole ? MSG_MORE : 0));
+    last.iov_len += over;
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      return errno == EAGAIN ? Wants::kSpace : Wants::kEnd;
+    }
+    advance(static_cast<size_t>(sent));
+    budget -= static_cast<size_t>(sent);
+    if (static_cast<size_t>(sent) < asked - over) return Wants::kSpace;
+  }
+  return Wants::kRequests;
+}
+
+void Outbox::advance(size_t bytes) {
+  while (bytes > 0) {
+    iovec& piece = pieces_[next_];
+    const size_t taken = std::min(bytes, piece.iov_len);
+    piece.iov_base = static_cast<std::byte*>(piece.iov_base) + taken;
+    piece.iov_len -= taken;
+    bytes -= taken;
+    if (piece.iov_len == 0) ++next_;
+  }
+}
+
+bool Outbox::touches(const LentRegion& region) const {
+  return std::any_of(pieces_.begin() + static_cast<ptrdiff_t>(next_), pieces_.end(), [&](const iovec& piece) {
+    const auto* base = static_cast<const std::byte*>(piece.iov_base);
+    return base < region.base + region.bytes && region.base < base + piece.iov_len;
+  });
+}
+
+Wants ServedConnection::serve() {
+  size_t budget = kSliceBytes;
+  for (bool drained = false;;) {
+    if (!outbox_.empty()) {
+      const Wants wants = outbox_.send(socket(), read_follows(), budget);
+      if (wants != Wants::kRequests) return wants;
+    }
+    const Step step = run_next_frame();
+    if (step == Step::kMalformed) return Wants::kEnd;
+    if (step == Step::kDone) continue;
+    if (drained || budget == 0) return Wants::kRequests;
+
+    std::memmove(inbox_.data(), inbox_.data() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+    const size_t space = inbox_.size() - end_;
+    const ssize_t got = ::recv(socket(), inbox_.data() + end_, space, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return Wants::kRequests;
+    if (got <= 0) return Wants::kEnd;
+    end_ += static_cast<size_t>(got);
+    budget -= std::min(budget, static_cast<size_t>(got));
+    drained = static_cast<size_t>(got) < space;
+  }
+}
+
+size_t ServedConnection::whole_frame(RequestHeader& header) const {
+  if (end_ - begin_ < sizeof header) return 0;
+  header = load<RequestHeader>(&inbox_[begin_]);
+  if (!well_formed(header)) return sizeof header;
+  return end_ - begin_ < frame_bytes(header) ? 0 : frame_bytes(header);
+}
+
+bool ServedConnection::read_follows() const {
+  RequestHeader header;
+  return whole_frame(header) > 0 && header.kind == FrameKind::kRead;
+}
+
+ServedConnection::Step ServedConnection::run_next_frame() {
+  RequestHeader header;
+  const size_t bytes = whole_frame(header);
+  if (bytes == 0) return Step::kNeedsMore;
+  if (!well_formed(header)) return Step::kMalformed;
+  const std::byte* entries = &inbox_[begin_ + sizeof header];
+  begin_ += bytes;
+  return header.kind == FrameKind::kRead ? answer_read(header, entries) : store(entries);
+}
+
+ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header, const std::byte* entries) {
+  // The kernel's loads of the payload before this frame stay before our loads for it, on any processor.
+  frames_.fetch_add(1, std::memory_order_acq_rel);
+  outbox_.clear();
+  // Sized before any piece points into it.
+  copied_.resize(std::max(copied_.size(), sizeof(ResponseHeader) + header.count * kMaxAtomicBytes));
+  copied_bytes_ = sizeof(ResponseHeader);
+  outbox_.add(copied_.data(), sizeof(ResponseHeader));
+  uint64_t bytes = 0;
+  const ReadStatus status = gather(header, entries, bytes);
+  if (bytes > kMaxFrameBytes) return Step::kMalformed;
+  if (status != ReadStatus::kOk) {
+    bytes = 0;
+    outbox_.clear();
+    outbox_.add(copied_.data(), sizeof(ResponseHeader));
+  }
+  const ResponseHeader response{kFrameMagic, status, static_cast<uint32_t>(header.id), bytes};
+  std::memcpy(copied_.data(), &response, sizeof response);
+  return Step::kDone;
+}
+
+ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes) {
+  uint64_t key = 0;
+  const LentRegion* region = nullptr;  // of `key`
+  for (uint32_t index = 0; index < header.count && bytes <= kMaxFrameBytes; ++index) {
+    const auto entry = load<RequestEntry>(entries + index * sizeof(RequestEntry));
+    if (region == nullptr || entry.key != key) {
+      const auto found = regions_.find(entry.key);
+      if (found == regions_.end()) return ReadStatus::kUnknownKey;
+      key = entry.key;
+      region = &found->second;
+    }
+    if (!inside(*region, entry.offset, entry.operand)) return ReadStatus::kOutOfBounds;
+    bytes += entry.operand;
+    std::byte* from = region->base + entry.offset;
+    const bool words =
+        entry.operand <= kMaxAtomicBytes && entry.operand % sizeof(uint64_t) == 0 && is_aligned(from);
+    if (words)
+      gather_words(from, entry.operand);
+    else
+      outbox_.add(from, entry.operand);
+  }
+  return ReadStatus::kOk;
+}
+
+void ServedConnection::gather_words(const std::byte* from, uint64_t bytes) {
+  std::byte* to = &copied_[copied_bytes_];
+  for (uint64_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+    const uint64_t word = word_at(from + at).load(std::memory_order_acquire);
+    std::memcpy(to + at, &word, sizeof word);
+  }
+  copied_bytes_ += bytes;
+  outbox_.add(to, bytes);
+}
+
+ServedConnection::Step ServedConnection::store(const std::byte* entries) {
+  const auto entry = load<RequestEntry>(entries);
+  const auto found = regions_.find(entry.key);
+  if (found == regions_.end()) return Step::kMalformed;
+  const LentRegion& region = found->second;
+  if (region.access != Access::kReadWrite || !inside(region, entry.offset, sizeof(uint64_t)))
+    return Step::kMalformed;
+  std::byte* to = region.base + entry.offset;
+  if (!is_aligned(to)) return Step::kMalformed;
+  last_was_lease_ = true;
+  word_at(to).store(entry.operand, std::memory_order_release);
+  return Step::kDone;
+}
+
+}  // namespace kvlink::tcp

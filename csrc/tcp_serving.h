@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's end of one admitted connection: frames in, payload out straight from the lent memory.
+//
+// Frames run strictly in order, and one runs only when the payload of all earlier ones is with the kernel: a
+// lease slot read behind a data read therefore vouches for it.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "fd.h"
+#include "tcp_wire.h"
+#include "transport.h"
+
+namespace kvlink::tcp {
+
+struct LentRegion {
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+  Access access = Access::kRead;
+};
+using LentRegions = std::unordered_map<uint64_t, LentRegion>;  // by key
+
+/// What a connection waits for.
+enum class Wants : uint8_t { kRequests, kSpace, kEnd };
+
+/// The pieces of one response that the kernel has not taken yet. Borrows the memory.
+class Outbox {
+ public:
+  bool empty() const { return next_ == pieces_.size(); }
+  void clear();
+  /// Extends the last piece where `base` follows on.
+  void add(std::byte* base, size_t bytes);
+  /// Hands over at most `budget` bytes and takes them off it. `more`: the kernel may wait for the next
+  /// response.
+  Wants send(int socket, bool more, size_t& budget);
+  bool touches(const LentRegion& region) const;
+
+ private:
+  void advance(size_t bytes);
+  std::vector<iovec> pieces_;
+  size_t next_ = 0;
+};
+
+/// Every call under the owner's lock, which also guards `regions`.
+class ServedConnection {
+ public:
+  ServedConnection(UniqueFd socket, uint64_t connection_id, const LentRegions& regions)
+      : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions) {}
+
+  /// Works until there is nothing to do or its share of this round is used up.
+  Wants serve();
+  /// Part of a response under way comes from `region`.
+  bool sends_from(const LentRegion& region) const { return outbox_.touches(region); }
+  /// The last frame read or wrote words, as the start and the end of a pull do in the lease table.
+  bool last_was_lease() const { return last_was_lease_; }
+  int socket() const { return socket_.get(); }
+  uint64_t connection_id() const { return connection_id_; }
+
+  Wants armed = Wants::kRequests;  // what epoll watches for
+
+ private:
+  enum class Step : uint8_t { kDone, kNeedsMore, kMalformed };
+
+  Step run_next_frame();
+  Step answer_read(const RequestHeader& header, const std::byte* entries);
+  Step store(const std::byte* entry);
+  ReadStatus gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
+  void gather_words(const std::byte* from, uint64_t bytes);
+  /// The frame at `begin_` when it is here completely, else 0 bytes long.
+  size_t whole_frame(RequestHeader& header) const;
+  bool read_follows() const;
+
+  static constexpr size_t kSliceBytes = 1 << 20;
+  static constexpr size_t kInboxBytes = 32 << 10;
+  static_assert(kInboxBytes >= kMaxRequestBytes);
+
+  UniqueFd socket_;
+  uint64_t connection_id_;
+  const LentRegions& regions_;
+  std::vector<std::byte> inbox_ = std::vector<std::byte>(kInboxBytes);
+  size_t begin_ = 0, end_ = 0;  // of what inbox_ holds
+  Outbox outbox_;
+  std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
+  size_t copied_bytes_ = 0;
+  bool last_was_lease_ = false;
+  std::atomic<uint64_t> frames_{0};
+};
+
+}  // namespace kvlink::tcp

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// What crosses a tcp connection. Little-endian, packed without gaps, sent as it lies in memory.
+//
+//   reader -> owner: Hello, then frames: RequestHeader + `count` RequestEntry
+//   owner -> reader: HelloReply, then for each read frame, in order: ResponseHeader + payload (none when
+//   refused)
+//
+// Write frames have no response: a reader checks them against the region's key first, so a refused one is an
+// attack or a region that is gone, and closes the connection.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvlink::tcp {
+
+static_assert(std::endian::native == std::endian::little, "kvlink frames are sent as they lie in memory");
+
+inline constexpr uint64_t kHelloMagic = 0x31'70'63'74'6b'6e'6c'6bULL;  // "klnktcp1"
+inline constexpr uint32_t kVersion = 1;
+inline constexpr uint16_t kFrameMagic = 0x4b56;  // "VK"
+
+inline constexpr uint32_t kMaxFrameOps = 1024;
+inline constexpr uint64_t kMaxFrameBytes = 1ull << 30;  // of payload
+/// Reads up to this long, of whole aligned words, are taken with atomic loads in frame order: lease slots.
+inline constexpr uint32_t kMaxAtomicBytes = 64;
+
+using Secret = std::array<std::byte, 32>;
+
+/// How a connection is admitted, once: `invitation` names the secret, so that it is found without comparing
+/// it.
+struct Hello {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t reserved;
+  uint64_t instance;  // of the owner: another process on the same port must not pass for it
+  uint64_t invitation;
+  Secret secret;
+};
+static_assert(sizeof(Hello) == 64);
+
+enum class Verdict : uint32_t { kAdmitted, kOtherInstance, kRefused };
+
+struct HelloReply {
+  uint64_t magic;
+  uint32_t version;
+  Verdict verdict;
+};
+static_assert(sizeof(HelloReply) == 16);
+
+enum class FrameKind : uint16_t { kRead = 1, kWrite = 2 };
+
+struct RequestHeader {
+  uint16_t magic;
+  FrameKind kind;
+  uint32_t count;  // entries that follow; 1 for a write
+  uint64_t id;     // counts the reads of a connection from 0; 0 for a write
+};
+static_assert(sizeof(RequestHeader) == 16);
+
+struct RequestEntry {
+  uint64_t key;
+  uint64_t offset;
+  uint64_t operand;  // bytes to read, or the value to write
+};
+static_assert(sizeof(RequestEntry) == 24);
+
+inline constexpr size_t kMaxRequestBytes = sizeof(RequestHeader) + kMaxFrameOps * sizeof(RequestEntry);
+
+enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds };
+
+struct ResponseHeader {
+  uint16_t magic;
+  ReadStatus status;
+  uint32_t id;     // low half of the request's
+  uint64_t bytes;  // of payload that follows; when refused 0
+};
+static_assert(sizeof(ResponseHeader) == 16);
+
+}  // namespace kvlink::tcp

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transfer.h"
+
+#include <algorithm>
+
+#include "clock.h"
+#include "lease_table.h"
+
+namespace kvlink {
+namespace {
+
+// A streaming reader that finds nothing new asks again after 20 us, then less and less often. An RDMA read of the
+// slot costs the owner nothing, but it does cost the NIC; 1 ms is far below one prefill chunk.
+constexpr int64_t kFirstPeekNs = 20'000;
+constexpr int64_t kLastPeekNs = 1'000'000;
+
+constexpr uint32_t kSlotBytes = 2 * sizeof(uint64_t);  // nonce and ready
+
+}  // namespace
+
+Transfer::Transfer(const PullRequest& request, int64_t now, std::function<void()> wake)
+    : planner_(request.planner),
+      tokens_(request.tokens),
+      layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
+      stream_(request.stream),
+      slot_(request.slot),
+      nonce_(request.nonce),
+      settle_nonce_(request.settle_nonce),
+      started_ns_(now),
+      deadline_ns_(request.deadline_ns),
+      wake_(std::move(wake)),
+      phase_started_ns_(now) {
+  if (stream_ == StreamUnit::kNone) {
+    const Status planned = planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_}, plan_);
+    stats_.plan_ns = now_ns() - now;
+    if (!planned.ok()) refuse(planned, now);
+    return;
+  }
+  owner_blocks_.assign(request.owner_blocks.begin(), request.owner_blocks.end());
+  reader_blocks_.assign(request.reader_blocks.begin(), request.reader_blocks.end());
+  phase_ = Phase::kPeek;
+  total_units_ = stream_ == StreamUnit::kLayers ? layers_.end : owner_blocks_.size();
+}
+
+void Transfer::refuse(const Status& why, int64_t now) {
+  std::lock_guard lock(mutex_);
+  if (!done()) finish(why, now);
+}
+
+bool Transfer::wait(int64_t timeout_ns) {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  const auto ended = [this] { return done(); };
+  if (timeout_ns < 0) {
+    changed_.wait(lock, ended);
+    return true;
+  }
+  return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+}
+
+Status Transfer::status() const {
+  std::lock_guard lock(mutex_);
+  return result_;
+}
+
+TransferStats Transfer::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+bool Transfer::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+  std::lock_guard lock(mutex_);
+  if (done()) return false;
+  watchers_.emplace_back(std::move(queue), token);
+  return true;
+}
+
+void Transfer::stop(Status why) {
+  if (stopping_) return;
+  stop_ = std::move(why);
+  stopping_.store(true, std::memory_order_release);
+}
+
+void Transfer::cancel() {
+  {
+    std::lock_guard lock(mutex_);
+    if (done()) return;
+    stop(Status::Cancelled("the caller cancelled the pull"));
+    finish_if_stopped(started_ns_ + stats_.total_ns);
+  }
+  wake_();
+}
+
+void Transfer::expire(int64_t now) {
+  std::lock_guard lock(mutex_);
+  if (done()) return;
+  stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) + " ms with " +
+                       std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) + " bytes landed"));
+  finish_if_stopped(now);
+}
+
+void Transfer::detach(const Status& why, int64_t now) {
+  if (attached_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  std::lock_guard lock(mutex_);
+  if (done()) return;
+  stop(why);
+  finish_if_stopped(now);
+}
+
+Chunk Transfer::chunk(const Step& step) const {
+  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops), plan_.segments.data()};
+}
+
+void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
+  words_ = std::move(words);
+  slot_segment_ = {reinterpret_cast<std::byte*>(words_.get()), kSlotBytes, region};
+}
+
+Chunk Transfer::slot_chunk(uint32_t lease_region) {
+  slot_op_ = {uint64_t{slot_} * sizeof(LeaseSlot), kSlotBytes, lease_region, 0, 1};
+  return {std::span(&slot_op_, 1), &slot_segment_};
+}
+
+Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t now) {
+  std::lock_guard lock(mutex_);
+  if (done() || stopping_) return {};
+  Step step;
+  if (phase_ == Phase::kRead) {
+    step = take_reads(window, lane);
+    if (step.kind == Step::Kind::kNone) {
+      if (!redo_.empty() || next_op_ < plan_.ops.size()) return {};
+      // Behind the data on the one ordered lane that carried it, the slot read may follow without waiting.
+      const bool behind_data = ordered && all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
+      if (in_flight_ > 0 && !behind_data) return {};
+      phase_ = all_planned() ? Phase::kValidate : Phase::kPeek;
+      peek_backoff_ns_ = 0;
+    }
+  }
+  if (step.kind == Step::Kind::kNone) {
+    if (posted_ || (phase_ == Phase::kPeek && now < peek_at_ns_)) return {};
+    posted_ = true;
+    step.kind = phase_ == Phase::kSettle ? Step::Kind::kSettle : Step::Kind::kSlot;
+  }
+  ++in_flight_;
+  return step;
+}
+
+Step Transfer::take_reads(const Window& window, uint32_t lane) {
+  if (window.depth == 0) return {};
+  if (!redo_.empty()) {
+    const Step step = redo_.back();
+    redo_.pop_back();
+    lanes_used_ |= 1ull << lane;
+    return step;
+  }
+  Step step{Step::Kind::kNone, next_op_, 0};
+  uint64_t bytes = 0, segments = 0;
+  for (; next_op_ < plan_.ops.size() && step.num_ops < window.chunk_ops; ++next_op_, ++step.num_ops) {
+    const ReadOp& op = plan_.ops[next_op_];
+    bytes += op.bytes;
+    segments += op.num_segments;
+    if (step.num_ops > 0 && (bytes > window.chunk_bytes || segments > window.chunk_ops)) break;
+  }
+  if (step.num_ops == 0) return step;
+  step.kind = Step::Kind::kReads;
+  lanes_used_ |= 1ull << lane;
+  return step;
+}
+
+void Transfer::ended(const Step& step, const Status& status, int64_t now) {
+  std::lock_guard lock(mutex_);
+  --in_flight_;
+  if (step.kind == Step::Kind::kSettle) {
+    settle_ended(status, now);
+  } else if (!status.ok()) {
+    stop(status);
+  } else if (step.kind == Step::Kind::kReads) {
+    for (const ReadOp& op : chunk(step).ops) stats_.bytes += op.bytes;
+    stats_.read_ns = now - started_ns_ - stats_.plan_ns;
+  } else if (!stopping_) {
+    on_slot(now);
+  }
+  finish_if_stopped(now);
+}
+
+void Transfer::on_slot(int64_t now) {
+  posted_ = false;
+  if (words_[0] != nonce_) {
+    stop(Status::Stale("the lease ended before the read did"));
+  } else if (phase_ == Phase::kPeek) {
+    plan_ready(words_[1], now);
+  } else if (in_flight_ > 0) {
+    // The endpoint broke its promise of order: this look proves nothing about data that has not landed yet.
+    phase_ = Phase::kRead;
+    lanes_used_ = ~0ull;
+  } else if (phase_ == Phase::kValidate) {
+    stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
+    if (settle_nonce_ == 0) return finish({}, now);
+    phase_ = Phase::kSettle;
+    phase_started_ns_ = now;
+  }
+}
+
+/// Plans the units that became ready since the last look, or sets when to look again.
+void Transfer::plan_ready(uint64_t ready, int64_t now) {
+  ready = std::min(ready, total_units_);
+  if (ready <= planned_units_) {
+    peek_backoff_ns_ = std::clamp(2 * peek_backoff_ns_, kFirstPeekNs, kLastPeekNs);
+    peek_at_ns_ = now + peek_backoff_ns_;
+    return;
+  }
+  PlanScope scope{tokens_, layers_};
+  if (stream_ == StreamUnit::kLayers) {
+    scope.layers = {static_cast<uint32_t>(std::max<uint64_t>(planned_units_, layers_.begin)),
+                    static_cast<uint32_t>(ready)};
+  } else {
+    const uint64_t block_tokens = planner_->owner_block_tokens();
+    scope.tokens.begin = static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
+    scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(tokens_.end, ready * block_tokens));
+  }
+  plan_.ops.clear();
+  plan_.segments.clear();
+  if (scope.tokens.begin < scope.tokens.end && scope.layers.begin < scope.layers.end) {
+    const Status planned = planner_->plan(owner_blocks_, reader_blocks_, scope, plan_);
+    if (!planned.ok()) return stop(planned);
+  }
+  planned_units_ = ready;
+  next_op_ = 0;
+  lanes_used_ = 0;
+  stats_.num_ops += plan_.ops.size();
+  stats_.num_segments += plan_.segments.size();
+  phase_ = Phase::kRead;
+}
+
+void Transfer::settle_ended(const Status& status, int64_t now) {
+  stats_.settled = status.ok();
+  stats_.settle_ns = now - phase_started_ns_;
+  // The bytes are validated: a settle that failed only costs the owner its lease's time to live.
+  finish({}, now);
+}
+
+void Transfer::dropped(const Step& step, int64_t now) {
+  std::lock_guard lock(mutex_);
+  --in_flight_;
+  if (done()) return;
+  if (step.kind == Step::Kind::kReads) {
+    redo_.push_back(step);
+  } else if (step.kind == Step::Kind::kSettle) {
+    settle_ended(Status::Unreachable("the connection broke before the settle left"), now);
+  } else {
+    posted_ = false;
+  }
+  finish_if_stopped(now);
+}
+
+void Transfer::finish_if_stopped(int64_t now) {
+  if (stopping_ && in_flight_ == 0 && !done()) finish(stop_, now);
+}
+
+void Transfer::finish(Status status, int64_t now) {
+  if (done()) return;
+  result_ = std::move(status);
+  stats_.total_ns = now - started_ns_;
+  if (stream_ == StreamUnit::kNone) {
+    stats_.num_ops = plan_.ops.size();
+    stats_.num_segments = plan_.segments.size();
+  }
+  state_.store(result_.ok() ? TransferState::kDone : TransferState::kFailed, std::memory_order_release);
+  for (const auto& [queue, token] : watchers_) queue->push(token);
+  watchers_.clear();
+  changed_.notify_all();
+}
+
+}  // namespace kvlink

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pull from one owner, as a state machine: peek (streaming only) -> read -> validate -> settle -> ended.
+//
+// Pure but for the handle's waiting: it takes the time and what happened, and answers with the next Step. Lanes
+// (lane.h) turn steps into posts. Every method may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "completion.h"
+#include "plan.h"
+#include "status.h"
+#include "transport.h"
+
+namespace kvlink {
+
+/// Which units LeaseSlot::ready counts when a pull starts before all is written.
+enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers };
+
+struct PullRequest {
+  std::shared_ptr<const Planner> planner;
+  std::span<const uint32_t> owner_blocks, reader_blocks;  // copied only when streaming
+  Range tokens;
+  Range layers;
+  StreamUnit stream = StreamUnit::kNone;
+  uint32_t slot = 0;  // of the owner's lease table
+  uint64_t nonce = 0;
+  uint64_t settle_nonce = 0;  // 0: validate, do not settle
+  int64_t deadline_ns = 0;    // by now_ns()
+};
+
+struct TransferStats {
+  uint64_t bytes = 0;
+  uint64_t num_ops = 0, num_segments = 0;
+  int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
+  bool ran_inline = false;
+  bool settled = false;
+};
+
+/// What a lane is to do next for a transfer.
+struct Step {
+  enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
+  Kind kind = Kind::kNone;
+  uint32_t first_op = 0, num_ops = 0;
+};
+
+enum class TransferState : uint8_t { kPending, kDone, kFailed };
+
+class Transfer {
+ public:
+  /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
+  Transfer(const PullRequest& request, int64_t now_ns, std::function<void()> wake);
+
+  // The caller's side.
+  TransferState state() const { return state_.load(std::memory_order_acquire); }
+  bool done() const { return state() != TransferState::kPending; }
+  /// A negative timeout waits for ever. False: still running.
+  bool wait(int64_t timeout_ns);
+  Status status() const;
+  TransferStats stats() const;
+  /// Asks for the end. The transfer has ended once done(): then no late byte lands.
+  void cancel();
+  /// False: it has ended already and nothing will be pushed.
+  bool notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
+
+  // The lanes' side.
+  void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
+  /// The lane broke; the last one to leave fails the transfer with `why`.
+  void detach(const Status& why, int64_t now_ns);
+  Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
+  void ended(const Step& step, const Status& status, int64_t now_ns);
+  /// The lane forgot the step without any effect: another lane may take it, unless the transfer is stopping.
+  void dropped(const Step& step, int64_t now_ns);
+  /// Lanes must drop their steps of this transfer.
+  bool stopping() const { return stopping_.load(std::memory_order_acquire); }
+  void expire(int64_t now_ns);
+  int64_t deadline_ns() const { return deadline_ns_; }
+  /// When next() may answer again although nothing ended (streaming polls `ready`).
+  int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
+  uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
+
+  Chunk chunk(const Step& step) const;
+  uint32_t slot() const { return slot_; }
+  uint64_t settle_nonce() const { return settle_nonce_; }
+  /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
+  void set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region);
+  Chunk slot_chunk(uint32_t lease_region);
+  void mark_inline() { stats_.ran_inline = true; }
+  /// Ends a transfer that was never submitted.
+  void refuse(const Status& why, int64_t now_ns);
+
+ private:
+  enum class Phase : uint8_t { kPeek, kRead, kValidate, kSettle };
+
+  Step take_reads(const Window& window, uint32_t lane);
+  void on_slot(int64_t now_ns);
+  void plan_ready(uint64_t ready, int64_t now_ns);
+  void stop(Status why);
+  void settle_ended(const Status& status, int64_t now_ns);
+  void finish(Status status, int64_t now_ns);
+  void finish_if_stopped(int64_t now_ns);
+  bool all_planned() const { return planned_units_ >= total_units_; }
+
+  // Constant after construction.
+  std::shared_ptr<const Planner> planner_;
+  std::vector<uint32_t> owner_blocks_, reader_blocks_;
+  Range tokens_, layers_;
+  StreamUnit stream_;
+  uint32_t slot_;
+  uint64_t nonce_, settle_nonce_;
+  int64_t started_ns_, deadline_ns_;
+  std::function<void()> wake_;
+  std::shared_ptr<uint64_t[]> words_;
+  ReadOp slot_op_;
+  Segment slot_segment_;
+
+  std::atomic<TransferState> state_{TransferState::kPending};
+  std::atomic<bool> stopping_{false};
+  std::atomic<uint32_t> attached_{0};
+  std::atomic<int64_t> peek_at_ns_{0};
+
+  mutable std::mutex mutex_;  // guards everything below
+  std::condition_variable changed_;
+  Phase phase_ = Phase::kRead;
+  Plan plan_;
+  uint32_t next_op_ = 0;
+  uint64_t planned_units_ = 0, total_units_ = 0;
+  std::vector<Step> redo_;
+  uint32_t in_flight_ = 0;    // steps of any kind at lanes
+  uint64_t lanes_used_ = 0;   // bit per lane that took reads of the current plan
+  bool posted_ = false;       // the single slot or settle step of this phase is at a lane
+  int64_t peek_backoff_ns_ = 0;
+  int64_t phase_started_ns_;
+  Status stop_;
+  Status result_;
+  TransferStats stats_;
+  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> watchers_;
+};
+
+}  // namespace kvlink

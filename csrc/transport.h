@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole contract of a transport. It knows addresses and keys, never blocks, layers or requests.
+//
+// Two roles. The *owner* registers memory and answers connection requests; the *reader* opens an Endpoint
+// and reads from it. Every blob that crosses processes (address, hello, reply, remote key) is opaque to all
+// other code, comes from a foreign process when it is parsed, and must be refused when malformed.
+//
+// A connection is made in three steps, the middle one carried by the control plane:
+//   reader: endpoint = transport.open(owner's address);  hello = endpoint->hello()
+//   owner:  reply    = transport.accept(connection_id, hello)
+//   reader: endpoint->establish(reply); endpoint->import_region(key) once per region of the owner
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "status.h"
+
+namespace kvlink {
+
+/// What peers may do with a region. Block pools are kRead; only the lease table is kReadWrite.
+enum class Access : uint8_t { kRead, kReadWrite };
+
+/// Memory as its owner lends it: valid and unmoved from registration until the transport is closed.
+struct MemoryRange {
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+  int memfd = -1;            // the memfd behind it, or -1; stays owned by the caller
+  uint64_t memfd_offset = 0;
+};
+
+/// One local piece that a read scatters into.
+struct Segment {
+  std::byte* local = nullptr;
+  uint32_t bytes = 0;
+  uint32_t region = 0;  // index of the local region it lies in, in order of registration
+};
+
+/// One contiguous range at the owner, landing in segments [first_segment, first_segment + num_segments).
+/// The segments' bytes add up to `bytes`. No two segments of one transfer overlap.
+struct ReadOp {
+  uint64_t offset = 0;  // from the start of the remote region
+  uint32_t bytes = 0;
+  uint32_t region = 0;  // as import_region returned it
+  uint32_t first_segment = 0;
+  uint32_t num_segments = 0;
+};
+
+/// What one post_read moves. The arrays are borrowed until its completion, cancel() or close().
+struct Chunk {
+  std::span<const ReadOp> ops;
+  const Segment* segments = nullptr;  // ReadOp::first_segment counts from here
+};
+
+struct Completion {
+  uint64_t token = 0;
+  Status status;
+};
+
+struct PollResult {
+  Status status;            // not ok: the endpoint is broken for good; every outstanding token is lost with it
+  bool progressed = false;  // bytes moved or completions appended since the last call
+};
+
+/// How much the engine hands an endpoint at a time.
+struct Window {
+  uint32_t chunk_bytes = 1 << 20;  // aim of one post_read (one ReadOp may exceed it)
+  uint32_t chunk_ops = 1024;       // never more ops, nor more segments, in one post_read
+  uint32_t depth = 1;              // posts outstanding
+};
+
+/// The reader's end of one connection. Not thread safe: the engine serialises every call.
+/// All calls but establish() return at once; none throws.
+class Endpoint {
+ public:
+  virtual ~Endpoint() = default;
+
+  virtual std::string hello() const = 0;
+  /// Blocks at most `timeout_ns`.
+  virtual Status establish(std::string_view reply, int64_t timeout_ns) = 0;
+  /// Returns the index by which ReadOp::region names this region of the owner.
+  virtual Result<uint32_t> import_region(std::string_view remote_key) = 0;
+
+  virtual Window window() const = 0;
+  /// A post is executed at the owner only after every earlier post of this endpoint has been.
+  virtual bool ordered() const = 0;
+  /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
+  virtual bool copies_in_poll() const = 0;
+
+  /// Takes the work; its completion comes from poll() under `token`. A failed post has no completion.
+  virtual Status post_read(uint64_t token, const Chunk& chunk) = 0;
+  /// Stores 8 bytes, aligned, into a kReadWrite region. Completes once the source may be forgotten;
+  /// the store reaches the owner before any later post of this endpoint does.
+  virtual Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) = 0;
+  /// Moves posted work on, a bounded slice at a time, and appends what ended.
+  virtual PollResult poll(std::vector<Completion>& ended) = 0;
+  /// Forgets `token`: on return no byte of it will land and no completion will follow.
+  virtual void cancel(uint64_t token) = 0;
+  /// Readable when poll() has something to do or the owner is gone; -1 when there is no such descriptor.
+  virtual int wake_fd() const = 0;
+  /// Idempotent. On return no byte lands any more and every descriptor is closed.
+  virtual void close() = 0;
+};
+
+/// The owner's record of one registered range. Destroying it revokes the key.
+class MemoryRegion {
+ public:
+  virtual ~MemoryRegion() = default;
+  virtual std::string remote_key() const = 0;
+};
+
+/// One way of moving bytes. open() and probe() may be called from any thread; the owner's calls
+/// (register_memory, accept, fence) too, at any time until close().
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  /// Everything a peer needs to decide whether it can come here, and to do so.
+  virtual std::string address() const = 0;
+  /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
+  virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
+  /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way.
+  /// `lane` numbers the parallel endpoints of one connection from 0.
+  virtual Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) = 0;
+  /// Admits the reader that said `hello` as a part of `connection_id`; several endpoints may share one id.
+  virtual Result<std::string> accept(uint64_t connection_id, std::string_view hello) = 0;
+  /// Whether fence() works. Readers of a transport that can be fenced announce their connection id in the lease slot.
+  virtual bool can_fence() const { return false; }
+  /// Cuts every endpoint admitted under `connection_id`: on return none of them gets another byte.
+  /// False: no such connection, or !can_fence().
+  virtual bool fence(uint64_t connection_id) = 0;
+
+  /// Readable when serve() has work; -1 when this transport needs no thread of the owner.
+  virtual int serve_fd() const = 0;
+  /// Does a bounded amount of the owner's work. Called by one thread only.
+  virtual void serve() = 0;
+  /// Idempotent; ends every connection of the owner's side. No serve() afterwards.
+  virtual void close() = 0;
+};
+
+struct TransportOptions {
+  std::string host = "127.0.0.1";  // address that listening sockets bind
+  uint16_t port = 0;               // 0: any
+  std::string fault;               // plan of the fault transport, see fault.cc
+};
+
+/// One row of the table in transports.cc.
+struct TransportInfo {
+  const char* name;
+  const char* summary;
+  uint32_t default_lanes;  // parallel endpoints a connection gets unless configured otherwise
+  Status (*probe)();       // ok, or why this machine cannot use it and the fix
+  Result<std::unique_ptr<Transport>> (*make)(const TransportOptions&);
+};
+
+/// Every transport built in, best first for a peer that several can reach.
+std::span<const TransportInfo> transports();
+/// Knows "shm" and wrapped names such as "fault+shm". Null when there is no such transport.
+const TransportInfo* find_transport(std::string_view name);
+/// Makes a transport by the names find_transport knows; "fault+X" wraps X.
+Result<std::unique_ptr<Transport>> make_transport(std::string_view name, const TransportOptions& options);
+
+}  // namespace kvlink

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ data plane. `kvlink.engine` and `kvlink.pool` are its users, besides benchmarks and tests."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+class TransferState(enum.Enum):
+    PENDING = 0
+    DONE = 1
+    FAILED = 2
+
+def transports() -> list[tuple[str, str, int, str, str]]:
+    """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
+
+class HostMemory:
+    """A zeroed, mapped memfd; a buffer of bytes. Raises ConfigError when there is no memory."""
+
+    def __init__(self, bytes: int, huge_pages: bool = True) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Layout:
+    """csrc/plan.h Layout; planes are (region, layer, offset in bytes)."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        first_head: int,
+        num_heads: int,
+        row_bytes: int,
+        block_stride: int,
+        token_stride: int,
+        head_stride: int,
+        planes: Sequence[tuple[int, int, int]],
+    ) -> None: ...
+
+class Plan:
+    """Packed operations."""
+
+    @property
+    def num_ops(self) -> int: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def ops(self) -> Any:
+        """A copy, as a structured array: offset, bytes, region, first_segment, num_segments."""
+    def segments(self) -> Any:
+        """A copy, as a structured array: local (address), bytes, region."""
+
+class Planner:
+    """csrc/plan.h Planner. Local regions are (address, bytes). Raises LayoutMismatch or ConfigError."""
+
+    def __init__(
+        self,
+        reader: Layout,
+        owner: Layout,
+        local_regions: Sequence[tuple[int, int]],
+        remote_region_bytes: Sequence[int],
+        remote_region_index: Sequence[int],
+        heads: tuple[int, int] = ...,
+    ) -> None: ...
+    def plan(
+        self,
+        owner_blocks: Any,
+        reader_blocks: Any,
+        tokens: tuple[int, int],
+        layers: tuple[int, int] = ...,
+        into: Plan | None = None,
+    ) -> Plan:
+        """Block lists are contiguous uint32 buffers. Fills `into` when given. Raises ConfigError."""
+
+class CompletionQueue:
+    """An eventfd and a list of tokens; any thread pushes, one drains."""
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int: ...
+    def drain(self) -> list[int]: ...
+    def close(self) -> None: ...
+
+class Transfer:
+    """One pull from one owner, shared between the caller and the engine's threads."""
+
+    @property
+    def state(self) -> TransferState: ...
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool:
+        """Releases the GIL. False: still running. A negative timeout waits for ever."""
+    def failure(self) -> tuple[str, str, str] | None:
+        """(exception's name, what failed, fix) of an ended transfer; None when it went well."""
+    def cancel(self) -> None: ...
+    def notify(self, queue: CompletionQueue, token: int) -> bool:
+        """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool, bool]:
+        """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline, settled."""
+
+class Connection:
+    """One reader-side connection to one owner over one transport, with its lanes."""
+
+    def hellos(self) -> list[bytes]: ...
+    def establish(
+        self,
+        connection_id: int,
+        replies: Sequence[bytes],
+        pool_keys: Sequence[bytes],
+        lease_key: bytes,
+        epoch: int,
+        timeout_s: float,
+    ) -> list[int]:
+        """Releases the GIL. Returns the remote region index of each pool key."""
+    def pull(
+        self,
+        planner: Planner,
+        owner_blocks: Any,
+        reader_blocks: Any,
+        first_token: int,
+        end_token: int,
+        first_layer: int,
+        end_layer: int,
+        slot: int,
+        nonce: int,
+        settle_nonce: int,
+        stream: int,
+        timeout_s: float,
+    ) -> Transfer | None:
+        """None: the connection is broken. settle_nonce 0: only validate. stream: 0 all is ready, 1 blocks, 2 layers."""
+    def settle(self, slot: int, settle_nonce: int) -> bool:
+        """One-sided; False when the connection is broken."""
+    @property
+    def broken(self) -> bool: ...
+    def why_broken(self) -> str: ...
+    @property
+    def lanes(self) -> int: ...
+    def close(self) -> None: ...
+
+class Engine:
+    """Threads, registered memory, lease table and transports of one worker."""
+
+    def __init__(
+        self,
+        epoch: int,
+        transports: Sequence[str],
+        host: str,
+        port: int,
+        fault: str,
+        num_lease_slots: int,
+        num_progress_threads: int,
+        inline_bytes: int,
+        num_lanes: int,
+    ) -> None: ...
+    def add_pool_region(self, memory: HostMemory) -> int: ...
+    def add_foreign_region(self, address: int, bytes: int, keeper: object) -> int: ...
+    def start(self) -> None: ...
+    def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str]]:
+        """(transport, address, pool keys, lease key, why refused or "") of each enabled transport."""
+    def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]: ...
+    def fence(self, connection_id: int) -> bool: ...
+    def open(self, transport: str, address: bytes) -> Connection: ...
+    def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
+        """(slot, nonce, settle nonce) of each reader."""
+    def set_ready(self, lease: int, ready: int) -> bool: ...
+    def extend(self, lease: int, ttl_s: float) -> bool: ...
+    def abort(self, lease: int) -> bool: ...
+    def settle_own(self, slot: int, settle_nonce: int) -> bool: ...
+    def take_ended(self) -> list[tuple[int, int, float]]:
+        """(lease, how: 0 settled 1 expired 2 aborted, held seconds) since the last call; sweeps first."""
+    def watch_ended(self, queue: CompletionQueue) -> None:
+        """Pushes to `queue` whenever take_ended() has something."""
+    def lease_counts(self) -> dict[str, Any]:
+        """active, granted, settled, expired, aborted, fenced_readers, oldest_s."""
+    def close(self) -> None: ...
+
+def floor_memfd(memory: HostMemory) -> int:
+    """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""
+
+def floor_memcpy(pieces: Any) -> int:
+    """Nanoseconds of memcpy. Pieces are rows of uint64: address from, address to, bytes."""
+
+def floor_streamed_copy(pieces: Any) -> int:
+    """Nanoseconds of copies with non-temporal stores."""
+
+def floor_process_vm_readv(pid: int, pieces: Any) -> int:
+    """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
+
+class FloorSource:
+    """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread of its own."""
+
+    def __init__(self, memory: HostMemory) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None: ...
+
+class FloorSink:
+    """Reads equally large answers from a FloorSource of any process of this host."""
+
+    def __init__(self, port: int, answer_bytes: int) -> None: ...
+    def read(self, offset: int, to: int) -> int:
+        """Nanoseconds from before the request to the last byte. Releases the GIL."""

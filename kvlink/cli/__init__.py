@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's shell. Exit codes: 0 good, 1 the work failed, 2 bad usage.
+
+Commands import what they need when they run, so that `kvlink --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvlink import __version__
+from kvlink.cli import plugins
+from kvlink.errors import ConfigError, KVLinkError
+
+app = typer.Typer(
+    name="kvlink",
+    help="Moves the KV cache of running requests between inference workers by one-sided reads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def demo(
+    transport: Annotated[str, typer.Option(help="One or more names with commas, or all.")] = "all",
+    as_json: Json = False,
+) -> None:
+    """Prefill in one process, decode in another, and compare the tokens with a single-process run."""
+    from kvlink.demo import run
+
+    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json))
+
+
+@app.command()
+def coordinator(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7400,
+    reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
+    log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,
+) -> None:
+    """Serve workers until SIGTERM or SIGINT, then finish the claims that wait."""
+    import asyncio
+
+    from kvlink import log
+    from kvlink.config import WorkerConfig, sources
+    from kvlink.control.coordinator import serve
+
+    config = WorkerConfig.from_env()
+    level = "info" if sources(os.environ)["log"] == "default" else config.log
+    log.setup(level, log_json or config.log_json)
+
+    def ready(address: str) -> None:
+        typer.echo(f"kvlink coordinator on {address}")
+
+    asyncio.run(serve(host, port, reflect=reflection, on_ready=ready))
+
+
+@app.command()
+def status(
+    coordinator: Annotated[
+        str, typer.Option(help="host:port; without it KVLINK_COORDINATOR, then the default port here.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Show the workers of a coordinator, and its counts."""
+    from kvlink.cli import status as shown
+
+    shown.show(coordinator, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, the evidence, and the command that fixes what does not."""
+    from pathlib import Path
+
+    from kvlink.cli import tables
+    from kvlink.doctor import Verdict, examine, worst
+
+    checks = list(examine(Path("/"), os.environ))
+    tables.show_checks(checks, as_json)
+    raise typer.Exit(1 if worst(checks) is Verdict.FAIL else 0)
+
+
+@app.command()
+def topology(as_json: Json = False) -> None:
+    """Show sockets, NUMA nodes, cores, caches and memory."""
+    from kvlink.cli import tables
+    from kvlink.topology import discover
+
+    tables.show_topology(discover(), as_json)
+
+
+@app.command()
+def config(as_json: Json = False) -> None:
+    """List every option: default, value, and where the value came from."""
+    from kvlink.cli import tables
+    from kvlink.config import WorkerConfig, sources
+
+    tables.show_config(WorkerConfig.from_env(), sources(os.environ), as_json)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"kvlink {__version__}")
+
+
+plugins.add_to(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command line and exits. Errors of kvlink become one sentence on stderr."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        app(given, prog_name="kvlink")
+    except KVLinkError as error:
+        if "--debug" in given:
+            raise
+        print(f"kvlink: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)

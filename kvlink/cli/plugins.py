@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that other packages (and kvlink.benchmarks) add through the entry point group "kvlink.commands".
+
+An entry point names a typer app. It is imported when its command runs, not before, so that a slow or broken
+one costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+import typer
+
+from kvlink.errors import ConfigError
+
+GROUP = "kvlink.commands"
+
+_SUMMARIES = {"kvlink.benchmarks:app": "Measure pulls, migrations, plans and the coordinator."}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds one command for each entry point installed."""
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        _add(app, entry)
+
+
+def _add(app: typer.Typer, entry: EntryPoint) -> None:
+    @app.command(
+        entry.name,
+        help=_SUMMARIES.get(entry.value, f"Commands of {entry.value.partition(':')[0]}."),
+        add_help_option=False,
+        context_settings={
+            "allow_extra_args": True,
+            "allow_interspersed_args": False,
+            "ignore_unknown_options": True,
+        },
+    )
+    def run(context: typer.Context) -> None:
+        _load(entry)(context.args, prog_name=f"kvlink {entry.name}")
+
+
+def _load(entry: EntryPoint) -> typer.Typer:
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"`kvlink {entry.name}` comes from {entry.value}, which does not load: "
+            f"{type(error).__name__}: {error}; repair or uninstall that package"
+        ) from error
+    if not isinstance(loaded, typer.Typer):
+        raise ConfigError(f"`kvlink {entry.name}` comes from {entry.value}, which is no typer app")
+    return loaded

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results on stdout: JSON lines for programs, tables for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvlink.config import CATALOGUE, WorkerConfig
+from kvlink.doctor import Check, Verdict
+from kvlink.topology import NumaNode, Topology
+
+_COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+# Of a file or a pipe: wide enough that no row is broken.
+_WIDE = 400
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+
+
+def _plain_table(*columns: str, title: str = "") -> Table:
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def print_json(row: Mapping[str, Any]) -> None:
+    """One object on one line, at once."""
+    print(json.dumps(row, default=str), flush=True)
+
+
+def show_rows(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str) -> list[Mapping[str, Any]]:
+    """Prints rows as they come (JSON) or when all are there (a table; progress on stderr). Returns them."""
+    seen: list[Mapping[str, Any]] = []
+    if as_json:
+        for row in rows:
+            print_json(row)
+            seen.append(row)
+        return seen
+    with Console(stderr=True).status(title) as status:
+        for row in rows:
+            seen.append(row)
+            status.update(f"{title}: {len(seen)} done, {_summary(row)}")
+    _console().print(_table(seen, title))
+    return seen
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    return escape(" ".join(str(value) for value in row.values() if isinstance(value, str)))
+
+
+def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = _plain_table(title=title)
+    for name in names:
+        numeric = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name, "")) for name in names))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else escape(str(value))
+
+
+def show_checks(checks: Sequence[Check], as_json: bool) -> None:
+    """What the doctor found."""
+    if as_json:
+        for check in checks:
+            print_json({**asdict(check), "verdict": check.verdict.value})
+        return
+    console = _console()
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = f"[{_COLOURS[check.verdict]}]{check.verdict.value}[/]"
+        console.print(f"{verdict}  {check.name:{width}}  {escape(check.evidence)}", soft_wrap=True)
+        if check.fix:
+            console.print(f"{'':{width + 6}}  [dim]fix:[/] {escape(check.fix)}", soft_wrap=True)
+    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in Verdict}
+    console.print(", ".join(f"{number} {verdict.value}" for verdict, number in counts.items()))
+
+
+def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool) -> None:
+    """The catalogue with the values in force."""
+    rows = [
+        {
+            "name": setting.env,
+            "value": getattr(config, setting.name),
+            "default": setting.default,
+            "source": sources[setting.name],
+            "meaning": f"{setting.meaning} ({setting.unit})" if setting.unit else setting.meaning,
+        }
+        for setting in CATALOGUE
+    ]
+    show_rows(rows if as_json else _as_text(rows), as_json, "options")
+
+
+def _as_text(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [{name: str(value) for name, value in row.items()} for row in rows]
+
+
+def show_topology(topology: Topology, as_json: bool) -> None:
+    """The machine, then a row a NUMA node."""
+    if as_json:
+        print_json(asdict(topology))
+        return
+    console = _console()
+    console.print(
+        f"[bold]{escape(topology.cpu_model)}[/]: {topology.num_sockets} socket(s), "
+        f"{topology.num_cores} cores, {topology.num_threads} threads"
+    )
+    for cache in topology.caches:
+        shared = f" for {cache.num_threads} threads" if cache.num_threads > 1 else ""
+        console.print(f"  L{cache.level} {cache.kind.lower()}: {cache.num} × {_size(cache.bytes)}{shared}")
+    table = _plain_table("node", "cpus", "memory", "free", "huge pages", "distances")
+    for node in topology.nodes:
+        table.add_row(*_node_cells(node))
+    console.print(table)
+
+
+def _node_cells(node: NumaNode) -> tuple[str, ...]:
+    huge = [
+        f"{pages.num_free}/{pages.num} × {_size(pages.page_bytes)}" for pages in node.huge_pages if pages.num
+    ]
+    sizes = (_size(node.memory_bytes), _size(node.free_bytes))
+    distances = " ".join(map(str, node.distances))
+    return str(node.id), _ranges(node.cpus), *sizes, ", ".join(huge) or "none reserved", distances
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """The kernel's list format: (0, 1, 2, 8) is "0-2,8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << shift:
+            return f"{num_bytes / (1 << shift):.4g} {unit}"
+    return f"{num_bytes} bytes"

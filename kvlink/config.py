@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of kvlink in one catalogue: meaning, unit, default, environment variable.
+
+Arguments win over the environment, the environment over the default. `kvlink config` prints the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
+
+from kvlink.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_T = TypeVar("_T", str, int, float, bool)
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the catalogue. `least` and `most` bound numbers, `choices` strings."""
+
+    name: str
+    env: str
+    meaning: str
+    default: str | int | float | bool
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def parse(self, text: str) -> str | int | float | bool:
+        """Reads the environment variable's text. Raises ConfigError."""
+        text = text.strip()
+        try:
+            if isinstance(self.default, bool):
+                return _parse_bool(text)
+            return type(self.default)(text)
+        except ValueError:
+            kind = _KINDS[type(self.default)]
+            raise ConfigError(f"{self.env}={text!r} is not {kind} ({self.meaning})") from None
+
+    def check(self, value: str | int | float | bool) -> None:
+        """Raises ConfigError when `value` is outside the bounds."""
+        if isinstance(value, (int, float)) and not self._within(value):
+            bounds = f"between {self.least:g} and {self.most:g}" if self.most else f"at least {self.least:g}"
+            unit = f" {self.unit}" if self.unit else ""
+            raise ConfigError(f"{self.env}={value} must be {bounds}{unit} ({self.meaning})")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.env}={value!r} must be one of {', '.join(self.choices)}")
+
+    def _within(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "one of " + ", ".join(_TRUE + _FALSE)}
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return text.lower() in _TRUE
+
+
+def _setting(env: str, default: _T, meaning: str, **rest: Any) -> _T:
+    return field(default=default, metadata={"env": env, "meaning": meaning, **rest})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The options of one worker, checked when made. Raises ConfigError for a value out of bounds."""
+
+    transports: str = _setting(
+        "KVLINK_TRANSPORTS", "", "shm,tcp allows these in this order, ^cma all but that; empty: all"
+    )
+    coordinator: str = _setting("KVLINK_COORDINATOR", "", "host:port of the coordinator; empty: none")
+    host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
+    port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
+    agent_port: int = _setting(
+        "KVLINK_AGENT_PORT", 0, "port of the agent; 0: any free one", least=0, most=65535
+    )
+    progress_threads: int = _setting(
+        "KVLINK_PROGRESS_THREADS", 1, "threads that move the bytes of pulls", least=1, most=64
+    )
+    inline_bytes: int = _setting(
+        "KVLINK_INLINE_BYTES", 256 << 10, "pulls up to this run on the caller's thread", unit="bytes", least=0
+    )
+    lanes: int = _setting(
+        "KVLINK_LANES", 0, "parallel connections to a peer; 0: what the transport does best", least=0, most=64
+    )
+    lease_slots: int = _setting(
+        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at one time", least=1, most=1 << 20
+    )
+    lease_s: float = _setting(
+        "KVLINK_LEASE_S", 30.0, "an offer nobody settles ends after this", unit="s", least=0.001, most=86400
+    )
+    timeout_s: float = _setting(
+        "KVLINK_TIMEOUT_S", 30.0, "deadline of a pull", unit="s", least=0.001, most=86400
+    )
+    fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, used by names such as fault+shm")
+    log: str = _setting("KVLINK_LOG", "warning", "least severe message that is logged", choices=LOG_LEVELS)
+    log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object a line")
+
+    def __post_init__(self) -> None:
+        for setting in CATALOGUE:
+            setting.check(getattr(self, setting.name))
+        if self.coordinator:
+            split_address(self.coordinator)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, **arguments: Any) -> WorkerConfig:
+        """Reads `os.environ` (or `env`). Arguments that are not None win. Raises ConfigError."""
+        values = {s.name: s.parse(text) for s, text in _given(os.environ if env is None else env)}
+        return cls(**(values | {name: value for name, value in arguments.items() if value is not None}))
+
+
+CATALOGUE = tuple(
+    Setting(name=f.name, default=cast(Any, f.default), **f.metadata) for f in fields(WorkerConfig)
+)
+"""Every setting, in the order in which `kvlink config` shows them."""
+
+
+def _given(env: Mapping[str, str]) -> list[tuple[Setting, str]]:
+    return [(setting, env[setting.env]) for setting in CATALOGUE if env.get(setting.env, "").strip()]
+
+
+def sources(env: Mapping[str, str]) -> dict[str, str]:
+    """Where each setting's value comes from: its environment variable's name, or "default"."""
+    given = {setting.name for setting, _ in _given(env)}
+    return {setting.name: setting.env if setting.name in given else "default" for setting in CATALOGUE}
+
+
+def unknown(env: Mapping[str, str]) -> list[str]:
+    """Variables that look like options of kvlink and are none: most likely misspelt."""
+    known = {setting.env for setting in CATALOGUE}
+    return sorted(name for name in env if name.startswith("KVLINK_") and name not in known)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits host:port, with brackets around an IPv6 host. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{address!r} is not host:port; write for example 10.0.0.1:7400")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def select(spec: str, available: Sequence[str]) -> list[str]:
+    """Transports that `spec` allows, best first. `available` are the names built in, best first.
+
+    "" allows all; "shm,tcp" only these, in this order; "^cma,tcp" all but these; "fault+shm" wraps one.
+    Raises ConfigError for unknown names, a mixture of both forms, and a choice that leaves none.
+    """
+    forbids = spec.strip().startswith("^")
+    names = [name.strip() for name in spec.strip().removeprefix("^").split(",") if name.strip()]
+    for name in names:
+        if name.removeprefix("fault+") not in available or (forbids and "+" in name):
+            raise ConfigError(
+                f"KVLINK_TRANSPORTS={spec!r} names {name!r}; write names out of {', '.join(available)} "
+                "(fault+NAME wraps one), or ^ before the first to forbid them all"
+            )
+    chosen = [name for name in available if name not in names] if forbids or not names else names
+    if not chosen:
+        raise ConfigError(f"KVLINK_TRANSPORTS={spec!r} forbids every transport; allow at least one")
+    return list(dict.fromkeys(chosen))

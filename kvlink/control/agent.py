@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker answers to its peers: its card, new connections, and settles whose data path is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvlink.control.codec import AgentCalls as Calls
+from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.server import Host, unary
+from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, SettleOrder
+from kvlink.types import WorkerCard
+
+Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
+"""(transport, hellos) -> (connection id, replies). On a thread of its own: may block and raise KVLinkError."""
+Settle = Callable[[int, int], bool]
+"""(slot, settle nonce) -> whether a seat was settled. Called on the event loop: must not block."""
+
+
+class WorkerAgent:
+    """Listens from `start` on; refuses callers until `publish`. Belongs to the event loop that starts it."""
+
+    def __init__(self, accept: Accept, settle: Settle, reflect: bool = False) -> None:
+        self._accept = accept
+        self._settle = settle
+        self._card: WorkerCard | None = None
+        self._host = Host(
+            [
+                unary(Calls.GET_CARD, self._get_card),
+                unary(Calls.CONNECT, self._connect),
+                unary(Calls.SETTLE_SEAT, self._settle_seat),
+            ],
+            reflect,
+        )
+        self.address = ""
+
+    def __repr__(self) -> str:
+        who = f"{self._card.worker_id!r} epoch {self._card.epoch}" if self._card else "no card yet"
+        return f"WorkerAgent({self.address or 'not started'}, {who})"
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
+        self.address = await self._host.start(host, port)
+        return self.address
+
+    def publish(self, card: WorkerCard) -> None:
+        """Sets who this worker is, from now on."""
+        self._card = card
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._card = None
+        await self._host.stop(0.2)
+
+    def _published(self) -> WorkerCard:
+        if self._card is None:
+            raise Refused(Reason.NOT_READY, f"the worker at {self.address} is starting or closing; ask again")
+        return self._card
+
+    def _check_me(self, worker_id: str, epoch: int) -> None:
+        card = self._published()
+        if card.worker_id != worker_id:
+            raise Refused(
+                Reason.RESTARTED,
+                f"the agent at {self.address} is worker {named(card.worker_id)}'s, not {named(worker_id)}'s: "
+                "the address was reused",
+            )
+        if card.epoch != epoch:
+            raise Refused(
+                Reason.RESTARTED,
+                f"worker {named(worker_id)} restarted: epoch {epoch} asked, {card.epoch} running",
+            )
+
+    async def _get_card(self, _: Nothing) -> WorkerCard:
+        return self._published()
+
+    async def _connect(self, request: ConnectRequest) -> ConnectReply:
+        self._check_me(request.worker_id, request.epoch)
+        return ConnectReply(*await asyncio.to_thread(self._accept, request.transport, request.hellos))
+
+    async def _settle_seat(self, order: SettleOrder) -> bool:
+        self._check_me(order.worker_id, order.epoch)
+        return self._settle(order.slot, order.settle_nonce)

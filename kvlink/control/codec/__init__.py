@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call of the control plane: its path and the codec of each way. Messages never leave this package."""
+
+from __future__ import annotations
+
+from kvlink.control.codec import _calls as calls
+from kvlink.control.codec import _handoffs as handoffs
+from kvlink.control.codec._cards import CARD
+from kvlink.control.codec._handoffs import BatchWriter
+from kvlink.control.codec._wire import Codec, Method
+
+__all__ = ["CARD", "AgentCalls", "BatchWriter", "Codec", "CoordinatorCalls", "Method"]
+
+
+class CoordinatorCalls:
+    """Methods of protos/kvlink/v1/coordinator.proto."""
+
+    SERVICE = "kvlink.v1.Coordinator"
+    JOIN = Method(SERVICE, "Join", calls.JOIN, calls.MEMBERSHIP)
+    KEEP_ALIVE = Method(SERVICE, "KeepAlive", calls.BEAT, calls.PUSH)
+    LEAVE = Method(SERVICE, "Leave", calls.LEAVE, calls.LEFT)
+    GET_WORKER = Method(SERVICE, "GetWorker", calls.GET_WORKER, CARD)
+    LIST_WORKERS = Method(SERVICE, "ListWorkers", calls.LIST, calls.CARDS)
+    WATCH_WORKERS = Method(SERVICE, "WatchWorkers", calls.WATCH, calls.CHANGES)
+    OFFER = Method(SERVICE, "Offer", handoffs.OFFER, handoffs.OFFERED)
+    CLAIM = Method(SERVICE, "Claim", handoffs.CLAIM, handoffs.TICKETS)
+    SETTLE = Method(SERVICE, "Settle", handoffs.SETTLE, handoffs.SETTLE_PASSED_ON)
+    HANDOFFS = Method(SERVICE, "Handoffs", handoffs.HANDOFF_BATCH, handoffs.HANDOFF_RESULTS)
+    STATUS = Method(SERVICE, "Status", calls.ASK_STATUS, calls.STATUS)
+
+
+class AgentCalls:
+    """Methods of protos/kvlink/v1/agent.proto."""
+
+    SERVICE = "kvlink.v1.WorkerAgent"
+    GET_CARD = Method(SERVICE, "GetCard", calls.GET_CARD, CARD)
+    CONNECT = Method(SERVICE, "Connect", calls.CONNECT, calls.CONNECTED)
+    SETTLE_SEAT = Method(SERVICE, "SettleSeat", calls.SETTLE_SEAT, calls.SEAT_SETTLED)

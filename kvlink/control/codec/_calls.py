@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs of membership and the worker agent; see kvlink.control.values for what the fields mean."""
+
+from __future__ import annotations
+
+from kvlink.control import limits
+from kvlink.control.codec._cards import seal, unseal
+from kvlink.control.codec._wire import Codec, check_name, check_opaque, check_within, codec, nothing, plain
+from kvlink.control.values import (
+    ConnectReply,
+    ConnectRequest,
+    CoordinatorStatus,
+    JoinRequest,
+    Membership,
+    Push,
+    PushKind,
+    SettleOrder,
+    WorkerChanges,
+    WorkerEpoch,
+)
+from kvlink.types import Joined, WorkerCard, WorkerChange
+from kvlink.v1 import agent_pb2 as agent
+from kvlink.v1 import coordinator_pb2 as pb
+
+
+def _check_worker(value: WorkerEpoch | SettleOrder) -> None:
+    check_name("worker_id", value.worker_id)
+
+
+def _write_join(request: JoinRequest) -> pb.JoinRequest:
+    return pb.JoinRequest(card=seal(request.card), rejoin=request.rejoin)
+
+
+def _read_join(message: pb.JoinRequest) -> JoinRequest:
+    return JoinRequest(unseal(message.card), message.rejoin)
+
+
+def _write_push(push: Push) -> pb.Push:
+    return pb.Push(kind=push.kind.value, slot=push.slot, settle_nonce=push.settle_nonce)  # type: ignore[arg-type]
+
+
+def _read_push(message: pb.Push) -> Push:
+    return Push(PushKind(message.kind), message.slot, message.settle_nonce)
+
+
+def _write_cards(cards: list[WorkerCard]) -> pb.ListWorkersReply:
+    return pb.ListWorkersReply(cards=[seal(card) for card in cards])
+
+
+def _read_cards(message: pb.ListWorkersReply) -> list[WorkerCard]:
+    return [unseal(card) for card in message.cards]
+
+
+def _write_changes(changes: WorkerChanges) -> pb.WatchWorkersReply:
+    return pb.WatchWorkersReply(changes=[_write_change(change) for change in changes])
+
+
+def _write_change(change: WorkerChange) -> pb.WatchWorkersReply.Change:
+    return pb.WatchWorkersReply.Change(down=change.what is Joined.DOWN, card=seal(change.card))
+
+
+def _read_changes(message: pb.WatchWorkersReply) -> WorkerChanges:
+    return [WorkerChange(Joined.DOWN if c.down else Joined.UP, unseal(c.card)) for c in message.changes]
+
+
+def _write_connect(request: ConnectRequest) -> agent.ConnectRequest:
+    _check_connect(request)
+    return agent.ConnectRequest(
+        worker_id=request.worker_id, epoch=request.epoch, transport=request.transport, hellos=request.hellos
+    )
+
+
+def _read_connect(message: agent.ConnectRequest) -> ConnectRequest:
+    request = ConnectRequest(message.worker_id, message.epoch, message.transport, list(message.hellos))
+    _check_connect(request)
+    return request
+
+
+def _check_connect(request: ConnectRequest) -> None:
+    check_name("worker_id", request.worker_id)
+    check_name("transport", request.transport)
+    check_within("number of hellos", len(request.hellos), 1, limits.MAX_HELLOS)
+    check_opaque("a hello", *request.hellos)
+
+
+def _write_connected(reply: ConnectReply) -> agent.ConnectReply:
+    return agent.ConnectReply(connection_id=reply.connection_id, replies=reply.replies)
+
+
+def _read_connected(message: agent.ConnectReply) -> ConnectReply:
+    reply = ConnectReply(message.connection_id, list(message.replies))
+    check_within("number of replies", len(reply.replies), 1, limits.MAX_HELLOS)
+    check_opaque("a reply", *reply.replies)
+    return reply
+
+
+JOIN = codec(pb.JoinRequest, _write_join, _read_join)
+MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply))
+BEAT = codec(pb.Beat, *plain(WorkerEpoch, pb.Beat, _check_worker))
+PUSH = codec(pb.Push, _write_push, _read_push)
+LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worker))
+LEFT = nothing(pb.LeaveReply)
+GET_WORKER = codec(pb.GetWorkerRequest, *plain(WorkerEpoch, pb.GetWorkerRequest, _check_worker))
+LIST = nothing(pb.ListWorkersRequest)
+CARDS = codec(pb.ListWorkersReply, _write_cards, _read_cards)
+WATCH = nothing(pb.WatchWorkersRequest)
+CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes)
+
+ASK_STATUS = nothing(pb.StatusRequest)
+STATUS = codec(pb.StatusReply, *plain(CoordinatorStatus, pb.StatusReply))
+
+GET_CARD = nothing(agent.GetCardRequest)
+CONNECT = codec(agent.ConnectRequest, _write_connect, _read_connect)
+CONNECTED = codec(agent.ConnectReply, _write_connected, _read_connected)
+SETTLE_SEAT = codec(agent.SettleSeatRequest, *plain(SettleOrder, agent.SettleSeatRequest, _check_worker))
+SEAT_SETTLED: Codec[bool] = codec(
+    agent.SettleSeatReply,
+    lambda settled: agent.SettleSeatReply(settled=settled),
+    lambda message: message.settled,
+)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers, claims and settles, alone and in batches: the messages that there are many of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlink.control import limits
+from kvlink.control.codec._wire import Codec, Write, check_name, check_within, codec, encoding, nothing, plain
+from kvlink.control.values import (
+    Claim,
+    HandoffBatch,
+    HandoffKind,
+    HandoffResults,
+    Offer,
+    RefusedHandoff,
+    SettleOrder,
+)
+from kvlink.errors import ConfigError
+from kvlink.v1 import coordinator_pb2 as pb
+
+
+def _check_offer(offer: Offer) -> None:
+    check_name("request_id", offer.request_id)
+    check_name("worker_id", offer.worker_id)
+    check_within("ttl_s", offer.ttl_s, 0.001, limits.MAX_TTL_S)
+    if not offer.tp_rank < offer.tp_size <= limits.MAX_TP_SIZE:
+        raise ConfigError(f"rank {offer.tp_rank} of {offer.tp_size} is out of bounds")
+    check_within("num_seats", offer.num_seats, 1, limits.MAX_SEATS)
+    check_within("bytes of the ticket", len(offer.ticket), 1, limits.MAX_TICKET_BYTES)
+
+
+def _check_claim(claim: Claim) -> None:
+    check_name("request_id", claim.request_id)
+    check_within("timeout_s", claim.timeout_s, 0, limits.MAX_TIMEOUT_S)
+    if not claim.reader < claim.num_readers <= limits.MAX_TP_SIZE:
+        raise ConfigError(f"reader {claim.reader} of {claim.num_readers} is out of bounds")
+
+
+def _check_settle(order: SettleOrder) -> None:
+    check_name("worker_id", order.worker_id)
+
+
+_write_offer, _read_offer = plain(Offer, pb.OfferRequest, _check_offer)
+_write_claim, _read_claim = plain(Claim, pb.ClaimRequest, _check_claim)
+_write_settle, _read_settle = plain(SettleOrder, pb.SettleRequest, _check_settle)
+
+
+class BatchWriter:
+    """Gathers the operations of one batch. `add_*` raise ConfigError and then leave the batch as it was."""
+
+    def __init__(self) -> None:
+        self._batch = pb.HandoffBatch()
+        self._bytes = 0
+        self.num_ops = 0
+
+    def full(self) -> bool:
+        """Nothing more should be added: the largest operation might not fit."""
+        return self.num_ops >= limits.MAX_BATCH_OPS or self._bytes > limits.MAX_REQUEST_BYTES // 4
+
+    def add_offer(self, offer: Offer) -> None:
+        self._add(self._batch.offers, _write_offer, offer)
+        self._bytes += len(offer.ticket)
+
+    def add_settle(self, order: SettleOrder) -> None:
+        self._add(self._batch.settles, _write_settle, order)
+
+    def add_claim(self, claim: Claim) -> None:
+        self._add(self._batch.claims, _write_claim, claim)
+
+    def _add(self, to: Any, write: Write[Any, Any], value: Any) -> None:
+        to.append(encoding(write, value))
+        self.num_ops += 1
+
+    def to_bytes(self) -> bytes:
+        return self._batch.SerializeToString()
+
+
+def _read_batch(message: pb.HandoffBatch) -> HandoffBatch:
+    num_ops = len(message.offers) + len(message.settles) + len(message.claims)
+    check_within("number of operations in a batch", num_ops, 0, limits.MAX_BATCH_OPS)
+    return HandoffBatch(
+        [_read_offer(offer) for offer in message.offers],
+        [_read_settle(order) for order in message.settles],
+        [_read_claim(claim) for claim in message.claims],
+    )
+
+
+def _write_batch(batch: HandoffBatch) -> pb.HandoffBatch:
+    return pb.HandoffBatch(
+        offers=[_write_offer(offer) for offer in batch.offers],
+        settles=[_write_settle(order) for order in batch.settles],
+        claims=[_write_claim(claim) for claim in batch.claims],
+    )
+
+
+def _write_results(results: HandoffResults) -> pb.HandoffResults:
+    return pb.HandoffResults(
+        offers_done=results.offers_done,
+        settles_done=results.settles_done,
+        claimed=[pb.HandoffResults.Claimed(claim=number, tickets=of) for number, of in results.claimed],
+        refused=[_write_refused(refused) for refused in results.refused],
+    )
+
+
+def _write_refused(refused: RefusedHandoff) -> pb.HandoffResults.Refused:
+    return pb.HandoffResults.Refused(
+        kind=refused.kind.value,  # type: ignore[arg-type]
+        number=refused.number,
+        reason=refused.reason,
+        sentence=refused.sentence,
+    )
+
+
+def _read_results(message: pb.HandoffResults) -> HandoffResults:
+    return HandoffResults(
+        message.offers_done,
+        message.settles_done,
+        [(claimed.claim, list(claimed.tickets)) for claimed in message.claimed],
+        [RefusedHandoff(HandoffKind(r.kind), r.number, r.reason, r.sentence) for r in message.refused],
+    )
+
+
+OFFER = codec(pb.OfferRequest, _write_offer, _read_offer)
+OFFERED = nothing(pb.OfferReply)
+CLAIM = codec(pb.ClaimRequest, _write_claim, _read_claim)
+TICKETS: Codec[list[bytes]] = codec(
+    pb.ClaimReply, lambda tickets: pb.ClaimReply(tickets=tickets), lambda message: list(message.tickets)
+)
+SETTLE = codec(pb.SettleRequest, _write_settle, _read_settle)
+SETTLE_PASSED_ON = nothing(pb.SettleReply)
+HANDOFF_BATCH = codec(pb.HandoffBatch, _write_batch, _read_batch)
+HANDOFF_RESULTS = codec(pb.HandoffResults, _write_results, _read_results)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator: a Store behind the Coordinator service, and how it starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from kvlink.control.codec import CoordinatorCalls as Calls
+from kvlink.control.feed import Feed
+from kvlink.control.handoffs import HandoffServer
+from kvlink.control.limits import Limits
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.server import Host, Route, Send, bidirectional, streaming, unary
+from kvlink.control.store import Store
+from kvlink.control.store.memory import MemoryStore
+from kvlink.control.values import (
+    Claim,
+    CoordinatorStatus,
+    HandoffBatch,
+    HandoffResults,
+    JoinRequest,
+    Membership,
+    Nothing,
+    Offer,
+    Push,
+    PushKind,
+    SettleOrder,
+    WorkerChanges,
+    WorkerEpoch,
+)
+from kvlink.types import WorkerCard
+
+_log = logging.getLogger("kvlink.control")
+T = TypeVar("T")
+
+DEFAULT_PORT = 7400
+_BEATS_PER_LEASE = 3
+
+
+class Coordinator:
+    """Serves one Store. Belongs to the event loop that starts it."""
+
+    def __init__(self, store: Store | None = None, lease_s: float = 10.0, reflect: bool = False) -> None:
+        self._store = store or MemoryStore(lease_s)
+        self._lease_s = lease_s
+        self._started = time.monotonic()
+        self._draining = False
+        self._host = Host(self._routes(), reflect)
+        self.address = ""
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving" if self.address else "not started"
+        return f"Coordinator({self.address or 'nowhere'}, {state})"
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
+        self.address = await self._host.start(host, port)
+        _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
+        return self.address
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new claims, and returns when those that wait are answered, or after `timeout_s`."""
+        self._draining = True
+        await self._host.unready()
+        give_up = time.monotonic() + timeout_s
+        while (await self._store.status()).waiting_claims and time.monotonic() < give_up:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Ends every stream and call; workers and readers come back when somebody listens again. Idempotent."""
+        self._draining = True
+        await self._store.close()
+        await self._host.stop(0.5)
+
+    def _routes(self) -> list[Route]:
+        return [
+            unary(Calls.JOIN, self._join),
+            bidirectional(Calls.KEEP_ALIVE, self._keep_alive),
+            unary(Calls.LEAVE, self._leave),
+            unary(Calls.GET_WORKER, self._get_worker),
+            unary(Calls.LIST_WORKERS, self._list_workers),
+            streaming(Calls.WATCH_WORKERS, self._watch_workers),
+            unary(Calls.OFFER, self._offer),
+            unary(Calls.CLAIM, self._claim),
+            unary(Calls.SETTLE, self._settle),
+            bidirectional(Calls.HANDOFFS, self._handoffs),
+            unary(Calls.STATUS, self._status),
+        ]
+
+    async def _join(self, request: JoinRequest) -> Membership:
+        epoch = await self._store.join(request.card, request.rejoin)
+        _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
+        return Membership(epoch, self._lease_s, self._lease_s / _BEATS_PER_LEASE)
+
+    async def _keep_alive(self, beats: AsyncIterator[WorkerEpoch], send: Send[Push]) -> None:
+        forwarding: asyncio.Task[None] | None = None
+        orders: Feed[SettleOrder] | None = None
+        try:
+            async for worker in beats:
+                if not await self._store.beat(worker.worker_id, worker.epoch):
+                    await send(Push(PushKind.REJOIN))
+                    return
+                if orders is None:
+                    orders = await self._store.orders(worker.worker_id, worker.epoch)
+                    forwarding = asyncio.create_task(_forward(orders, send))
+                await send(Push(PushKind.ACK))
+        finally:
+            if orders is not None and forwarding is not None:
+                orders.close()
+                forwarding.cancel()
+                await asyncio.gather(forwarding, return_exceptions=True)
+
+    async def _leave(self, worker: WorkerEpoch) -> Nothing:
+        await self._store.leave(worker.worker_id, worker.epoch)
+        _log.info("left worker=%s epoch=%d", worker.worker_id, worker.epoch)
+        return Nothing()
+
+    async def _get_worker(self, worker: WorkerEpoch) -> WorkerCard:
+        return await self._store.worker(worker.worker_id, worker.epoch)
+
+    async def _list_workers(self, _: Nothing) -> list[WorkerCard]:
+        return await self._store.workers()
+
+    async def _watch_workers(self, _: Nothing, send: Send[WorkerChanges]) -> None:
+        with contextlib.closing(await self._store.watch()) as feed:
+            async for changes in feed:
+                await send(changes)
+
+    async def _offer(self, offer: Offer) -> Nothing:
+        await self._store.offer(offer)
+        return Nothing()
+
+    async def _claim(self, claim: Claim) -> list[bytes]:
+        if self._draining:
+            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is draining; ask again")
+        return await self._store.claim(claim)
+
+    async def _settle(self, order: SettleOrder) -> Nothing:
+        await self._store.settle(order)
+        return Nothing()
+
+    async def _handoffs(self, batches: AsyncIterator[HandoffBatch], send: Send[HandoffResults]) -> None:
+        await HandoffServer(self._store, send).serve(batches)
+
+    async def _status(self, _: Nothing) -> CoordinatorStatus:
+        return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
+
+
+async def _forward(orders: Feed[SettleOrder], send: Send[Push]) -> None:
+    async for order in orders:
+        await send(Push(PushKind.SETTLE, order.slot, order.settle_nonce))
+
+
+async def serve(
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    lease_s: float = 10.0,
+    limits: Limits | None = None,
+    reflect: bool = False,
+    drain_s: float = 10.0,
+    on_ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT, then drains for at most `drain_s` and returns.
+
+    `on_ready` gets "host:port" as bound. Raises ConfigError when the port cannot be had.
+    """
+    coordinator = Coordinator(MemoryStore(lease_s, limits), lease_s, reflect)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        on_ready(await coordinator.start(host, port))
+        await stop.wait()
+        await coordinator.drain(drain_s)
+    finally:
+        await coordinator.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

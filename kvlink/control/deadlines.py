@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys are due: a heap with lazy removal, so that nothing is ever scanned."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """One deadline a key, in seconds of any one clock. Every call is O(log n) amortised."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, K]] = []
+        self._current: dict[K, int] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def set(self, key: K, deadline: float) -> None:
+        """Sets or moves the deadline of `key`."""
+        self._number += 1
+        self._current[key] = self._number
+        heapq.heappush(self._heap, (deadline, self._number, key))
+        if len(self._heap) > 2 * len(self._current) + 64:
+            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: K) -> None:
+        """Forgets `key` if it is known."""
+        self._current.pop(key, None)
+
+    def next(self) -> float:
+        """No key is due before this time; `math.inf` when there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, now: float) -> list[K]:
+        """Removes and returns the keys whose deadline has come, earliest first."""
+        keys = []
+        while self._heap and self._heap[0][0] <= now:
+            _, number, key = heapq.heappop(self._heap)
+            if self._current.get(key) == number:
+                del self._current[key]
+                keys.append(key)
+        return keys

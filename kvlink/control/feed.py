@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bounded queue towards one consumer of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Feed(Generic[T]):
+    """Iterate to receive. Lives on one event loop; `put` never blocks."""
+
+    def __init__(self, limit: int, on_close: Callable[[], None] = lambda: None) -> None:
+        self._items: deque[T] = deque()
+        self._limit = limit
+        self._on_close = on_close
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+        self._closed = False
+
+    def put(self, item: T) -> bool:
+        """False: the consumer has fallen behind or is gone, the item was not taken."""
+        if self._closed or len(self._items) >= self._limit:
+            return False
+        self._items.append(item)
+        self._wake.set()
+        return True
+
+    def drain(self) -> list[T]:
+        """Removes and returns what is queued."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+    def close(self, error: Exception | None = None) -> None:
+        """The consumer gets what is queued, then `error`, or the end. Idempotent."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._wake.set()
+            self._on_close()
+
+    def __aiter__(self) -> Feed[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._closed:
+                raise self._error or StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._items.popleft()

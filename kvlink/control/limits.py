@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much anyone may ask of the control plane. Wire bounds are constants, capacity is configurable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlink.ticket import MAX_NAME_BYTES, MAX_TICKET_BYTES
+
+__all__ = ["MAX_NAME_BYTES", "MAX_TICKET_BYTES"]
+
+MAX_TTL_S = 86_400.0
+MAX_TIMEOUT_S = 3_600.0
+MAX_TP_SIZE = 1_024
+MAX_SEATS = 255
+MAX_BATCH_OPS = 1_024
+"""Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+MAX_HELLOS = 64
+MAX_OPAQUE_BYTES = 64 << 10
+"""A hello, reply, address or key."""
+MAX_PLANES = 16_384
+MAX_REGIONS = 4_096
+MAX_TRANSPORTS = 32
+MAX_CARD_BYTES = 4 << 20
+MAX_REQUEST_BYTES = 8 << 20
+"""The largest message a server takes: one ticket of a million blocks fits."""
+MAX_REPLY_BYTES = 256 << 20
+"""The largest message a client takes: the tickets of all ranks, or the cards of a large fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one coordinator holds at most. Beyond it calls get RESOURCE_EXHAUSTED."""
+
+    workers: int = 10_000
+    tickets_per_worker: int = 65_536
+    """Offered and neither fully claimed nor expired."""
+    waiting_claims: int = 65_536
+    pending_settles: int = 4_096
+    """Settle orders kept for a worker whose keep-alive stream is down."""
+    remembered_epochs: int = 65_536
+    """Workers that left or died, so that the next process of the name gets a higher epoch."""
+    remembered_requests: int = 16_384
+    """Requests that ended unclaimed, so that claims for them fail at once with the reason."""

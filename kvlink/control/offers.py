@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tickets wait for whom. Pure: takes the time as a value, returns which waiting claims are answered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.limits import Limits
+from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.values import Claim, Offer
+
+
+class Answer(NamedTuple):
+    """A waiting claim has ended: with tickets, or refused."""
+
+    waiter: int
+    tickets: list[bytes]
+    refused: Refused | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """Exists while a ticket or a waiter does."""
+
+    ranks: dict[int, Offer] = field(default_factory=dict)
+    tp_size: int = 0
+    num_seats: int = 0
+    """Of the ticket that has most."""
+    served: set[int] = field(default_factory=set)
+    waiters: dict[int, None] = field(default_factory=dict)
+    """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
+
+
+class Offers:
+    """Tickets by request and rank, waiting claims, and why requests ended unclaimed (bounded)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests: dict[str, _Request] = {}
+        self._by_worker: dict[str, set[tuple[str, int]]] = {}
+        self._tickets: Deadlines[tuple[str, int]] = Deadlines()
+        self._waiting: dict[int, Claim] = {}
+        self._patience: Deadlines[int] = Deadlines()
+        self._ended: OrderedDict[str, Refused] = OrderedDict()
+        self._last_waiter = 0
+        self.num_claimed = 0
+        self.num_expired = 0
+
+    @property
+    def num_tickets(self) -> int:
+        """Offered and neither fully claimed nor expired."""
+        return len(self._tickets)
+
+    @property
+    def num_waiting(self) -> int:
+        """Claims waiting for an offer."""
+        return len(self._waiting)
+
+    def offer(self, offer: Offer, now: float) -> list[Answer]:
+        """Takes a ticket in, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
+        request = self._requests.get(offer.request_id)
+        if request is None:
+            request = _Request()
+        elif request.ranks and request.tp_size != offer.tp_size:
+            raise Refused(
+                Reason.MALFORMED,
+                f"request {named(offer.request_id)}: rank {offer.tp_rank} says that {offer.tp_size} ranks "
+                f"offer, others said {request.tp_size}",
+            )
+        key = (offer.request_id, offer.tp_rank)
+        owned = self._by_worker.setdefault(offer.worker_id, set())
+        if key not in owned and len(owned) >= self._limits.tickets_per_worker:
+            raise Refused(
+                Reason.TOO_MANY,
+                f"worker {named(offer.worker_id)} has {len(owned)} unclaimed tickets here, the limit",
+            )
+        before = request.ranks.get(offer.tp_rank)
+        if before is not None and before.worker_id != offer.worker_id:
+            self._disown(before.worker_id, key)
+        self._requests[offer.request_id] = request
+        request.tp_size = offer.tp_size
+        request.num_seats = max(request.num_seats, offer.num_seats)
+        request.ranks[offer.tp_rank] = offer
+        owned.add(key)
+        self._tickets.set(key, now + offer.ttl_s)
+        if self._ended:
+            self._ended.pop(offer.request_id, None)
+        return self._serve_waiters(request) if request.waiters else []
+
+    def take(self, claim: Claim) -> list[bytes] | None:
+        """The tickets, if every rank has offered. Raises Refused when the request ended unclaimed."""
+        request = self._requests.get(claim.request_id)
+        if request is None:
+            ended = self._ended.get(claim.request_id)
+            if ended is not None:
+                raise Refused(ended.reason, ended.sentence)
+            return None
+        if not request.ranks or len(request.ranks) < request.tp_size:
+            return None
+        return self._serve(request, claim)
+
+    def wait(self, claim: Claim, now: float) -> int:
+        """Queues a claim that `take` could not answer. Raises Refused (TOO_MANY)."""
+        if len(self._waiting) >= self._limits.waiting_claims:
+            raise Refused(Reason.TOO_MANY, f"{len(self._waiting)} claims are waiting, which is the limit")
+        request = self._requests.setdefault(claim.request_id, _Request())
+        self._last_waiter += 1
+        self._waiting[self._last_waiter] = claim
+        self._patience.set(self._last_waiter, now + claim.timeout_s)
+        request.waiters[self._last_waiter] = None
+        return self._last_waiter
+
+    def cancel(self, waiter: int) -> None:
+        """The caller of a waiting claim is gone."""
+        claim = self._waiting.pop(waiter, None)
+        self._patience.discard(waiter)
+        request = self._requests.get(claim.request_id) if claim else None
+        if claim and request:
+            request.waiters.pop(waiter, None)
+            self._prune(claim.request_id, request)
+
+    def drop_worker(self, worker_id: str, why: str) -> None:
+        """Forgets what a worker offered. Claims keep waiting: its next life may offer the request again."""
+        for request_id, rank in list(self._by_worker.get(worker_id, ())):
+            self._drop(request_id, rank, Refused(Reason.UNKNOWN, f"request {named(request_id)}: {why}"))
+
+    def next_deadline(self) -> float:
+        """`expire` has nothing to do before."""
+        return min(self._tickets.next(), self._patience.next())
+
+    def expire(self, now: float) -> list[Answer]:
+        """Drops the tickets that ran out, then refuses the claims that waited long enough."""
+        for request_id, rank in self._tickets.due(now):
+            offer = self._requests[request_id].ranks[rank]
+            self.num_expired += 1
+            self._drop(
+                request_id,
+                rank,
+                Refused(
+                    Reason.EXPIRED,
+                    f"request {named(request_id)} was offered by {named(offer.worker_id)} and not claimed "
+                    f"within {offer.ttl_s:g} s; recompute it",
+                ),
+            )
+        return [self._give_up(waiter) for waiter in self._patience.due(now)]
+
+    def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
+        ranks = request.ranks
+        tickets = [ranks[rank].ticket for rank in range(request.tp_size)]
+        request.served.add(claim.reader)
+        self.num_claimed += 1
+        if len(request.served) >= max(claim.num_readers, request.num_seats):
+            for rank in list(ranks):
+                self._drop(claim.request_id, rank, None)
+        return tickets
+
+    def _serve_waiters(self, request: _Request) -> list[Answer]:
+        answers = []
+        while request.waiters and len(request.ranks) == request.tp_size:
+            waiter, _ = request.waiters.popitem()
+            self._patience.discard(waiter)
+            answers.append(Answer(waiter, self._serve(request, self._waiting.pop(waiter))))
+        return answers
+
+    def _drop(self, request_id: str, rank: int, why: Refused | None) -> None:
+        request = self._requests[request_id]
+        offer = request.ranks.pop(rank)
+        self._tickets.discard((request_id, rank))
+        self._disown(offer.worker_id, (request_id, rank))
+        if why is not None:
+            self._ended[request_id] = why
+            if len(self._ended) > self._limits.remembered_requests:
+                self._ended.popitem(last=False)
+        self._prune(request_id, request)
+
+    def _prune(self, request_id: str, request: _Request) -> None:
+        if not request.ranks:
+            request.served.clear()
+            request.num_seats = 0
+            if not request.waiters:
+                self._requests.pop(request_id, None)
+
+    def _disown(self, worker_id: str, key: tuple[str, int]) -> None:
+        owned = self._by_worker[worker_id]
+        owned.discard(key)
+        if not owned:
+            del self._by_worker[worker_id]
+
+    def _give_up(self, waiter: int) -> Answer:
+        claim = self._waiting[waiter]
+        request = self._requests[claim.request_id]
+        self.cancel(waiter)
+        if request.ranks:
+            what = f"only {len(request.ranks)} of {request.tp_size} ranks offered it"
+        else:
+            what = "nobody offered it (any more; it may have been claimed already)"
+        why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:g} s; recompute it"
+        return Answer(waiter, [], Refused(Reason.UNKNOWN, why))

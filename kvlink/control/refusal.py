@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a call of the control plane is refused: from reason to gRPC status to the exception callers see."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvlink.errors import (
+    AccessDenied,
+    ConfigError,
+    CoordinatorError,
+    CoordinatorUnavailable,
+    KVLinkError,
+    LeaseExpired,
+    TransportUnavailable,
+    UnknownRequest,
+)
+
+REASON_TRAILER = "kvlink-reason"
+"""Metadata key of a refused call; the value is a Reason's name."""
+
+
+class NotJoined(CoordinatorError):
+    """The coordinator does not know the caller, for instance because it restarted. `Session` joins again."""
+
+    retryable = True
+
+
+class Replaced(CoordinatorError):
+    """Another process has joined under the caller's worker_id."""
+
+
+class Overloaded(CoordinatorError):
+    """A limit of the coordinator is reached."""
+
+    retryable = True
+
+
+class Reason(Enum):
+    """Names go over the wire, beside the gRPC status that `status` names."""
+
+    MALFORMED = ("INVALID_ARGUMENT", ConfigError)
+    TOO_MANY = ("RESOURCE_EXHAUSTED", Overloaded)
+    UNKNOWN = ("NOT_FOUND", UnknownRequest)
+    EXPIRED = ("NOT_FOUND", LeaseExpired)
+    RESTARTED = ("FAILED_PRECONDITION", UnknownRequest)
+    """The worker runs under another epoch than the caller believes."""
+    NOT_JOINED = ("FAILED_PRECONDITION", NotJoined)
+    REPLACED = ("ABORTED", Replaced)
+    NO_TRANSPORT = ("UNIMPLEMENTED", TransportUnavailable)
+    DENIED = ("PERMISSION_DENIED", AccessDenied)
+    NOT_READY = ("UNAVAILABLE", CoordinatorUnavailable)
+    """Starting or draining: ask again a little later."""
+    FAILED = ("INTERNAL", CoordinatorError)
+
+    def __init__(self, status: str, error: type[KVLinkError]) -> None:
+        self.status = status
+        self.error = error
+
+
+class Refused(Exception):
+    """Raised by whoever decides; the server sends it, the client turns it into `reason.error`."""
+
+    def __init__(self, reason: Reason, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.sentence = sentence
+
+
+def refusal_of(error: BaseException) -> Refused:
+    """What a failed handler answers. Errors that nobody foresaw become FAILED."""
+    if isinstance(error, Refused):
+        return error
+    for reason in (Reason.MALFORMED, Reason.UNKNOWN, Reason.EXPIRED, Reason.NO_TRANSPORT, Reason.DENIED):
+        if isinstance(error, reason.error):
+            return Refused(reason, str(error))
+    return Refused(Reason.FAILED, f"{type(error).__name__}: {error}")
+
+
+def error_of(reason: str, sentence: str) -> KVLinkError:
+    """The exception for a refusal that came over the wire."""
+    known = Reason.__members__.get(reason)
+    return known.error(sentence) if known else CoordinatorError(f"{sentence} ({reason})")
+
+
+def named(name: str) -> str:
+    """A name that somebody else chose, fit for a sentence."""
+    return repr(name if len(name) <= 80 else f"{name[:77]}...")

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts services over grpc.aio. Handlers take and return values; what they raise becomes status and sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvlink.control.codec import Codec, Method
+from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.refusal import REASON_TRAILER, Reason, refusal_of
+from kvlink.errors import ConfigError
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_log = logging.getLogger("kvlink.control")
+
+_MAX_SENTENCE = 1_000
+"""Characters; HTTP/2 headers are bounded at 8 KiB."""
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+    ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Send = Callable[[R], Awaitable[None]]
+Unary = Callable[[Q], Awaitable[R]]
+Streaming = Callable[[Q, Send[R]], Awaitable[None]]
+Bidirectional = Callable[[AsyncIterator[Q], Send[R]], Awaitable[None]]
+Route = tuple[Method[Any, Any], "grpc.RpcMethodHandler[Any, Any]"]
+
+
+def unary(method: Method[Q, R], handle: Unary[Q, R]) -> Route:
+    """One request, one reply."""
+
+    async def call(blob: bytes, context: Context) -> bytes:
+        try:
+            return method.reply.encode(await handle(method.request.decode(blob)))
+        except Exception as error:
+            await _refuse(context, method, error)
+
+    return method, grpc.unary_unary_rpc_method_handler(call)
+
+
+def streaming(method: Method[Q, R], handle: Streaming[Q, R]) -> Route:
+    """One request, then replies until the handler returns."""
+
+    async def call(blob: bytes, context: Context) -> None:
+        try:
+            await handle(method.request.decode(blob), _sender(method.reply, context))
+        except Exception as error:
+            await _refuse(context, method, error)
+
+    return method, grpc.unary_stream_rpc_method_handler(call)
+
+
+def bidirectional(method: Method[Q, R], handle: Bidirectional[Q, R]) -> Route:
+    """Requests and replies until the handler returns."""
+
+    async def call(blobs: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            await handle(_decoded(method.request, blobs), _sender(method.reply, context))
+        except Exception as error:
+            await _refuse(context, method, error)
+
+    return method, grpc.stream_stream_rpc_method_handler(call)
+
+
+async def _decoded(codec: Codec[Q], blobs: AsyncIterator[bytes]) -> AsyncIterator[Q]:
+    async for blob in blobs:
+        yield codec.decode(blob)
+
+
+def _sender(codec: Codec[R], context: Context) -> Send[R]:
+    one_at_a_time = asyncio.Lock()
+
+    async def send(value: R) -> None:
+        async with one_at_a_time:
+            await context.write(codec.encode(value))
+
+    return send
+
+
+async def _refuse(context: Context, method: Method[Any, Any], error: Exception) -> NoReturn:
+    refused = refusal_of(error)
+    if refused.reason is Reason.FAILED:
+        _log.error("%s failed", method.path, exc_info=error)
+    await context.abort(
+        grpc.StatusCode[refused.reason.status],
+        refused.sentence[:_MAX_SENTENCE],
+        ((REASON_TRAILER, refused.reason.name),),
+    )
+
+
+class Host:
+    """One listening gRPC server with its health service. Belongs to the event loop that starts it."""
+
+    def __init__(self, routes: list[Route], reflect: bool = False) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._services = sorted({method.service for method, _ in routes})
+        for service in self._services:
+            handlers = {method.name: handler for method, handler in routes if method.service == service}
+            self._server.add_generic_rpc_handlers((_service(service, handlers),))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if reflect:
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens and returns "host:port" as bound. Raises ConfigError when the port cannot be had."""
+        address = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{address}:{port}")
+        except RuntimeError as error:
+            why = "is another server there, or the address not this host's?"
+            raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
+        await self._server.start()
+        await self._say(health_pb2.HealthCheckResponse.SERVING)
+        return f"{address}:{bound}"
+
+    async def unready(self) -> None:
+        """Tells health checks to send nobody here any more."""
+        await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once and cancels those still running after `grace_s`. Idempotent."""
+        await self._server.stop(grace_s)
+
+    async def _say(self, status: int) -> None:
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+
+def _service(name: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(name, dict(handlers))

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a worker joined: beats, joins again by itself, re-sends live offers to a coordinator that forgot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+
+from kvlink.control.channel import Backoff, Stream
+from kvlink.control.client import CoordinatorClient
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.refusal import NotJoined, Replaced
+from kvlink.control.values import Membership, Offer, Push, PushKind, WorkerEpoch
+from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.types import WorkerCard
+
+_log = logging.getLogger("kvlink.control")
+
+_MISSED_ACKS = 3
+"""Beats without an answer after which the coordinator counts as gone even though the connection stands."""
+_JOIN_TIMEOUT_S = 2.0
+"""Of one attempt to join again; the next one follows at once."""
+
+
+class SessionState(Enum):
+    """Where a Session stands."""
+
+    JOINED = "joined"
+    REJOINING = "rejoining"
+    REPLACED = "replaced"
+    """Another process took the worker_id. Final."""
+    CLOSED = "closed"
+
+
+class Session:
+    """One worker's membership. Made by `join`; belongs to that event loop.
+
+    `on_settle(slot, settle_nonce)` is called on the loop when a reader settles through the coordinator.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        card: WorkerCard,
+        membership: Membership,
+        on_settle: Callable[[int, int], object],
+    ) -> None:
+        self._client = client
+        self._membership = membership
+        self._on_settle = on_settle
+        self._offers: dict[str, tuple[Offer, float]] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._joined = asyncio.Event()
+        self._joined.set()
+        self._doubt = asyncio.Event()
+        self.card = replace(card, epoch=membership.epoch)
+        self.state = SessionState.JOINED
+        self.num_rejoins = 0
+        self._task = asyncio.get_running_loop().create_task(self._stay_joined())
+
+    @classmethod
+    async def join(
+        cls,
+        client: CoordinatorClient,
+        card: WorkerCard,
+        on_settle: Callable[[int, int], object],
+        timeout_s: float = 5.0,
+    ) -> Session:
+        """Joins, until `close`. `card.epoch` is a proposal; `session.card` has the granted one."""
+        return cls(client, card, await client.join(card, timeout_s=timeout_s), on_settle)
+
+    def __repr__(self) -> str:
+        return (
+            f"Session({self.card.worker_id!r} epoch {self.card.epoch} {self.state.value} "
+            f"at {self._client.address}, {len(self._offers)} offers)"
+        )
+
+    async def offer(self, offer: Offer, timeout_s: float = 5.0) -> None:
+        """Publishes a ticket and keeps it published until it expires or `forget`. Raises CoordinatorError."""
+        now = time.monotonic()
+        for expired in self._deadlines.due(now):
+            self._offers.pop(expired, None)
+        self._offers[offer.request_id] = (offer, now + offer.ttl_s)
+        self._deadlines.set(offer.request_id, now + offer.ttl_s)
+        try:
+            await self._publish(offer, now + timeout_s)
+        except BaseException:
+            self.forget(offer.request_id)
+            raise
+
+    def forget(self, request_id: str) -> None:
+        """The offer has ended at its owner: do not send it again."""
+        self._offers.pop(request_id, None)
+        self._deadlines.discard(request_id)
+
+    async def close(self) -> None:
+        """Leaves (the coordinator may be gone: then it finds out by itself) and stops. Idempotent."""
+        if self.state is SessionState.CLOSED:
+            return
+        leaves = self.state is not SessionState.REPLACED
+        self.state = SessionState.CLOSED
+        self._joined.set()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if leaves:
+            try:
+                await self._client.leave(self.card.worker_id, self.card.epoch, timeout_s=1.0)
+            except KVLinkError as error:
+                _log.info("left without saying so worker=%s error=%s", self.card.worker_id, error)
+
+    async def _publish(self, offer: Offer, deadline: float) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise CoordinatorUnavailable(
+                    f"request {offer.request_id!r} not offered: {self!r} does not reach its coordinator"
+                ) from None
+            self._check_usable()
+            try:
+                await self._client.offer(offer, timeout_s=max(0.001, deadline - time.monotonic()))
+                return
+            except NotJoined:  # the coordinator restarted and nobody beat since
+                self._joined.clear()
+                self._doubt.set()
+
+    def _check_usable(self) -> None:
+        if self.state is SessionState.REPLACED:
+            raise Replaced(f"{self!r}: another process joined under this worker_id; give each its own")
+        if self.state is SessionState.CLOSED:
+            raise CoordinatorError(f"{self!r} is closed")
+
+    async def _stay_joined(self) -> None:
+        backoff = Backoff()
+        while True:
+            if self.state is SessionState.JOINED:
+                try:
+                    await self._keep_alive(backoff)
+                except KVLinkError as error:
+                    _log.warning("lost the coordinator worker=%s error=%s", self.card.worker_id, error)
+                self.state = SessionState.REJOINING
+                self._joined.clear()
+            await asyncio.sleep(backoff.delay_s())
+            try:
+                await self._rejoin()
+            except Replaced as error:
+                _log.error("replaced worker=%s error=%s", self.card.worker_id, error)
+                self.state = SessionState.REPLACED
+                self._joined.set()
+                return
+            except KVLinkError as error:
+                _log.info("cannot join yet worker=%s error=%s", self.card.worker_id, error)
+
+    async def _rejoin(self) -> None:
+        membership = await self._client.join(self.card, rejoin=True, timeout_s=_JOIN_TIMEOUT_S)
+        if membership.epoch != self.card.epoch:
+            raise Replaced(f"the coordinator grants epoch {membership.epoch}")
+        self._membership = membership
+        await self._offer_again()
+        self.num_rejoins += 1
+        self.state = SessionState.JOINED
+        self._doubt.clear()
+        self._joined.set()
+        _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
+
+    async def _offer_again(self) -> None:
+        async with self._client.handoffs() as stream:
+            now = time.monotonic()
+            live = [
+                offer._replace(ttl_s=due - now) for offer, due in self._offers.values() if due > now + 0.001
+            ]
+            results = await asyncio.gather(*map(stream.offer, live), return_exceptions=True)
+        for result in results:
+            if isinstance(result, CoordinatorUnavailable):
+                raise result
+
+    async def _keep_alive(self, backoff: Backoff) -> None:
+        """Beats until the coordinator is gone (raises) or may not know us any more (returns)."""
+        stream = self._client.keep_alive()
+        acks = _Acks()
+        tasks = [
+            asyncio.ensure_future(job)
+            for job in (self._beat(stream, acks), self._listen(stream, acks, backoff), self._doubt.wait())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            stream.cancel()
+
+    async def _beat(self, stream: Stream[WorkerEpoch, Push], acks: _Acks) -> None:
+        beat = WorkerEpoch(self.card.worker_id, self.card.epoch)
+        while True:
+            await stream.send(beat)
+            acks.missing += 1
+            await asyncio.sleep(self._membership.keep_alive_s)
+            if acks.missing >= _MISSED_ACKS:
+                where = f"coordinator at {self._client.address}"
+                raise CoordinatorUnavailable(
+                    f"{where} did not answer {acks.missing} beats: stopped or overloaded"
+                )
+
+    async def _listen(self, stream: Stream[WorkerEpoch, Push], acks: _Acks, backoff: Backoff) -> None:
+        while (push := await stream.receive()) is not None:
+            if push.kind is PushKind.REJOIN:
+                return
+            if push.kind is PushKind.SETTLE:
+                self._on_settle(push.slot, push.settle_nonce)
+            else:
+                acks.missing = 0
+                backoff.reset()
+
+
+class _Acks:
+    def __init__(self) -> None:
+        self.missing = 0

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a single coordinator, in its memory: the pure Members and Offers, a timer, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvlink.control.feed import Feed
+from kvlink.control.limits import Limits
+from kvlink.control.members import Members
+from kvlink.control.offers import Answer, Offers
+from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
+from kvlink.types import Joined, WorkerCard, WorkerChange
+
+_WATCH_BACKLOG = 1_024
+"""Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    joined: int = 0
+    lost_workers: int = 0
+    offered: int = 0
+    settle_orders: int = 0
+
+
+class MemoryStore:
+    """A `Store`. `clock` counts seconds and never goes back; `tick` runs by itself when something is due."""
+
+    def __init__(
+        self, lease_s: float = 10.0, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._members = Members(lease_s, self._limits)
+        self._offers = Offers(self._limits)
+        self._totals = _Totals()
+        self._claims: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._watchers: set[Feed[WorkerChanges]] = set()
+        self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
+        self._closed = False
+
+    async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
+        epoch, changes = self._members.join(card, rejoin, self._clock())
+        self._totals.joined += 1
+        for change in changes:
+            if change.what is Joined.DOWN:
+                why = f"worker {named(card.worker_id)} restarted as epoch {epoch}; recompute it"
+                self._forget(change.card, why)
+        self._publish(changes)
+        self._arm()
+        return epoch
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:  # noqa: D102
+        return self._members.beat(worker_id, epoch, self._clock())
+
+    async def leave(self, worker_id: str, epoch: int) -> None:  # noqa: D102
+        changes = self._members.leave(worker_id, epoch)
+        for change in changes:
+            self._forget(change.card, f"worker {named(worker_id)} has left; recompute it")
+        self._publish(changes)
+
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
+        return self._members.card(worker_id, epoch)
+
+    async def workers(self) -> list[WorkerCard]:  # noqa: D102
+        return list(self._members.cards())
+
+    async def watch(self) -> Feed[WorkerChanges]:  # noqa: D102
+        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.discard(feed))
+        feed.put([WorkerChange(Joined.UP, card) for card in self._members.cards()])
+        self._watchers.add(feed)
+        return feed
+
+    async def offer(self, offer: Offer) -> None:  # noqa: D102
+        if not self._members.runs(offer.worker_id, offer.epoch):
+            raise self._not_running(offer.worker_id, offer.epoch)
+        self._totals.offered += 1
+        self._answer(self._offers.offer(offer, self._clock()))
+        self._arm()
+
+    async def take(self, claim: Claim) -> list[bytes] | None:  # noqa: D102
+        return self._offers.take(claim)
+
+    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:  # noqa: D102
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        try:
+            tickets = self._offers.take(claim)
+            if tickets is None:
+                self._wait(claim, answer)
+            else:
+                answer.set_result(tickets)
+        except Refused as refused:
+            answer.set_exception(refused)
+        return answer
+
+    def _wait(self, claim: Claim, answer: asyncio.Future[list[bytes]]) -> None:
+        if self._closed:
+            raise _closing()
+        waiter = self._offers.wait(claim, self._clock())
+        self._claims[waiter] = answer
+        answer.add_done_callback(lambda _: self._cancel(waiter))
+        self._arm()
+
+    def _cancel(self, waiter: int) -> None:
+        if self._claims.pop(waiter, None) is not None:
+            self._offers.cancel(waiter)
+
+    async def settle(self, order: SettleOrder) -> None:  # noqa: D102
+        self._members.card(order.worker_id, order.epoch)
+        if not self._orders_of(order.worker_id, order.epoch).put(order):
+            raise Refused(
+                Reason.TOO_MANY,
+                f"{self._limits.pending_settles} settle orders wait for worker {named(order.worker_id)}, "
+                "the limit; the lease will expire instead",
+            )
+        self._totals.settle_orders += 1
+
+    async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
+        self._members.card(worker_id, epoch)
+        last = self._orders_of(worker_id, epoch)
+        queued = last.drain()
+        last.close()
+        feed = self._orders_of(worker_id, epoch)
+        for order in queued:
+            feed.put(order)
+        return feed
+
+    async def status(self) -> CoordinatorStatus:  # noqa: D102
+        return CoordinatorStatus(
+            workers=len(self._members),
+            tickets=self._offers.num_tickets,
+            waiting_claims=self._offers.num_waiting,
+            joined=self._totals.joined,
+            lost_workers=self._totals.lost_workers,
+            offered=self._totals.offered,
+            claimed=self._offers.num_claimed,
+            expired=self._offers.num_expired,
+            settle_orders=self._totals.settle_orders,
+        )
+
+    async def close(self) -> None:  # noqa: D102
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer_due = -math.inf
+        for answer in list(self._claims.values()):
+            if not answer.done():
+                answer.set_exception(_closing())
+        for watcher in list(self._watchers):
+            watcher.close()
+        for _, feed in list(self._orders.values()):
+            feed.close()
+
+    def tick(self) -> None:
+        """Ends what is due by the clock."""
+        now = self._clock()
+        changes = self._members.expire(now)
+        for change in changes:
+            self._totals.lost_workers += 1
+            self._forget(change.card, f"worker {named(change.card.worker_id)} stopped beating; recompute it")
+        self._publish(changes)
+        self._answer(self._offers.expire(now))
+        self._timer_due = math.inf
+        self._arm()
+
+    def _arm(self) -> None:
+        due = self._offers.next_deadline()
+        if due >= self._timer_due:
+            return
+        due = min(due, self._members.next_deadline())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
+
+    def _answer(self, answers: Iterable[Answer]) -> None:
+        for waiter, tickets, refused in answers:
+            claim = self._claims.pop(waiter)
+            if claim.done():
+                continue
+            if refused is None:
+                claim.set_result(tickets)
+            else:
+                claim.set_exception(refused)
+
+    def _publish(self, changes: WorkerChanges) -> None:
+        for watcher in list(self._watchers) if changes else ():
+            if not watcher.put(changes):
+                watcher.close(Refused(Reason.TOO_MANY, "this watch fell behind; watch again"))
+
+    def _forget(self, card: WorkerCard, why: str) -> None:
+        self._offers.drop_worker(card.worker_id, why)
+        if card.worker_id in self._orders:
+            self._orders[card.worker_id][1].close()
+
+    def _orders_of(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
+        known_epoch, known = self._orders.get(worker_id, (0, None))
+        if known is not None and known_epoch == epoch:
+            return known
+
+        def forget() -> None:
+            if self._orders.get(worker_id, (0, None))[1] is feed:
+                del self._orders[worker_id]
+
+        feed: Feed[SettleOrder] = Feed(self._limits.pending_settles, forget)
+        self._orders[worker_id] = (epoch, feed)
+        return feed
+
+    def _not_running(self, worker_id: str, epoch: int) -> Refused:
+        try:
+            running = self._members.card(worker_id, 0).epoch
+        except Refused as unknown:
+            return Refused(Reason.NOT_JOINED, unknown.sentence)
+        return Refused(
+            Reason.RESTARTED, f"worker {named(worker_id)} restarted: epoch {epoch} asked, {running} running"
+        )
+
+
+def _closing() -> Refused:
+    return Refused(Reason.NOT_READY, "the coordinator is shutting down; ask again in a moment")

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A private thread with an event loop on which all gRPC objects of a worker live."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvlink.errors import ConfigError, CoordinatorUnavailable
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 5.0
+
+
+class ControlThread:
+    """Runs coroutines for callers that are not asyncio. Closes itself at interpreter exit."""
+
+    def __init__(self, name: str = "kvlink-control") -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        state = "of another process" if self._pid != os.getpid() else "closed" if self._closed else "running"
+        return f"ControlThread({self._thread.name}, {state})"
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """For `call_soon_threadsafe`."""
+        return self._loop
+
+    def submit(self, job: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts a coroutine on the loop. Raises ConfigError after close and after fork."""
+        why = self._why_not()
+        if why:
+            job.close()
+            raise ConfigError(why)
+        return asyncio.run_coroutine_threadsafe(job, self._loop)
+
+    def run(self, job: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Waits for a coroutine's result; cancels it when interrupted or when `timeout_s` have passed.
+
+        Raises CoordinatorUnavailable on timeout, ConfigError on the loop's own thread and as `submit` does.
+        """
+        if threading.current_thread() is self._thread:
+            job.close()
+            raise ConfigError("run() would wait for its own thread; await the coroutine instead")
+        future = self.submit(job)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            raise CoordinatorUnavailable(f"the control plane did not finish within {timeout_s} s") from None
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancels what still runs and stops the thread; close agents and clients before. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _open.discard(self)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _why_not(self) -> str:
+        if self._pid != os.getpid():
+            return (
+                f"this process was forked from {self._pid}, and a kvlink worker does not survive fork: "
+                "make it in the child, or start processes by spawn"
+            )
+        return "the control thread is closed" if self._closed else ""
+
+
+_open: weakref.WeakSet[ControlThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for thread in list(_open):
+        thread.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        _cancel_all(loop)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S))

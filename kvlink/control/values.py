@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the control plane's calls take and answer. Named tuples, as every hand-off makes several."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from kvlink.types import WorkerCard, WorkerChange
+
+
+class JoinRequest(NamedTuple):
+    """`card.epoch` is the epoch proposed; with `rejoin` it is one that this process has held already."""
+
+    card: WorkerCard
+    rejoin: bool = False
+
+
+class Membership(NamedTuple):
+    """What a worker is granted: beat every `keep_alive_s`, or be gone after `lease_s`."""
+
+    epoch: int
+    lease_s: float
+    keep_alive_s: float
+
+
+class WorkerEpoch(NamedTuple):
+    """One life of a worker. Epoch 0: whichever runs now."""
+
+    worker_id: str
+    epoch: int
+
+
+class Offer(NamedTuple):
+    """One rank's ticket of a request. `ticket` is opaque to the control plane, and secret."""
+
+    request_id: str
+    worker_id: str
+    epoch: int
+    ttl_s: float
+    tp_rank: int
+    tp_size: int
+    num_seats: int
+    ticket: bytes
+
+
+class Claim(NamedTuple):
+    """Asks for all tickets of a request, on behalf of one of `num_readers` readers."""
+
+    request_id: str
+    timeout_s: float = 0.0
+    reader: int = 0
+    num_readers: int = 1
+
+
+class SettleOrder(NamedTuple):
+    """Asks an owner to end one seat of a lease because the reader cannot write into the slot itself."""
+
+    worker_id: str
+    epoch: int
+    slot: int
+    settle_nonce: int
+
+
+class PushKind(Enum):
+    """What the coordinator tells a worker through its keep-alive stream."""
+
+    ACK = 0
+    REJOIN = 1
+    SETTLE = 2
+
+
+class Push(NamedTuple):
+    """`slot` and `settle_nonce` go with SETTLE."""
+
+    kind: PushKind
+    slot: int = 0
+    settle_nonce: int = 0
+
+
+class HandoffBatch(NamedTuple):
+    """Operations of a hand-off stream, carried out in this order."""
+
+    offers: list[Offer]
+    settles: list[SettleOrder]
+    claims: list[Claim]
+
+
+class HandoffKind(Enum):
+    """Operations are numbered for each kind."""
+
+    OFFER = 0
+    SETTLE = 1
+    CLAIM = 2
+
+
+class RefusedHandoff(NamedTuple):
+    """The `number`th operation of its kind failed; `reason` names a `refusal.Reason`."""
+
+    kind: HandoffKind
+    number: int
+    reason: str
+    sentence: str
+
+
+class HandoffResults(NamedTuple):
+    """`offers_done` and `settles_done` count from the stream's start; `claimed` pairs number and tickets."""
+
+    offers_done: int
+    settles_done: int
+    claimed: list[tuple[int, list[bytes]]]
+    refused: list[RefusedHandoff]
+
+
+class ConnectRequest(NamedTuple):
+    """A reader's hellos, one a lane, for the owner's transport."""
+
+    worker_id: str
+    epoch: int
+    transport: str
+    hellos: list[bytes]
+
+
+class ConnectReply(NamedTuple):
+    """The owner's replies, in the order of the hellos."""
+
+    connection_id: int
+    replies: list[bytes]
+
+
+class CoordinatorStatus(NamedTuple):
+    """Counts since the start; `workers`, `tickets` and `waiting_claims` are of now."""
+
+    uptime_s: float = 0.0
+    workers: int = 0
+    tickets: int = 0
+    waiting_claims: int = 0
+    joined: int = 0
+    lost_workers: int = 0
+    offered: int = 0
+    claimed: int = 0
+    expired: int = 0
+    settle_orders: int = 0
+
+
+class Nothing(NamedTuple):
+    """An empty request or reply."""
+
+
+WorkerChanges = list[WorkerChange]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode worker's side: one pull of a request's blocks, from one or several owners."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from array import array
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvlink.engine import Transfer, failure
+from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable
+from kvlink.peers import Peer, Peers, Refusal
+from kvlink.ticket import Ticket
+from kvlink.types import ReadyUnit
+from kvlink.waiting import LoopWaiter
+
+_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
+
+
+class PullStats(NamedTuple):
+    """Of one pull, summed over its owners; times in microseconds, of the slowest owner."""
+
+    num_bytes: int
+    num_ops: int
+    num_segments: int
+    plan_us: float
+    read_us: float
+    validate_us: float
+    settle_us: float
+    total_us: float
+    ran_inline: bool
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PathTaken:
+    """How one owner was read. `refused` are the better transports that were not taken, and why."""
+
+    worker_id: str
+    transport: str
+    lanes: int
+    refused: tuple[Refusal, ...]
+    num_ops: int
+    num_bytes: int
+    predicted_us: float
+    measured_us: float
+    ran_inline: bool
+
+    def __str__(self) -> str:
+        """One sentence for a log."""
+        lanes = f"{self.lanes} lane(s)" + (", inline" if self.ran_inline else "")
+        refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
+        return (
+            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} bytes, "
+            f"predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
+        )
+
+
+class Want(NamedTuple):
+    """What `pull` was asked for, apart from the ticket."""
+
+    into: array[int] | Any
+    tokens: tuple[int, int] | None
+    layers: tuple[int, int] | None
+    settle: bool
+    timeout_s: float
+
+
+class Part(NamedTuple):
+    """One owner's share of a pull."""
+
+    ticket: Ticket
+    peer: Peer
+    transfer: Transfer
+
+
+class Pull:
+    """A pull under way or ended. The destination blocks hold valid bytes only after it ended without an error.
+
+    Safe from any thread; `await` works on any event loop.
+    """
+
+    __slots__ = ("_cancelled", "_on_unsettled", "_parts", "_starting", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        parts: list[Part] | None,
+        starting: concurrent.futures.Future[list[Part]] | None,
+        on_unsettled: Callable[[Part], None] | None,
+    ) -> None:
+        self.request_id = request_id
+        self._parts = parts
+        self._starting = starting
+        self._on_unsettled = on_unsettled
+        self._cancelled = False
+
+    def __repr__(self) -> str:
+        """State in words."""
+        if not self.done():
+            return f"Pull({self.request_id!r}: running)"
+        error = self._error()
+        return f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        parts = self._started(0)
+        return parts is not None and all(part.transfer.done() for part in parts)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits at most `timeout_s` seconds with the GIL released. False: still running.
+
+        Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        parts = self._started(timeout_s)
+        if parts is None:
+            return False
+        for part in parts:
+            if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+                return False
+        self._raise_if_failed()
+        return True
+
+    def __await__(self) -> Generator[Any, None, PullStats]:
+        """Waits on the running event loop. Cancelling the awaiting task does not cancel the pull."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> PullStats:
+        if self._starting is not None:
+            await asyncio.wait({asyncio.ensure_future(asyncio.shield(asyncio.wrap_future(self._starting)))})
+        for part in self._started(0) or []:
+            await LoopWaiter.of_running_loop().ended(part.transfer)
+        self._raise_if_failed()
+        return self.stats
+
+    def cancel(self) -> None:
+        """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
+        self._cancelled = True
+        if self._starting is not None and self._parts is None:
+            self._starting.cancel()
+        for part in self._started(None) or []:
+            part.transfer.cancel()
+            part.transfer.wait(-1)
+
+    @property
+    def stats(self) -> PullStats:
+        """Of the owners whose transfers were started. Final once done."""
+        rows = [part.transfer.stats() for part in self._started(0) or []]
+        if not rows:
+            return PullStats(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, False, False)
+        sums = [sum(row[i] for row in rows) for i in range(3)]
+        slowest = [max(row[i] for row in rows) / 1000 for i in range(3, 8)]
+        return PullStats(*sums, *slowest, all(row[8] for row in rows), all(row[9] for row in rows))
+
+    def explain(self) -> list[PathTaken]:
+        """The path to each owner, why better ones were refused, and predicted against measured time."""
+        paths = []
+        for ticket, peer, transfer in self._started(0) or []:
+            num_bytes, num_ops, *_, total_ns, ran_inline, _settled = transfer.stats()
+            predicted = peer.cost.predict_us(num_ops, num_bytes)
+            if transfer.done() and num_bytes:
+                peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
+            paths.append(
+                PathTaken(
+                    ticket.worker_id, peer.transport, peer.connection.lanes, peer.refused,
+                    num_ops, num_bytes, predicted, total_ns / 1000, ran_inline,
+                )
+            )  # fmt: skip
+        return paths
+
+    def _started(self, timeout_s: float | None) -> list[Part] | None:
+        """The parts, none if it could not start, or None while it is starting."""
+        if self._parts is None and self._starting is not None:
+            try:
+                self._parts = self._starting.result(timeout_s)
+            except concurrent.futures.TimeoutError:
+                return None
+            except (concurrent.futures.CancelledError, KVLinkError):
+                return []
+        return self._parts
+
+    def _error(self) -> KVLinkError | None:
+        if self._starting is not None and self._parts is None:
+            if self._starting.cancelled():
+                return Cancelled(f"request {self.request_id}: cancelled before it was connected")
+            error = self._starting.exception(0)
+            if isinstance(error, KVLinkError):
+                return error
+        for part in self._parts or []:
+            peer = part.peer
+            where = f"request {self.request_id} from {part.ticket.worker_id} over {peer.transport}"
+            failed = failure(part.transfer, where)
+            if failed is not None:
+                return failed
+        return None
+
+    def _raise_if_failed(self) -> None:
+        error = self._error()
+        if error is not None:
+            raise error
+        if self._on_unsettled is not None:
+            report, self._on_unsettled = self._on_unsettled, None
+            for part in self._parts or []:
+                if not part.transfer.stats()[9]:
+                    report(part)
+
+
+def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
+    """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
+    if len(ticket.seats) <= peer.assignment.seat:
+        raise ConfigError(
+            f"request {ticket.request_id}: this rank reads with seat {peer.assignment.seat} and the ticket has "
+            f"{len(ticket.seats)}; offer it with readers={peer.assignment.num_seats}"
+        )
+    seat = ticket.seats[peer.assignment.seat]
+    begin, end = want.tokens or (0, ticket.num_tokens)
+    if not 0 <= begin < end <= ticket.num_tokens:
+        raise ConfigError(f"request {ticket.request_id}: tokens {begin} to {end} of {ticket.num_tokens}")
+    first_layer, end_layer = want.layers or (0, peer.card.layout.num_layers)
+    units = len(ticket.block_ids) if ticket.ready_unit is ReadyUnit.BLOCKS else peer.card.layout.num_layers
+    return peer.connection.pull(
+        peer.planner, ticket.block_ids, want.into, begin, end, first_layer, end_layer,
+        seat.slot, seat.nonce, seat.settle_nonce if want.settle else 0,
+        0 if ticket.ready >= units else _STREAM[ticket.ready_unit], want.timeout_s,
+    )  # fmt: skip
+
+
+async def start_cold(peers: Peers, tickets: Sequence[Ticket], want: Want) -> list[Part]:
+    """Connects to the owners side by side and starts reading them. Raises KVLinkError; nothing runs then."""
+    deadline = time.monotonic() + want.timeout_s
+    parts: list[Part] = []
+    try:
+        connected = await asyncio.gather(
+            *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
+        )
+        for ticket, peer in zip(tickets, connected, strict=True):
+            if peer is None:
+                continue
+            transfer = start(peer, ticket, want._replace(timeout_s=max(deadline - time.monotonic(), 0.0)))
+            if transfer is None:
+                raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
+            parts.append(Part(ticket, peer, transfer))
+        if not parts:
+            raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
+    except BaseException:
+        for part in parts:
+            part.transfer.cancel()
+        raise
+    return parts

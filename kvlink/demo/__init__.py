@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job, end to end: a transformer prefills in one process and decodes in another; tokens are equal.
+
+`run` is the router and the judge. It starts a coordinator, a prefill and a decode process, sends prompts from
+one to the other, and compares the tokens with a run of the same model on a cache that never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from kvlink.errors import ConfigError
+
+__all__ = ["run"]
+
+
+def run(transports: Sequence[str] | None = None, json: bool = False) -> int:
+    """Prints one row a transport: a table, or JSON lines. None tries all that this machine has.
+
+    Returns 0, or 1 when any row's tokens differ or its transport fails. Raises ConfigError for names that
+    do not exist and when torch or transformers is not installed.
+    """
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {' and '.join(missing)}: pip install 'kvlink[demo]'")
+    from kvlink.demo.show import show
+
+    return show(transports, json)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's part: sends each prompt to prefill, then to decode, and compares the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from statistics import median
+
+from kvlink.demo.messages import Reply
+from kvlink.demo.processes import Child, ChildError
+from kvlink.demo.table import Row, failed
+from kvlink.demo.text import PROMPTS
+
+NUM_NEW_TOKENS = 32
+NUM_TIMED_PULLS = 20
+STEPS = len(PROMPTS) + NUM_TIMED_PULLS
+_ENDED_S = 10.0
+_GIB = 1 << 30
+
+Expected = dict[str, list[int]]
+"""Prompt name to the tokens of the single-process run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One transport between the two roles. `step` is called STEPS times, for progress."""
+
+    transport: str
+    prefill: Child
+    decode: Child
+    step: Callable[[], None]
+
+    def try_out(self, coordinator: str, expected: Expected) -> Row:
+        """The whole demonstration over this transport. A failure becomes the row's error."""
+        try:
+            with ExitStack() as stack:
+                for role, child in (("prefill", self.prefill), ("decode", self.decode)):
+                    child.call(role, "open", transport=self.transport, coordinator=coordinator)
+                    stack.callback(_close, child, role)
+                return self._row(expected)
+        except ChildError as error:
+            return failed(self.transport, str(error))
+
+    def _row(self, expected: Expected) -> Row:
+        problems: list[str] = []
+        # Every other prompt's ticket travels with us, the rest are claimed at the coordinator.
+        replies = {name: self._continue(name, i % 2 == 0, problems) for i, name in enumerate(PROMPTS)}
+        different = [name for name, reply in replies.items() if reply["tokens"] != expected[name]]
+        problems += [f"other tokens than the single-process run for {name!r}" for name in different]
+        longest = max(PROMPTS, key=lambda name: len(PROMPTS[name]))
+        num_bytes, p50_us = self._measure(longest, problems)
+        self._check_ends(problems)
+        return Row(
+            transport=self.transport,
+            path=replies[longest]["path"],
+            processes=1 if self.prefill is self.decode else 2,
+            prompts=len(PROMPTS),
+            tokens=sum(len(reply["tokens"]) for reply in replies.values()),
+            bytes=num_bytes,
+            p50_us=round(p50_us, 1),
+            gib_per_s=round(num_bytes / _GIB / (p50_us * 1e-6), 3),
+            tokens_equal=not different,
+            error="; ".join(problems),
+            explanation=replies[longest]["explanation"],
+        )
+
+    def _continue(self, name: str, carry_ticket: bool, problems: list[str]) -> Reply:
+        """One request, from prompt to tokens."""
+        offer = self._offer([self._request_id(name)], name, publish=not carry_ticket)
+        reply = self.decode.call(
+            "decode",
+            "decode",
+            request_id=self._request_id(name),
+            ticket=offer["tickets"][0] if carry_ticket else None,
+            prompt=PROMPTS[name],
+            first_token=offer["first_token"],
+            num_tokens=NUM_NEW_TOKENS,
+        )
+        if reply["digest"] != offer["digest"]:
+            problems.append(f"other bytes than were offered for {name!r}")
+        self.step()
+        return reply
+
+    def _measure(self, name: str, problems: list[str]) -> tuple[int, float]:
+        """Bytes and median microseconds of a pull; every pull has an offer and new blocks of its own."""
+        request_ids = [f"{self._request_id(name)}, pull {i}" for i in range(NUM_TIMED_PULLS)]
+        offer = self._offer(request_ids, name, publish=False)
+        pulls = []
+        for request_id, ticket in zip(request_ids, offer["tickets"], strict=True):
+            pulls.append(
+                self.decode.call(
+                    "decode", "measure", request_id=request_id, ticket=ticket, prompt=PROMPTS[name]
+                )
+            )
+            self.step()
+        num_wrong = sum(pull["digest"] != offer["digest"] for pull in pulls)
+        if num_wrong:
+            problems.append(f"other bytes than were offered in {num_wrong} of {len(pulls)} timed pulls")
+        return pulls[0]["bytes"], median(pull["us"] for pull in pulls)
+
+    def _check_ends(self, problems: list[str]) -> None:
+        ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S)
+        if any(ended.values()):
+            problems.append(
+                f"prefill had {ended['unsettled']} unsettled offers, {ended['leaked_blocks']} leaked blocks"
+            )
+
+    def _offer(self, request_ids: list[str], name: str, publish: bool) -> Reply:
+        return self.prefill.call(
+            "prefill", "offer", request_ids=request_ids, prompt=PROMPTS[name], publish=publish
+        )
+
+    def _request_id(self, name: str) -> str:
+        return f"{name} over {self.transport}"
+
+
+def _close(child: Child, role: str) -> None:
+    with suppress(ChildError):  # what went wrong first is reported already
+        child.call(role, "close")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo found out: one row a transport, as a table or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One transport. `bytes`, `p50_us` and `gib_per_s` are those of the longest prompt, pulled repeatedly."""
+
+    transport: str
+    path: str
+    """The transport that carried the bytes, by the pull's own account."""
+    processes: int
+    """2, or 1 when both roles share a process because the transport ends there."""
+    prompts: int
+    tokens: int
+    """Generated tokens that were compared with the single-process run."""
+    bytes: int
+    p50_us: float
+    gib_per_s: float
+    tokens_equal: bool
+    error: str = ""
+    """Why the row is bad, or ""."""
+    explanation: str = ""
+    """`pull.explain()` of the longest prompt."""
+
+    @property
+    def good(self) -> bool:
+        """Tokens are equal and nothing else went wrong."""
+        return self.tokens_equal and not self.error
+
+
+def failed(transport: str, error: str) -> Row:
+    """The row of a transport that did not get as far as tokens."""
+    return Row(transport, "", 0, 0, 0, 0, 0.0, 0.0, False, error)
+
+
+def print_json(row: Row) -> None:
+    """One JSON object on one line of stdout."""
+    print(json.dumps(asdict(row)), flush=True)
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    """Columns as in Row, then the path of every transport in words, then what went wrong."""
+    table = Table("transport", "path", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("processes", "prompts", "MiB", "p50 µs", "GiB/s", "tokens", "equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.transport,
+            row.path or "-",
+            f"{row.processes}",
+            f"{row.prompts}",
+            f"{row.bytes / 2**20:.2f}",
+            f"{row.p50_us:,.0f}",
+            f"{row.gib_per_s:.2f}",
+            f"{row.tokens}",
+            "[green]yes[/]" if row.tokens_equal else "[bold red]no[/]",
+        )
+    console.print(table)
+    for row in rows:
+        if row.explanation:
+            console.print(escape(row.explanation), highlight=False, soft_wrap=True)
+    for row in rows:
+        if row.error:
+            console.print(
+                f"[bold red]{row.transport} failed:[/] {escape(row.error)}", highlight=False, soft_wrap=True
+            )

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transports to try, and why some cannot work on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlink import _core
+from kvlink.config import select
+
+
+def choose(names: Sequence[str] | None) -> dict[str, str]:
+    """Transport name to why it cannot work here, or "". None chooses all that can. Raises ConfigError."""
+    why_not = {name: _sentence(reason, fix) for name, _, _, reason, fix in _core.transports()}
+    if names is None:
+        return {name: "" for name, reason in why_not.items() if not reason}
+    chosen = select(",".join(names), list(why_not))
+    return {name: why_not[name.removeprefix("fault+")] for name in chosen}
+
+
+def _sentence(reason: str, fix: str) -> str:
+    return f"{reason}. {fix}" if reason and fix else reason

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds owners' cards and introduces this reader to their agents. Belongs to the control loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlink.control import AgentClient, CoordinatorClient, SettleOrder
+from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
+from kvlink.ticket import Ticket
+from kvlink.types import WorkerCard
+
+_MAX_CARDS = 4096
+
+
+class ControlDirectory:
+    """Asks the agent that the ticket names, else the coordinator. A card is fetched once per worker and epoch."""
+
+    def __init__(self, coordinator: CoordinatorClient | None) -> None:
+        self._coordinator = coordinator
+        self._agents: dict[str, AgentClient] = {}
+        self._cards: dict[tuple[str, int], WorkerCard] = {}
+
+    async def card(self, worker_id: str, epoch: int, agent: str) -> WorkerCard:
+        """The card that runs now; its epoch may be a newer one. Raises PeerUnreachable, UnknownRequest."""
+        known = self._cards.get((worker_id, epoch))
+        if known is not None:
+            return known
+        if agent:
+            try:
+                card = await self._agent(agent).card()
+            except CoordinatorUnavailable as error:
+                raise PeerUnreachable(f"worker {worker_id}: {error}") from None
+        elif self._coordinator is not None:
+            card = await self._coordinator.worker(worker_id, epoch)
+        else:
+            raise ConfigError(f"the ticket names no agent of {worker_id}; give this worker a coordinator")
+        if card.worker_id != worker_id:
+            raise PeerUnreachable(f"{agent} belongs to {card.worker_id} now, not to {worker_id}")
+        if len(self._cards) >= _MAX_CARDS:
+            self._cards.pop(next(iter(self._cards)))
+        self._cards[worker_id, card.epoch] = card
+        return card
+
+    async def connect(
+        self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
+    ) -> tuple[int, list[bytes]]:
+        """Introduces the lanes of a connection to their owner. Raises PeerUnreachable and what the owner refuses with."""
+        try:
+            reply = await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
+        except CoordinatorUnavailable as error:
+            raise PeerUnreachable(f"worker {card.worker_id}: {error}") from None
+        return reply.connection_id, reply.replies
+
+    async def settle(self, ticket: Ticket, seat: int) -> None:
+        """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
+        chosen = ticket.seats[seat]
+        order = SettleOrder(ticket.worker_id, ticket.epoch, chosen.slot, chosen.settle_nonce)
+        try:
+            await self._agent(ticket.agent).settle(order)
+        except CoordinatorError:
+            if self._coordinator is None:
+                raise
+            await self._coordinator.settle(order)
+
+    async def close(self) -> None:
+        """Ends running calls. Idempotent."""
+        for client in self._agents.values():
+            await client.close()
+
+    def _agent(self, address: str) -> AgentClient:
+        client = self._agents.get(address)
+        if client is None:
+            client = self._agents[address] = AgentClient(address)
+        return client

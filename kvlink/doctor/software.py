@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed and configured: the extension, its transports, options, torch, devices."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from kvlink.config import CATALOGUE, WorkerConfig, select, sources, unknown
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.errors import ConfigError
+from kvlink.sysfs import read
+
+
+def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
+    """Every check of this module, in the order shown."""
+    yield Check("python", Verdict.PASS, f"{platform.python_version()} on {platform.platform(terse=True)}")
+    core, check = extension()
+    yield check
+    names: list[str] = []
+    for name, summary, lanes, why_not, fix in core.transports() if core else ():
+        names.append(name)
+        yield transport(name, summary, lanes, why_not, fix)
+    yield options(env, names)
+    yield torch()
+    yield gpu(root)
+    yield rdma(root)
+
+
+def extension() -> tuple[ModuleType | None, Check]:
+    """Loads the data plane."""
+    try:
+        import kvlink._core as core
+    except ImportError as error:
+        fix = "pip install --force-reinstall kvlink; in a checkout: make build"
+        return None, Check("data plane", Verdict.FAIL, f"kvlink._core does not load: {error}", fix)
+    return core, Check("data plane", Verdict.PASS, f"kvlink {importlib.metadata.version('kvlink')}")
+
+
+def transport(name: str, summary: str, lanes: int, why_not: str, fix: str) -> Check:
+    """One row of what is built in, and whether it can work here."""
+    if why_not:
+        return Check(name, Verdict.WARN, why_not, fix)
+    return Check(name, Verdict.PASS, f"{summary}, {lanes} lane{'s' if lanes > 1 else ''}")
+
+
+def options(env: Mapping[str, str], transports: list[str]) -> Check:
+    """The environment's KVLINK_* variables."""
+    try:
+        config = WorkerConfig.from_env(env)
+        if transports:
+            select(config.transports, transports)
+    except ConfigError as error:
+        return Check("options", Verdict.FAIL, str(error), "kvlink config lists what is valid")
+    if misspelt := unknown(env):
+        fix = f"unset {' '.join(misspelt)}; kvlink config lists the known ones"
+        return Check("options", Verdict.WARN, f"no such option: {', '.join(misspelt)}", fix)
+    given = sources(env)
+    named = [f"{s.env}={env[s.env]}" for s in CATALOGUE if given[s.name] != "default"]
+    return Check("options", Verdict.PASS, ", ".join(named) or "all defaults")
+
+
+def torch() -> Check:
+    """Looks without importing: that takes seconds."""
+    try:
+        return Check("torch", Verdict.PASS, importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        fix = "pip install 'kvlink[torch]'"
+        return Check("torch", Verdict.PASS, f"absent; pools are numpy arrays ({fix} for tensors)")
+
+
+def gpu(root: Path) -> Check:
+    """Whether an NVIDIA driver is loaded."""
+    version = read(root, "proc/driver/nvidia/version").splitlines()
+    return Check("gpu", Verdict.PASS, version[0] if version else "absent: no NVIDIA driver")
+
+
+def rdma(root: Path) -> Check:
+    """Whether the kernel has RDMA devices."""
+    folder = root / "sys/class/infiniband"
+    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return Check("rdma", Verdict.PASS, ", ".join(devices) or "absent: no RDMA device")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane of one worker, seen from Python: registered memory, transports, leases, connections."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvlink import _core, errors
+from kvlink.config import WorkerConfig, select
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.layout import KVLayout
+from kvlink.pool import BlockPool
+from kvlink.types import LeaseEnd, TransportCard
+
+CompletionQueue = _core.CompletionQueue
+Connection = _core.Connection
+Planner = _core.Planner
+Transfer = _core.Transfer
+
+_HOW = (LeaseEnd.SETTLED, LeaseEnd.EXPIRED, LeaseEnd.ABORTED)
+_FORKED = "this Worker was made before a fork; make a new one in the child process"
+
+
+class Seat(NamedTuple):
+    """What `grant` gives for one reader of a lease."""
+
+    slot: int
+    nonce: int
+    settle_nonce: int
+
+
+class Ended(NamedTuple):
+    """A lease that ended since the last look. `held_s` is how long it lasted."""
+
+    lease: int
+    how: LeaseEnd
+    held_s: float
+
+
+def available_transports() -> list[str]:
+    """Names of the transports built in, best first, whether or not this machine can use them."""
+    return [row[0] for row in _core.transports()]
+
+
+def core_layout(layout: KVLayout) -> _core.Layout:
+    """The same layout as the planner takes it."""
+    return _core.Layout(
+        num_blocks=layout.num_blocks,
+        block_tokens=layout.block_tokens,
+        first_head=layout.first_head,
+        num_heads=layout.num_heads,
+        row_bytes=layout.row_bytes,
+        block_stride=layout.block_stride,
+        token_stride=layout.token_stride,
+        head_stride=layout.head_stride,
+        planes=[(plane.region, plane.layer, plane.offset) for plane in layout.planes],
+    )
+
+
+class Engine:
+    """Owns the native engine. Every method is safe from any thread; `close` is idempotent."""
+
+    def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig) -> None:
+        self.pool = pool
+        self.epoch = epoch
+        self._core = _core.Engine(
+            epoch=epoch,
+            transports=select(config.transports, available_transports()),
+            host=config.host,
+            port=config.port,
+            fault=config.fault,
+            num_lease_slots=config.lease_slots,
+            num_progress_threads=config.progress_threads,
+            inline_bytes=config.inline_bytes,
+            num_lanes=config.lanes,
+        )
+        for region in pool.regions:
+            if region.memory is not None:
+                self._core.add_pool_region(region.memory)
+            else:
+                self._core.add_foreign_region(region.address, region.num_bytes, region.keeper)
+        self._core.start()
+        _live.add(self)
+
+    @property
+    def core(self) -> _core.Engine:
+        """The native engine. Raises ConfigError in a forked child."""
+        if self._core is None:
+            raise ConfigError(_FORKED)
+        return self._core
+
+    def cards(self) -> tuple[TransportCard, ...]:
+        """How peers reach this worker, best transport first."""
+        return tuple(
+            TransportCard(name, address, tuple(pool_keys), lease_key, refused)
+            for name, address, pool_keys, lease_key, refused in self.core.access()
+        )
+
+    def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Admits a reader. Returns its connection id (0: cannot be fenced) and one reply a lane."""
+        return self.core.accept(transport, hellos)
+
+    def open(self, transport: str, address: bytes) -> Connection:
+        """Opens unconnected lanes. Raises TransportUnavailable when this process cannot reach the address."""
+        return self.core.open(transport, address)
+
+    def planner(
+        self, owner: KVLayout, region_bytes: Sequence[int], region_index: Sequence[int], heads: tuple[int, int]
+    ) -> Planner:
+        """Plans reads from `owner`'s blocks into this worker's. Raises LayoutMismatch or ConfigError."""
+        return _core.Planner(
+            reader=core_layout(self.pool.layout),
+            owner=core_layout(owner),
+            local_regions=[(region.address, region.num_bytes) for region in self.pool.regions],
+            remote_region_bytes=region_bytes,
+            remote_region_index=region_index,
+            heads=heads,
+        )
+
+    def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[Seat]:
+        """Takes one slot per reader. Raises ConfigError when the lease table is full."""
+        return [Seat(*seat) for seat in self.core.grant(lease, readers, ready, ttl_s)]
+
+    def take_ended(self) -> list[Ended]:
+        """Leases that ended since the last call. Their blocks may be reused."""
+        return [Ended(lease, _HOW[how], held_s) for lease, how, held_s in self.core.take_ended()]
+
+    def close(self) -> None:
+        """Breaks connections, joins threads, revokes keys. On return no peer can read the pool by network."""
+        _live.discard(self)
+        if self._core is not None:
+            self._core.close()
+
+    def _abandon(self) -> None:
+        # The child has none of the threads and must touch neither their locks nor the parent's sockets.
+        _abandoned.append(self._core)
+        self._core = None  # type: ignore[assignment]
+
+
+def failure(transfer: Transfer, where: str) -> KVLinkError | None:
+    """What an ended transfer raises, or None. `where` names the request and the peer."""
+    failed = transfer.failure()
+    if failed is None:
+        return None
+    name, what, fix = failed
+    sentence = f"{where}: {what}"
+    if name == "TransportUnavailable":
+        return errors.TransportUnavailable(sentence, fix)
+    error: KVLinkError = getattr(errors, name)(f"{sentence}. {fix}" if fix else sentence)
+    return error
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_abandoned: list[_core.Engine] = []
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_live):
+        engine._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

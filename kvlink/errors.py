@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything kvlink raises. `retryable` says whether the same call may succeed later without any change."""
+
+from __future__ import annotations
+
+
+class KVLinkError(Exception):
+    """Base of all errors of kvlink. The message says what failed, where, and what to do next."""
+
+    retryable: bool = False
+
+
+class ConfigError(KVLinkError):
+    """An argument or option is wrong; nothing was started."""
+
+
+class LayoutMismatch(KVLinkError):
+    """The two ends describe their blocks differently; the message names the field."""
+
+
+class TransportUnavailable(KVLinkError):
+    """No allowed transport reaches the peer, or a named one cannot work here."""
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        super().__init__(f"{reason}. {fix}" if fix else reason)
+        self.reason = reason
+        self.fix = fix
+
+
+class CoordinatorError(KVLinkError):
+    """The coordinator refused a request."""
+
+
+class CoordinatorUnavailable(CoordinatorError):
+    """The coordinator (or a worker's agent) does not answer."""
+
+    retryable = True
+
+
+class UnknownRequest(CoordinatorError):
+    """Nobody offered this request, it was claimed already, or its worker has restarted."""
+
+
+class LeaseExpired(CoordinatorError):
+    """The offer ran out before it was claimed or settled."""
+
+
+class TransferError(KVLinkError):
+    """A pull did not bring valid bytes. The destination blocks must not be used."""
+
+
+class PeerUnreachable(TransferError):
+    """The owner died, restarted, or its connection broke."""
+
+    retryable = True
+
+
+class AccessDenied(TransferError):
+    """The owner or the kernel refused a read: wrong key, out of bounds, or missing right."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed. No late byte lands in the destination."""
+
+    retryable = True
+
+
+class Cancelled(TransferError):
+    """The caller cancelled the pull. No late byte lands in the destination."""
+
+
+class StaleBlocks(TransferError):
+    """The lease ended before the read did; the bytes were dropped. Recompute the request."""

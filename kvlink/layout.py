@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a worker's KV blocks lie in memory.
+
+Five axes say everything: layer, K or V, block, token, head. A row is one head's K (or V) of one token:
+contiguous bytes. `dense` nests the axes in an order that an engine uses; `from_strides` describes memory that
+exists already. Which heads a reader takes from which rank is kvlink.sharding's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvlink.errors import ConfigError
+from kvlink.sharding import Assignment, assign, heads_of, num_replicas, num_seats
+
+__all__ = [
+    "Assignment",
+    "Axis",
+    "Geometry",
+    "KVLayout",
+    "Order",
+    "Plane",
+    "Regions",
+    "assign",
+    "dense",
+    "from_strides",
+    "heads_of",
+    "num_seats",
+]
+
+
+class Axis(Enum):
+    """What a stride steps over."""
+
+    LAYER = "L"
+    KV = "K"
+    BLOCK = "B"
+    TOKEN = "T"
+    HEAD = "H"
+
+
+class Order(Enum):
+    """How the axes nest, outermost first.
+
+    Shapes are one layer's: N blocks of `block` tokens, H heads of dimension D.
+    """
+
+    NHD = "LKBTH"
+    """[2, N, block, H, D]: FlashAttention; [N, block, D] for MLA."""
+    HND = "LKBHT"
+    """[2, N, H, block, D]."""
+    PAIRED_NHD = "LBKTH"
+    """[N, 2, block, H, D]: FlashInfer."""
+    PAIRED_HND = "LBKHT"
+    """[N, 2, H, block, D]: FlashInfer."""
+    BESIDE_NHD = "LBTHK"
+    """[N, block, H, 2 D]: V right behind K in every row."""
+    BESIDE_HND = "LBHTK"
+    """[N, H, block, 2 D]: vLLM on CPUs."""
+    CROSS_LAYER_NHD = "BLKTH"
+    """[N, layers, 2, block, H, D]: all layers of a block adjoin."""
+    CROSS_LAYER_HND = "BLKHT"
+    """[N, layers, 2, H, block, D]: all layers of a block adjoin."""
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Outermost first."""
+        return tuple(map(Axis, self.value))
+
+
+class Regions(Enum):
+    """Which planes share an allocation. Region i is the i-th tensor given to `BlockPool.from_tensors`."""
+
+    ONE = ()
+    """Region 0 holds everything."""
+    PER_LAYER = (Axis.LAYER,)
+    """Region i holds layer i."""
+    PER_PLANE = (Axis.LAYER, Axis.KV)
+    """K of layer 0, V of layer 0, K of layer 1, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One layer's K or V: `offset` bytes into pool region `region` lies its block 0."""
+
+    region: int
+    layer: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The KV cache of a model as one tensor-parallel rank holds it, before it gets a place in memory."""
+
+    num_layers: int
+    total_heads: int
+    """KV heads of the whole model; 1 for MLA."""
+    row_bytes: int
+    """Bytes of one head's K (or V) of one token: head dimension × size of the dtype."""
+    num_blocks: int
+    block_tokens: int = 16
+    planes_per_layer: int = 2
+    """K and V; 1 for MLA, whose latent has no pair."""
+    dtype: str = "bfloat16"
+    model: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks what KVLayout cannot."""
+        if self.num_layers < 1 or self.planes_per_layer not in (1, 2):
+            raise ConfigError(f"num_layers must be positive and planes_per_layer 1 or 2: {self}")
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The model's heads that this rank holds, half open."""
+        return heads_of(self.total_heads, self.tp_rank, self.tp_size)
+
+    def count(self, axis: Axis) -> int:
+        """Elements along an axis."""
+        first, end = self.heads
+        return {
+            Axis.LAYER: self.num_layers,
+            Axis.KV: self.planes_per_layer,
+            Axis.BLOCK: self.num_blocks,
+            Axis.TOKEN: self.block_tokens,
+            Axis.HEAD: end - first,
+        }[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where every row lies: plane.offset + block, token and head (from `first_head` on) × stride, in bytes.
+
+    K and V are always two planes; where they lie side by side, V starts `row_bytes` after K. Planes go by
+    layer, K first. Raises ConfigError, naming the field, for values that no memory can have.
+    """
+
+    model: str
+    """Free text that both ends must share; "" is not compared."""
+    dtype: str
+    block_tokens: int
+    total_heads: int
+    """KV heads of the whole model; 1 for MLA."""
+    first_head: int
+    num_heads: int
+    row_bytes: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    num_blocks: int
+    planes: tuple[Plane, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+    num_layers: int = field(init=False, compare=False, repr=False)
+    """One more than the highest layer."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields against each other."""
+        for name in ("block_tokens", "total_heads", "num_heads", "row_bytes", "num_blocks", "tp_size"):
+            if not 1 <= getattr(self, name) < 2**32:
+                raise ConfigError(f"layout: {name} must be in 1 to 2^32 - 1, not {getattr(self, name)}")
+        held = heads_of(self.total_heads, self.tp_rank, self.tp_size)
+        if (self.first_head, self.first_head + self.num_heads) != held:
+            raise ConfigError(
+                f"layout: first_head {self.first_head} and num_heads {self.num_heads} must mean heads "
+                f"{held[0]} to {held[1]} of {self.total_heads}, as rank {self.tp_rank} of {self.tp_size} holds"
+            )
+        if not self.planes:
+            raise ConfigError("layout: planes must not be empty")
+        for index, plane in enumerate(self.planes):
+            if not (0 <= plane.region < 2**16 and 0 <= plane.layer < 2**32 - 1 and 0 <= plane.offset < 2**63):
+                raise ConfigError(f"layout: planes[{index}] is out of range: {plane}")
+        for name in ("block_stride", "token_stride", "head_stride", "extent_bytes"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise ConfigError(f"layout: {name} must be in 0 to 2^63 - 1, not {getattr(self, name)}")
+        object.__setattr__(self, "num_layers", 1 + max(plane.layer for plane in self.planes))
+
+    @property
+    def token_bytes(self) -> int:
+        """Payload of one token over all planes."""
+        return self.num_heads * self.row_bytes * len(self.planes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload of one block over all planes."""
+        return self.block_tokens * self.token_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """From the first byte of a plane to the end of its last row. Raises ConfigError when rows overlap."""
+        steps = sorted(
+            (stride, count, name)
+            for name, stride, count in (
+                ("block_stride", self.block_stride, self.num_blocks),
+                ("token_stride", self.token_stride, self.block_tokens),
+                ("head_stride", self.head_stride, self.num_heads),
+            )
+            if count > 1
+        )
+        extent = self.row_bytes
+        for stride, count, name in steps:
+            if stride < extent:
+                raise ConfigError(f"layout: {name} is {stride} but what it steps over has {extent} bytes")
+            extent += stride * (count - 1)
+        return extent
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether another rank holds the same bytes, as with MLA or fewer heads than ranks."""
+        return num_replicas(self) > 1
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens; the last may be partial."""
+        return -(-num_tokens // self.block_tokens)
+
+    def region_bytes(self) -> tuple[int, ...]:
+        """Bytes that each pool region must have, in region order."""
+        needed = [0] * (1 + max(plane.region for plane in self.planes))
+        extent = self.extent_bytes
+        for plane in self.planes:
+            needed[plane.region] = max(needed[plane.region], plane.offset + extent)
+        return tuple(needed)
+
+    def difference(self, other: KVLayout) -> str | None:
+        """The first field in which `other` is not a cache of the same model, in words; None when they fit.
+
+        Block size, strides, number of blocks and tensor-parallel degree may differ: the planner converts.
+        """
+        for name in ("model", "dtype", "row_bytes", "total_heads", "num_layers"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs and (name != "model" or (ours and theirs)):
+                return f"{name} differs: {ours!r} here, {theirs!r} there"
+        if len(self.planes) != len(other.planes):
+            return f"the number of planes differs: {len(self.planes)} here, {len(other.planes)} there"
+        for index, (ours, theirs) in enumerate(zip(self.planes, other.planes, strict=True)):
+            if ours.layer != theirs.layer:
+                return f"the layer of plane {index} differs: {ours.layer} here, {theirs.layer} there"
+        return None
+
+
+def dense(geometry: Geometry, order: Order = Order.NHD, regions: Regions = Regions.ONE) -> KVLayout:
+    """Packs a cache without gaps; `KVLayout.region_bytes` says what to allocate. Raises ConfigError."""
+    apart = regions.value
+    if set(order.axes[: len(apart)]) != set(apart):
+        raise ConfigError(
+            f"{order} interleaves what {regions} would put apart; use Regions.ONE or another order"
+        )
+    strides = {}
+    step = geometry.row_bytes
+    for axis in reversed(order.axes[len(apart) :]):
+        strides[axis] = step
+        step *= geometry.count(axis)
+    return from_strides(geometry, strides, regions)
+
+
+def from_strides(geometry: Geometry, strides: Mapping[Axis, int], regions: Regions) -> KVLayout:
+    """Describes memory that exists. Raises ConfigError.
+
+    `strides` are bytes (a tensor's stride × its item size) of every axis within a region that has more than
+    one element. A tensor whose last dimension holds K and V side by side ([…, 2 D]) has {Axis.KV: row_bytes}.
+    """
+    within = [axis for axis in Axis if axis not in regions.value]
+    if missing := [axis.name for axis in within if axis not in strides and geometry.count(axis) > 1]:
+        raise ConfigError(f"strides: {', '.join(missing)} is missing")
+    step = {axis: strides.get(axis, 0) if axis in within else 0 for axis in Axis}
+    first, end = geometry.heads
+    per_layer = geometry.planes_per_layer
+    region_steps = {Regions.ONE: (0, 0), Regions.PER_LAYER: (1, 0), Regions.PER_PLANE: (per_layer, 1)}
+    layer_regions, kv_regions = region_steps[regions]
+    return KVLayout(
+        model=geometry.model,
+        dtype=geometry.dtype,
+        block_tokens=geometry.block_tokens,
+        total_heads=geometry.total_heads,
+        first_head=first,
+        num_heads=end - first,
+        row_bytes=geometry.row_bytes,
+        block_stride=step[Axis.BLOCK],
+        token_stride=step[Axis.TOKEN],
+        head_stride=step[Axis.HEAD],
+        num_blocks=geometry.num_blocks,
+        planes=tuple(
+            Plane(
+                region=layer * layer_regions + kv * kv_regions,
+                layer=layer,
+                offset=layer * step[Axis.LAYER] + kv * step[Axis.KV],
+            )
+            for layer in range(geometry.num_layers)
+            for kv in range(per_layer)
+        ),
+        tp_rank=geometry.tp_rank,
+        tp_size=geometry.tp_size,
+    )

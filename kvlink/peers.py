@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners a decode worker reads from: their cards, the path chosen to each, and the connection kept open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvlink.cost import PRIORS, FittedCost
+from kvlink.engine import Connection, Engine, Planner
+from kvlink.errors import (
+    KVLinkError,
+    LayoutMismatch,
+    PeerUnreachable,
+    StaleBlocks,
+    TransportUnavailable,
+)
+from kvlink.layout import Assignment, assign
+from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
+
+_CONNECT_S = 5.0
+_ATTEMPTS = 3
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+
+
+class Directory(Protocol):
+    """Where cards come from and how an owner is asked to admit a reader. Implemented by the control plane."""
+
+    async def card(self, worker_id: str, epoch: int, agent: str) -> WorkerCard:
+        """Raises UnknownRequest when the worker runs another epoch, CoordinatorUnavailable when nobody answers."""
+
+    async def connect(
+        self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
+    ) -> tuple[int, list[bytes]]:
+        """Returns the connection id and one reply a lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A transport that was not taken, and why."""
+
+    transport: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Peer:
+    """A connected owner. `assignment` says which heads this reader takes there and which seat it uses."""
+
+    card: WorkerCard
+    transport: str
+    connection: Connection
+    planner: Planner
+    assignment: Assignment
+    refused: tuple[Refusal, ...]
+    cost: FittedCost
+
+    def __repr__(self) -> str:
+        """State in words."""
+        state = self.connection.why_broken() if self.connection.broken else "open"
+        return f"Peer({self.card.worker_id} epoch {self.card.epoch} over {self.transport}: {state})"
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Back-off towards one owner after failed connects."""
+
+    failures: int = 0
+    not_before: float = 0.0
+    last: str = ""
+
+    def failed(self, why: str, now: float) -> None:
+        self.failures += 1
+        self.not_before = now + min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S)
+        self.last = why
+
+
+@dataclass(slots=True)
+class Peers:
+    """Connected owners by (worker_id, epoch). `get` from any thread, everything else on the control loop."""
+
+    engine: Engine
+    directory: Directory
+    _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
+    _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
+    _attempts: dict[tuple[str, int], _Attempts] = field(default_factory=dict)
+
+    def get(self, worker_id: str, epoch: int) -> Peer | None:
+        """A peer whose connection was good when last used."""
+        return self._peers.get((worker_id, epoch))
+
+    def all(self) -> list[Peer]:
+        """Every connected owner."""
+        return list(self._peers.values())
+
+    async def connect(self, worker_id: str, epoch: int, agent: str, deadline: float) -> Peer | None:
+        """Connects, or joins a connect under way. None: this rank reads nothing from that owner.
+
+        `deadline` is by `time.monotonic()`. Raises KVLinkError.
+        """
+        key = (worker_id, epoch)
+        peer = self._peers.get(key)
+        if peer is not None and not peer.connection.broken:
+            return peer
+        task = self._connecting.get(key)
+        if task is None:
+            task = asyncio.create_task(self._connect_with_backoff(key, agent, deadline))
+            self._connecting[key] = task
+            task.add_done_callback(lambda _: self._connecting.pop(key, None))
+        return await asyncio.shield(task)
+
+    def close(self) -> None:
+        """Closes every connection. Idempotent."""
+        for peer in self._peers.values():
+            peer.connection.close()
+        self._peers.clear()
+
+    async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
+        attempts = self._attempts.setdefault(key, _Attempts())
+        for attempt in range(_ATTEMPTS):
+            pause = attempts.not_before - time.monotonic()
+            if time.monotonic() + max(pause, 0) >= deadline:
+                raise PeerUnreachable(
+                    f"{key[0]} is not reachable: {attempts.last or 'no time left'}; next attempt in {max(pause, 0):.2f} s"
+                )
+            if pause > 0:
+                await asyncio.sleep(pause)
+            try:
+                peer = await self._connect(key, agent, min(_CONNECT_S, deadline - time.monotonic()))
+            except KVLinkError as error:
+                attempts.failed(str(error), time.monotonic())
+                if not error.retryable or attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                del self._attempts[key]
+                return peer
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float) -> Peer | None:
+        card = await self.directory.card(*key, agent)
+        if card.epoch != key[1]:
+            raise StaleBlocks(f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs")
+        assignment = self._assignment(card)
+        if assignment is None:
+            return None
+        refused: list[Refusal] = []
+        for name, offered in self._candidates(card, refused):
+            try:
+                peer = await self._try(card, name, offered, assignment, refused, timeout_s)
+            except TransportUnavailable as error:
+                refused.append(Refusal(name, str(error)))
+                continue
+            self._replace(key, peer)
+            return peer
+        reasons = "; ".join(f"{refusal.transport}: {refusal.reason}" for refusal in refused)
+        raise TransportUnavailable(
+            f"no transport reaches {card.worker_id} ({reasons or 'none in common'})",
+            "Run `kvlink doctor` on both hosts",
+        )
+
+    def _assignment(self, card: WorkerCard) -> Assignment | None:
+        if card.protocol_version != PROTOCOL_VERSION:
+            raise LayoutMismatch(
+                f"{card.worker_id} speaks protocol {card.protocol_version}, this worker {PROTOCOL_VERSION}"
+            )
+        own = self.engine.pool.layout
+        difference = own.difference(card.layout)
+        if difference is not None:
+            raise LayoutMismatch(f"{card.worker_id}: {difference}")
+        return assign(own, card.layout)
+
+    def _candidates(self, card: WorkerCard, refused: list[Refusal]) -> list[tuple[str, TransportCard]]:
+        """Transports both ends have, in this worker's order. A fault wrapper speaks to the plain one."""
+        offered = {own.name.removeprefix("fault+"): own for own in card.transports}
+        candidates = []
+        for own in self.engine.cards():
+            theirs = offered.get(own.name.removeprefix("fault+"))
+            if theirs is None:
+                refused.append(Refusal(own.name, f"{card.worker_id} does not offer it"))
+            elif theirs.refused:
+                refused.append(Refusal(own.name, f"{card.worker_id} cannot lend its pool: {theirs.refused}"))
+            else:
+                candidates.append((own.name, theirs))
+        return candidates
+
+    async def _try(
+        self,
+        card: WorkerCard,
+        name: str,
+        offered: TransportCard,
+        assignment: Assignment,
+        refused: Sequence[Refusal],
+        timeout_s: float,
+    ) -> Peer:
+        connection = self.engine.open(name, offered.address)
+        try:
+            connection_id, replies = await self.directory.connect(card, offered.name, connection.hellos())
+            regions = await asyncio.to_thread(
+                connection.establish,
+                connection_id,
+                replies,
+                offered.pool_keys,
+                offered.lease_key,
+                card.epoch,
+                timeout_s,
+            )
+            planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
+        except BaseException:
+            connection.close()
+            raise
+        cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
+        return Peer(card, name, connection, planner, assignment, tuple(refused), cost)
+
+    def _replace(self, key: tuple[str, int], peer: Peer) -> None:
+        """A new connection ends the old one, and those to earlier lives of the same worker."""
+        for known in [known for known in self._peers if known[0] == key[0] and known[1] <= key[1]]:
+            self._peers.pop(known).connection.close()
+        self._peers[key] = peer

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill worker's side: offers of requests' blocks, and what became of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvlink.engine import Engine
+from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.types import LeaseEvent, ReadyUnit
+
+_MAX_EVENTS = 1 << 16  # kept for a user who never asks; older ones are forgotten
+_COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing grows when nobody asks for events
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    lease: int
+    ticket: Ticket
+
+
+class Offers:
+    """The live offers of one worker. Safe from any thread."""
+
+    def __init__(self, engine: Engine, worker_id: str, epoch: int, agent: str) -> None:
+        self._engine = engine
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._agent = agent
+        self._lease_ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._by_request: dict[str, _Offered] = {}
+        self._requests: dict[int, str] = {}
+        self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
+        self.on_ended: Callable[[str], None] = lambda request_id: None
+
+    def __len__(self) -> int:
+        """Offers whose blocks are still pinned, as far as `events` has been asked."""
+        return len(self._by_request)
+
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[int] | array[int],
+        *,
+        num_tokens: int | None,
+        ttl_s: float,
+        readers: int,
+        ready: int | None,
+        ready_unit: ReadyUnit,
+    ) -> Ticket:
+        """See `Worker.offer`."""
+        layout = self._engine.pool.layout
+        ids = array("I", block_ids)
+        tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
+        _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
+        units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
+        written = units if ready is None else ready
+        if not 0 <= written <= units:
+            raise ConfigError(f"offer {request_id}: ready={ready} of {units} {ready_unit.name.lower()}")
+        lease = next(self._lease_ids)
+        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
+            self._collect()
+        with self._lock:
+            if request_id in self._by_request:
+                raise ConfigError(
+                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+                )
+            seats = self._engine.grant(lease, readers, written, ttl_s)
+            ticket = Ticket(
+                request_id=request_id,
+                worker_id=self._worker_id,
+                epoch=self._epoch,
+                agent=self._agent,
+                seats=tuple(LeaseSeat(*seat) for seat in seats),
+                block_ids=ids,
+                num_tokens=tokens,
+                ready=written,
+                ready_unit=ready_unit,
+                tp_rank=layout.tp_rank,
+                tp_size=layout.tp_size,
+                ttl_s=ttl_s,
+            )
+            self._by_request[request_id] = _Offered(lease, ticket)
+            self._requests[lease] = request_id
+        return ticket
+
+    def set_ready(self, request_id: str, ready: int) -> None:
+        """See `Worker.set_ready`."""
+        if not self._engine.core.set_ready(self._lease_of(request_id), ready):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def extend(self, request_id: str, ttl_s: float) -> None:
+        """See `Worker.extend`."""
+        if not self._engine.core.extend(self._lease_of(request_id), ttl_s):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def abort(self, request_id: str) -> None:
+        """See `Worker.abort`."""
+        self._engine.core.abort(self._lease_of(request_id))
+
+    def events(self) -> list[LeaseEvent]:
+        """See `Worker.events`."""
+        self._collect()
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _collect(self) -> None:
+        for ended in self._engine.take_ended():
+            with self._lock:
+                request_id = self._requests.pop(ended.lease)
+                del self._by_request[request_id]
+            self.on_ended(request_id)
+            self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
+
+    def tickets(self) -> list[Ticket]:
+        """Tickets of the live offers."""
+        with self._lock:
+            return [offered.ticket for offered in self._by_request.values()]
+
+    def _lease_of(self, request_id: str) -> int:
+        with self._lock:
+            offered = self._by_request.get(request_id)
+        if offered is None:
+            raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
+        return offered.lease
+
+
+def _check_offer(
+    request_id: str, ids: array[int], tokens: int, block_tokens: int, num_blocks: int, ttl_s: float, readers: int
+) -> None:
+    if not ids or max(ids) >= num_blocks:
+        raise ConfigError(f"offer {request_id}: block ids must be one or more of 0 to {num_blocks - 1}")
+    if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:
+        raise ConfigError(f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}")
+    if not 0 < ttl_s <= 86400 or not 1 <= readers <= 255:
+        raise ConfigError(f"offer {request_id}: ttl_s must be in (0, 86400] and readers 1 to 255")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: which heads a rank holds, and which rank a reader gets them from. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvlink.errors import ConfigError
+
+
+class Sharded(Protocol):
+    """A rank's share of a model. KVLayout and Geometry are such."""
+
+    @property
+    def total_heads(self) -> int:
+        """KV heads of the whole model; 1 for MLA."""
+
+    @property
+    def tp_rank(self) -> int:
+        """From 0."""
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel degree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one reader takes from one owner."""
+
+    heads: tuple[int, int]
+    """Of the model, half open. Each head of the reader comes from exactly one owner."""
+    seat: int
+    """Index into Ticket.seats; no other rank of the reader uses it."""
+    num_seats: int
+    """How many the owner's ticket must have: `offer(…, readers=num_seats)`."""
+
+
+def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """The heads, half open, that a rank holds: an equal share, or one head in common with its neighbours.
+
+    Raises ConfigError when neither of the two numbers divides the other, or there is no such rank.
+    """
+    if total_heads < 1 or not 0 <= tp_rank < tp_size:
+        raise ConfigError(f"tp_rank {tp_rank} of tp_size {tp_size} cannot share {total_heads} total_heads")
+    if total_heads % tp_size and tp_size % total_heads:
+        raise ConfigError(f"tp_size {tp_size} and {total_heads} total_heads: one must divide the other")
+    first = tp_rank * total_heads // tp_size
+    return first, first + max(1, total_heads // tp_size)
+
+
+def num_replicas(share: Sharded) -> int:
+    """Ranks that hold the same heads as this one, itself included; they follow each other."""
+    return max(1, share.tp_size // share.total_heads)
+
+
+def assign(reader: Sharded, owner: Sharded) -> Assignment | None:
+    """Which heads the reader takes from this owner, and by which seat; None: nothing, other ranks have them.
+
+    Ranks that hold the same heads share their readers evenly. REQUIRES equal total_heads. Raises ConfigError.
+    """
+    readers = _readers(owner, reader.tp_size)
+    if reader.tp_rank not in readers:
+        return None
+    ours = heads_of(reader.total_heads, reader.tp_rank, reader.tp_size)
+    theirs = heads_of(owner.total_heads, owner.tp_rank, owner.tp_size)
+    heads = (max(ours[0], theirs[0]), min(ours[1], theirs[1]))
+    return Assignment(heads, reader.tp_rank - readers.start, len(readers))
+
+
+def num_seats(owner: Sharded, reader_tp_size: int) -> int:
+    """How many readers of a tensor-parallel degree come to this owner; 0: none, it need not offer."""
+    return len(_readers(owner, reader_tp_size))
+
+
+def _readers(owner: Sharded, reader_tp_size: int) -> range:
+    """The reader ranks that come to this owner: its replica's part of those that need its heads."""
+    heads_of(owner.total_heads, 0, reader_tp_size)
+    first_head, end_head = heads_of(owner.total_heads, owner.tp_rank, owner.tp_size)
+    first = first_head * reader_tp_size // owner.total_heads
+    end = -(-end_head * reader_tp_size // owner.total_heads)
+    replicas = num_replicas(owner)
+    replica = owner.tp_rank % replicas
+
+    def part(index: int) -> int:
+        return first + -(-index * (end - first) // replicas)
+
+    return range(part(replica), part(replica + 1))

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ticket: what a decode worker needs to pull one request from one prefill worker.
+
+It rides on the router's message (as text) or through the coordinator (as bytes). Wire form, little-endian:
+
+    magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
+    u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
+    u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms
+    (a longer header from a newer minor version is skipped)
+    num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+import sys
+import zlib
+from array import array
+from dataclasses import dataclass
+
+from kvlink.errors import ConfigError
+from kvlink.types import PROTOCOL_VERSION, ReadyUnit
+
+_PREFIX = struct.Struct("<4sHHI")
+_HEADER = struct.Struct("<QIIIBBHHHHHI")
+_SEAT = struct.Struct("<IQQ")
+_MAGIC = b"KVT1"
+
+MAX_BLOCKS = 1 << 20
+MAX_NAME_BYTES = 512
+MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSeat:
+    """One reader's slot of a lease. `settle_nonce` is a secret of owner and reader."""
+
+    slot: int
+    nonce: int
+    settle_nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request's blocks on one worker, pinned under one lease. Secret: whoever holds it may read and settle.
+
+    `block_ids` covers tokens 0…num_tokens of the request; the last block may be partial. `ready` counts
+    the units (see ReadyUnit) already written when the ticket was made; less than all means streaming.
+    """
+
+    request_id: str
+    worker_id: str
+    epoch: int
+    agent: str
+    seats: tuple[LeaseSeat, ...]
+    block_ids: array[int]
+    num_tokens: int
+    ready: int
+    ready_unit: ReadyUnit = ReadyUnit.BLOCKS
+    tp_rank: int = 0
+    tp_size: int = 1
+    ttl_s: float = 30.0
+
+    def __repr__(self) -> str:
+        """State in words, without the secrets."""
+        return (
+            f"Ticket({self.request_id!r} on {self.worker_id!r} epoch {self.epoch}: {self.num_tokens} tokens in "
+            f"{len(self.block_ids)} blocks, {len(self.seats)} seat(s))"
+        )
+
+    def to_bytes(self) -> bytes:
+        """The wire form above. Raises ConfigError when a field exceeds its bound."""
+        names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
+        if any(len(name) > MAX_NAME_BYTES for name in names) or not names[0] or not names[1]:
+            raise ConfigError(f"request and worker ids must have 1 to {MAX_NAME_BYTES} bytes: {self!r}")
+        if not 1 <= len(self.seats) <= 255 or len(self.block_ids) > MAX_BLOCKS:
+            raise ConfigError(f"a ticket has 1 to 255 seats and at most {MAX_BLOCKS} blocks: {self!r}")
+        header = _HEADER.pack(
+            self.epoch, self.num_tokens, len(self.block_ids), self.ready, self.ready_unit.value, len(self.seats),
+            self.tp_rank, self.tp_size, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
+        )  # fmt: skip
+        seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
+        body = header + seats + b"".join(names) + _little_endian(self.block_ids).tobytes()
+        return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
+
+    def to_text(self) -> str:
+        """URL- and JSON-safe form of `to_bytes`."""
+        return base64.urlsafe_b64encode(self.to_bytes()).decode()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Ticket:
+        """Parses foreign bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
+        try:
+            return _parse(blob)
+        except (struct.error, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(f"not a ticket of kvlink: {error}") from None
+
+    @classmethod
+    def from_text(cls, text: str) -> Ticket:
+        """Parses `to_text`'s form. Raises ConfigError."""
+        if len(text) > MAX_TICKET_BYTES * 4 // 3 + 4:
+            raise ConfigError("not a ticket of kvlink: too long")
+        try:
+            blob = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ConfigError(f"not a ticket of kvlink: {error}") from None
+        return cls.from_bytes(blob)
+
+
+def _little_endian(ids: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        ids = array("I", ids)
+        ids.byteswap()
+    return ids
+
+
+def _parse(blob: bytes) -> Ticket:
+    if len(blob) > MAX_TICKET_BYTES:
+        raise ValueError("too long")
+    magic, header_bytes, version, checksum = _PREFIX.unpack_from(blob)
+    if magic != _MAGIC:
+        raise ValueError("wrong magic")
+    if version != PROTOCOL_VERSION:
+        raise ValueError(f"protocol version {version}, this process speaks {PROTOCOL_VERSION}")
+    body = memoryview(blob)[_PREFIX.size :]
+    if zlib.crc32(body) != checksum:
+        raise ValueError("checksum differs")
+    if header_bytes < _HEADER.size:
+        raise ValueError("header too short")
+    (epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, tp_rank, tp_size, *name_bytes, ttl_ms) = (
+        _HEADER.unpack_from(body)
+    )
+    if num_blocks > MAX_BLOCKS or any(size > MAX_NAME_BYTES for size in name_bytes) or not num_seats:
+        raise ValueError("a count exceeds its bound")
+    at = header_bytes
+    seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
+    at += num_seats * _SEAT.size
+    if len(body) != at + sum(name_bytes) + 4 * num_blocks:
+        raise ValueError("length differs from what the header says")
+    names = []
+    for size in name_bytes:
+        names.append(bytes(body[at : at + size]).decode())
+        at += size
+    block_ids = array("I")
+    block_ids.frombytes(body[at:])
+    return Ticket(
+        request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
+        block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
+        ready_unit=ReadyUnit(ready_unit), tp_rank=tp_rank, tp_size=tp_size, ttl_s=ttl_ms / 1000,
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker of an inference server: lends its block pool, offers requests, pulls requests from others."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import time
+import weakref
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from kvlink.config import WorkerConfig
+from kvlink.control import ControlThread, CoordinatorClient, Offer, Session, WorkerAgent
+from kvlink.decode import Part, Pull, Want, start, start_cold
+from kvlink.directory import ControlDirectory
+from kvlink.engine import Engine
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.host import this_host
+from kvlink.peers import Peer, Peers
+from kvlink.pool import BlockPool
+from kvlink.prefill import Offers
+from kvlink.ticket import Ticket
+from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
+from kvlink.waiting import LeaseBell
+
+_log = logging.getLogger("kvlink.worker")
+
+_JOIN_S = 10.0
+_CLOSE_S = 5.0
+
+Tickets = Ticket | str | Sequence[Ticket]
+
+
+class Worker:
+    """Joins on construction; `close` (or leaving a `with` block) leaves. Every method is safe from any thread.
+
+    pool: the blocks that it lends and pulls into.
+    worker_id: unique among the workers of a deployment, and stable over restarts; 1 to 512 bytes.
+    coordinator: "host:port"; none needed when tickets ride on the router's message.
+    transports: as KVLINK_TRANSPORTS, for example "shm,tcp".
+    config: everything else; read from the environment when not given.
+    Raises ConfigError, CoordinatorUnavailable.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        worker_id: str,
+        *,
+        coordinator: str | None = None,
+        transports: str | None = None,
+        config: WorkerConfig | None = None,
+    ) -> None:
+        config = WorkerConfig.from_env() if config is None else config
+        given = {"coordinator": coordinator, "transports": transports}
+        self.config = replace(config, **{name: value for name, value in given.items() if value is not None})
+        self.pool = pool
+        self.worker_id = worker_id
+        self._pid = os.getpid()
+        self._closed = False
+        self._session: Session | None = None
+        self._agent: WorkerAgent | None = None
+        self._engine = Engine(pool, time.time_ns(), self.config)
+        self._control = ControlThread(f"kvlink-{worker_id}")
+        try:
+            self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
+        except BaseException:
+            self.close()
+            raise
+        self._offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
+        self._offers.on_ended = self._forget
+        self._peers = Peers(self._engine, self._directory)
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        """State in words."""
+        state = "closed" if self._closed else f"{len(self._offers)} offers, {len(self._peers.all())} peers"
+        return f"Worker({self.worker_id!r} epoch {self.card.epoch} at {self.card.agent}: {state})"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Prefill's side.
+
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[int] | array[int],
+        *,
+        num_tokens: int | None = None,
+        ttl_s: float | None = None,
+        readers: int = 1,
+        ready: int | None = None,
+        ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
+        publish: bool = False,
+    ) -> Ticket:
+        """Pins a request's blocks for its readers and returns the ticket that they need. Makes no call to anybody.
+
+        block_ids: cover tokens 0…num_tokens in order; none may be written until the offer's event.
+        num_tokens: all that fits the blocks when not given; the last block may be partial.
+        ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
+        readers: how many seats; `layout.num_readers` says how many a reader of another TP degree needs.
+        ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
+        publish: also sends the ticket to the coordinator, in the background.
+        Raises ConfigError for bad arguments and for a full lease table.
+        """
+        ticket = self._offers.offer(
+            request_id,
+            block_ids,
+            num_tokens=num_tokens,
+            ttl_s=self.config.lease_s if ttl_s is None else ttl_s,
+            readers=readers,
+            ready=ready,
+            ready_unit=ready_unit,
+        )
+        if publish:
+            self._publish(ticket)
+        return ticket
+
+    def set_ready(self, request_id: str, ready: int) -> None:
+        """Tells streaming readers that `ready` units are written. Never goes back. Raises UnknownRequest."""
+        self._offers.set_ready(request_id, ready)
+
+    def extend(self, request_id: str, ttl_s: float) -> None:
+        """Lets an offer live at least `ttl_s` seconds from now. Raises UnknownRequest."""
+        self._offers.extend(request_id, ttl_s)
+
+    def abort(self, request_id: str) -> None:
+        """Ends an offer now; a read under way turns stale. Its event follows. Raises UnknownRequest."""
+        self._offers.abort(request_id)
+
+    def events(self) -> list[LeaseEvent]:
+        """Offers that ended since the last call: their blocks may be written again. Never blocks."""
+        return self._offers.events()
+
+    async def watch_events(self) -> AsyncIterator[LeaseEvent]:
+        """Yields offers as they end, on the running event loop."""
+        bell = LeaseBell(self._engine)
+        try:
+            while True:
+                for event in self._offers.events():
+                    yield event
+                await bell.rung()
+        finally:
+            bell.close()
+
+    # Decode's side.
+
+    def pull(
+        self,
+        ticket: Tickets,
+        into: Sequence[int] | array[int] | Any,
+        *,
+        tokens: tuple[int, int] | None = None,
+        layers: tuple[int, int] | None = None,
+        settle: bool = True,
+        timeout_s: float | None = None,
+    ) -> Pull:
+        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. Does not block.
+
+        ticket: one Ticket, one of each owner rank, or a request id to claim at the coordinator.
+        into: block ids that cover the request's tokens from token 0 on; array("I") and numpy uint32 are fastest.
+        tokens: half-open range to read, for example to leave out a cached prefix.
+        layers: half-open range of layers.
+        settle: give the owner its blocks back at once when all is valid.
+        timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given).
+        Raises ConfigError for bad arguments; everything else comes from the Pull.
+        """
+        block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
+        want = Want(block_ids, tokens, layers, settle, timeout_s or self.config.timeout_s)
+        on_unsettled = self._settle_otherwise if settle else None
+        if isinstance(ticket, str):
+            starting = self._control.submit(self._claim_and_start(ticket, want))
+            return Pull(ticket, None, starting, on_unsettled)
+        tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
+        if not tickets:
+            raise ConfigError("pull needs at least one ticket")
+        if len(tickets) == 1:
+            peer = self._peers.get(tickets[0].worker_id, tickets[0].epoch)
+            transfer = start(peer, tickets[0], want) if peer is not None else None
+            if peer is not None and transfer is not None:
+                return Pull(tickets[0].request_id, [Part(tickets[0], peer, transfer)], None, on_unsettled)
+        starting = self._control.submit(start_cold(self._peers, tickets, want))
+        return Pull(tickets[0].request_id, None, starting, on_unsettled)
+
+    def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
+        """Connects to a ticket's owner ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
+        deadline = time.monotonic() + timeout_s
+        job = self._peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
+        return self._control.run(job, timeout_s)
+
+    def peers(self) -> list[Peer]:
+        """Owners this worker is connected to."""
+        return self._peers.all()
+
+    def lease_counts(self) -> dict[str, Any]:
+        """active, granted, settled, expired, aborted, fenced_readers, oldest_s of this worker's offers."""
+        return self._engine.core.lease_counts()
+
+    def close(self) -> None:
+        """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        _open.discard(self)
+        try:
+            self._control.run(self._leave(), _CLOSE_S)
+        except KVLinkError as error:
+            _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
+        self._engine.close()
+        self._control.close()
+
+    # On the control loop.
+
+    async def _join(self) -> WorkerCard:
+        if self.config.host in ("0.0.0.0", "::"):
+            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host, not a wildcard")
+        client = CoordinatorClient(self.config.coordinator) if self.config.coordinator else None
+        self._client = client
+        self._directory = ControlDirectory(client)
+        self._agent = WorkerAgent(self._accept, self._settle_own)
+        address = await self._agent.start(self.config.host, self.config.agent_port)
+        card = self._make_card(address)
+        if client is not None:
+            self._session = await Session.join(client, card, self._settle_own)
+            if self._session.card.epoch != card.epoch:
+                # A clock went back: the lease table must carry the epoch that was granted.
+                self._engine.close()
+                self._engine = Engine(self.pool, self._session.card.epoch, self.config)
+                await self._session.close()
+                card = self._make_card(address)
+                self._session = await Session.join(client, card, self._settle_own)
+            card = self._session.card
+        self._agent.publish(card)
+        return card
+
+    def _make_card(self, agent: str) -> WorkerCard:
+        return WorkerCard(
+            worker_id=self.worker_id,
+            epoch=self._engine.epoch,
+            incarnation=secrets.token_bytes(16),
+            agent=agent,
+            host=this_host(),
+            layout=self.pool.layout,
+            region_bytes=tuple(region.num_bytes for region in self.pool.regions),
+            transports=self._engine.cards(),
+        )
+
+    async def _leave(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        if self._agent is not None:
+            await self._agent.close()
+            await self._directory.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def _claim_and_start(self, request_id: str, want: Want) -> list[Part]:
+        if self._client is None:
+            raise ConfigError(f"request {request_id}: claiming by id needs a coordinator; pass coordinator= or a Ticket")
+        deadline = time.monotonic() + want.timeout_s
+        layout = self.pool.layout
+        blobs = await self._client.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
+        left = want._replace(timeout_s=max(deadline - time.monotonic(), 0.001))
+        return await start_cold(self._peers, [Ticket.from_bytes(blob) for blob in blobs], left)
+
+    def _accept(self, transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+        return self._engine.accept(transport, hellos)
+
+    def _settle_own(self, slot: int, settle_nonce: int) -> bool:
+        return self._engine.core.settle_own(slot, settle_nonce)
+
+    # In the background.
+
+    def _publish(self, ticket: Ticket) -> None:
+        if self._session is None:
+            raise ConfigError(f"request {ticket.request_id}: publish=True needs a coordinator")
+        offer = Offer(
+            ticket.request_id, ticket.worker_id, ticket.epoch, ticket.ttl_s,
+            ticket.tp_rank, ticket.tp_size, len(ticket.seats), ticket.to_bytes(),
+        )  # fmt: skip
+        published = self._control.submit(self._session.offer(offer))
+        published.add_done_callback(lambda future: _log_failure(future.exception(), "publish", ticket.request_id))
+
+    def _forget(self, request_id: str) -> None:
+        if self._session is not None:
+            self._control.loop.call_soon_threadsafe(self._session.forget, request_id)
+
+    def _settle_otherwise(self, part: Part) -> None:
+        job = self._directory.settle(part.ticket, part.peer.assignment.seat)
+        settled = self._control.submit(job)
+        settled.add_done_callback(lambda future: _log_failure(future.exception(), "settle", part.ticket.request_id))
+
+
+def _log_failure(error: BaseException | None, what: str, request_id: str) -> None:
+    if error is not None:
+        _log.warning("%s failed request=%s error=%s", what, request_id, error)
+
+
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in list(_open):
+        worker.close()

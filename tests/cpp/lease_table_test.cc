@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lease_table.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+
+namespace kvlink {
+namespace {
+
+constexpr int64_t kTtl = 1000;
+
+struct LeaseTableTest : testing::Test {
+  alignas(64) std::array<LeaseSlot, 5> memory{};  // the header and four slots
+  LeaseTable table{std::as_writable_bytes(std::span(memory)), 7};
+  std::vector<EndedLease> ended;
+
+  std::vector<EndedLease> sweep(int64_t now) {
+    ended.clear();
+    table.sweep(now, ended);
+    return ended;
+  }
+};
+
+TEST_F(LeaseTableTest, HeaderNamesTheOwnersEpoch) {
+  const auto* header = reinterpret_cast<const LeaseTableHeader*>(memory.data());
+  EXPECT_EQ(header->magic, LeaseTableHeader::kMagic);
+  EXPECT_EQ(header->epoch, 7u);
+  EXPECT_EQ(header->num_slots, 5u);
+}
+
+TEST_F(LeaseTableTest, GrantPublishesAFreshNonceAndWhatIsReady) {
+  const auto seats = table.grant(1, 1, 3, kTtl, 0);
+  ASSERT_TRUE(seats.ok());
+  const LeaseSeat seat = (*seats)[0];
+  EXPECT_NE(seat.slot, 0u);
+  EXPECT_NE(seat.nonce, seat.settle_nonce);
+  EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
+  EXPECT_EQ(memory[seat.slot].ready, 3u);
+}
+
+TEST_F(LeaseTableTest, SettleEndsTheLeaseAndErasesTheNonce) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  memory[seat.slot].settled = seat.settle_nonce;
+  const auto gone = sweep(5);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
+  EXPECT_EQ(gone[0].held_ns, 5);
+  EXPECT_EQ(memory[seat.slot].nonce, 0u);
+  EXPECT_EQ(table.num_active(), 0u);
+}
+
+TEST_F(LeaseTableTest, AGuessedSettleIsIgnored) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  memory[seat.slot].settled = seat.nonce;
+  EXPECT_TRUE(sweep(5).empty());
+  EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
+  EXPECT_FALSE(table.settle(seat.slot, seat.nonce));
+  EXPECT_FALSE(table.settle(0, 0));
+}
+
+TEST_F(LeaseTableTest, ExpiryNamesTheReadersToFence) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  memory[seat.slot].reader = 42;
+  EXPECT_TRUE(sweep(kTtl - 1).empty());
+  const auto gone = sweep(kTtl);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].how, LeaseEnd::kExpired);
+  EXPECT_EQ(gone[0].readers, std::vector<uint64_t>{42});
+  EXPECT_EQ(table.counts(kTtl).expired, 1u);
+}
+
+TEST_F(LeaseTableTest, BlocksComeBackWhenEveryReaderHasEnded) {
+  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+  memory[seats[0].slot].settled = seats[0].settle_nonce;
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_EQ(memory[seats[0].slot].nonce, 0u);
+  EXPECT_NE(memory[seats[1].slot].nonce, 0u);
+  ASSERT_TRUE(table.settle(seats[1].slot, seats[1].settle_nonce));
+  EXPECT_EQ(sweep(2).size(), 1u);
+}
+
+TEST_F(LeaseTableTest, AReaderWhoSettledIsNotFencedWhenTheOtherExpires) {
+  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+  memory[seats[0].slot].reader = 10;
+  memory[seats[0].slot].settled = seats[0].settle_nonce;
+  memory[seats[1].slot].reader = 11;
+  const auto gone = sweep(kTtl);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].readers, std::vector<uint64_t>{11});
+}
+
+TEST_F(LeaseTableTest, AbortErasesTheNonceAtOnce) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_EQ(memory[seat.slot].nonce, 0u);
+  EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
+  EXPECT_FALSE(table.abort(1));
+}
+
+TEST_F(LeaseTableTest, AFullTableTakesNothing) {
+  ASSERT_TRUE(table.grant(1, 3, 0, kTtl, 0).ok());
+  const auto refused = table.grant(2, 2, 0, kTtl, 0);
+  EXPECT_EQ(refused.status().code(), Code::kConfig);
+  EXPECT_TRUE(table.grant(3, 1, 0, kTtl, 0).ok());
+}
+
+TEST_F(LeaseTableTest, ALateSettleOfTheSlotsEarlierReaderChangesNothing) {
+  const LeaseSeat first = (*table.grant(1, 4, 0, kTtl, 0))[0];
+  table.abort(1);
+  sweep(1);
+  for (const LeaseSeat& second : *table.grant(2, 4, 0, kTtl, 1)) {
+    EXPECT_NE(second.nonce, first.nonce);
+    memory[second.slot].settled = first.settle_nonce;
+  }
+  EXPECT_TRUE(sweep(2).empty());
+}
+
+TEST_F(LeaseTableTest, ReadyNeverGoesBack) {
+  const LeaseSeat seat = (*table.grant(1, 1, 2, kTtl, 0))[0];
+  EXPECT_TRUE(table.set_ready(1, 5));
+  EXPECT_TRUE(table.set_ready(1, 4));
+  EXPECT_EQ(memory[seat.slot].ready, 5u);
+  EXPECT_FALSE(table.set_ready(9, 1));
+}
+
+TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
+  ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
+  EXPECT_TRUE(table.extend(1, kTtl, kTtl / 2));
+  EXPECT_TRUE(table.extend(1, 1, 0));
+  EXPECT_TRUE(sweep(kTtl).empty());
+  EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), 1u);
+}
+
+}  // namespace
+}  // namespace kvlink

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink demo` with real processes, and proof that its verdict can be bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
+pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+
+from kvlink import _core
+from kvlink.demo import run
+from kvlink.demo.child import Host
+from kvlink.demo.cluster import Cluster
+from kvlink.demo.decode_role import DecodeRole
+from kvlink.demo.messages import Reply
+from kvlink.demo.processes import Child, ChildError
+from kvlink.demo.router import NUM_NEW_TOKENS, Route
+from kvlink.demo.show import single_process_run
+from kvlink.demo.text import PROMPTS
+from kvlink.errors import ConfigError
+
+AVAILABLE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+
+
+def demo(*transports: str, json_lines: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """`kvlink.demo.run` in a process of its own, with extra environment variables."""
+    call = f"import sys, kvlink.demo as d; sys.exit(d.run({list(transports) or None}, {json_lines}))"
+    return subprocess.run(
+        [sys.executable, "-c", call], env=os.environ | env, capture_output=True, text=True, timeout=110
+    )
+
+
+def rows_of(output: str) -> dict[str, dict[str, Any]]:
+    """Every line of `output` must be a JSON row."""
+    return {row["transport"]: row for row in map(json.loads, output.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def everything() -> subprocess.CompletedProcess[str]:
+    return demo()
+
+
+def test_tokens_are_equal_on_every_transport_of_this_machine(
+    everything: subprocess.CompletedProcess[str],
+) -> None:
+    rows = rows_of(everything.stdout)
+    assert list(rows) == AVAILABLE
+    assert {"loopback", "shm", "tcp"} <= set(rows)
+    assert all(row["tokens_equal"] and not row["error"] for row in rows.values()), everything.stdout
+    assert everything.returncode == 0, everything.stderr
+
+
+@pytest.mark.parametrize("transport", AVAILABLE)
+def test_a_row_says_what_was_moved_and_how(
+    everything: subprocess.CompletedProcess[str], transport: str
+) -> None:
+    row = rows_of(everything.stdout)[transport]
+    longest = max(len(text.encode()) for text in PROMPTS.values())
+    assert row["path"] == transport
+    assert transport in row["explanation"]
+    assert row["processes"] == (1 if transport == "loopback" else 2)
+    assert row["prompts"] == len(PROMPTS)
+    assert row["tokens"] == len(PROMPTS) * NUM_NEW_TOKENS
+    assert row["bytes"] >= longest * 2 * 4 * 4 * 64 * 4  # K and V, layers, heads, head_dim, float32
+    assert row["p50_us"] > 0
+    assert row["gib_per_s"] > 0
+
+
+def test_corrupted_transfers_are_a_bad_row_and_a_bad_exit_code() -> None:
+    result = demo("fault+shm", "shm", KVLINK_FAULT="corrupt-data@every:1")
+    rows = rows_of(result.stdout)
+    assert result.returncode == 1
+    assert "other bytes than were offered for 'a page'" in rows["fault+shm"]["error"]
+    assert "other bytes than were offered in 20 of 20 timed pulls" in rows["fault+shm"]["error"]
+    assert rows["shm"]["tokens_equal"]
+
+
+def test_the_table_names_what_failed() -> None:
+    result = demo("fault+tcp", json_lines=False, KVLINK_FAULT="corrupt-data@every:1", COLUMNS="200")
+    assert result.returncode == 1
+    assert "fault+tcp" in result.stdout
+    assert "fault+tcp failed: other bytes than were offered" in result.stdout
+
+
+def test_unknown_transports_are_bad_usage() -> None:
+    with pytest.raises(ConfigError, match="'carrier-pigeon'"):
+        run(["carrier-pigeon"])
+
+
+def test_a_missing_library_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs transformers: pip install 'kvlink\[demo\]'"):
+        run(["loopback"])
+
+
+class HereChild(Child):
+    """Hosts roles in this process, so that a test can reach into them. Loopback needs no more."""
+
+    def __init__(self) -> None:
+        self.host = Host()
+
+    def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Reply:
+        reply = self.host.answer(role, do, arguments)
+        if "error" in reply:
+            raise ChildError(reply["error"])
+        return reply
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_one_changed_block_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, corrupt: bool) -> None:
+    """Between pull and decode, the keys that one block has in one layer are negated."""
+    pull = DecodeRole._pull
+
+    def pull_and_corrupt(
+        role: DecodeRole, request_id: str, ticket: str | None, block_ids: list[int]
+    ) -> object:
+        result = pull(role, request_id, ticket, block_ids)
+        if corrupt:
+            role._station.planes._planes[0][block_ids[-1]].neg_()
+        return result
+
+    monkeypatch.setattr(DecodeRole, "_pull", pull_and_corrupt)
+    child = HereChild()
+    child.call("coordinator", "open")
+    try:
+        coordinator = child.call("coordinator", "address")["address"]
+        row = Route("loopback", child, child, lambda: None).try_out(coordinator, single_process_run())
+    finally:
+        child.host.close()
+    assert row.tokens_equal is not corrupt
+    assert row.good is not corrupt
+    assert ("other tokens than the single-process run for 'a page'" in row.error) is corrupt
+    assert ("other bytes than were offered in 20 of 20 timed pulls" in row.error) is corrupt
+
+
+def test_a_killed_role_fails_its_row_with_a_reason() -> None:
+    with Cluster() as cluster:
+        coordinator = cluster.wait_ready()
+        prefill, decode = cluster.hosts("tcp")
+        steps = 0
+
+        def kill_decode() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 2:
+                os.kill(decode.pid, signal.SIGKILL)
+
+        row = Route("tcp", prefill, decode, kill_decode).try_out(coordinator, single_process_run())
+    assert not row.good
+    assert f"the decode process {decode.pid} " in row.error
+
+
+def test_a_stopped_child_is_killed_within_the_deadline() -> None:
+    child = Child("coordinator")
+    child.wait_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ChildError, match=r"no answer to coordinator open within 0.5 s and was killed"):
+        child.call("coordinator", "open", within_s=0.5)
+    assert not alive(child.pid)
+    child.close()
+
+
+def test_children_end_with_a_parent_that_was_killed() -> None:
+    program = (
+        "from kvlink.demo.cluster import Cluster\n"
+        "import time\n"
+        "with Cluster() as cluster:\n"
+        "    cluster.wait_ready()\n"
+        "    print(*cluster.pids(), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        parent.kill()
+    eventually(lambda: not any(map(alive, pids)))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this id runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell as an operator meets it: real processes, their exit codes, stdout and stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlink import __version__
+from kvlink.config import CATALOGUE
+
+HEAVY = ("grpc", "numpy", "torch", "kvlink._core", "kvlink.worker", "kvlink.benchmarks")
+
+
+def kvlink(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVLINK_")}
+    return subprocess.run(
+        [sys.executable, "-m", "kvlink", *arguments],
+        env=environment | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def plugin(folder: Path, name: str, target: str, source: str) -> dict[str, str]:
+    """Installs a package by hand that adds one command; returns the environment that sees it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kvlink.commands]\n{name} = {target}\n")
+    (folder / f"{target.partition(':')[0]}.py").write_text(source)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_help_lists_the_commands_without_loading_what_they_need() -> None:
+    program = (
+        "import sys\nfrom kvlink.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\nassert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "coordinator", "status", "doctor", "topology", "config", "version", "bench"):
+        assert f" {command} " in done.stdout
+
+
+def test_version() -> None:
+    done = kvlink("version")
+    assert (done.returncode, done.stdout) == (0, f"kvlink {__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [("nothing",), ("version", "--nothing"), ("bench", "nothing"), ()])
+def test_bad_usage_exits_2(arguments: tuple[str, ...]) -> None:
+    assert kvlink(*arguments).returncode == 2
+
+
+def test_an_error_is_one_sentence_and_debug_shows_where_it_came_from() -> None:
+    done = kvlink("config", KVLINK_PORT="many")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvlink: KVLINK_PORT='many' is not a whole number")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" in kvlink("--debug", "config", KVLINK_PORT="many").stderr
+
+
+def test_config_names_the_source_of_every_value() -> None:
+    done = kvlink("config", "--json", KVLINK_PORT="7401")
+    found = {row["name"]: row for row in rows(done)}
+    assert list(found) == [setting.env for setting in CATALOGUE]
+    assert (found["KVLINK_PORT"]["value"], found["KVLINK_PORT"]["source"]) == (7401, "KVLINK_PORT")
+    assert (found["KVLINK_HOST"]["value"], found["KVLINK_HOST"]["source"]) == ("127.0.0.1", "default")
+    assert "7401" in kvlink("config", KVLINK_PORT="7401").stdout
+
+
+def test_topology() -> None:
+    (row,) = rows(kvlink("topology", "--json"))
+    assert row["num_threads"] >= 1
+    assert row["nodes"][0]["memory_bytes"] > 0
+    assert "socket(s)" in kvlink("topology").stdout
+
+
+def test_doctor_is_good_here_and_fails_where_something_does() -> None:
+    done = kvlink("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    assert {row["verdict"] for row in rows(done)} <= {"pass", "warn"}
+    broken = kvlink("doctor", KVLINK_HOST="192.0.2.1")
+    assert broken.returncode == 1
+    assert "fix: set KVLINK_HOST" in broken.stdout
+
+
+def test_status_where_no_coordinator_is() -> None:
+    done = kvlink("status", "--coordinator", "127.0.0.1:9")  # discard: nobody listens there
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "kvlink coordinator" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert kvlink("status", "--coordinator", "nowhere").returncode == 2
+
+
+def test_a_coordinator_serves_and_ends_on_sigterm() -> None:
+    program = [sys.executable, "-m", "kvlink", "coordinator", "--port", "0", "--reflection"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            (counts,) = rows(kvlink("status", "--coordinator", address, "--json"))
+            assert (counts["coordinator"], counts["workers"]) == (address, 0)
+            assert "0 workers" in kvlink("status", KVLINK_COORDINATOR=address).stdout
+            assert kvlink("coordinator", "--port", address.rpartition(":")[2]).returncode == 2
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+def test_a_command_of_another_package_runs_with_its_options(tmp_path: Path) -> None:
+    source = (
+        "import typer\napp = typer.Typer()\n"
+        "@app.command()\ndef one(loud: bool = False):\n    print('one', loud)\n"
+        "@app.command()\ndef bad():\n    raise typer.Exit(1)\n"
+    )
+    env = plugin(tmp_path, "extra", "kvlink_test_plugin:app", source)
+    assert "Commands of kvlink_test_plugin" in kvlink("--help", **env).stdout
+    assert kvlink("extra", "one", "--loud", **env).stdout == "one True\n"
+    assert kvlink("extra", "bad", **env).returncode == 1
+    assert "one" in kvlink("extra", "--help", **env).stdout
+
+
+@pytest.mark.parametrize(
+    "source", ["raise RuntimeError('out of order')", "import nothing_like_this", "app = 3"]
+)
+def test_a_broken_package_breaks_only_its_own_command(tmp_path: Path, source: str) -> None:
+    env = plugin(tmp_path, "extra", "kvlink_test_plugin:app", source)
+    assert kvlink("version", **env).returncode == 0
+    assert kvlink("--help", **env).returncode == 0
+    done = kvlink("extra", "anything", **env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvlink: `kvlink extra` comes from kvlink_test_plugin:app")
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_reads_to_the_end() -> None:
+    program = [sys.executable, "-m", "kvlink", "config", "--json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1

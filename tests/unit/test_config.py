@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue of options: every one documented, every bad value refused with its name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kvlink.config import CATALOGUE, WorkerConfig, select, sources, split_address, unknown
+from kvlink.errors import ConfigError
+
+BUILT_IN = ["loopback", "shm", "cma", "tcp"]
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert WorkerConfig.from_env({}) == WorkerConfig()
+    assert WorkerConfig.from_env({"KVLINK_PORT": " ", "KVLINK_LOG": ""}) == WorkerConfig()
+
+
+def test_the_catalogue_describes_every_field_once() -> None:
+    assert [setting.name for setting in CATALOGUE] == [field.name for field in fields(WorkerConfig)]
+    assert len({setting.env for setting in CATALOGUE}) == len(CATALOGUE)
+    assert all(setting.env == f"KVLINK_{setting.name.upper()}" and setting.meaning for setting in CATALOGUE)
+
+
+def test_values_are_read_by_the_type_of_their_default() -> None:
+    config = WorkerConfig.from_env(
+        {"KVLINK_PORT": "7401", "KVLINK_LEASE_S": "2.5", "KVLINK_LOG_JSON": "Yes", "KVLINK_HOST": "10.0.0.1"}
+    )
+    assert (config.port, config.lease_s, config.log_json, config.host) == (7401, 2.5, True, "10.0.0.1")
+
+
+def test_arguments_win_over_the_environment_and_none_does_not() -> None:
+    env = {"KVLINK_PORT": "7401", "KVLINK_HOST": "10.0.0.1"}
+    config = WorkerConfig.from_env(env, port=9, host=None)
+    assert (config.port, config.host) == (9, "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("env", "value", "says"),
+    [
+        ("KVLINK_PORT", "http", "whole number"),
+        ("KVLINK_PORT", "65536", "between 0 and 65535"),
+        ("KVLINK_AGENT_PORT", "-1", "between 0"),
+        ("KVLINK_INLINE_BYTES", "-4", "at least 0 bytes"),
+        ("KVLINK_LANES", "1.5", "whole number"),
+        ("KVLINK_LEASE_S", "nan", "between 0.001"),
+        ("KVLINK_TIMEOUT_S", "inf", "between 0.001"),
+        ("KVLINK_LOG", "loud", "one of debug"),
+        ("KVLINK_LOG_JSON", "maybe", "one of 1"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(env: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        WorkerConfig.from_env({env: value})
+    assert env in str(refused.value)
+
+
+def test_arguments_are_checked_like_the_environment() -> None:
+    with pytest.raises(ConfigError, match="KVLINK_LEASE_SLOTS=0"):
+        WorkerConfig(lease_slots=0)
+    with pytest.raises(ConfigError, match="host:port"):
+        WorkerConfig(coordinator="nowhere")
+
+
+def test_sources_name_the_variable() -> None:
+    found = sources({"KVLINK_PORT": "1", "KVLINK_HOST": "", "PATH": "/bin"})
+    assert found["port"] == "KVLINK_PORT"
+    assert {name for name, source in found.items() if source != "default"} == {"port"}
+
+
+def test_misspelt_variables_are_found() -> None:
+    assert unknown({"KVLINK_PROT": "1", "KVLINK_PORT": "1", "HOME": "/"}) == ["KVLINK_PROT"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "chosen"),
+    [
+        ("", BUILT_IN),
+        ("  ", BUILT_IN),
+        ("tcp", ["tcp"]),
+        ("tcp, shm", ["tcp", "shm"]),
+        ("tcp,tcp,shm", ["tcp", "shm"]),
+        ("^cma", ["loopback", "shm", "tcp"]),
+        ("^cma,shm", ["loopback", "tcp"]),
+        ("fault+shm", ["fault+shm"]),
+        ("fault+shm,tcp", ["fault+shm", "tcp"]),
+    ],
+)
+def test_select(spec: str, chosen: list[str]) -> None:
+    assert select(spec, BUILT_IN) == chosen
+
+
+@pytest.mark.parametrize("spec", ["smh", "fault", "fault+", "fault+smh", "^smh", "^fault+shm", "shm,^tcp"])
+def test_select_refuses_names_that_are_none(spec: str) -> None:
+    with pytest.raises(ConfigError, match="loopback, shm, cma, tcp"):
+        select(spec, BUILT_IN)
+
+
+def test_select_refuses_to_forbid_everything() -> None:
+    with pytest.raises(ConfigError, match="every transport"):
+        select("^loopback,shm,cma,tcp", BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"), [("10.0.0.1:7400", ("10.0.0.1", 7400)), ("[::1]:80", ("::1", 80)), ("a:1", ("a", 1))]
+)
+def test_addresses_split(text: str, parts: tuple[str, int]) -> None:
+    assert split_address(text) == parts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:²", "h:-1"]
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        split_address(text)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every check of the doctor: the good case, the bad one, and the command it names."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvlink.doctor import Check, Verdict, examine, host, network, software, worst
+
+PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+@pytest.fixture
+def lowered_limit() -> Iterator[None]:
+    """The soft limits that the doctor looks at, lowered; the hard ones stay."""
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    before = {kind: resource.getrlimit(kind) for kind in kinds}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[resource.RLIMIT_NOFILE][1]))
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[resource.RLIMIT_MEMLOCK][1]))
+    yield
+    for kind, limits in before.items():
+        resource.setrlimit(kind, limits)
+
+
+def test_this_machine_gets_a_verdict_on_everything() -> None:
+    checks = list(examine(Path("/"), {}))
+    names = [check.name for check in checks]
+    assert len(set(names)) == len(names) >= 15
+    assert all(check.evidence for check in checks)
+    assert all(check.fix for check in checks if check.verdict is FAIL)
+
+
+def test_an_empty_tree_breaks_no_check(tmp_path: Path) -> None:
+    assert len(list(host.checks(tmp_path))) == 10
+
+
+def test_the_worst_verdict_decides() -> None:
+    def of(*verdicts: Verdict) -> Verdict:
+        return worst([Check("c", verdict, "seen") for verdict in verdicts])
+
+    assert (of(), of(PASS, PASS), of(PASS, WARN), of(FAIL, WARN, PASS)) == (PASS, PASS, WARN, FAIL)
+
+
+@pytest.mark.parametrize(
+    ("scope", "capabilities", "verdict", "fix"),
+    [
+        (None, "0", PASS, ""),
+        ("0\n", "0", PASS, ""),
+        ("1\n", "0", WARN, "sudo sysctl kernel.yama.ptrace_scope=0"),
+        ("1\n", "80000", PASS, ""),
+        ("2\n", "fffff", PASS, ""),
+        ("2\n", "7ffff", WARN, "sudo sysctl kernel.yama.ptrace_scope=0"),
+        ("3\n", "fffff", WARN, "reboot without it"),
+    ],
+)
+def test_ptrace_scope(
+    tmp_path: Path, scope: str | None, capabilities: str, verdict: Verdict, fix: str
+) -> None:
+    if scope is not None:
+        write(tmp_path, "proc/sys/kernel/yama/ptrace_scope", scope)
+    write(tmp_path, "proc/self/status", f"CapEff:\t{capabilities}\n")
+    check = host.ptrace_scope(tmp_path)
+    assert (check.verdict, check.fix) == (verdict, fix)
+
+
+@pytest.mark.parametrize(("shmem", "verdict"), [("advise", PASS), ("always", PASS), ("never", WARN)])
+def test_huge_pages(tmp_path: Path, shmem: str, verdict: Verdict) -> None:
+    at = "sys/kernel/mm/transparent_hugepage"
+    write(tmp_path, f"{at}/enabled", "always [madvise] never\n")
+    write(tmp_path, f"{at}/shmem_enabled", f"something [{shmem}] else\n")
+    check = host.huge_pages(tmp_path)
+    assert check.verdict is verdict
+    assert f"enabled=madvise, shmem_enabled={shmem}" in check.evidence
+
+
+def test_shared_memory_that_is_absent(tmp_path: Path) -> None:
+    assert host.shared_memory(tmp_path).verdict is WARN
+
+
+def test_seccomp_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/status", "Name:\tpython\nSeccomp:\t2\nSeccomp_filters:\t1\n")
+    assert "filter is on" in host.seccomp(tmp_path).evidence
+
+
+def test_namespaces_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532000]")
+    (tmp_path / "proc/self/ns/net").symlink_to("net:[4026532001]")
+    check = host.namespaces(tmp_path)
+    assert "pid:[4026532000] (a container's" in check.evidence
+    assert "net:[4026532001]" in check.evidence
+
+
+@pytest.mark.usefixtures("lowered_limit")
+def test_limits_that_are_too_low(tmp_path: Path) -> None:
+    files = host.open_files()
+    assert files.verdict is WARN
+    assert "256" in files.evidence
+    assert files.fix.startswith("ulimit -n ")
+    assert host.locked_memory(tmp_path).verdict is PASS, "without RDMA nothing is pinned"
+    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
+    assert host.locked_memory(tmp_path).verdict is WARN
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"), [("sse2 avx2 avx512f", "avx512f"), ("sse2", "sse2"), ("neon", "plain copies")]
+)
+def test_streaming_stores(tmp_path: Path, flags: str, says: str) -> None:
+    write(tmp_path, "proc/cpuinfo", f"processor\t: 0\nflags\t\t: fpu {flags}\n")
+    assert says in host.streaming_stores(tmp_path).evidence
+
+
+def test_tcp_buffers(tmp_path: Path) -> None:
+    write(tmp_path, "proc/sys/net/ipv4/tcp_rmem", "4096\t131072\t6291456\n")
+    write(tmp_path, "proc/sys/net/ipv4/tcp_wmem", "4096\t16384\t212992\n")
+    check = network.tcp_buffers(tmp_path)
+    assert check.verdict is WARN
+    assert "tcp_wmem" in check.fix
+    assert "tcp_rmem" not in check.fix
+
+
+def test_the_listen_address() -> None:
+    assert network.listen_address("127.0.0.1").verdict is PASS
+    check = network.listen_address("192.0.2.1")  # set aside for documentation: nobody has it
+    assert check.verdict is FAIL
+    assert "KVLINK_HOST" in check.fix
+
+
+def test_the_coordinator() -> None:
+    assert network.coordinator("").verdict is PASS
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert network.coordinator(address).verdict is PASS
+    check = network.coordinator(address)
+    assert check.verdict is FAIL
+    assert "kvlink coordinator --port" in check.fix
+
+
+def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvlink._core", None)
+    core, check = software.extension()
+    assert core is None
+    assert check.verdict is FAIL
+    assert "pip install" in check.fix
+
+
+def test_a_transport_says_why_not() -> None:
+    assert software.transport("cma", "one copy", 1, "", "").verdict is PASS
+    check = software.transport("cma", "one copy", 1, "seccomp forbids it", "docker run --cap-add SYS_PTRACE")
+    assert (check.verdict, check.evidence) == (WARN, "seccomp forbids it")
+    assert check.fix == "docker run --cap-add SYS_PTRACE"
+
+
+def test_options() -> None:
+    assert software.options({}, ["shm"]) == Check("options", PASS, "all defaults")
+    assert software.options({"KVLINK_PORT": "x"}, ["shm"]).verdict is FAIL
+    assert software.options({"KVLINK_TRANSPORTS": "tcp"}, ["shm"]).verdict is FAIL
+    assert "KVLINK_PROT" in software.options({"KVLINK_PROT": "1"}, ["shm"]).fix
+    assert software.options({"KVLINK_PORT": "1"}, ["shm"]).evidence == "KVLINK_PORT=1"
+
+
+def test_devices(tmp_path: Path) -> None:
+    assert "absent" in software.gpu(tmp_path).evidence
+    assert "absent" in software.rdma(tmp_path).evidence
+    write(tmp_path, "proc/driver/nvidia/version", "NVRM version: 550.1\nGCC version: 12\n")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert software.gpu(tmp_path).evidence == "NVRM version: 550.1"
+    assert software.rdma(tmp_path).evidence == "mlx5_0"

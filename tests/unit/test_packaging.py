@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an installation promises: light imports, complete metadata, and sources of a readable size."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import kvlink
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = ("torch", "transformers", "cuda", "pyverbs", "cupy", "etcd3", "aetcd", "vllm", "sglang")
+PURE = ("errors", "types", "layout", "ticket", "config", "topology", "log")
+
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == blocked or name.startswith(blocked + ".") for blocked in BLOCKED):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+"""
+IMPORT_ALL_OF_CONTROL = """
+import importlib, pkgutil
+import kvlink.control
+for module in pkgutil.walk_packages(kvlink.control.__path__, "kvlink.control."):
+    importlib.import_module(module.name)
+"""
+
+
+def run_without(blocked: tuple[str, ...], program: str) -> None:
+    """Runs `program` in a fresh interpreter in which importing any of `blocked` fails."""
+    source = f"BLOCKED = {blocked!r}\n{BLOCK}\n{program}"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def sources(*suffixes: str) -> Iterator[Path]:
+    for folder in ("kvlink", "csrc", "benchmarks", "integrations", "protos", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in suffixes and "_pb2" not in path.name:
+                yield path
+
+
+def test_kvlink_imports_without_what_is_optional() -> None:
+    run_without(OPTIONAL, "import kvlink, kvlink.integrations, kvlink.benchmarks, kvlink.cli, kvlink.doctor")
+
+
+def test_the_worker_imports_without_what_is_optional() -> None:
+    run_without(OPTIONAL, "import kvlink.worker, kvlink.prefill, kvlink.decode, kvlink.pool, kvlink.engine")
+
+
+def test_the_control_plane_needs_no_data_plane() -> None:
+    run_without((*OPTIONAL, "numpy", "kvlink._core"), IMPORT_ALL_OF_CONTROL)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_need_the_standard_library_only(name: str) -> None:
+    run_without(
+        (*OPTIONAL, "numpy", "grpc", "google", "rich", "typer", "kvlink._core"), f"import kvlink.{name}"
+    )
+
+
+def test_the_metadata_is_complete() -> None:
+    found = distribution("kvlink")
+    assert found.version == kvlink.__version__
+    assert found.metadata["License-Expression"] == "Apache-2.0"
+    assert found.metadata.get_all("License-File") == ["LICENSE"]
+    commands = {entry.name: entry.value for entry in found.entry_points.select(group="kvlink.commands")}
+    assert commands == {"bench": "kvlink.benchmarks:app"}
+    (script,) = found.entry_points.select(group="console_scripts")
+    assert callable(script.load())
+
+
+def test_extras_are_not_required() -> None:
+    required = [line for line in distribution("kvlink").requires or [] if "extra ==" not in line]
+    assert required
+    assert not [line for line in required if line.startswith(OPTIONAL)]
+
+
+def test_packages_are_where_they_are_installed() -> None:
+    for name in ("kvlink.integrations", "kvlink.benchmarks", "kvlink.v1", "kvlink.control"):
+        assert importlib.import_module(name).__file__
+    assert (Path(str(kvlink.__file__)).parent / "py.typed").is_file()
+
+
+def test_every_source_names_its_licence() -> None:
+    marks = ("# SPDX-License-Identifier: Apache-2.0", "// SPDX-License-Identifier: Apache-2.0")
+    found = list(sources(".py", ".h", ".cc", ".proto"))
+    assert found
+    without = [str(path) for path in found if path.read_text().split("\n", 1)[0] not in marks]
+    assert not without
+
+
+@pytest.mark.parametrize(("suffixes", "most"), [((".py",), 300), ((".h", ".cc"), 400)])
+def test_no_file_is_longer_than_one_can_take_in(suffixes: tuple[str, ...], most: int) -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(*suffixes)}
+    too_long = {
+        name: lines for name, lines in lengths.items() if lines > most and not name.startswith("tests/")
+    }
+    assert not too_long
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    too_long = []
+    for path in sources(".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                if (lines := (node.end_lineno or 0) - first.lineno + 1) > 40:
+                    too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {lines} lines")
+    assert not too_long
+
+
+def test_no_generated_file_is_committed() -> None:
+    listed = subprocess.run(["git", "ls-files", "*_pb2*", "*.so"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout; run in a clone")
+    assert listed.stdout == ""
