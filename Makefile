@@ -51,7 +51,7 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 lint: build $(VENV)/.checked ## ruff, mypy, import-linter, clang-format
 	ruff check .
 	ruff format --check .
-	mypy
+	mypy -p kvlink -p benchmarks -p integrations
 	lint-imports
 	clang-format --dry-run -Werror $(CPP_FILES)
 

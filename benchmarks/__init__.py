@@ -32,7 +32,9 @@ def measure_pull(
         list[int] | None, typer.Option(min=1, help="May be repeated. [16384, 65536]")
     ] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks a pull.")] = 4096,
-    iters: Annotated[int, typer.Option(min=1, help="Pulls measured.")] = 30,
+    iters: Annotated[
+        int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")
+    ] = None,
     order: Annotated[str, typer.Option(help="random, or runs:K for runs of K blocks.")] = "random",
     as_json: Json = False,
 ) -> None:
@@ -72,7 +74,7 @@ def measure_plan(as_json: Json = False) -> None:
 
 @app.command("control")
 def measure_control(
-    workers: Annotated[int, typer.Option(min=1, help="Workers that join.")] = 8, as_json: Json = False
+    workers: Annotated[int, typer.Option(min=1, help="Processes that load it.")] = 2, as_json: Json = False
 ) -> None:
     """Offer and claim through a coordinator: latency, and hand-offs a second."""
     from . import control as bench

@@ -20,16 +20,16 @@ class Order:
     run: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Order:
-        """Reads "random" or "runs:K". Raises ConfigError."""
+    def parse(cls, text: str, blocks: int) -> Order:
+        """Reads "random" or "runs:K", of at most `blocks`. Raises ConfigError."""
         if text == "random":
             return cls(1)
         kind, _, run = text.partition(":")
         if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
             raise ConfigError(f"order {text!r}: write random, or runs:K for runs of K blocks")
-        return cls(int(run))
+        return cls(min(int(run), blocks))
 
-    def pool_blocks(self, least: int) -> int:
+    def whole_runs(self, least: int) -> int:
         """The next number of blocks, from `least` on, that whole runs fill."""
         return -(-least // self.run) * self.run
 

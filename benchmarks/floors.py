@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvlink import BlockPool, _core
 
@@ -17,41 +19,49 @@ from .contents import Ids
 from .draws import Order, pieces_of
 from .processes import OwnerSide
 
-CONTIGUOUS = None
-"""A floor that takes the same bytes in one piece."""
+Copy = Callable[[npt.NDArray[np.uint64]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """One bare way of moving blocks: (blocks at the owner, blocks here) -> us. `order` None: in one piece."""
+    """One bare way of moving blocks. `order` is how it may choose them."""
 
     name: str
-    order: Order | None
+    order: Order
     run: Callable[[Ids, Ids], float]
+    """(blocks at the owner, blocks here) -> microseconds."""
+    keeper: Any = None
 
 
-def floors(transport: str, owner: OwnerSide, pool: BlockPool, order: Order, block_bytes: int, blocks: int) -> list[Floor]:
-    """Those of a transport; the fastest of them is the limit."""
+def floors_of(transport: str, owner: OwnerSide, pool: BlockPool, order: Order, blocks: int) -> list[Floor]:
+    """Those of one transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     memory = owner.call("memory")
-    to = pool.regions[0].address
     if name == "tcp":
-        sink = _core.FloorSink(owner.call("listen")["port"], block_bytes * blocks)
-        return [
-            Floor(
-                "socket ping-pong" if blocks == 1 else "socket stream",
-                CONTIGUOUS,
-                lambda from_ids, to_ids: sink.read(int(from_ids[0]) * block_bytes, to + int(to_ids[0]) * block_bytes) / 1000,
-            )
-        ]
-
-    def over(copy: Callable[[np.ndarray], int], base: int) -> Callable[[Ids, Ids], float]:
-        return lambda from_ids, to_ids: copy(pieces_of(from_ids, to_ids, block_bytes, base, to)) / 1000
-
+        sink = _core.FloorSink(owner.call("listen")["port"], blocks * pool.layout.block_bytes)
+        return [Floor("socket ping-pong" if blocks == 1 else "socket stream", Order(blocks), _stream(sink, pool))]
     if name == "cma":
-        return [Floor("process_vm_readv", order, over(lambda pieces: _core.floor_process_vm_readv(owner.pid, pieces), memory["address"]))]
-    base = memory["address"] if name == "loopback" else _mapped(owner.pid, memory["memfd"])
+        read = partial(_core.floor_process_vm_readv, owner.pid)
+        return [Floor("process_vm_readv", order, _copy(read, memory["address"], pool))]
+    mapped = None if name == "loopback" else _mapping(owner.pid, memory["memfd"])
+    base = memory["address"] if mapped is None else mapped.ctypes.data
     return [
-        Floor("memcpy", order, over(_core.floor_memcpy, base)),
-        Floor("non-temporal copy", order, over(_core.floor_streamed_copy, base)),
+        Floor("memcpy", order, _copy(_core.floor_memcpy, base, pool), mapped),
+        Floor("non-temporal copy", order, _copy(_core.floor_streamed_copy, base, pool), mapped),
     ]
+
+
+def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:
+    to, size = pool.regions[0].address, pool.layout.block_bytes
+    return lambda from_ids, to_ids: copy(pieces_of(from_ids, to_ids, size, base, to)) / 1000
+
+
+def _stream(sink: _core.FloorSink, pool: BlockPool) -> Callable[[Ids, Ids], float]:
+    to, size = pool.regions[0].address, pool.layout.block_bytes
+    return lambda from_ids, to_ids: sink.read(int(from_ids[0]) * size, to + int(to_ids[0]) * size) / 1000
+
+
+def _mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:
+    with Path(f"/proc/{pid}/fd/{memfd}").open("rb") as file:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)

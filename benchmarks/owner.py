@@ -10,14 +10,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvlink import BlockPool, KVLayout, Worker
+from kvlink import BlockPool, Worker
 from kvlink._core import FloorSource, floor_memfd
 from kvlink.errors import KVLinkError
-from kvlink.layout import Plane
+from kvlink.layout import Geometry, dense
 
 from .contents import Contents
 
@@ -25,10 +24,10 @@ from .contents import Contents
 class Owner:
     """Fills a pool from a seed and offers what it is asked to."""
 
-    def __init__(self, layout: dict[str, Any], seed: int, transport: str, coordinator: str) -> None:
-        self._layout = layout_from(layout)
-        self._pool = BlockPool.allocate(self._layout)
-        Contents(self._layout, seed).fill(self._pool)
+    def __init__(self, geometry: dict[str, Any], seed: int, transport: str, coordinator: str) -> None:
+        layout = dense(Geometry(**geometry))
+        self._pool = BlockPool.allocate(layout)
+        Contents(layout, seed).fill(self._pool)
         self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None
 
@@ -66,16 +65,6 @@ class Owner:
         if self._source is not None:
             self._source.close()
         self._worker.close()
-
-
-def layout_from(fields: dict[str, Any]) -> KVLayout:
-    """Undoes `asdict`, also of what JSON made of it."""
-    return KVLayout(**{**fields, "planes": tuple(Plane(**plane) for plane in fields["planes"])})
-
-
-def layout_fields(layout: KVLayout) -> dict[str, Any]:
-    """For `Owner`."""
-    return asdict(layout)
 
 
 def serve(pipe: Connection) -> None:

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from kvlink import KVLayout
 from kvlink.errors import KVLinkError
+from kvlink.layout import Geometry
 
-from .owner import Owner, layout_fields
+from .owner import Owner
 
 _ANSWER_S = 120.0
 _EXIT_S = 10.0
@@ -93,11 +94,11 @@ class _Elsewhere:
 
 @contextmanager
 def owner_process(
-    layout: KVLayout, seed: int, transport: str, coordinator: str = "", *, here: bool = False
+    geometry: Geometry, seed: int, transport: str, coordinator: str = "", *, here: bool = False
 ) -> Iterator[OwnerSide]:
     """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper."""
     arguments = {
-        "layout": layout_fields(layout),
+        "geometry": asdict(geometry),
         "seed": seed,
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,

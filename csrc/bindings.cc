@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only file that knows Python. Thin: arguments in, Status out as an exception of kvlink.errors, the GIL released
 // around everything that may wait. No thread of the core ever enters here.
-#include <pybind11/native_enum.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -163,18 +162,13 @@ void register_plan(py::module_& m) {
 }
 
 void register_transfer(py::module_& m) {
-  py::native_enum<TransferState>(m, "TransferState", "enum.Enum")
-      .value("PENDING", TransferState::kPending)
-      .value("DONE", TransferState::kDone)
-      .value("FAILED", TransferState::kFailed)
-      .finalize();
   py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
       .def(py::init<>())
       .def("fileno", &CompletionQueue::fd)
       .def("drain", &CompletionQueue::drain)
       .def("close", &CompletionQueue::close);
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
-      .def_property_readonly("state", &Transfer::state)
+      .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
       .def("done", &Transfer::done)
       .def("wait", [](Transfer& self, double timeout_s) { return self.wait(to_ns(timeout_s)); },
            py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
@@ -189,7 +183,7 @@ void register_transfer(py::module_& m) {
       .def("stats", [](const Transfer& self) {
         const TransferStats stats = self.stats();
         return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.read_ns,
-                              stats.validate_ns, stats.settle_ns, stats.total_ns, stats.ran_inline, stats.settled);
+                              stats.validate_ns, stats.settle_ns, stats.total_ns, stats.ran_inline);
       });
 }
 

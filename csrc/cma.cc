@@ -27,7 +27,8 @@ namespace {
 constexpr uint32_t kMagic = 0x3161'6d63;  // "cma1"
 constexpr size_t kCookieBytes = 16;
 constexpr size_t kMaxBootIdBytes = 64;
-constexpr size_t kMaxPieces = 1024;  // UIO_MAXIOV
+constexpr size_t kMaxPieces = 1024;                // UIO_MAXIOV
+constexpr size_t kMaxDataPieces = kMaxPieces - 2;  // the rest is for a slot
 
 using Cookie = std::array<char, kCookieBytes>;
 
@@ -149,17 +150,25 @@ class CmaEndpoint : public QueuedEndpoint {
  protected:
   Status check_owner() override { return owner_.check(); }
 
-  Status read_some(Read& read, size_t budget) override {
-    if (is_one_slot(read.chunk)) return read_words(read);
+  Status read_some(Read& read, Read* behind, size_t budget) override {
+    num_local_ = num_remote_ = 0;
+    Read* slot = is_one_slot(read) ? &read : nullptr;
     Cursor to = read.at;
-    gather(read.chunk, to, budget);
+    if (!slot) {
+      gather(read.chunk, to, budget);
+      if (kCopiesInOrder && behind && to.moved == read.bytes && is_one_slot(*behind)) slot = behind;
+    }
+    if (slot) gather_slot(*slot);
+    load_fence();
     const ssize_t got = copy();
     if (got <= 0) return owner_.failed(got == 0 ? EFAULT : errno);
-    if (static_cast<uint64_t>(got) == to.moved - read.at.moved) {
-      read.at = to;
-    } else {
-      walk(read.chunk, read.at, static_cast<size_t>(got), [](auto&&...) { return true; });
-    }
+    const size_t data_bytes = to.moved - read.at.moved;
+    const size_t slot_bytes = static_cast<size_t>(got) - std::min<size_t>(got, data_bytes);
+    skip(read, static_cast<size_t>(got) - slot_bytes);
+    if (slot && slot_bytes == 2 * slot->bytes)
+      take_slot(*slot);
+    else if (slot == &read)
+      return owner_.failed(EFAULT);
     return {};
   }
 
@@ -171,36 +180,44 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
  private:
-  bool is_one_slot(const Chunk& chunk) const {
-    const ReadOp& op = chunk.ops.front();
-    return chunk.ops.size() == 1 && op.num_segments == 1 &&
+  // Whether the loads of one process_vm_readv are made in the order of its pieces: then the slot that
+  // validates a chunk can be read by the call that reads the chunk's end.
+#if defined(__x86_64__)
+  static constexpr bool kCopiesInOrder = true;
+#else
+  static constexpr bool kCopiesInOrder = false;
+#endif
+
+  bool is_one_slot(const Read& read) const {
+    const ReadOp& op = read.chunk.ops.front();
+    return read.chunk.ops.size() == 1 && op.num_segments == 1 &&
            is_words(remote(op.region).address + op.offset, op.bytes);
   }
 
-  // The kernel may copy words in pieces. Two copies of which the second began after the first had ended
-  // differ when the first fell into a store, so two equal ones are whole; otherwise the next poll tries
-  // again.
-  Status read_words(Read& read) {
-    const ReadOp& op = read.chunk.ops.front();
-    std::array<std::byte, 2 * kMaxWordsBytes> twice;
-    const iovec local{twice.data(), 2 * size_t{op.bytes}};
+  // The kernel may copy words in pieces. Of two copies, the second begun after the first had ended, the first
+  // may have fallen into a store only if they differ; then a later poll tries again.
+  void gather_slot(const Read& slot) {
+    const ReadOp& op = slot.chunk.ops.front();
+    local_[num_local_++] = {slot_twice_.data(), 2 * size_t{op.bytes}};
     const iovec words = piece(remote(op.region).address + op.offset, op.bytes);
-    const std::array<iovec, 2> from{words, words};
-    load_fence();
-    const ssize_t got = ::process_vm_readv(owner_.pid(), &local, 1, from.data(), from.size(), 0);
-    if (got != static_cast<ssize_t>(local.iov_len)) return owner_.failed(got >= 0 ? EFAULT : errno);
-    if (std::memcmp(twice.data(), twice.data() + op.bytes, op.bytes) != 0) return {};
-    walk(read.chunk, read.at, op.bytes, [&](const ReadOp&, uint32_t, std::byte* to, uint32_t bytes) {
-      std::memcpy(to, twice.data(), bytes);
-      return true;
-    });
-    return {};
+    remote_[num_remote_++] = words;
+    remote_[num_remote_++] = words;
+  }
+
+  void take_slot(Read& slot) {
+    if (std::memcmp(slot_twice_.data(), slot_twice_.data() + slot.bytes, slot.bytes) != 0) return;
+    std::memcpy(slot.chunk.segments[slot.chunk.ops.front().first_segment].local, slot_twice_.data(),
+                slot.bytes);
+    skip(slot, slot.bytes);
+  }
+
+  static void skip(Read& read, size_t bytes) {
+    walk(read.chunk, read.at, bytes, [](auto&&...) { return true; });
   }
 
   void gather(const Chunk& chunk, Cursor& at, size_t budget) {
-    num_local_ = num_remote_ = 0;
     walk(chunk, at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* to, uint32_t bytes) {
-      if (num_local_ == kMaxPieces) return false;
+      if (num_local_ == kMaxDataPieces) return false;
       local_[num_local_++] = {to, bytes};
       const uint64_t from = remote(op.region).address + op.offset + in_op;
       if (num_remote_ > 0 && end_of(remote_[num_remote_ - 1]) == from) {
@@ -223,6 +240,7 @@ class CmaEndpoint : public QueuedEndpoint {
   Process owner_;
   size_t num_local_ = 0, num_remote_ = 0;
   std::array<iovec, kMaxPieces> local_, remote_;
+  std::array<std::byte, 2 * kMaxWordsBytes> slot_twice_;
 };
 
 class CmaRegion : public MemoryRegion {

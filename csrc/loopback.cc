@@ -133,13 +133,13 @@ class LoopbackEndpoint : public MappedEndpoint {
     return linked();
   }
 
-  Status read_some(Read& read, size_t budget) override {
+  Status read_some(Read& read, Read* behind, size_t budget) override {
     std::shared_lock lock(owner_->mutex);
     if (Status status = linked(); !status.ok()) return status;
     for (const ReadOp& op : read.chunk.ops) {
       if (regions_[op.region]->revoked) return revoked();
     }
-    return MappedEndpoint::read_some(read, budget);
+    return MappedEndpoint::read_some(read, behind, budget);
   }
 
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {

@@ -14,6 +14,7 @@
 namespace kvlink {
 namespace {
 
+constexpr double kMaxReserved = 1 << 20;  // pieces, 40 bytes each, untouched until written
 constexpr double kMaxSegments = 1 << 28;  // 4 GiB of them: a mistake, and far below what ReadOp can index
 
 /// Planes that share the owner's blocks (cross-layer, K beside V), so that one read may serve several.
@@ -115,7 +116,8 @@ class PlannerImpl final : public Planner {
     });
     all_ = arrange_in_blocks(std::move(planes));
     const uint32_t narrow = std::min(owner_.block_tokens, reader_.block_tokens);
-    most_pieces_ = static_cast<double>(std::max(pieces_of(narrow).count(), pieces_of(1).count()));
+    usual_pieces_ = static_cast<double>(pieces_of(narrow).count());
+    most_pieces_ = std::max(usual_pieces_, static_cast<double>(pieces_of(1).count()));
   }
 
   Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
@@ -128,10 +130,11 @@ class PlannerImpl final : public Planner {
       return refused;
     }
     const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
+    const uint32_t num_tokens = tokens.end - tokens.begin;
     const bool every_layer = scope.layers.begin == 0 && scope.layers.end >= num_layers_;
-    const uint64_t num_planes =
-        every_layer ? write(all_, spans, into) : write(of_layers(scope.layers), spans, into);
-    into.bytes = num_planes * token_bytes() * (tokens.end - tokens.begin);
+    const uint64_t num_planes = every_layer ? write(all_, spans, num_tokens, into)
+                                            : write(of_layers(scope.layers), spans, num_tokens, into);
+    into.bytes = num_planes * token_bytes() * num_tokens;
     return {};
   }
 
@@ -187,11 +190,15 @@ class PlannerImpl final : public Planner {
                       {num_heads_, owner_.head_stride, reader_.head_stride}, owner_.row_bytes);
   }
 
+  /// An upper bound.
+  double num_spans(uint32_t tokens) const {
+    return 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
+  }
+
   /// An upper bound, before anything merges.
   double most_segments(uint32_t tokens) const {
-    const double spans = 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
     const double cuts = static_cast<double>(token_bytes()) * tokens / kMaxOpBytes;
-    return (spans * most_pieces_ + cuts) * static_cast<double>(all_.planes.size());
+    return (num_spans(tokens) * most_pieces_ + cuts) * static_cast<double>(all_.planes.size());
   }
 
   Arrangement arrange_in_blocks(std::vector<PlanePair> planes) const {
@@ -209,8 +216,9 @@ class PlannerImpl final : public Planner {
   }
 
   /// Returns the number of planes planned.
-  size_t write(const Arrangement& made, const Spans& spans, Plan& into) const {
-    Writer writer(into);
+  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, Plan& into) const {
+    const double expected = num_spans(tokens) * usual_pieces_ * static_cast<double>(made.planes.size());
+    Writer writer(into, static_cast<size_t>(std::min(expected, kMaxReserved)));
     Writer::Mark first{};
     for (const Group& group : made.groups) {
       if (group.like_first) {
@@ -248,7 +256,7 @@ class PlannerImpl final : public Planner {
   Layout reader_, owner_;
   uint32_t num_heads_;
   uint32_t num_layers_ = 0;
-  double most_pieces_ = 0;  // of one span of one plane
+  double usual_pieces_ = 0, most_pieces_ = 0;  // of one span of one plane
   Arrangement all_;
 };
 

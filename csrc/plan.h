@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block lists + layouts -> ReadOps. Pure: no I/O, no clock, no globals. Everything here may run on any thread.
+// Block lists + layouts -> ReadOps. Pure: no I/O, no clock, no globals. Everything here may run on any
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +15,9 @@ namespace kvlink {
 
 /// Where one plane (one layer's K, or V, or both side by side) starts.
 struct Plane {
-  uint32_t region = 0;   // index among the owner's pool regions (remote side) or local regions (reader side)
+  uint32_t region = 0;  // index among the owner's pool regions (remote side) or local regions (reader side)
   uint32_t layer = 0;
-  uint64_t offset = 0;   // bytes from the start of the region to block 0
+  uint64_t offset = 0;  // bytes from the start of the region to block 0
 };
 
 /// How a worker's blocks lie in memory. One block of one plane holds block_tokens x num_heads rows of
@@ -73,7 +74,8 @@ class Planner {
                       const PlanScope& scope, Plan& into) const = 0;
 
   /// Refuses, among the blocks that the scope touches, ids out of range and a reader block named twice; lists
-  /// too short for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole once.
+  /// too short for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole
+  /// once.
   virtual Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
                        const PlanScope& scope) const = 0;
 

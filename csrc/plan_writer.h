@@ -21,7 +21,11 @@ struct PlanePair {
 /// Fills a plan from its start. The vectors are longer than what is filled until finish().
 class Writer {
  public:
-  explicit Writer(Plan& into) : ops_(into.ops), segments_(into.segments) {}
+  /// `expected` pieces get their memory at once.
+  Writer(Plan& into, size_t expected) : ops_(into.ops), segments_(into.segments) {
+    ops_.reserve(expected);
+    segments_.reserve(expected);
+  }
 
   /// Offsets count from the plane's start.
   void put(const PlanePair& plane, uint64_t remote, uint64_t local, uint64_t bytes) {

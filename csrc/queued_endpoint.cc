@@ -92,13 +92,16 @@ void QueuedEndpoint::notice_owner() {
   if (Status status = check_owner(); !status.ok()) break_down(std::move(status));
 }
 
-Status QueuedEndpoint::execute(Post& post, size_t& budget) {
+Status QueuedEndpoint::execute_front(size_t& budget) {
+  Post& post = posts_.front();
   if (post.read.bytes == 0) {
     budget -= std::min(budget, sizeof post.value);
     return write_word(post.region, post.offset, post.value);
   }
+  if (post.read.done()) return {};
+  Read* const behind = posts_.size() > 1 && posts_[1].read.bytes > 0 ? &posts_[1].read : nullptr;
   const uint64_t before = post.read.at.moved;
-  Status status = read_some(post.read, budget);
+  Status status = read_some(post.read, behind, budget);
   budget -= post.read.at.moved - before;
   return status;
 }
@@ -108,15 +111,14 @@ PollResult QueuedEndpoint::poll(std::vector<Completion>& ended) {
   const size_t num_ended = ended.size();
   size_t budget = kSliceBytes;
   while (budget > 0 && !posts_.empty()) {
-    Post& post = posts_.front();
     const size_t before = budget;
-    Status status = execute(post, budget);
+    Status status = execute_front(budget);
     if (!status.ok() && status.code() != Code::kAccessDenied) {
       break_down(std::move(status));
       break;
     }
-    if (!status.ok() || post.read.at.moved == post.read.bytes) {
-      ended.push_back({post.token, std::move(status)});
+    if (!status.ok() || posts_.front().read.done()) {
+      ended.push_back({posts_.front().token, std::move(status)});
       posts_.pop_front();
     } else if (budget == before) {
       break;
@@ -129,7 +131,7 @@ void QueuedEndpoint::cancel(uint64_t token) {
   std::erase_if(posts_, [token](const Post& post) { return post.token == token; });
 }
 
-Status MappedEndpoint::read_some(Read& read, size_t budget) {
+Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
   StreamCopy streamed;
   const bool streams = read.bytes >= kStreamBytes;
   walk(read.chunk, read.at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {

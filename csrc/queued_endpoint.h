@@ -43,6 +43,7 @@ class QueuedEndpoint : public Endpoint {
     Chunk chunk = {};
     uint64_t bytes = 0;
     Cursor at = {};
+    bool done() const { return at.moved == bytes; }
   };
 
   uint32_t add_remote(const Remote& remote);
@@ -70,14 +71,15 @@ class QueuedEndpoint : public Endpoint {
   /// Whether the owner is still there. Called now and then, and before the first work after a pause.
   virtual Status check_owner() = 0;
   /// Moves at most `budget` bytes and advances `read.at`; none means that it wants to be called again later.
+  /// `behind`, the read posted after it or null, may be taken along where that saves something.
   /// kAccessDenied ends this read alone, any other failure the endpoint.
-  virtual Status read_some(Read& read, size_t budget) = 0;
+  virtual Status read_some(Read& read, Read* behind, size_t budget) = 0;
   virtual Status write_word(uint32_t region, uint64_t offset, uint64_t value) = 0;
 
  private:
   struct Post {
     uint64_t token = 0;
-    Read read = {};  // no ops: a write
+    Read read = {};  // of no bytes: a write
     uint32_t region = 0;
     uint64_t offset = 0, value = 0;
   };
@@ -92,7 +94,7 @@ class QueuedEndpoint : public Endpoint {
     at = {.op = at.op + 1, .moved = at.moved};
   }
   Status check(const ReadOp& op, const Segment* segments) const;
-  Status execute(Post& post, size_t& budget);
+  Status execute_front(size_t& budget);
   void notice_owner();
 
   std::vector<Remote> remotes_;
@@ -104,7 +106,7 @@ class QueuedEndpoint : public Endpoint {
 /// A QueuedEndpoint whose remote addresses are addresses of this process.
 class MappedEndpoint : public QueuedEndpoint {
  protected:
-  Status read_some(Read& read, size_t budget) override;
+  Status read_some(Read& read, Read* behind, size_t budget) override;
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override;
 };
 

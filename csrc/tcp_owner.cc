@@ -17,15 +17,11 @@
 namespace kvlink::tcp {
 namespace {
 
-constexpr uint64_t kListenerSerial = 0, kTimerSerial = 1, kFirstSerial = 2;
+constexpr uint64_t kListenerSerial = 0, kGreetingSerial = 1, kHushSerial = 2, kFirstSerial = 3;
 constexpr int kMaxEvents = 64;
 constexpr int kMaxAcceptsPerRound = 16;
 constexpr size_t kMaxNewcomers = 64;  // one more, and the oldest goes: who is honest speaks at once
-// A reader that has just announced itself, checked its lease slot or settled comes back within a round trip.
-// Staying awake for it saves the 5-20 us of a wake-up at either end: 16 KiB pulls over loopback then take 22
-// instead of 47 us.
-constexpr int64_t kLingerNs = 50'000;
-constexpr int64_t kMaxLingerNs = 500'000;  // then serve() lets its thread do its other work
+constexpr int64_t kHushNs = 500'000;
 constexpr int64_t kGreetingNs = 5'000'000'000;
 constexpr int64_t kNoDescriptorsPauseNs = 100'000'000;
 
@@ -44,6 +40,19 @@ class Lent final : public MemoryRegion {
   uint64_t key_, bytes_;
   Access access_;
 };
+
+UniqueFd make_timer() { return UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)); }
+
+void set_timer(const UniqueFd& timer, int64_t delay_ns) {
+  itimerspec after{};
+  after.it_value = {delay_ns / 1'000'000'000, delay_ns % 1'000'000'000};
+  ::timerfd_settime(timer.get(), 0, &after, nullptr);
+}
+
+bool take_expiry(const UniqueFd& timer) {
+  uint64_t expirations;
+  return ::read(timer.get(), &expirations, sizeof expirations) == sizeof expirations;
+}
 
 }  // namespace
 
@@ -71,14 +80,16 @@ Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
                                  std::move(*address));
 }
 
-Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd timer, Address address)
+Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, Address address)
     : address_(std::move(address)),
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
-      timer_(std::move(timer)),
+      greeting_timer_(std::move(greeting_timer)),
+      hush_timer_(std::move(hush_timer)),
       next_serial_(kFirstSerial) {
   watch(listener_.get(), EPOLLIN, kListenerSerial);
-  watch(timer_.get(), EPOLLIN, kTimerSerial);
+  watch(greeting_timer_.get(), EPOLLIN, kGreetingSerial);
+  watch(hush_timer_.get(), EPOLLIN, kHushSerial);
 }
 
 void Owner::watch(int fd, uint32_t events, uint64_t serial) {
@@ -143,59 +154,67 @@ void Owner::close() {
   newcomers_.clear();
   served_.clear();
   listener_.reset();
-  timer_.reset();
+  greeting_timer_.reset();
+  hush_timer_.reset();
   epoll_.reset();
 }
 
 void Owner::serve() {
-  const int64_t start = now_ns();
-  int64_t until = start;
-  for (int64_t now = start; now <= until && now < start + kMaxLingerNs; now = now_ns()) {
-    if (round()) {
-      until = now + kLingerNs;
-    } else if (until > start) {
-      std::this_thread::yield();
-    }
-  }
-}
-
-/// True when a pull is likely to go on at once.
-bool Owner::round() {
   epoll_event events[kMaxEvents];
   const int ready = ::epoll_wait(epoll_.get(), events, kMaxEvents, 0);
-  bool brisk = false;
   for (int index = 0; index < ready; ++index) {
     lock_.lock_serving();
     std::lock_guard lock(lock_, std::adopt_lock);
-    brisk |= dispatch(events[index].data.u64);
+    dispatch(events[index].data.u64);
   }
-  return brisk;
 }
 
-bool Owner::dispatch(uint64_t serial) {
+void Owner::dispatch(uint64_t serial) {
   if (const auto found = served_.find(serial); found != served_.end()) return serve(serial, found->second);
-  if (serial == kListenerSerial) {
-    welcome();
-  } else if (serial == kTimerSerial) {
-    on_timer();
-  } else {
-    greet(serial);
+  switch (serial) {
+    case kListenerSerial:
+      return welcome();
+    case kGreetingSerial:
+      return on_greeting_timer();
+    case kHushSerial:
+      return on_hush_timer();
+    default:
+      return greet(serial);
   }
-  return false;
 }
 
-bool Owner::serve(uint64_t serial, ServedConnection& connection) {
+void Owner::serve(uint64_t serial, ServedConnection& connection) {
   const Wants wants = connection.serve();
   if (wants == Wants::kEnd) {
     unwatch(connection.socket());
     served_.erase(serial);
-    return false;
+    return;
   }
   if (wants != connection.armed) {
     connection.armed = wants;
     rewatch(connection.socket(), wants == Wants::kSpace ? EPOLLOUT : EPOLLIN, serial);
   }
-  return wants == Wants::kRequests && connection.last_was_lease();
+  if (connection.expects_write() && !connection.hushed()) hush(serial, connection);
+}
+
+/// Waking a sleeping thread costs the sender 10-25 us here, and a settle is not urgent: one that comes alone
+/// within kHushNs waits for that moment, or for the next request. Nothing is left hushed.
+void Owner::hush(uint64_t serial, ServedConnection& connection) {
+  connection.set_hushed(true);
+  if (hushed_.empty()) set_timer(hush_timer_, kHushNs);
+  hushed_.push_back(serial);
+}
+
+void Owner::on_hush_timer() {
+  if (!take_expiry(hush_timer_)) return;
+  std::swap(hushed_, waking_);
+  for (const uint64_t serial : waking_) {
+    const auto found = served_.find(serial);
+    if (found == served_.end()) continue;
+    found->second.set_hushed(false);
+    serve(serial, found->second);
+  }
+  waking_.clear();
 }
 
 void Owner::welcome() {
@@ -206,7 +225,7 @@ void Owner::welcome() {
       return;
     }
     if (newcomers_.size() == kMaxNewcomers) dismiss_oldest();
-    if (newcomers_.empty()) set_timer(kGreetingNs);
+    if (newcomers_.empty()) set_timer(greeting_timer_, kGreetingNs);
     tune(socket.get());
     const uint64_t serial = next_serial_++;
     watch(socket.get(), EPOLLIN, serial);
@@ -219,21 +238,14 @@ void Owner::listen_again(bool enabled) {
   rewatch(listener_.get(), enabled ? uint32_t{EPOLLIN} : 0, kListenerSerial);
   if (enabled) return;
   if (!newcomers_.empty()) dismiss_oldest();
-  set_timer(kNoDescriptorsPauseNs);
+  set_timer(greeting_timer_, kNoDescriptorsPauseNs);
 }
 
-void Owner::set_timer(int64_t delay_ns) {
-  itimerspec after{};
-  after.it_value = {delay_ns / 1'000'000'000, delay_ns % 1'000'000'000};
-  ::timerfd_settime(timer_.get(), 0, &after, nullptr);
-}
-
-void Owner::on_timer() {
-  uint64_t expirations;
-  if (::read(timer_.get(), &expirations, sizeof expirations) < 0) return;
+void Owner::on_greeting_timer() {
+  if (!take_expiry(greeting_timer_)) return;
   const int64_t now = now_ns();
   while (!newcomers_.empty() && newcomers_.begin()->second.deadline_ns <= now) dismiss_oldest();
-  if (!newcomers_.empty()) set_timer(newcomers_.begin()->second.deadline_ns - now);
+  if (!newcomers_.empty()) set_timer(greeting_timer_, newcomers_.begin()->second.deadline_ns - now);
   listen_again(true);
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "fd.h"
 #include "tcp_invitations.h"
@@ -36,7 +37,7 @@ class ServeLock {
 class Owner : public std::enable_shared_from_this<Owner> {
  public:
   static Result<std::shared_ptr<Owner>> listen(const TransportOptions& options);
-  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd timer, Address address);
+  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, Address address);
   ~Owner() { close(); }
   Owner(const Owner&) = delete;
   Owner& operator=(const Owner&) = delete;
@@ -62,13 +63,13 @@ class Owner : public std::enable_shared_from_this<Owner> {
     size_t got;
   };
 
-  bool round();
-  bool dispatch(uint64_t serial);
-  bool serve(uint64_t serial, ServedConnection& connection);
+  void dispatch(uint64_t serial);
+  void serve(uint64_t serial, ServedConnection& connection);
+  void hush(uint64_t serial, ServedConnection& connection);
+  void on_hush_timer();
   void welcome();
   void listen_again(bool enabled);
-  void on_timer();
-  void set_timer(int64_t delay_ns);
+  void on_greeting_timer();
   void greet(uint64_t serial);
   Verdict judge(const Hello& hello, uint64_t& connection_id);
   void dismiss(std::map<uint64_t, Newcomer>::iterator newcomer);
@@ -79,7 +80,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void unwatch(int fd);
 
   const Address address_;
-  UniqueFd listener_, epoll_, timer_;
+  UniqueFd listener_, epoll_, greeting_timer_, hush_timer_;
 
   ServeLock lock_;  // guards everything below
   LentRegions regions_;
@@ -87,6 +88,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   uint64_t next_serial_;                    // names a socket to epoll; never used twice
   std::map<uint64_t, Newcomer> newcomers_;  // oldest first
   std::unordered_map<uint64_t, ServedConnection> served_;
+  std::vector<uint64_t> hushed_, waking_;  // serials
 };
 
 }  // namespace kvlink::tcp

@@ -195,7 +195,7 @@ Status Reader::post_read(uint64_t token, const Chunk& chunk) {
                              next_id_};
   append(&header, sizeof header);
   for (const ReadOp& op : chunk.ops) {
-    const RequestEntry entry{regions_[op.region].key, op.offset, op.bytes};
+    const ReadEntry entry{regions_[op.region].key, op.offset, op.bytes};
     append(&entry, sizeof entry);
   }
   landing_.expect(token, next_id_++, chunk, bytes);
@@ -208,8 +208,8 @@ Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint
       !regions_[region].holds(offset, sizeof value) || offset % sizeof value != 0) {
     return Status::AccessDenied("a write to " + peer_ + " is outside its writable regions or not aligned");
   }
-  const RequestHeader header{kFrameMagic, FrameKind::kWrite, 1, 0};
-  const RequestEntry entry{regions_[region].key, offset, value};
+  const RequestHeader header{kFrameMagic, FrameKind::kWrite, 0, value};
+  const WriteEntry entry{regions_[region].key, offset};
   append(&header, sizeof header);
   append(&entry, sizeof entry);
   writes_.push_back({token, appended()});

@@ -32,12 +32,13 @@ bool inside(const LentRegion& region, uint64_t offset, uint64_t bytes) {
 }
 
 size_t frame_bytes(const RequestHeader& header) {
-  return sizeof header + header.count * sizeof(RequestEntry);
+  return header.kind == FrameKind::kWrite ? kWriteFrameBytes
+                                          : sizeof header + header.count * sizeof(ReadEntry);
 }
 
 bool well_formed(const RequestHeader& header) {
   if (header.magic != kFrameMagic) return false;
-  if (header.kind == FrameKind::kWrite) return header.count == 1;
+  if (header.kind == FrameKind::kWrite) return header.count == 0;
   return header.kind == FrameKind::kRead && header.count > 0 && header.count <= kMaxFrameOps;
 }
 
@@ -131,6 +132,12 @@ Wants ServedConnection::serve() {
   }
 }
 
+void ServedConnection::set_hushed(bool hushed) {
+  hushed_ = hushed;
+  const int bytes = hushed ? kWriteFrameBytes + 1 : 1;
+  ::setsockopt(socket(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+}
+
 size_t ServedConnection::whole_frame(RequestHeader& header) const {
   if (end_ - begin_ < sizeof header) return 0;
   header = load<RequestHeader>(&inbox_[begin_]);
@@ -150,7 +157,7 @@ ServedConnection::Step ServedConnection::run_next_frame() {
   if (!well_formed(header)) return Step::kMalformed;
   const std::byte* entries = &inbox_[begin_ + sizeof header];
   begin_ += bytes;
-  return header.kind == FrameKind::kRead ? answer_read(header, entries) : store(entries);
+  return header.kind == FrameKind::kRead ? answer_read(header, entries) : store(header, entries);
 }
 
 ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header, const std::byte* entries) {
@@ -178,22 +185,22 @@ ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte
   uint64_t key = 0;
   const LentRegion* region = nullptr;  // of `key`
   for (uint32_t index = 0; index < header.count && bytes <= kMaxFrameBytes; ++index) {
-    const auto entry = load<RequestEntry>(entries + index * sizeof(RequestEntry));
+    const auto entry = load<ReadEntry>(entries + index * sizeof(ReadEntry));
     if (region == nullptr || entry.key != key) {
       const auto found = regions_.find(entry.key);
       if (found == regions_.end()) return ReadStatus::kUnknownKey;
       key = entry.key;
       region = &found->second;
     }
-    if (!inside(*region, entry.offset, entry.operand)) return ReadStatus::kOutOfBounds;
-    bytes += entry.operand;
+    if (!inside(*region, entry.offset, entry.bytes)) return ReadStatus::kOutOfBounds;
+    bytes += entry.bytes;
     std::byte* from = region->base + entry.offset;
     const bool words =
-        entry.operand <= kMaxAtomicBytes && entry.operand % sizeof(uint64_t) == 0 && is_aligned(from);
+        entry.bytes <= kMaxAtomicBytes && entry.bytes % sizeof(uint64_t) == 0 && is_aligned(from);
     if (words)
-      gather_words(from, entry.operand);
+      gather_words(from, entry.bytes);
     else
-      outbox_.add(from, entry.operand);
+      outbox_.add(from, entry.bytes);
   }
   return ReadStatus::kOk;
 }
@@ -208,8 +215,8 @@ void ServedConnection::gather_words(const std::byte* from, uint64_t bytes) {
   outbox_.add(to, bytes);
 }
 
-ServedConnection::Step ServedConnection::store(const std::byte* entries) {
-  const auto entry = load<RequestEntry>(entries);
+ServedConnection::Step ServedConnection::store(const RequestHeader& header, const std::byte* from) {
+  const auto entry = load<WriteEntry>(from);
   const auto found = regions_.find(entry.key);
   if (found == regions_.end()) return Step::kMalformed;
   const LentRegion& region = found->second;
@@ -217,8 +224,8 @@ ServedConnection::Step ServedConnection::store(const std::byte* entries) {
     return Step::kMalformed;
   std::byte* to = region.base + entry.offset;
   if (!is_aligned(to)) return Step::kMalformed;
-  last_was_lease_ = true;
-  word_at(to).store(entry.operand, std::memory_order_release);
+  expects_write_ = false;
+  word_at(to).store(header.id, std::memory_order_release);
   return Step::kDone;
 }
 

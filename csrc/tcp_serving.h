@@ -57,8 +57,11 @@ class ServedConnection {
   Wants serve();
   /// Part of a response under way comes from `region`.
   bool sends_from(const LentRegion& region) const { return outbox_.touches(region); }
-  /// The last frame read or wrote words, as the start and the end of a pull do in the lease table.
-  bool last_was_lease() const { return last_was_lease_; }
+  /// The last frame read a lease slot: what comes next is most likely the settle, alone.
+  bool expects_write() const { return expects_write_; }
+  bool hushed() const { return hushed_; }
+  /// A hushed socket is not readable for one lone write.
+  void set_hushed(bool hushed);
   int socket() const { return socket_.get(); }
   uint64_t connection_id() const { return connection_id_; }
 
@@ -69,7 +72,7 @@ class ServedConnection {
 
   Step run_next_frame();
   Step answer_read(const RequestHeader& header, const std::byte* entries);
-  Step store(const std::byte* entry);
+  Step store(const RequestHeader& header, const std::byte* entry);
   ReadStatus gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
   void gather_words(const std::byte* from, uint64_t bytes);
   /// The frame at `begin_` when it is here completely, else 0 bytes long.
@@ -88,7 +91,7 @@ class ServedConnection {
   Outbox outbox_;
   std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
   size_t copied_bytes_ = 0;
-  bool last_was_lease_ = false;
+  bool expects_write_ = false, hushed_ = false;
   std::atomic<uint64_t> frames_{0};
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What crosses a tcp connection. Little-endian, packed without gaps, sent as it lies in memory.
 //
-//   reader -> owner: Hello, then frames: RequestHeader + `count` RequestEntry
+//   reader -> owner: Hello, then frames: RequestHeader + `count` ReadEntry, or + WriteEntry
 //   owner -> reader: HelloReply, then for each read frame, in order: ResponseHeader + payload (none when
 //   refused)
 //
@@ -55,19 +55,26 @@ enum class FrameKind : uint16_t { kRead = 1, kWrite = 2 };
 struct RequestHeader {
   uint16_t magic;
   FrameKind kind;
-  uint32_t count;  // entries that follow; 1 for a write
-  uint64_t id;     // counts the reads of a connection from 0; 0 for a write
+  uint32_t count;  // entries that follow; 0 for a write
+  uint64_t id;     // counts the reads of a connection from 0; for a write the value
 };
 static_assert(sizeof(RequestHeader) == 16);
 
-struct RequestEntry {
+struct ReadEntry {
   uint64_t key;
   uint64_t offset;
-  uint64_t operand;  // bytes to read, or the value to write
+  uint64_t bytes;
 };
-static_assert(sizeof(RequestEntry) == 24);
+static_assert(sizeof(ReadEntry) == 24);
 
-inline constexpr size_t kMaxRequestBytes = sizeof(RequestHeader) + kMaxFrameOps * sizeof(RequestEntry);
+struct WriteEntry {
+  uint64_t key;
+  uint64_t offset;
+};
+static_assert(sizeof(WriteEntry) < sizeof(ReadEntry), "the shortest frame is a write: see Owner::hush");
+
+inline constexpr size_t kWriteFrameBytes = sizeof(RequestHeader) + sizeof(WriteEntry);
+inline constexpr size_t kMaxRequestBytes = sizeof(RequestHeader) + kMaxFrameOps * sizeof(ReadEntry);
 
 enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds };
 

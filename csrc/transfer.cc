@@ -265,7 +265,8 @@ void Transfer::finish(Status status, int64_t now) {
     stats_.num_ops = plan_.ops.size();
     stats_.num_segments = plan_.segments.size();
   }
-  state_.store(result_.ok() ? TransferState::kDone : TransferState::kFailed, std::memory_order_release);
+  const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
+  state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
   for (const auto& [queue, token] : watchers_) queue->push(token);
   watchers_.clear();
   changed_.notify_all();

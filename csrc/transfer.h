@@ -52,7 +52,12 @@ struct Step {
   uint32_t first_op = 0, num_ops = 0;
 };
 
-enum class TransferState : uint8_t { kPending, kDone, kFailed };
+enum class TransferState : uint8_t {
+  kPending,
+  kFailed,
+  kValid,    // all bytes landed and validated; the owner keeps its blocks until the lease ends
+  kSettled,  // valid, and the owner has been told
+};
 
 class Transfer {
  public:

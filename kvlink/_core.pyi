@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ data plane. `kvlink.engine` and `kvlink.pool` are its users, besides benchmarks and tests."""
 
-import enum
 from collections.abc import Sequence
 from typing import Any
-
-class TransferState(enum.Enum):
-    PENDING = 0
-    DONE = 1
-    FAILED = 2
 
 def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
@@ -86,7 +80,8 @@ class Transfer:
     """One pull from one owner, shared between the caller and the engine's threads."""
 
     @property
-    def state(self) -> TransferState: ...
+    def state(self) -> int:
+        """0 running, 1 failed, 2 valid, 3 valid and settled."""
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
         """Releases the GIL. False: still running. A negative timeout waits for ever."""
@@ -95,8 +90,8 @@ class Transfer:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:
         """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool, bool]:
-        """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline, settled."""
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool]:
+        """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline."""
 
 class Connection:
     """One reader-side connection to one owner over one transport, with its lanes."""

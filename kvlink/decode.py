@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvlink.engine import Transfer, failure
+from kvlink.engine import RUNNING, SETTLED, Transfer, failure
 from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable
 from kvlink.peers import Peer, Peers, Refusal
 from kvlink.ticket import Ticket
@@ -24,16 +24,16 @@ _STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 class PullStats(NamedTuple):
     """Of one pull, summed over its owners; times in microseconds, of the slowest owner."""
 
-    num_bytes: int
-    num_ops: int
-    num_segments: int
-    plan_us: float
-    read_us: float
-    validate_us: float
-    settle_us: float
-    total_us: float
-    ran_inline: bool
-    settled: bool
+    num_bytes: int = 0
+    num_ops: int = 0
+    num_segments: int = 0
+    plan_us: float = 0.0
+    read_us: float = 0.0
+    validate_us: float = 0.0
+    settle_us: float = 0.0
+    total_us: float = 0.0
+    ran_inline: bool = False
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class PathTaken:
         lanes = f"{self.lanes} lane(s)" + (", inline" if self.ran_inline else "")
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
         return (
-            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} bytes, "
-            f"predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
+            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, "
+            f"{self.num_bytes} bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
         )
 
 
@@ -84,7 +84,7 @@ class Pull:
     Safe from any thread; `await` works on any event loop.
     """
 
-    __slots__ = ("_cancelled", "_on_unsettled", "_parts", "_starting", "request_id")
+    __slots__ = ("_on_unsettled", "_parts", "_starting", "request_id")
 
     def __init__(
         self,
@@ -97,14 +97,15 @@ class Pull:
         self._parts = parts
         self._starting = starting
         self._on_unsettled = on_unsettled
-        self._cancelled = False
 
     def __repr__(self) -> str:
         """State in words."""
         if not self.done():
             return f"Pull({self.request_id!r}: running)"
         error = self._error()
-        return f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
+        return (
+            f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
+        )
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
@@ -116,14 +117,15 @@ class Pull:
 
         Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        parts = self._started(timeout_s)
-        if parts is None:
-            return False
-        for part in parts:
-            if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+        parts = self._parts
+        if parts is None or any(part.transfer.state == RUNNING for part in parts):
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            for part in self._started(timeout_s) or []:
+                if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+                    return False
+            if not self.done():
                 return False
-        self._raise_if_failed()
+        self._conclude()
         return True
 
     def __await__(self) -> Generator[Any, None, PullStats]:
@@ -132,16 +134,15 @@ class Pull:
 
     async def _ended(self) -> PullStats:
         if self._starting is not None:
-            await asyncio.wait({asyncio.ensure_future(asyncio.shield(asyncio.wrap_future(self._starting)))})
+            await asyncio.wait([asyncio.wrap_future(self._starting)])
         for part in self._started(0) or []:
             await LoopWaiter.of_running_loop().ended(part.transfer)
-        self._raise_if_failed()
+        self._conclude()
         return self.stats
 
     def cancel(self) -> None:
         """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
-        self._cancelled = True
-        if self._starting is not None and self._parts is None:
+        if self._parts is None and self._starting is not None:
             self._starting.cancel()
         for part in self._started(None) or []:
             part.transfer.cancel()
@@ -150,28 +151,24 @@ class Pull:
     @property
     def stats(self) -> PullStats:
         """Of the owners whose transfers were started. Final once done."""
-        rows = [part.transfer.stats() for part in self._started(0) or []]
-        if not rows:
-            return PullStats(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, False, False)
-        sums = [sum(row[i] for row in rows) for i in range(3)]
-        slowest = [max(row[i] for row in rows) / 1000 for i in range(3, 8)]
-        return PullStats(*sums, *slowest, all(row[8] for row in rows), all(row[9] for row in rows))
+        transfers = [part.transfer for part in self._started(0) or []]
+        if not transfers:
+            return PullStats()
+        num_bytes, num_ops, num_segments, *times_ns, ran_inline = zip(
+            *(t.stats() for t in transfers), strict=True
+        )
+        return PullStats(
+            sum(num_bytes),
+            sum(num_ops),
+            sum(num_segments),
+            *(max(ns) / 1000 for ns in times_ns),
+            ran_inline=all(ran_inline),
+            settled=all(transfer.state == SETTLED for transfer in transfers),
+        )
 
     def explain(self) -> list[PathTaken]:
         """The path to each owner, why better ones were refused, and predicted against measured time."""
-        paths = []
-        for ticket, peer, transfer in self._started(0) or []:
-            num_bytes, num_ops, *_, total_ns, ran_inline, _settled = transfer.stats()
-            predicted = peer.cost.predict_us(num_ops, num_bytes)
-            if transfer.done() and num_bytes:
-                peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
-            paths.append(
-                PathTaken(
-                    ticket.worker_id, peer.transport, peer.connection.lanes, peer.refused,
-                    num_ops, num_bytes, predicted, total_ns / 1000, ran_inline,
-                )
-            )  # fmt: skip
-        return paths
+        return [_path_taken(part) for part in self._started(0) or []]
 
     def _started(self, timeout_s: float | None) -> list[Part] | None:
         """The parts, none if it could not start, or None while it is starting."""
@@ -184,45 +181,49 @@ class Pull:
                 return []
         return self._parts
 
-    def _error(self) -> KVLinkError | None:
-        if self._starting is not None and self._parts is None:
-            if self._starting.cancelled():
-                return Cancelled(f"request {self.request_id}: cancelled before it was connected")
-            error = self._starting.exception(0)
-            if isinstance(error, KVLinkError):
-                return error
-        for part in self._parts or []:
-            peer = part.peer
-            where = f"request {self.request_id} from {part.ticket.worker_id} over {peer.transport}"
-            failed = failure(part.transfer, where)
-            if failed is not None:
-                return failed
-        return None
-
-    def _raise_if_failed(self) -> None:
+    def _conclude(self) -> None:
+        """Raises what the ended pull failed with; has the owners told of seats that were not settled one-sidedly."""
+        parts = self._parts
+        if parts is not None and all(part.transfer.state == SETTLED for part in parts):
+            return
         error = self._error()
         if error is not None:
             raise error
         if self._on_unsettled is not None:
             report, self._on_unsettled = self._on_unsettled, None
-            for part in self._parts or []:
-                if not part.transfer.stats()[9]:
+            for part in parts or []:
+                if part.transfer.state != SETTLED:
                     report(part)
+
+    def _error(self) -> KVLinkError | None:
+        if self._parts is None and self._starting is not None:
+            if self._starting.cancelled():
+                return Cancelled(f"request {self.request_id}: cancelled before it was connected")
+            error = self._starting.exception(0)
+            if error is not None:
+                return error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
+        for ticket, peer, transfer in self._parts or []:
+            where = f"request {self.request_id} from {ticket.worker_id} over {peer.transport}"
+            failed = failure(transfer, where)
+            if failed is not None:
+                return failed
+        return None
 
 
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
-    if len(ticket.seats) <= peer.assignment.seat:
+    index = peer.assignment.seat
+    if index >= len(ticket.seats):
         raise ConfigError(
-            f"request {ticket.request_id}: this rank reads with seat {peer.assignment.seat} and the ticket has "
+            f"request {ticket.request_id}: this rank reads with seat {index} and the ticket has "
             f"{len(ticket.seats)}; offer it with readers={peer.assignment.num_seats}"
         )
-    seat = ticket.seats[peer.assignment.seat]
+    seat = ticket.seats[index]
     begin, end = want.tokens or (0, ticket.num_tokens)
     if not 0 <= begin < end <= ticket.num_tokens:
         raise ConfigError(f"request {ticket.request_id}: tokens {begin} to {end} of {ticket.num_tokens}")
-    first_layer, end_layer = want.layers or (0, peer.card.layout.num_layers)
-    units = len(ticket.block_ids) if ticket.ready_unit is ReadyUnit.BLOCKS else peer.card.layout.num_layers
+    first_layer, end_layer = want.layers or (0, peer.num_layers)
+    units = len(ticket.block_ids) if ticket.ready_unit is ReadyUnit.BLOCKS else peer.num_layers
     return peer.connection.pull(
         peer.planner, ticket.block_ids, want.into, begin, end, first_layer, end_layer,
         seat.slot, seat.nonce, seat.settle_nonce if want.settle else 0,
@@ -245,10 +246,29 @@ async def start_cold(peers: Peers, tickets: Sequence[Ticket], want: Want) -> lis
             if transfer is None:
                 raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
             parts.append(Part(ticket, peer, transfer))
-        if not parts:
-            raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
     except BaseException:
         for part in parts:
             part.transfer.cancel()
         raise
+    if not parts:
+        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
     return parts
+
+
+def _path_taken(part: Part) -> PathTaken:
+    ticket, peer, transfer = part
+    num_bytes, num_ops, *_, total_ns, ran_inline = transfer.stats()
+    predicted_us = peer.cost.predict_us(num_ops, num_bytes)
+    if transfer.done() and num_bytes:
+        peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
+    return PathTaken(
+        ticket.worker_id,
+        peer.transport,
+        peer.connection.lanes,
+        peer.refused,
+        num_ops,
+        num_bytes,
+        predicted_us,
+        total_ns / 1000,
+        ran_inline,
+    )

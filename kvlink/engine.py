@@ -20,6 +20,9 @@ Connection = _core.Connection
 Planner = _core.Planner
 Transfer = _core.Transfer
 
+RUNNING, FAILED, VALID, SETTLED = range(4)
+"""States of a Transfer, see csrc/transfer.h."""
+
 _HOW = (LeaseEnd.SETTLED, LeaseEnd.EXPIRED, LeaseEnd.ABORTED)
 _FORKED = "this Worker was made before a fork; make a new one in the child process"
 
@@ -108,7 +111,11 @@ class Engine:
         return self.core.open(transport, address)
 
     def planner(
-        self, owner: KVLayout, region_bytes: Sequence[int], region_index: Sequence[int], heads: tuple[int, int]
+        self,
+        owner: KVLayout,
+        region_bytes: Sequence[int],
+        region_index: Sequence[int],
+        heads: tuple[int, int],
     ) -> Planner:
         """Plans reads from `owner`'s blocks into this worker's. Raises LayoutMismatch or ConfigError."""
         return _core.Planner(

@@ -166,7 +166,7 @@ class KVLayout:
         if (self.first_head, self.first_head + self.num_heads) != held:
             raise ConfigError(
                 f"layout: first_head {self.first_head} and num_heads {self.num_heads} must mean heads "
-                f"{held[0]} to {held[1]} of {self.total_heads}, as rank {self.tp_rank} of {self.tp_size} holds"
+                f"{held[0]} to {held[1]} of {self.total_heads}, for rank {self.tp_rank} of {self.tp_size}"
             )
         if not self.planes:
             raise ConfigError("layout: planes must not be empty")

@@ -58,6 +58,7 @@ class Peer:
     assignment: Assignment
     refused: tuple[Refusal, ...]
     cost: FittedCost
+    num_layers: int
 
     def __repr__(self) -> str:
         """State in words."""
@@ -213,7 +214,7 @@ class Peers:
             connection.close()
             raise
         cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
-        return Peer(card, name, connection, planner, assignment, tuple(refused), cost)
+        return Peer(card, name, connection, planner, assignment, tuple(refused), cost, card.layout.num_layers)
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
         """A new connection ends the old one, and those to earlier lives of the same worker."""

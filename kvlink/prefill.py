@@ -135,11 +135,19 @@ class Offers:
 
 
 def _check_offer(
-    request_id: str, ids: array[int], tokens: int, block_tokens: int, num_blocks: int, ttl_s: float, readers: int
+    request_id: str,
+    ids: array[int],
+    tokens: int,
+    block_tokens: int,
+    num_blocks: int,
+    ttl_s: float,
+    readers: int,
 ) -> None:
     if not ids or max(ids) >= num_blocks:
         raise ConfigError(f"offer {request_id}: block ids must be one or more of 0 to {num_blocks - 1}")
     if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:
-        raise ConfigError(f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}")
+        raise ConfigError(
+            f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}"
+        )
     if not 0 < ttl_s <= 86400 or not 1 <= readers <= 255:
         raise ConfigError(f"offer {request_id}: ttl_s must be in (0, 86400] and readers 1 to 255")

@@ -11,6 +11,7 @@ import time
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -58,10 +59,14 @@ class Worker:
         config: WorkerConfig | None = None,
     ) -> None:
         config = WorkerConfig.from_env() if config is None else config
-        given = {"coordinator": coordinator, "transports": transports}
-        self.config = replace(config, **{name: value for name, value in given.items() if value is not None})
+        self.config = replace(
+            config,
+            coordinator=config.coordinator if coordinator is None else coordinator,
+            transports=config.transports if transports is None else transports,
+        )
         self.pool = pool
         self.worker_id = worker_id
+        self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed = False
         self._session: Session | None = None
@@ -178,24 +183,26 @@ class Worker:
         Raises ConfigError for bad arguments; everything else comes from the Pull.
         """
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
-        want = Want(block_ids, tokens, layers, settle, timeout_s or self.config.timeout_s)
+        want = Want(block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
         on_unsettled = self._settle_otherwise if settle else None
         if isinstance(ticket, str):
             starting = self._control.submit(self._claim_and_start(ticket, want))
             return Pull(ticket, None, starting, on_unsettled)
+        if isinstance(ticket, Ticket):
+            peer = self._peers.get(ticket.worker_id, ticket.epoch)
+            if peer is not None and (transfer := start(peer, ticket, want)) is not None:
+                return Pull(ticket.request_id, [Part(ticket, peer, transfer)], None, on_unsettled)
         tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
-        if len(tickets) == 1:
-            peer = self._peers.get(tickets[0].worker_id, tickets[0].epoch)
-            transfer = start(peer, tickets[0], want) if peer is not None else None
-            if peer is not None and transfer is not None:
-                return Pull(tickets[0].request_id, [Part(tickets[0], peer, transfer)], None, on_unsettled)
         starting = self._control.submit(start_cold(self._peers, tickets, want))
         return Pull(tickets[0].request_id, None, starting, on_unsettled)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
-        """Connects to a ticket's owner ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
+        """Connects to a ticket's owner ahead of the first pull. None: this rank reads nothing there.
+
+        Raises KVLinkError.
+        """
         deadline = time.monotonic() + timeout_s
         job = self._peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
@@ -225,7 +232,7 @@ class Worker:
 
     async def _join(self) -> WorkerCard:
         if self.config.host in ("0.0.0.0", "::"):
-            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host, not a wildcard")
+            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
         client = CoordinatorClient(self.config.coordinator) if self.config.coordinator else None
         self._client = client
         self._directory = ControlDirectory(client)
@@ -268,7 +275,9 @@ class Worker:
 
     async def _claim_and_start(self, request_id: str, want: Want) -> list[Part]:
         if self._client is None:
-            raise ConfigError(f"request {request_id}: claiming by id needs a coordinator; pass coordinator= or a Ticket")
+            raise ConfigError(
+                f"request {request_id}: claiming by id needs a coordinator; pass one, or a Ticket"
+            )
         deadline = time.monotonic() + want.timeout_s
         layout = self.pool.layout
         blobs = await self._client.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
@@ -291,7 +300,7 @@ class Worker:
             ticket.tp_rank, ticket.tp_size, len(ticket.seats), ticket.to_bytes(),
         )  # fmt: skip
         published = self._control.submit(self._session.offer(offer))
-        published.add_done_callback(lambda future: _log_failure(future.exception(), "publish", ticket.request_id))
+        published.add_done_callback(lambda future: _log_failure(future, "publish", ticket.request_id))
 
     def _forget(self, request_id: str) -> None:
         if self._session is not None:
@@ -300,12 +309,12 @@ class Worker:
     def _settle_otherwise(self, part: Part) -> None:
         job = self._directory.settle(part.ticket, part.peer.assignment.seat)
         settled = self._control.submit(job)
-        settled.add_done_callback(lambda future: _log_failure(future.exception(), "settle", part.ticket.request_id))
+        settled.add_done_callback(lambda future: _log_failure(future, "settle", part.ticket.request_id))
 
 
-def _log_failure(error: BaseException | None, what: str, request_id: str) -> None:
-    if error is not None:
-        _log.warning("%s failed request=%s error=%s", what, request_id, error)
+def _log_failure(future: Future[None], what: str, request_id: str) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        _log.warning("%s failed request=%s error=%s", what, request_id, future.exception())
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -78,9 +78,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the workers of a coordinator, and its counts."""
-    from kvlink.cli import status as shown
+    from kvlink.cli.status import show
 
-    shown.show(coordinator, as_json)
+    show(coordinator, as_json)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, SettleO
 from kvlink.types import WorkerCard
 
 Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
-"""(transport, hellos) -> (connection id, replies). On a thread of its own: may block and raise KVLinkError."""
+"""(transport, hellos) -> (connection id, replies). On its own thread: may block, may raise KVLinkError."""
 Settle = Callable[[int, int], bool]
 """(slot, settle nonce) -> whether a seat was settled. Called on the event loop: must not block."""
 
@@ -63,8 +63,8 @@ class WorkerAgent:
         if card.worker_id != worker_id:
             raise Refused(
                 Reason.RESTARTED,
-                f"the agent at {self.address} is worker {named(card.worker_id)}'s, not {named(worker_id)}'s: "
-                "the address was reused",
+                f"the agent at {self.address} belongs to worker {named(card.worker_id)}, and "
+                f"{named(worker_id)} was asked for: the address was reused",
             )
         if card.epoch != epoch:
             raise Refused(

@@ -73,7 +73,7 @@ class Coordinator:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Ends every stream and call; workers and readers come back when somebody listens again. Idempotent."""
+        """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
         self._draining = True
         await self._store.close()
         await self._host.stop(0.5)

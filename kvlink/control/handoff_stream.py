@@ -19,8 +19,8 @@ T = TypeVar("T")
 class HandoffStream:
     """Many operations a message. When it breaks, what is unanswered fails and a new stream is needed.
 
-    The operations return futures; those of a kind are carried out in order. They raise ConfigError at once for
-    what cannot be sent.
+    The operations return futures; those of a kind are carried out in order. They raise ConfigError at once
+    for what cannot be sent.
     """
 
     def __init__(self, stream: Stream[HandoffBatch, HandoffResults]) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvlink.control.refusal import Refused, refusal_of
 from kvlink.control.store import Store
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, RefusedHandoff
+
+_Answer = asyncio.Future[list[bytes]]
 
 
 class HandoffServer:
@@ -17,42 +20,45 @@ class HandoffServer:
     def __init__(self, store: Store, send: Callable[[HandoffResults], Awaitable[None]]) -> None:
         self._store = store
         self._send = send
-        self._done = dict.fromkeys(HandoffKind, 0)
+        self._num_offers = self._num_settles = self._num_claims = 0
+        self._told = (0, 0)
         self._claimed: list[tuple[int, list[bytes]]] = []
         self._refused: list[RefusedHandoff] = []
-        self._told = (0, 0)
-        self._sending = asyncio.Lock()
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting: set[_Answer] = set()
+        self._news = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
         """Returns when the peer has sent its last batch and every claim is answered. Cancel to give up."""
+        telling = asyncio.create_task(self._tell_news())
         try:
             async for batch in batches:
                 await self._carry_out(batch)
-                await self._flush()
+                await self._tell()
             if self._waiting:
                 await asyncio.wait(self._waiting)
+            await self._tell()
         finally:
-            for task in self._waiting:
-                task.cancel()
+            telling.cancel()
+            for answer in list(self._waiting):
+                answer.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
 
     async def _carry_out(self, batch: HandoffBatch) -> None:
-        done = self._done
         for offer in batch.offers:
             try:
                 await self._store.offer(offer)
             except Refused as refused:
-                self._refuse(HandoffKind.OFFER, done[HandoffKind.OFFER], refused)
-            done[HandoffKind.OFFER] += 1
+                self._refuse(HandoffKind.OFFER, self._num_offers, refused)
+            self._num_offers += 1
         for order in batch.settles:
             try:
                 await self._store.settle(order)
             except Refused as refused:
-                self._refuse(HandoffKind.SETTLE, done[HandoffKind.SETTLE], refused)
-            done[HandoffKind.SETTLE] += 1
+                self._refuse(HandoffKind.SETTLE, self._num_settles, refused)
+            self._num_settles += 1
         for claim in batch.claims:
-            await self._claim(claim, done[HandoffKind.CLAIM])
-            done[HandoffKind.CLAIM] += 1
+            await self._claim(claim, self._num_claims)
+            self._num_claims += 1
 
     async def _claim(self, claim: Claim, number: int) -> None:
         try:
@@ -63,31 +69,34 @@ class HandoffServer:
         if tickets is not None:
             self._claimed.append((number, tickets))
             return
-        task = asyncio.create_task(self._wait(claim, number))
-        self._waiting.add(task)
-        task.add_done_callback(self._ended)
+        answer = self._store.claim(claim)
+        self._waiting.add(answer)
+        answer.add_done_callback(functools.partial(self._answered, number))
 
-    async def _wait(self, claim: Claim, number: int) -> None:
-        try:
-            tickets = await self._store.claim(claim)
-            self._claimed.append((number, tickets))
-        except Exception as error:
+    def _answered(self, number: int, answer: _Answer) -> None:
+        self._waiting.discard(answer)
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        if error is None:
+            self._claimed.append((number, answer.result()))
+        else:
             self._refuse(HandoffKind.CLAIM, number, refusal_of(error))
-        await self._flush()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._waiting.discard(task)
-        if not task.cancelled():
-            task.exception()  # only sending fails, and then the whole stream has ended
+        self._news.set()
 
     def _refuse(self, kind: HandoffKind, number: int, refused: Refused) -> None:
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 
-    async def _flush(self) -> None:
-        async with self._sending:
-            done = (self._done[HandoffKind.OFFER], self._done[HandoffKind.SETTLE])
-            if done == self._told and not self._claimed and not self._refused:
-                return
-            results = HandoffResults(*done, self._claimed, self._refused)
-            self._told, self._claimed, self._refused = done, [], []
-            await self._send(results)
+    async def _tell_news(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self._tell()
+
+    async def _tell(self) -> None:
+        done = (self._num_offers, self._num_settles)
+        if done == self._told and not self._claimed and not self._refused:
+            return
+        results = HandoffResults(*done, self._claimed, self._refused)
+        self._told, self._claimed, self._refused = done, [], []
+        await self._send(results)

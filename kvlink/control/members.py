@@ -56,8 +56,8 @@ class Members:
         if rejoin and card.epoch <= life.epoch:
             raise Refused(
                 Reason.REPLACED,
-                f"worker {named(card.worker_id)} epoch {card.epoch} was replaced by another process, epoch {life.epoch}; "
-                "give every worker its own worker_id",
+                f"worker {named(card.worker_id)} epoch {card.epoch} was replaced by another process, "
+                f"epoch {life.epoch}; give every worker its own worker_id",
             )
         return max(life.epoch + 1, card.epoch)
 

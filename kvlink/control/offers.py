@@ -197,5 +197,5 @@ class Offers:
             what = f"only {len(request.ranks)} of {request.tp_size} ranks offered it"
         else:
             what = "nobody offered it (any more; it may have been claimed already)"
-        why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:g} s; recompute it"
+        why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:.3g} s; recompute it"
         return Answer(waiter, [], Refused(Reason.UNKNOWN, why))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts services over grpc.aio. Handlers take and return values; what they raise becomes status and sentence."""
+"""Hosts services over grpc.aio. Handlers take and return values; errors become status and sentence."""
 
 from __future__ import annotations
 

@@ -50,9 +50,10 @@ def _module(role: str) -> ModuleType:
 
 
 def serve(pipe: Connection) -> None:
-    """Answers messages in order until the other end of `pipe` closes."""
+    """Says hello, then answers messages in order until the other end of `pipe` closes."""
     host = Host()
     try:
+        send(pipe, {})
         while True:
             send(pipe, host.answer(**receive(pipe)))
     except (EOFError, OSError):
@@ -65,7 +66,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     pipe = Connection(int(sys.argv[1]))
     _module(sys.argv[2])  # torch takes seconds to import; the router starts all children, then waits
-    send(pipe, {"pid": "ready"})
     serve(pipe)
 
 

@@ -23,6 +23,7 @@ class Child:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._ready = False
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -40,6 +41,7 @@ class Child:
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when the child has imported what its role needs. Raises ChildError."""
         self._receive("its start", timeout_s)
+        self._ready = True
 
     def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Reply:
         """Runs one command of a role in the child. Raises ChildError with what the role said."""
@@ -54,11 +56,11 @@ class Child:
         return reply
 
     def close(self) -> None:
-        """Ends the child: asks first, kills after some seconds. Idempotent."""
+        """Hangs up; kills a child that does not end by itself, or still imports. Idempotent."""
         self._pipe.close()
-        try:
-            self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
+        if self._ready:
+            self._await_exit()
+        else:
             self._kill()
 
     def _receive(self, what: str, timeout_s: float) -> Reply:
@@ -68,10 +70,16 @@ class Child:
         try:
             return receive(self._pipe)
         except (EOFError, OSError):
-            status = self._process.wait(_EXIT_S)
+            self._await_exit()
             raise ChildError(
-                f"{self._who()} ended with status {status} in {what}; its messages are above"
+                f"{self._who()} ended with status {self._process.returncode} in {what}; its messages are above"
             ) from None
+
+    def _await_exit(self) -> None:
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
 
     def _kill(self) -> None:
         self._process.kill()

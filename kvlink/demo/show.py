@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvlink.demo.cluster import Cluster
-from kvlink.demo.model import TinyLlama
 from kvlink.demo.router import NUM_NEW_TOKENS, STEPS, Expected, Route
 from kvlink.demo.table import Row, failed, print_json, print_table
 from kvlink.demo.text import PROMPTS, tokenize
@@ -45,5 +44,7 @@ def _try_all(chosen: dict[str, str], progress: Progress, json: bool) -> list[Row
 
 def single_process_run() -> Expected:
     """Tokens of every prompt on a cache that never left this process."""
+    from kvlink.demo.model import TinyLlama  # takes seconds, while the children import the same
+
     model = TinyLlama()
     return {name: model.generate(tokenize(text), NUM_NEW_TOKENS) for name, text in PROMPTS.items()}

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -52,8 +51,10 @@ def print_json(row: Row) -> None:
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
     """Columns as in Row, then the path of every transport in words, then what went wrong."""
-    table = Table("transport", "path", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("processes", "prompts", "MiB", "p50 µs", "GiB/s", "tokens", "equal"):
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("transport", "path"):
+        table.add_column(name, no_wrap=True)
+    for name in ("processes", "prompts", "MiB", "p50 µs", "GiB/s", "tokens equal"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -64,8 +65,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
             f"{row.bytes / 2**20:.2f}",
             f"{row.p50_us:,.0f}",
             f"{row.gib_per_s:.2f}",
-            f"{row.tokens}",
-            "[green]yes[/]" if row.tokens_equal else "[bold red]no[/]",
+            f"[green]yes, {row.tokens}[/]" if row.tokens_equal else "[bold red]no[/]",
         )
     console.print(table)
     for row in rows:

@@ -129,6 +129,11 @@ class RemoteOwner {
     say("c");
     hear();
   }
+  /// Has the owner fork a child that does nothing but keep what it inherits. The caller kills it.
+  pid_t fork_child() {
+    say("f");
+    return static_cast<pid_t>(std::stol(hear()));
+  }
   /// The 64-bit word at `offset` of the table, as the owner sees it.
   uint64_t table_word(uint64_t offset) {
     say("t" + std::string(reinterpret_cast<const char*>(&offset), sizeof offset));
@@ -164,6 +169,14 @@ class RemoteOwner {
         uint64_t offset;
         std::memcpy(&offset, order.data() + 1, sizeof offset);
         send_to(control, {reinterpret_cast<const char*>(owner.table->range().base) + offset, sizeof offset});
+      } else if (order[0] == 'f') {
+        const pid_t child = ::fork();
+        if (child == 0) {
+          ::close(control);
+          ::alarm(60);  // should the test die
+          for (;;) ::pause();
+        }
+        send_to(control, std::to_string(child));
       } else {
         owner.transport->close();
         serving = false;
@@ -257,6 +270,7 @@ class Reader {
     Status status = endpoint->post_write(9, kTable, offset, value);
     return status.ok() ? wait(9) : status;
   }
+  void poison() { std::fill(destination.begin(), destination.end(), kPoison); }
   bool is_poisoned() const {
     return std::all_of(destination.begin(), destination.end(), [](std::byte b) { return b == kPoison; });
   }

@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What loopback, shm and cma must all do, and what each does of its own.
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/un.h>
-
-#include <fstream>
+// What loopback, shm and cma must all do. What shm and cma do of their own is in shm_test.cc and cma_test.cc.
 #include <map>
 #include <set>
+#include <span>
+#include <stop_token>
 
 #include "copy.h"
 #include "copy_peers.h"
-#include "shm_wire.h"
 
 namespace kvlink::testing {
 namespace {
@@ -67,19 +62,12 @@ INSTANTIATE_TEST_SUITE_P(All, RemoteCopyTransport, ::testing::Values("shm", "cma
                          [](const auto& param) { return std::string(param.param); });
 
 TEST_P(CopyTransport, ReadsEveryByteOfScatteredBlocks) {
-  for (const auto& [block_bytes, num_blocks] : std::vector<std::pair<uint32_t, uint32_t>>{{24, 1},
-                                                                                          {64, 16},
-                                                                                          {576, 700},
-                                                                                          {1000, 3},
-                                                                                          {4096, 1},
-                                                                                          {4096, 900},
-                                                                                          {16384, 1},
-                                                                                          {16384, 8},
-                                                                                          {16384, 200},
-                                                                                          {65536, 100},
-                                                                                          {1 << 20, 6},
-                                                                                          {5 << 20, 1}}) {
-    LocalPair pair(GetParam());
+  LocalPair pair(GetParam());
+  const std::vector<std::pair<uint32_t, uint32_t>> shapes{
+      {24, 1},    {64, 16},   {576, 700},   {1000, 3},    {4096, 1},    {4096, 900},
+      {16384, 1}, {16384, 8}, {16384, 200}, {65536, 100}, {1 << 20, 6}, {5 << 20, 1}};
+  for (const auto& [block_bytes, num_blocks] : shapes) {
+    pair.reader.poison();
     std::map<uint64_t, uint64_t> places;
     const Scatter scatter = scattered_blocks(pair.reader, block_bytes, num_blocks, places);
     const Status status = pair.reader.read(scatter);
@@ -169,7 +157,7 @@ TEST_P(CopyTransport, LandsNothingAfterCancel) {
   ASSERT_TRUE(pair.reader.endpoint->poll(ended).progressed);
   ASSERT_TRUE(ended.empty()) << "the test means to cancel in the middle";
   pair.reader.endpoint->cancel(1);
-  std::fill(pair.reader.destination.begin(), pair.reader.destination.end(), kPoison);
+  pair.reader.poison();
   ASSERT_TRUE(pair.reader.wait(2).ok());
   for (int i = 0; i < 20; ++i) ASSERT_TRUE(pair.reader.endpoint->poll(ended).status.ok());
   EXPECT_TRUE(ended.empty());
@@ -196,9 +184,8 @@ TEST_P(CopyTransport, LandsNothingAfterClose) {
 TEST_P(CopyTransport, LoadsWordsWholeWhileTheOwnerStores) {
   LocalPair pair(GetParam());
   std::byte* const slot = pair.owner.table->range().base + 64;
-  std::atomic<bool> stop{false};
-  std::thread storing([&] {
-    for (uint64_t i = 0; !stop; ++i) store_word(slot, (i & 1) != 0 ? UINT64_MAX : 0);
+  std::jthread storing([&](std::stop_token stop) {
+    for (uint64_t i = 0; !stop.stop_requested(); ++i) store_word(slot, (i & 1) != 0 ? UINT64_MAX : 0);
   });
   for (int i = 0; i < 2000; ++i) {
     const Status status = pair.reader.read_at(kTable, 64, 64);
@@ -207,49 +194,62 @@ TEST_P(CopyTransport, LoadsWordsWholeWhileTheOwnerStores) {
     std::memcpy(&word, pair.reader.destination.data(), sizeof word);
     ASSERT_TRUE(word == 0 || word == UINT64_MAX) << word;
   }
-  stop = true;
-  storing.join();
 }
 
-// The writer's side of a lease, in small: while the nonce stands, the block holds only its own generation.
-TEST_P(CopyTransport, NeverTakesARecycledBlockForAGoodOne) {
-  constexpr uint32_t kBlockBytes = 32 << 10;
-  LocalPair pair(GetParam());
-  std::byte* const slot = pair.owner.table->range().base + 64;
-  auto* const block = reinterpret_cast<uint64_t*>(pair.owner.pool->range().base);
-  std::atomic<bool> stop{false};
-  const auto fill = [&](uint64_t generation) {
-    for (uint32_t i = 0; i < kBlockBytes / 8; ++i) __atomic_store_n(block + i, generation, __ATOMIC_RELAXED);
-  };
-  fill(1);
-  store_word(slot, 1);
-  std::thread recycling([&] {
-    for (uint64_t generation = 2; !stop; ++generation) {
-      store_word(slot, 0);
-      std::atomic_ref(*reinterpret_cast<uint64_t*>(slot))
-          .exchange(0);  // a full barrier: the store before the refill
-      fill(generation);
-      store_word(slot, generation);
-      for (int i = 0; i < 2000; ++i) __builtin_ia32_pause();
+/// An owner that keeps giving one block to the next lease: nonce 0, refill, next nonce; all words of a
+/// generation alike.
+class Recycler {
+ public:
+  Recycler(std::byte* slot, std::byte* block, uint32_t block_bytes)
+      : slot_(reinterpret_cast<uint64_t*>(slot)),
+        block_(reinterpret_cast<uint64_t*>(block), block_bytes / sizeof(uint64_t)),
+        thread_([this](std::stop_token stop) { run(stop); }) {}
+
+ private:
+  void run(std::stop_token stop) {
+    for (uint64_t generation = 1; !stop.stop_requested(); ++generation) {
+      __atomic_exchange_n(slot_, 0, __ATOMIC_SEQ_CST);  // the end of the lease comes before the refill
+      for (uint64_t& word : block_) __atomic_store_n(&word, generation, __ATOMIC_RELAXED);
+      __atomic_store_n(slot_, generation, __ATOMIC_RELEASE);
+      std::this_thread::sleep_for(std::chrono::microseconds(generation * 37 % 200));
     }
-  });
-  int num_valid = 0;
-  for (int i = 0; i < 3000; ++i) {
-    uint64_t before, after;
-    ASSERT_TRUE(pair.reader.read_at(kTable, 64, 64).ok());
-    std::memcpy(&before, pair.reader.destination.data(), sizeof before);
-    ASSERT_TRUE(pair.reader.read_at(kPool, 0, kBlockBytes).ok());
-    std::vector<uint64_t> words(kBlockBytes / 8);
-    std::memcpy(words.data(), pair.reader.destination.data(), kBlockBytes);
-    ASSERT_TRUE(pair.reader.read_at(kTable, 64, 64).ok());
-    std::memcpy(&after, pair.reader.destination.data(), sizeof after);
-    if (before == 0 || before != after) continue;
-    ++num_valid;
-    for (const uint64_t word : words) ASSERT_EQ(word, before);
   }
-  stop = true;
-  recycling.join();
-  EXPECT_GT(num_valid, 0);
+  uint64_t* slot_;
+  std::span<uint64_t> block_;
+  std::jthread thread_;
+};
+
+TEST_P(CopyTransport, NeverTakesARecycledBlockForAGoodOne) {
+  constexpr uint64_t kSlotOffset = 64, kBefore = 1 << 20, kAfter = 2 << 20;
+  for (const uint32_t block_bytes : {16u << 10, 256u << 10}) {
+    LocalPair pair(GetParam());
+    Reader& reader = pair.reader;
+    const auto word = [&](uint64_t at) {
+      uint64_t value;
+      std::memcpy(&value, reader.destination.data() + at, sizeof value);
+      return value;
+    };
+    Scatter before, data, after;
+    before.add(kTable, kSlotOffset, {{reader.destination.data() + kBefore, 64, 0}});
+    data.add(kPool, 0, {{reader.destination.data(), block_bytes, 0}});
+    after.add(kTable, kSlotOffset, {{reader.destination.data() + kAfter, 64, 0}});
+    Recycler recycler(pair.owner.table->range().base + kSlotOffset, pair.owner.pool->range().base,
+                      block_bytes);
+    int num_valid = 0, num_stale = 0;
+    for (int i = 0; i < 20'000 && (num_valid < 500 || num_stale < 500); ++i) {
+      ASSERT_TRUE(reader.read(before, 1).ok());
+      // Both at once, as the engine does on an ordered endpoint.
+      ASSERT_TRUE(reader.endpoint->post_read(2, data.chunk()).ok());
+      ASSERT_TRUE(reader.endpoint->post_read(3, after.chunk()).ok());
+      ASSERT_TRUE(reader.wait(3).ok());
+      const bool valid = word(kBefore) != 0 && word(kBefore) == word(kAfter);
+      ++(valid ? num_valid : num_stale);
+      for (uint32_t at = 0; valid && at < block_bytes; at += sizeof(uint64_t))
+        ASSERT_EQ(word(at), word(kAfter));
+    }
+    EXPECT_GT(num_valid, 0);
+    EXPECT_GT(num_stale, 0) << "the race was not provoked";
+  }
 }
 
 TEST_P(RemoteCopyTransport, NoticesAnOwnerThatIsKilled) {
@@ -386,293 +386,6 @@ TEST(Loopback, RefusesOtherProcesses) {
   const Status status = (*transport)->open(owner.card().address, 0).status();
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_FALSE(status.fix().empty());
-}
-
-TEST(Shm, RefusesMemoryOfOthers) {
-  auto transport = make_transport("shm", {});
-  std::vector<std::byte> memory(4096);
-  const Status status = (*transport)->register_memory({memory.data(), 4096, -1, 0}, Access::kRead).status();
-  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
-  EXPECT_NE(status.fix().find("BlockPool.allocate"), std::string::npos);
-  const int unsealed = ::memfd_create("unsealed", MFD_CLOEXEC);
-  EXPECT_FALSE((*transport)->register_memory({memory.data(), 4096, unsealed, 0}, Access::kRead).ok());
-  ::close(unsealed);
-}
-
-TEST(Shm, LendsPartsThatDoNotStartOnAPage) {
-  Owner owner("shm");
-  Server server(*owner.transport);
-  MemoryRange part = owner.pool->range();
-  part.base += 5000;
-  part.memfd_offset += 5000;
-  part.bytes = 70'000;
-  auto region = owner.transport->register_memory(part, Access::kRead);
-  ASSERT_TRUE(region.ok());
-  Reader reader("shm", owner.card(),
-                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
-  auto index = reader.endpoint->import_region((*region)->remote_key());
-  ASSERT_TRUE(index.ok()) << index.status().what();
-  ASSERT_TRUE(reader.read_at(*index, 1, 69'999).ok());
-  EXPECT_EQ(std::memcmp(reader.destination.data(), part.base + 1, 69'999), 0);
-  EXPECT_EQ(reader.read_at(*index, 1, 70'000).code(), Code::kAccessDenied);
-}
-
-TEST(Shm, LendsManyRegions) {
-  Owner owner("shm");
-  Server server(*owner.transport);
-  std::vector<std::unique_ptr<MemoryRegion>> regions;
-  for (uint64_t i = 0; i < 300; ++i) {
-    MemoryRange part = owner.pool->range();
-    part.base += i * 4096;
-    part.memfd_offset = i * 4096;
-    part.bytes = 4096;
-    regions.push_back(std::move(*owner.transport->register_memory(part, Access::kRead)));
-  }
-  Reader reader("shm", owner.card(),
-                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
-  for (uint64_t i = 0; i < regions.size(); ++i) {
-    auto index = reader.endpoint->import_region(regions[i]->remote_key());
-    ASSERT_TRUE(index.ok()) << index.status().what();
-    ASSERT_TRUE(reader.read_at(*index, 0, 4096).ok());
-    ASSERT_EQ(std::memcmp(reader.destination.data(), owner.pool->range().base + i * 4096, 4096), 0);
-  }
-}
-
-TEST(Shm, GivesPoolsReadOnly) {
-  LocalPair pair("shm");
-  std::ifstream maps("/proc/self/maps");
-  int num_read_only = 0;
-  for (std::string line; std::getline(maps, line);) {
-    if (line.find("memfd:kvlink") != std::string::npos && line.find(" r--s ") != std::string::npos)
-      ++num_read_only;
-  }
-  EXPECT_EQ(num_read_only,
-            1);  // the reader's mapping of the pool; the owner's own and the tables are writable
-}
-
-TEST(Shm, AdmitsEachInvitationOnce) {
-  LocalPair pair("shm");
-  const Card card = pair.owner.card();
-  auto first = pair.reader.transport->open(card.address, 0);
-  auto second = pair.reader.transport->open(card.address, 0);
-  const std::string reply = pair.accept((*first)->hello());
-  EXPECT_TRUE((*first)->establish(reply, kSecondNs).ok());
-  EXPECT_EQ((*second)->establish(reply, kSecondNs).code(), Code::kAccessDenied);
-  std::string guessed = pair.accept((*second)->hello());
-  guessed.back() ^= 1;
-  EXPECT_EQ((*second)->establish(guessed, kSecondNs).code(), Code::kAccessDenied);
-}
-
-int connect_raw(const Card& card) {
-  const std::string name = ShmAddress::parse(card.address)->socket;
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  const int fd = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  for (int tries = 0; tries < 2000; ++tries) {
-    if (::connect(fd, reinterpret_cast<sockaddr*>(&address), size) == 0) break;
-    ::usleep(1000);
-  }
-  return fd;
-}
-
-TEST(Shm, ServesReadersDespiteSilentAndNoisyClients) {
-  LocalPair pair("shm");
-  std::vector<int> strangers;
-  for (int i = 0; i < 200; ++i) {
-    strangers.push_back(connect_raw(pair.owner.card()));
-    if (i % 3 == 0) ::send(strangers.back(), "noise", 5, MSG_NOSIGNAL);
-  }
-  Reader reader("shm", pair.owner.card(), [&](const std::string& hello) { return pair.accept(hello); });
-  EXPECT_TRUE(reader.read_at(kPool, 0, 4096).ok());
-  for (const int fd : strangers) ::close(fd);
-}
-
-TEST(Shm, TimesOutOnAStoppedOwner) {
-  RemoteOwner owner("shm");
-  auto transport = make_transport("shm", {});
-  auto endpoint = (*transport)->open(owner.card().address, 0);
-  const std::string reply = owner.accept(1, (*endpoint)->hello());
-  owner.stop();
-  EXPECT_EQ((*endpoint)->establish(reply, kSecondNs / 10).code(), Code::kTimeout);
-}
-
-TEST(Shm, RefusesAnOwnerThatHasEnded) {
-  RemoteOwner owner("shm");
-  auto transport = make_transport("shm", {});
-  auto endpoint = (*transport)->open(owner.card().address, 0);
-  const std::string reply = owner.accept(1, (*endpoint)->hello());
-  owner.kill(SIGKILL);
-  EXPECT_EQ((*endpoint)->establish(reply, kSecondNs).code(), Code::kPeerUnreachable);
-}
-
-/// A process that lives as long as this object and does nothing but hold what it inherited.
-void fork_idle_child() {
-  const pid_t parent = ::getpid();
-  if (::fork() != 0) return;
-  ::prctl(PR_SET_PDEATHSIG, 0);
-  while (::getppid() == parent) ::usleep(10'000);
-  ::usleep(3'000'000);
-  ::_exit(0);
-}
-
-TEST(Shm, NoticesAnOwnerWhoseChildLivesOn) {
-  Owner here("shm");
-  std::array<int, 2> ends;
-  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    Owner owner("shm");
-    const Card card = owner.card();
-    auto reply = owner.transport->accept(1, BlobWriter().u32(kShmMagic).take());
-    for (const auto& blob : {card.address, card.pool_key, card.table_key, *reply}) {
-      (void)!::write(ends[1], blob.data(), blob.size());
-    }
-    for (int i = 0;; ++i) {
-      pollfd work{owner.transport->serve_fd(), POLLIN, 0};
-      ::poll(&work, 1, 10);
-      owner.transport->serve();
-      char byte;
-      if (::recv(ends[1], &byte, 1, MSG_DONTWAIT) == 1) break;
-    }
-    fork_idle_child();  // holds the socket
-    (void)!::write(ends[1], "f", 1);
-    ::pause();
-  }
-  const auto hear = [&] {
-    std::array<char, 512> bytes;
-    return std::string(bytes.data(), static_cast<size_t>(::read(ends[0], bytes.data(), bytes.size())));
-  };
-  const Card card{hear(), hear(), hear()};
-  const std::string reply = hear();
-  Reader reader("shm", card, [&](const std::string&) { return reply; });
-  ASSERT_TRUE(reader.read_at(kPool, 0, 4096).ok());
-  (void)!::write(ends[0], "x", 1);
-  hear();
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
-  const int64_t killed_ns = now_ns();
-  EXPECT_EQ(reader.wait_broken().code(), Code::kPeerUnreachable);
-  EXPECT_LT(now_ns() - killed_ns, 3 * kSecondNs) << "only the socket told";
-  ::close(ends[0]);
-  ::close(ends[1]);
-}
-
-void become_nobody() {
-  if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(9);
-}
-
-/// Runs `body` in a child and returns what it says.
-std::string said_in_child(const std::function<std::string()>& body) {
-  std::array<int, 2> pipe;
-  EXPECT_EQ(::pipe(pipe.data()), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const std::string said = body();
-    (void)!::write(pipe[1], said.data(), said.size());
-    ::_exit(0);
-  }
-  ::close(pipe[1]);
-  std::array<char, 1024> bytes;
-  const ssize_t size = ::read(pipe[0], bytes.data(), bytes.size());
-  ::close(pipe[0]);
-  ::waitpid(child, nullptr, 0);
-  return {bytes.data(), static_cast<size_t>(std::max<ssize_t>(size, 0))};
-}
-
-std::string why_not(const std::string& transport_name, const Card& card) {
-  auto transport = make_transport(transport_name, {});
-  const Status status = (*transport)->open(card.address, 0).status();
-  return status.code() == Code::kTransportUnavailable && !status.fix().empty() ? status.what()
-                                                                               : "not refused";
-}
-
-TEST(Cma, SaysThatTheUserDiffers) {
-  if (::geteuid() != 0) GTEST_SKIP() << "needs root to become another user: run as root";
-  RemoteOwner owner("cma");
-  const std::string said = said_in_child([&] {
-    become_nobody();
-    return why_not("cma", owner.card());
-  });
-  EXPECT_NE(said.find("runs as uid 0, this process as uid 65534"), std::string::npos) << said;
-}
-
-TEST(Cma, SaysThatTheOwnerIsNotDumpable) {
-  if (::geteuid() != 0) GTEST_SKIP() << "needs root to become another user: run as root";
-  RemoteOwner owner("cma", [] {
-    become_nobody();
-    ::prctl(PR_SET_DUMPABLE, 0);
-  });
-  const std::string said = said_in_child([&] {
-    become_nobody();
-    return why_not("cma", owner.card());
-  });
-  const bool told = said.find("not dumpable") != std::string::npos || said.find("yama") != std::string::npos;
-  EXPECT_TRUE(told) << said;
-}
-
-TEST(Cma, RefusesAnOwnerThatHasEndedOrClosed) {
-  auto transport = make_transport("cma", {});
-  RemoteOwner ended("cma"), closed("cma");
-  ended.kill(SIGKILL);
-  closed.close_transport();
-  EXPECT_EQ((*transport)->open(ended.card().address, 0).status().code(), Code::kPeerUnreachable);
-  EXPECT_EQ((*transport)->open(closed.card().address, 0).status().code(), Code::kPeerUnreachable);
-}
-
-TEST(Cma, DeniesMemoryThatIsNotThere) {
-  Owner owner("cma");
-  void* const hole = ::mmap(nullptr, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  auto region =
-      owner.transport->register_memory({static_cast<std::byte*>(hole), 1 << 20, -1, 0}, Access::kRead);
-  Reader reader("cma", owner.card(),
-                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
-  auto index = reader.endpoint->import_region((*region)->remote_key());
-  ASSERT_TRUE(index.ok());
-  EXPECT_EQ(reader.read_at(*index, 0, 4096).code(), Code::kAccessDenied);
-  EXPECT_EQ(reader.read_at(*index, 0, 64).code(), Code::kAccessDenied);
-  EXPECT_TRUE(reader.is_poisoned());
-  EXPECT_TRUE(reader.read_at(kPool, 0, 4096).ok()) << "one denied read must not break the endpoint";
-  ::munmap(hole, 1 << 20);
-}
-
-TEST(HostMemory, IsZeroAndSealed) {
-  auto memory = allocate(3 << 20);
-  const MemoryRange range = memory->range();
-  EXPECT_TRUE(
-      std::all_of(range.base, range.base + range.bytes, [](std::byte byte) { return byte == std::byte{0}; }));
-  EXPECT_NE(::ftruncate(range.memfd, 4096), 0);
-  EXPECT_NE(::ftruncate(range.memfd, 4 << 20), 0);
-}
-
-TEST(HostMemory, SaysWhatItCouldNotAllocate) {
-  EXPECT_EQ(HostMemory::allocate(0, true).status().code(), Code::kConfig);
-  const Status status = HostMemory::allocate(uint64_t{1} << 50, false).status();
-  EXPECT_EQ(status.code(), Code::kConfig);
-  EXPECT_NE(status.what().find("1125899906842624 bytes"), std::string::npos) << status.what();
-  EXPECT_NE(status.what().find("available"), std::string::npos);
-}
-
-TEST(StreamCopy, CopiesEverySizeAndAlignment) {
-  std::mt19937_64 random(5);
-  std::vector<std::byte> from(1 << 18), to(1 << 18);
-  for (std::byte& byte : from) byte = static_cast<std::byte>(random());
-  for (int round = 0; round < 300; ++round) {
-    std::fill(to.begin(), to.end(), kPoison);
-    std::vector<std::byte> expected = to;
-    StreamCopy copy;
-    for (size_t at = random() % 70; at < to.size();) {
-      const size_t bytes = std::min<size_t>(random() % (round % 2 == 0 ? 300 : 20'000), to.size() - at);
-      const size_t source = random() % (from.size() - bytes + 1);
-      copy.add(to.data() + at, from.data() + source, bytes);
-      std::copy_n(from.begin() + static_cast<ptrdiff_t>(source), bytes,
-                  expected.begin() + static_cast<ptrdiff_t>(at));
-      at += bytes + random() % 3;
-    }
-    copy.finish();
-    ASSERT_TRUE(to == expected);
-  }
 }
 
 }  // namespace

@@ -8,32 +8,10 @@
 #include <numeric>
 #include <random>
 
-namespace kvlink {
+#include "plan_pool.h"
+
+namespace kvlink::plan_tests {
 namespace {
-
-using Bytes = std::vector<std::byte>;
-using Ids = std::vector<uint32_t>;
-
-/// A layout with memory behind it: regions of equal size, back to back, so that a read may not cross them by
-/// luck.
-struct Pool {
-  Layout layout;
-  size_t num_regions;
-  uint64_t region_bytes;
-  Bytes memory = Bytes(num_regions * region_bytes);
-
-  std::byte* region(uint32_t index) { return memory.data() + index * region_bytes; }
-  std::byte* row(const Plane& plane, uint32_t block, uint32_t token, uint32_t head) {
-    return region(plane.region) + plane.offset + block * layout.block_stride + token * layout.token_stride +
-           (head - layout.first_head) * layout.head_stride;
-  }
-  std::vector<MemoryRange> ranges() {
-    std::vector<MemoryRange> ranges;
-    for (uint32_t i = 0; i < num_regions; ++i) ranges.push_back({region(i), region_bytes});
-    return ranges;
-  }
-  std::vector<uint64_t> sizes() const { return std::vector<uint64_t>(num_regions, region_bytes); }
-};
 
 /// The planner's promise, said slowly: row by row.
 void copy_rows(Pool& reader, Pool& owner, const Ids& reader_blocks, const Ids& owner_blocks, Range tokens,
@@ -78,98 +56,6 @@ void apply(const Plan& plan, Pool& owner, Pool& reader) {
   ASSERT_EQ(next_segment, plan.segments.size());
   ASSERT_EQ(total, plan.bytes);
 }
-
-Result<std::shared_ptr<const Planner>> make(Pool& reader, const Pool& owner, Range heads = {}) {
-  Ids identity(owner.num_regions);
-  std::iota(identity.begin(), identity.end(), 0);
-  return Planner::make(reader.layout, owner.layout, reader.ranges(), owner.sizes(), identity, heads);
-}
-
-std::shared_ptr<const Planner> must_make(Pool& reader, const Pool& owner, Range heads = {}) {
-  auto made = make(reader, owner, heads);
-  EXPECT_TRUE(made.ok()) << made.status().what();
-  return *made;
-}
-
-struct Shape {
-  uint32_t num_blocks = 8, block_tokens = 4, first_head = 0, num_heads = 2, row_bytes = 8, num_layers = 3,
-           planes_per_layer = 2;
-};
-
-enum Axis : uint8_t { kLayer, kKv, kBlock, kToken, kHead };
-
-/// Nests the axes, outermost first; layers and K/V may have regions of their own instead.
-template <typename Padding>
-Pool pool_of(const Shape& shape, const std::vector<Axis>& order, bool split_layers, bool split_kv,
-             Padding padding) {
-  const uint32_t counts[] = {shape.num_layers, shape.planes_per_layer, shape.num_blocks, shape.block_tokens,
-                             shape.num_heads};
-  uint64_t strides[5] = {}, extent = shape.row_bytes;
-  for (auto axis = order.rbegin(); axis != order.rend(); ++axis) {
-    if ((*axis == kLayer && split_layers) || (*axis == kKv && split_kv)) continue;
-    strides[*axis] = extent + padding();
-    extent = strides[*axis] * counts[*axis];
-  }
-  Layout layout{shape.num_blocks, shape.block_tokens, shape.first_head,
-                shape.num_heads,  shape.row_bytes,    strides[kBlock],
-                strides[kToken],  strides[kHead],     {}};
-  const uint64_t lead = padding();
-  for (uint32_t layer = 0; layer < shape.num_layers; ++layer) {
-    for (uint32_t kv = 0; kv < shape.planes_per_layer; ++kv) {
-      const uint32_t region =
-          (split_layers ? layer : 0) * (split_kv ? shape.planes_per_layer : 1) + (split_kv ? kv : 0);
-      layout.planes.push_back({region, layer, lead + layer * strides[kLayer] + kv * strides[kKv]});
-    }
-  }
-  return {layout, layout.planes.back().region + size_t{1}, lead + extent};
-}
-
-Pool packed(const Shape& shape, const std::vector<Axis>& order, bool split_layers = false,
-            bool split_kv = false) {
-  return pool_of(shape, order, split_layers, split_kv, [] { return 0; });
-}
-
-const std::vector<Axis> kNhd = {kLayer, kKv, kBlock, kToken, kHead};
-const std::vector<Axis> kHnd = {kLayer, kKv, kBlock, kHead, kToken};
-const std::vector<Axis> kCrossLayer = {kBlock, kLayer, kKv, kHead, kToken};
-const std::vector<Axis> kPairs = {kLayer, kBlock, kKv, kToken, kHead};
-const std::vector<Axis> kSideBySide = {kLayer, kBlock, kHead, kToken, kKv};
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : engine_(seed) {}
-  uint32_t between(uint32_t low, uint32_t high) {
-    return std::uniform_int_distribution<uint32_t>(low, high)(engine_);
-  }
-  bool coin() { return between(0, 1) == 1; }
-  Ids distinct(uint32_t count, uint32_t below) {
-    Ids ids(below);
-    std::iota(ids.begin(), ids.end(), 0);
-    if (coin()) std::shuffle(ids.begin(), ids.end(), engine_);
-    ids.resize(count);
-    return ids;
-  }
-  Pool pool(const Shape& shape) {
-    std::vector<Axis> order = kNhd;
-    std::shuffle(order.begin(), order.end(), engine_);
-    const bool padded = coin();
-    Pool pool = pool_of(shape, order, coin(), coin(), [&] { return padded && coin() ? between(0, 9) : 0; });
-    if (coin()) shuffle_planes(pool.layout.planes);
-    for (std::byte& byte : pool.memory) byte = static_cast<std::byte>(engine_());
-    return pool;
-  }
-
- private:
-  void shuffle_planes(std::vector<Plane>& planes) {
-    for (uint32_t i = 0; i < planes.size(); ++i) {
-      Plane& other = planes[between(0, i)];
-      std::swap(planes[i].region, other.region);
-      std::swap(planes[i].offset, other.offset);
-    }
-  }
-
-  std::mt19937_64 engine_;
-};
 
 TEST(Plan, EqualsTheSlowReferenceOnRandomLayouts) {
   for (uint64_t seed = 0; seed < 4000; ++seed) {
@@ -236,25 +122,25 @@ Size size_of(Pool reader, Pool owner, const Ids& reader_blocks, const Ids& owner
 }
 
 TEST(Plan, OneReadForARunThatIsContiguousAtBothEnds) {
-  const Pool pool = packed({}, kNhd);
+  const Placement pool = packed({}, kNhd);
   EXPECT_EQ(size_of(pool, pool, {4, 5, 6}, {1, 2, 3}), (Size{6, 6}));
 }
 
 TEST(Plan, ScattersARunThatIsContiguousAtTheOwner) {
-  const Pool pool = packed({}, kNhd);
+  const Placement pool = packed({}, kNhd);
   EXPECT_EQ(size_of(pool, pool, {6, 0, 3}, {1, 2, 3}), (Size{6, 18}));
   EXPECT_EQ(size_of(pool, pool, {1, 2, 3}, {6, 0, 3}), (Size{18, 18}));
 }
 
 TEST(Plan, JoinsPartialBlocksAndUnequalBlockSizes) {
-  const Pool small = packed({.block_tokens = 2}, kNhd), large = packed({.block_tokens = 4}, kNhd);
+  const Placement small = packed({.block_tokens = 2}, kNhd), large = packed({.block_tokens = 4}, kNhd);
   EXPECT_EQ(size_of(small, large, {0, 1, 2}, {4, 5}, {0, 5}), (Size{6, 6}));
   EXPECT_EQ(size_of(small, large, {0, 1, 2, 3}, {5, 3}, {1, 7}), (Size{12, 12}));
   EXPECT_EQ(size_of(large, small, {5, 3}, {0, 1, 2, 3}, {1, 7}), (Size{6, 12}));
 }
 
 TEST(Plan, ReadsEachCrossLayerBlockOnce) {
-  const Pool crossed = packed({}, kCrossLayer), apart = packed({}, kHnd, true);
+  const Placement crossed = packed({}, kCrossLayer), apart = packed({}, kHnd, true);
   EXPECT_EQ(size_of(apart, crossed, {5, 1}, {2, 7}), (Size{2, 12}));
   EXPECT_EQ(size_of(crossed, crossed, {5, 1}, {2, 7}), (Size{2, 2}));
   EXPECT_EQ(size_of(crossed, crossed, {5, 6}, {2, 3}), (Size{1, 1}));
@@ -264,28 +150,28 @@ TEST(Plan, ReadsEachCrossLayerBlockOnce) {
 TEST(Plan, NeverJoinsAcrossRegions) {
   const Shape one{.num_blocks = 1};
   EXPECT_EQ(size_of(packed(one, kHnd, true, true), packed(one, kCrossLayer), {0}, {0}), (Size{1, 6}));
-  Pool pairs = packed({.num_blocks = 2}, kPairs, true), swapped = pairs;
+  Placement pairs = packed({.num_blocks = 2}, kPairs, true), swapped = pairs;
   std::swap(swapped.layout.planes[2].offset, swapped.layout.planes[3].offset);
   std::swap(swapped.layout.planes[4].offset, swapped.layout.planes[5].offset);
   EXPECT_EQ(size_of(swapped, pairs, {0, 1}, {1, 0}), (Size{6, 10}));
 }
 
 TEST(Plan, StampsOnlyPlanesThatLieAlike) {
-  Pool pairs = packed({.num_blocks = 2}, kPairs), swapped = pairs;
+  Placement pairs = packed({.num_blocks = 2}, kPairs), swapped = pairs;
   std::swap(swapped.layout.planes[2].offset, swapped.layout.planes[3].offset);
   EXPECT_EQ(size_of(pairs, pairs, {0, 1}, {0, 1}), (Size{3, 3}));
   EXPECT_EQ(size_of(swapped, pairs, {0, 1}, {0, 1}), (Size{3, 6}));
 }
 
 TEST(Plan, ReadsKeysBesideValuesOnce) {
-  const Pool beside = packed({}, kSideBySide), apart = packed({}, kHnd, true);
+  const Placement beside = packed({}, kSideBySide), apart = packed({}, kHnd, true);
   EXPECT_EQ(size_of(beside, beside, {5, 1}, {2, 7}), (Size{6, 6}));
   EXPECT_EQ(size_of(apart, beside, {5}, {2}), (Size{3, 3 * 2 * 4 * 2}));
   EXPECT_EQ(size_of(beside, apart, {5}, {2}), (Size{6, 3 * 2 * 4 * 2}));
 }
 
 TEST(Plan, TransposesHeadsAndTokensWithoutMoreReads) {
-  const Pool nhd = packed({}, kNhd), hnd = packed({}, kHnd);
+  const Placement nhd = packed({}, kNhd), hnd = packed({}, kHnd);
   EXPECT_EQ(size_of(hnd, nhd, {5}, {2}), (Size{6, 6 * 4 * 2}));
   EXPECT_EQ(size_of(nhd, hnd, {5}, {2}), (Size{6, 6 * 4 * 2}));
 }
@@ -333,128 +219,5 @@ TEST(Plan, AnEmptyRangePlansNothing) {
   EXPECT_TRUE(plan.ops.empty() && plan.bytes == 0);
 }
 
-void expect_refused(const Status& status, Code code, const std::string& part) {
-  EXPECT_EQ(status.code(), code) << status.what();
-  EXPECT_NE(status.what().find(part), std::string::npos) << status.what();
-}
-
-TEST(Plan, RefusesListsThatDoNotFit) {
-  Pool pool = packed({.num_blocks = 100}, kNhd);
-  auto planner = must_make(pool, pool);
-  auto refused = [&](const Ids& theirs, const Ids& ours, const PlanScope& scope, const std::string& part) {
-    Plan plan;
-    plan.bytes = 1;
-    plan.ops.resize(1);
-    expect_refused(planner->plan(theirs, ours, scope, plan), Code::kConfig, part);
-    EXPECT_TRUE(plan.ops.empty() && plan.bytes == 0);
-  };
-  refused({1, 100}, {1, 2}, {}, "owner_blocks names block 100 but there are 100");
-  refused({1, 2}, {UINT32_MAX, 2}, {}, "reader_blocks names block 4294967295");
-  refused({1}, {1, 2}, {{0, 5}, {}}, "owner_blocks has 1 blocks of 4 tokens, too few for 5");
-  refused({1, 2}, {1}, {{0, 5}, {}}, "reader_blocks has 1 blocks");
-  refused({1, 2}, {3, 3}, {}, "reader_blocks names a block twice");
-  refused({1, 2}, {3, 4}, {{5, 4}, {}}, "tokens");
-  refused({1, 2}, {3, 4}, {{9, UINT32_MAX}, {}}, "tokens");
-  refused({1, 2}, {3, 4}, {{}, {2, 1}}, "layers");
-  refused({1, 2}, {3, 4}, {{}, {0, 4}}, "layers: the range ends at 4 but there are 3");
-  Ids many(100);
-  std::iota(many.begin(), many.end(), 0);
-  many.back() = 63;
-  refused(many, many, {}, "reader_blocks names a block twice");
-  Plan plan;
-  EXPECT_TRUE(planner->plan(many, Ids{0, 1, 2, 2}, {{0, 12}, {}}, plan).ok())
-      << "the repeated block is not touched";
-  EXPECT_TRUE(planner->plan(Ids{5, 5}, Ids{0, 1}, {}, plan).ok()) << "an owner's block may be read twice";
-}
-
-TEST(Planner, RefusesLayoutsThatLeaveTheirRegions) {
-  const Pool good = packed({}, kNhd);
-  auto refused = [&](auto&& spoil, const std::string& part) {
-    Pool reader = good, owner = good;
-    spoil(owner.layout);
-    expect_refused(make(reader, owner).status(), Code::kConfig, "owner layout: " + part);
-    owner = good;
-    spoil(reader.layout);
-    expect_refused(make(reader, owner).status(), Code::kConfig, "reader layout: " + part);
-  };
-  refused([](Layout& l) { l.num_blocks = 0; }, "num_blocks must not be 0");
-  refused([](Layout& l) { l.block_tokens = 0; }, "block_tokens must not be 0");
-  refused([](Layout& l) { l.num_heads = 0; }, "num_heads must not be 0");
-  refused([](Layout& l) { l.row_bytes = 0; }, "row_bytes must not be 0");
-  refused([](Layout& l) { l.planes.clear(); }, "planes must not be 0");
-  refused([](Layout& l) { l.first_head = UINT32_MAX; }, "first_head + num_heads overflows");
-  refused([](Layout& l) { l.head_stride = 7; }, "head_stride is 7 but what it steps over has 8 bytes");
-  refused([](Layout& l) { l.token_stride = 9; }, "token_stride is 9 but");
-  refused([](Layout& l) { l.block_stride = 63; }, "block_stride is 63 but");
-  refused([](Layout& l) { l.block_stride = UINT64_MAX / 4; }, "block_stride overflows");
-  refused([](Layout& l) { l.num_blocks = UINT32_MAX; }, "planes[0] at offset 0 needs");
-  refused([](Layout& l) { l.planes[3].region = 1; }, "planes[3].region is 1 but there are 1 regions");
-  refused([](Layout& l) { l.planes[5].offset += 1; }, "planes[5] at offset");
-  refused([](Layout& l) { l.planes[5].offset = UINT64_MAX; }, "planes[5] at offset");
-  refused([](Layout& l) { l.planes[5].layer = UINT32_MAX; }, "planes[5].layer");
-}
-
-bool share_bytes(Pool pool) {
-  std::vector<bool> taken(pool.memory.size());
-  for (const Plane& plane : pool.layout.planes) {
-    for (uint32_t row = 0; row < pool.layout.num_blocks * pool.layout.block_tokens * pool.layout.num_heads;
-         ++row) {
-      const uint32_t head = row % pool.layout.num_heads, slot = row / pool.layout.num_heads;
-      const std::byte* at =
-          pool.row(plane, slot / pool.layout.block_tokens, slot % pool.layout.block_tokens, head);
-      for (uint32_t i = 0; i < pool.layout.row_bytes; ++i) {
-        if (taken[at + i - pool.memory.data()]) return true;
-        taken[at + i - pool.memory.data()] = true;
-      }
-    }
-  }
-  return false;
-}
-
-TEST(Planner, RefusesExactlyTheReadersWhosePlanesShareBytes) {
-  int num_shared = 0;
-  for (uint64_t seed = 0; seed < 4000; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    Random random(seed);
-    const Shape shape{random.between(1, 4), random.between(1, 4), 0,
-                      random.between(1, 3), random.between(1, 4), random.between(1, 2),
-                      random.between(1, 2)};
-    Pool owner = random.pool(shape), reader = owner;
-    Plane& moved = reader.layout.planes.back();
-    moved.offset = random.between(0, moved.offset);
-    const bool shared = share_bytes(reader);
-    if (shared) expect_refused(make(reader, owner).status(), Code::kConfig, "share bytes");
-    if (!shared) must_make(reader, owner);
-    num_shared += shared;
-  }
-  EXPECT_GT(num_shared, 500) << "the test must see both answers often";
-  EXPECT_LT(num_shared, 3500);
-}
-
-TEST(Planner, NamesTheFieldInWhichTheEndsDiffer) {
-  Pool pool = packed({}, kNhd), narrow = packed({.row_bytes = 4}, kNhd),
-       shallow = packed({.num_layers = 2}, kNhd);
-  Pool elsewhere = packed({.first_head = 2}, kNhd), renumbered = pool;
-  renumbered.layout.planes[2].layer = 2;
-  expect_refused(make(pool, narrow).status(), Code::kLayoutMismatch,
-                 "row_bytes differs: reader has 8, owner has 4");
-  expect_refused(make(pool, shallow).status(), Code::kLayoutMismatch,
-                 "number of planes differs: reader has 6, owner has 4");
-  expect_refused(make(pool, renumbered).status(), Code::kLayoutMismatch,
-                 "planes[2].layer differs: reader has 1, owner has 2");
-  expect_refused(make(pool, elsewhere).status(), Code::kLayoutMismatch,
-                 "heads: reader holds [0, 2), owner holds [2, 4)");
-  expect_refused(make(pool, pool, {2, 3}).status(), Code::kLayoutMismatch, "asked for [2, 3)");
-}
-
-TEST(Planner, CountsBytesWithoutOverflow) {
-  Pool pool = packed({}, kNhd);
-  auto planner = must_make(pool, pool);
-  EXPECT_EQ(planner->num_layers(), 3u);
-  EXPECT_EQ(planner->bytes(5, {}), 5u * 2 * 8 * 6);
-  EXPECT_EQ(planner->bytes(5, {1, 2}), 5u * 2 * 8 * 2);
-  EXPECT_EQ(planner->bytes(UINT64_MAX, {}), UINT64_MAX);
-}
-
 }  // namespace
-}  // namespace kvlink
+}  // namespace kvlink::plan_tests

@@ -215,5 +215,7 @@ def test_caches_that_differ_are_refused() -> None:
 def test_a_region_too_small_is_refused() -> None:
     pool = Pool(POOL, seed=0)
     pool.regions[0] = pool.regions[0][:-1]
-    with pytest.raises(ConfigError, match=r"reader layout: planes\[5\] at offset 1280 needs 256 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"reader layout: planes\[5\] at offset 2560 needs 512 bytes, region 0 has 3071"
+    ):
         planner_of(pool, Pool(POOL, seed=0))

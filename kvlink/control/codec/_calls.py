@@ -27,6 +27,15 @@ def _check_worker(value: WorkerEpoch | SettleOrder) -> None:
     check_name("worker_id", value.worker_id)
 
 
+def _check_membership(membership: Membership) -> None:
+    check_within("lease_s", membership.lease_s, 0.001, limits.MAX_TTL_S)
+    check_within("keep_alive_s", membership.keep_alive_s, 0.001, limits.MAX_TTL_S)
+
+
+def _check_status(status: CoordinatorStatus) -> None:
+    check_within("uptime_s", status.uptime_s, 0, 1e12)
+
+
 def _write_join(request: JoinRequest) -> pb.JoinRequest:
     return pb.JoinRequest(card=seal(request.card), rejoin=request.rejoin)
 
@@ -95,7 +104,7 @@ def _read_connected(message: agent.ConnectReply) -> ConnectReply:
 
 
 JOIN = codec(pb.JoinRequest, _write_join, _read_join)
-MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply))
+MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply, _check_membership))
 BEAT = codec(pb.Beat, *plain(WorkerEpoch, pb.Beat, _check_worker))
 PUSH = codec(pb.Push, _write_push, _read_push)
 LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worker))
@@ -107,7 +116,7 @@ WATCH = nothing(pb.WatchWorkersRequest)
 CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes)
 
 ASK_STATUS = nothing(pb.StatusRequest)
-STATUS = codec(pb.StatusReply, *plain(CoordinatorStatus, pb.StatusReply))
+STATUS = codec(pb.StatusReply, *plain(CoordinatorStatus, pb.StatusReply, _check_status))
 
 GET_CARD = nothing(agent.GetCardRequest)
 CONNECT = codec(agent.ConnectRequest, _write_connect, _read_connect)

@@ -55,7 +55,7 @@ class MemoryStore:
                 why = f"worker {named(card.worker_id)} restarted as epoch {epoch}; recompute it"
                 self._forget(change.card, why)
         self._publish(changes)
-        self._arm()
+        self._arm(self._members.next_deadline())
         return epoch
 
     async def beat(self, worker_id: str, epoch: int) -> bool:  # noqa: D102
@@ -84,7 +84,7 @@ class MemoryStore:
             raise self._not_running(offer.worker_id, offer.epoch)
         self._totals.offered += 1
         self._answer(self._offers.offer(offer, self._clock()))
-        self._arm()
+        self._arm(self._offers.next_deadline())
 
     async def take(self, claim: Claim) -> list[bytes] | None:  # noqa: D102
         return self._offers.take(claim)
@@ -107,7 +107,7 @@ class MemoryStore:
         waiter = self._offers.wait(claim, self._clock())
         self._claims[waiter] = answer
         answer.add_done_callback(lambda _: self._cancel(waiter))
-        self._arm()
+        self._arm(self._offers.next_deadline())
 
     def _cancel(self, waiter: int) -> None:
         if self._claims.pop(waiter, None) is not None:
@@ -150,7 +150,7 @@ class MemoryStore:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-            self._timer_due = -math.inf
+        self._timer_due = -math.inf  # never again
         for answer in list(self._claims.values()):
             if not answer.done():
                 answer.set_exception(_closing())
@@ -168,14 +168,13 @@ class MemoryStore:
             self._forget(change.card, f"worker {named(change.card.worker_id)} stopped beating; recompute it")
         self._publish(changes)
         self._answer(self._offers.expire(now))
-        self._timer_due = math.inf
-        self._arm()
+        if not self._closed:
+            self._timer_due = math.inf
+            self._arm(min(self._members.next_deadline(), self._offers.next_deadline()))
 
-    def _arm(self) -> None:
-        due = self._offers.next_deadline()
+    def _arm(self, due: float) -> None:
         if due >= self._timer_due:
             return
-        due = min(due, self._members.next_deadline())
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = due
@@ -183,13 +182,13 @@ class MemoryStore:
 
     def _answer(self, answers: Iterable[Answer]) -> None:
         for waiter, tickets, refused in answers:
-            claim = self._claims.pop(waiter)
-            if claim.done():
+            answer = self._claims.pop(waiter)
+            if answer.done():
                 continue
             if refused is None:
-                claim.set_result(tickets)
+                answer.set_result(tickets)
             else:
-                claim.set_exception(refused)
+                answer.set_exception(refused)
 
     def _publish(self, changes: WorkerChanges) -> None:
         for watcher in list(self._watchers) if changes else ():

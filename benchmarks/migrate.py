@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hand-off of a whole request between two processes, through a coordinator, phase by phase.
+
+offer: the prefill worker's call. claim: from the decode worker's call, which knows only the request id, until its
+read starts, and from the read's end until the caller has it. plan, read, validate, settle: as the pull
+counts them. whole: offer, then from the decode worker's call until the blocks are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvlink import BlockPool, Worker
+from kvlink.errors import ConfigError
+from kvlink.layout import dense
+
+from .contents import Contents, Ids
+from .draws import Order
+from .models import BLOCK_TOKENS, geometry_of
+from .processes import BenchError, OwnerSide, coordinator_process, owner_process
+
+PHASES = ("offer", "claim", "plan", "read", "validate", "settle", "whole")
+
+_POOL_BYTES = 2 << 30  # of each of the two pools, at most
+_POOL_REQUESTS = 4
+_RUN_BYTES = 8 << 30
+_LEAST_ITERS, _MOST_ITERS = 10, 200
+_VERIFY_EVERY = 4  # besides the first and the last
+_SEED = 20_250_102
+
+
+def rows(model: str, tokens: int, transport: str, tp: int = 1, iters: int | None = None) -> Iterator[dict[str, Any]]:
+    """One row a phase. `iters` None: as many as the size deserves. Raises ConfigError, BenchError, TransferError."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    request_bytes = dense(geometry_of(model, tp, 1)).block_bytes * blocks
+    fitting = _POOL_BYTES // request_bytes
+    if not fitting:
+        raise ConfigError(
+            f"{tokens} tokens of {model} at TP {tp} are {request_bytes / 2**30:.1f} GiB, and a pool of this "
+            f"benchmark has at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens or more ranks"
+        )
+    geometry = geometry_of(model, tp, blocks * min(fitting, _POOL_REQUESTS))
+    iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // request_bytes, _MOST_ITERS))
+    with (
+        coordinator_process() as coordinator,
+        owner_process(geometry, _SEED, transport, coordinator, here=transport.endswith("loopback")) as owner,
+        Worker(
+            BlockPool.allocate(dense(geometry)), "bench-reader", coordinator=coordinator, transports=transport
+        ) as worker,
+    ):
+        bench = _Bench(owner, worker, tokens, blocks)
+        bench.run(2)  # connects and warms up
+        bench.forget()
+        bench.run(iters)
+        yield from bench.rows({"model": model, "tokens": tokens, "tp": tp, "transport": transport})
+
+
+class _Bench:
+    def __init__(self, owner: OwnerSide, worker: Worker, tokens: int, blocks: int) -> None:
+        self._owner, self._worker, self._tokens, self._blocks = owner, worker, tokens, blocks
+        self._contents = Contents(worker.pool.layout, _SEED)
+        self._rng = np.random.default_rng(_SEED)
+        self._next = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self._us: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._verified = self._wrong = 0
+
+    def run(self, iters: int) -> None:
+        """Hands over fresh requests, one after the other."""
+        for number in range(iters):
+            owner_ids, ids = self._draw(), self._draw()
+            check = number % _VERIFY_EVERY == 0 or number == iters - 1
+            if check:
+                self._contents.poison(self._worker.pool, ids)
+            self._hand_over(owner_ids, ids)
+            if check:
+                self._verified += 1
+                self._wrong += not self._contents.equal(self._worker.pool, ids, owner_ids, self._tokens)
+
+    def rows(self, common: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What was measured."""
+        for phase, us in self._us.items():
+            p50 = float(np.median(us))
+            yield {
+                **common,
+                "phase": phase,
+                "p50_us": p50,
+                "p99_us": float(np.percentile(us, 99)),
+                "bytes": self._stats.num_bytes,
+                "ops": self._stats.num_ops,
+                "iters": len(us),
+                **({"gib_per_s": self._stats.num_bytes / 2**30 / (p50 / 1e6)} if phase in ("read", "whole") else {}),
+                "verified": self._verified > 0 and self._wrong == 0,
+            }
+
+    def _draw(self) -> Ids:
+        [ids] = Order().draw(self._rng, self._worker.pool.layout.num_blocks, 1, self._blocks)
+        return ids
+
+    def _hand_over(self, owner_ids: Ids, ids: Ids) -> None:
+        self._next += 1
+        request_id = f"migrate-{self._next}"
+        answer = self._owner.call(
+            "offer", requests={request_id: owner_ids.tolist()}, num_tokens=self._tokens, publish=True
+        )
+        start = time.perf_counter_ns()
+        pull = self._worker.pull(request_id, into=ids)
+        pull.wait()
+        took_us = (time.perf_counter_ns() - start) / 1000
+        self._stats = stats = pull.stats
+        if not stats.settled:
+            raise BenchError(f"{pull!r} returned before it was settled")
+        measured = (
+            answer["offer_us"][0], took_us - stats.total_us, stats.plan_us, stats.read_us,
+            stats.validate_us, stats.settle_us, answer["offer_us"][0] + took_us,
+        )  # fmt: skip
+        for phase, us in zip(PHASES, measured, strict=True):
+            self._us[phase].append(us)

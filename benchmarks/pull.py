@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pull between two processes, beside the physical limit of the same path, measured in alternation with it.
+
+What is timed of kvlink is what a Python caller sees, ticket in hand and connection warm: from `worker.pull` to
+the return of `wait`, so plan, read, validate and settle. What is timed of the limit is the bare copy alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvlink import BlockPool, Ticket, Worker
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, dense
+
+from .contents import Contents, Ids
+from .draws import Order
+from .floors import floors_of
+from .processes import BenchError, OwnerSide, owner_process
+
+SHAPES = ((16 << 10, 4096), (64 << 10, 4096), (16 << 10, 1))
+"""(block_bytes, blocks) of the rows that the bars are about."""
+
+_SMALL_BYTES = 1 << 20  # pulls up to this are prepared in batches, and every one is verified
+_BATCH = 32
+_SMALL_ITERS, _LARGE_ITERS = 2000, 30
+_VERIFY_EVERY = 8  # of large pulls, besides the first and the last
+_CPU_ROUNDS = 4
+_CPU_TAIL_S = 0.002  # the owner may still take note of a settle
+_MOST_BYTES = 512 << 20
+_LEAST_SECTION_BYTES = 64 << 20  # beyond the caches of a core
+_SEED = 20_250_101
+
+
+def rows(
+    transport: str, block_bytes: int, blocks: int, iters: int | None = None, order: str = "random"
+) -> Iterator[dict[str, Any]]:
+    """One row. `iters` None: as many as the size deserves. Raises ConfigError, BenchError, TransferError."""
+    num_bytes = blocks * block_bytes
+    if num_bytes > _MOST_BYTES:
+        raise ConfigError(
+            f"{blocks} blocks of {block_bytes} bytes are more than the {_MOST_BYTES >> 20} MiB that a benchmark "
+            "pulls at once, since its pools are several times larger; ask for fewer blocks"
+        )
+    small = num_bytes <= _SMALL_BYTES
+    iters = iters or (_SMALL_ITERS if small else _LARGE_ITERS)
+    with _opened(transport, block_bytes, blocks, Order.parse(order, blocks)) as bench:
+        bench.warm_up()
+        bench.measure(iters, _BATCH if small else 1, 1 if small else _VERIFY_EVERY)
+        cpu_s = bench.cpu_s_per_pull(_BATCH if small else 1)
+        yield {
+            "transport": transport,
+            "block_bytes": block_bytes,
+            "blocks": blocks,
+            "bytes": num_bytes,
+            "iters": iters,
+            "order": order,
+            **bench.times(num_bytes, alone=blocks == 1),
+            "cpu_s_per_gib": cpu_s / (num_bytes / 2**30),
+            "verified": bench.verified > 0 and bench.wrong == 0,
+            "verified_pulls": bench.verified,
+        }
+
+
+class _Way(NamedTuple):
+    """One way of moving the blocks: kvlink's is the first, the others are floors."""
+
+    name: str
+    order: Order
+    run: Callable[[_Draw], float]
+
+
+class _Draw(NamedTuple):
+    """One transfer ahead."""
+
+    owner_ids: Ids
+    ids: Ids
+    ticket: Ticket | None
+
+
+class _Bench:
+    """Each way moves blocks from anywhere in the owner's pool to its own section of the reader's."""
+
+    def __init__(
+        self, owner: OwnerSide, worker: Worker, contents: Contents, blocks: int, ways: Sequence[_Way], section: int
+    ) -> None:
+        self._owner, self._worker, self._contents = owner, worker, contents
+        self._blocks, self._ways, self._section = blocks, ways, section
+        self._owner_blocks = worker.pool.layout.num_blocks  # both pools are alike
+        self._rng = np.random.default_rng(_SEED)
+        self._requests = map("pull-{}".format, count())
+        self._us: list[list[float]] = [[] for _ in ways]
+        self.verified = self.wrong = 0
+
+    def warm_up(self) -> None:
+        """Connects, and touches every page of both pools by the path that is measured."""
+        everything = np.arange(self._owner_blocks, dtype=np.uint32)
+        for ids in np.array_split(everything, -(-self._owner_blocks // self._section)):
+            [ticket] = self._offer([ids])
+            _pull(self._worker, _Draw(ids, ids, ticket))
+        self._round(min(_BATCH, self._section // self._blocks), self._ways, check=True)
+        self._us = [[] for _ in self._ways]
+        self.verified = 0
+
+    def measure(self, iters: int, batch: int, verify_every: int) -> None:
+        """Alternates between the ways, transfer by transfer."""
+        for number, at in enumerate(range(0, iters, batch)):
+            size = min(batch, iters - at)
+            self._round(size, self._ways, check=number % verify_every == 0 or at + size == iters)
+
+    def cpu_s_per_pull(self, batch: int) -> float:
+        """CPU time of both processes, of pulls alone, one after the other."""
+        spent = 0
+        for _ in range(_CPU_ROUNDS):
+            draws = self._draw(0, batch)
+            start = time.process_time_ns() + self._owner.cpu_ns()
+            for draw in draws:
+                _pull(self._worker, draw)
+            own = time.process_time_ns()
+            time.sleep(_CPU_TAIL_S)
+            spent += own + self._owner.cpu_ns() - start
+        return spent / 1e9 / (_CPU_ROUNDS * batch)
+
+    def times(self, num_bytes: int, alone: bool) -> dict[str, Any]:
+        """Of kvlink, and of the fastest floor."""
+        ours, *floors = self._us
+        p50 = float(np.median(ours))
+        limit_us, limit = min((float(np.median(us)), way.name) for us, way in zip(floors, self._ways[1:], strict=True))
+        gib = num_bytes / 2**30
+        return {
+            "min_us": min(ours),
+            "p50_us": p50,
+            "p99_us": float(np.percentile(ours, 99)),
+            "gib_per_s": gib / (p50 / 1e6),
+            "limit": limit,
+            "limit_gib_per_s": gib / (limit_us / 1e6),
+            "of_limit": limit_us / p50,
+            **({"limit_us": limit_us, "overhead_us": p50 - limit_us} if alone else {}),
+        }
+
+    def _round(self, size: int, ways: Sequence[_Way], *, check: bool) -> None:
+        plans = [self._draw(index, size) for index in range(len(ways))]
+        if check:
+            for draw in (draw for draws in plans for draw in draws):
+                self._contents.poison(self._worker.pool, draw.ids)
+        for turn in range(size):
+            for index in np.roll(range(len(ways)), turn + len(self._us[0])):
+                self._us[index].append(ways[index].run(plans[index][turn]))
+        if check:
+            self.verified += size
+            self.wrong += sum(not self._landed(draw) for draw in plans[0])
+            for way, draws in zip(ways[1:], plans[1:], strict=True):
+                if not all(map(self._landed, draws)):
+                    raise BenchError(f"{way.name} did not copy what it was asked to: the limit is worth nothing")
+
+    def _landed(self, draw: _Draw) -> bool:
+        return self._contents.equal(self._worker.pool, draw.ids, draw.owner_ids)
+
+    def _draw(self, index: int, size: int) -> list[_Draw]:
+        order = self._ways[index].order
+        owner_ids = order.draw(self._rng, self._owner_blocks, size, self._blocks)
+        offset = np.uint32(index * self._section)
+        ids = [drawn + offset for drawn in order.draw(self._rng, self._section, size, self._blocks)]
+        tickets = self._offer(owner_ids) if index == 0 else [None] * size
+        return list(map(_Draw, owner_ids, ids, tickets))
+
+    def _offer(self, lists: Sequence[Ids]) -> list[Ticket]:
+        requests = {next(self._requests): ids.tolist() for ids in lists}
+        answer = self._owner.call("offer", requests=requests, num_tokens=None, publish=False)
+        return [Ticket.from_text(text) for text in answer["tickets"]]
+
+
+def _pull(worker: Worker, draw: _Draw) -> float:
+    assert draw.ticket is not None
+    start = time.perf_counter_ns()
+    pull = worker.pull(draw.ticket, into=draw.ids)
+    pull.wait()
+    took_us = (time.perf_counter_ns() - start) / 1000
+    if not pull.stats.settled:
+        raise BenchError(f"{pull!r} returned before it was settled")
+    return took_us
+
+
+@contextmanager
+def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iterator[_Bench]:
+    plain = transport.removeprefix("fault+")
+    num_ways = 3 if plain in ("loopback", "shm") else 2
+    section = order.whole_runs(max(2 * blocks, -(-_LEAST_SECTION_BYTES // block_bytes)))
+    geometry = Geometry(
+        num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=section * num_ways, block_tokens=1,
+        planes_per_layer=1, dtype="uint8", model="bench",
+    )  # fmt: skip
+    layout = dense(geometry)
+    contents = Contents(layout, _SEED)
+    with (
+        owner_process(geometry, _SEED, transport, here=plain == "loopback") as owner,
+        Worker(BlockPool.allocate(layout), "bench-reader", transports=transport) as worker,
+    ):
+        floors = floors_of(transport, owner, worker.pool, order, blocks)
+        ways = [_Way("kvlink", order, lambda draw: _pull(worker, draw))]
+        ways += [_Way(floor.name, floor.order, lambda draw, run=floor.run: run(draw.owner_ids, draw.ids)) for floor in floors]
+        assert len(ways) == num_ways
+        yield _Bench(owner, worker, contents, blocks, ways, section)

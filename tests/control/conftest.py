@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coordinators to test against: in this event loop, or as processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from control.processes import CoordinatorProcess
+
+from kvlink.control import Coordinator, CoordinatorClient
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator()
+    await coordinator.start()
+    yield coordinator
+    await coordinator.close()
+
+
+@pytest.fixture
+async def client(coordinator: Coordinator) -> AsyncIterator[CoordinatorClient]:
+    async with CoordinatorClient(coordinator.address) as client:
+        yield client
+
+
+@pytest.fixture
+def coordinator_process() -> Iterator[Callable[[float], CoordinatorProcess]]:
+    started: list[CoordinatorProcess] = []
+
+    def start(lease_s: float = 10.0) -> CoordinatorProcess:
+        started.append(CoordinatorProcess(lease_s))
+        return started[-1]
+
+    yield start
+    for coordinator in started:
+        coordinator.kill()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator as a process that may be killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+_SERVE = """
+import asyncio, sys
+from kvlink.control import serve
+asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), on_ready=lambda at: print(at, flush=True)))
+"""
+
+
+
+class CoordinatorProcess:
+    """Keeps its port over restarts."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        port = self.address.rpartition(":")[2]
+        command = [sys.executable, "-c", _SERVE, port, str(self._lease_s)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, self.process.communicate()[1]
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
+    """Waits until `holds()`. The bound only ends a test that has failed."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, "it never came to hold"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's agent over loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from control.cards import make_card
+
+from kvlink.control import AgentClient, SettleOrder, WorkerAgent
+from kvlink.errors import (
+    AccessDenied,
+    ConfigError,
+    CoordinatorError,
+    CoordinatorUnavailable,
+    KVLinkError,
+    TransportUnavailable,
+    UnknownRequest,
+)
+
+
+def accept(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+    assert threading.current_thread() is not threading.main_thread(), "may block, so not on the event loop"
+    return 2**63, [transport.encode() + hello for hello in hellos]
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[WorkerAgent]:
+    agent = WorkerAgent(accept, lambda slot, nonce: (slot, nonce) == (7, 70))
+    await agent.start()
+    agent.publish(make_card(epoch=4))
+    yield agent
+    await agent.close()
+
+
+@pytest.fixture
+async def client(agent: WorkerAgent) -> AsyncIterator[AgentClient]:
+    async with AgentClient(agent.address, timeout_s=5.0) as client:
+        yield client
+
+
+async def test_it_hands_out_its_card(client: AgentClient, agent: WorkerAgent) -> None:
+    assert await client.card() == make_card(epoch=4)
+    assert repr(agent) == f"WorkerAgent({agent.address}, 'prefill' epoch 4)"
+
+
+async def test_it_carries_hellos_and_replies(client: AgentClient) -> None:
+    reply = await client.connect("prefill", 4, "tcp", [b"1", b"", bytes(64 << 10)])
+    assert reply == (2**63, [b"tcp1", b"tcp", b"tcp" + bytes(64 << 10)][: len(reply.replies)])
+
+
+async def test_it_settles_seats(client: AgentClient) -> None:
+    assert await client.settle(SettleOrder("prefill", 4, 7, 70)) is True
+    assert await client.settle(SettleOrder("prefill", 4, 7, 71)) is False
+
+
+async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, agent: WorkerAgent) -> None:
+    with pytest.raises(UnknownRequest, match="worker 'prefill' restarted: epoch 3 asked, 4 running"):
+        await client.connect("prefill", 3, "tcp", [b""])
+    with pytest.raises(UnknownRequest, match="belongs to worker 'prefill', and 'decode' was asked for"):
+        await client.settle(SettleOrder("decode", 4, 7, 70))
+    agent.publish(make_card(epoch=5))
+    with pytest.raises(UnknownRequest, match="epoch 4 asked, 5 running"):
+        await client.connect("prefill", 4, "tcp", [b""])
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (TransportUnavailable("no shm here", "Mount it"), TransportUnavailable),
+        (AccessDenied("not yours"), AccessDenied),
+        (ConfigError("malformed hello"), ConfigError),
+        (KeyError("a bug"), CoordinatorError),
+    ],
+)
+async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen: type[KVLinkError]) -> None:
+    def refuse(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+        raise error
+
+    agent = WorkerAgent(refuse, lambda slot, nonce: False)
+    agent.publish(make_card())
+    async with AgentClient(await agent.start()) as client:
+        with pytest.raises(seen) as caught:
+            await client.connect("prefill", 1, "shm", [b""])
+    assert type(caught.value) is seen
+    assert str(error).strip("'") in str(caught.value)
+    await agent.close()
+
+
+async def test_a_worker_that_is_still_starting_is_asked_again() -> None:
+    agent = WorkerAgent(accept, lambda slot, nonce: False)
+    async with AgentClient(await agent.start(), timeout_s=0.2) as client:
+        with pytest.raises(CoordinatorUnavailable, match="starting or closing"):
+            await client.card()
+        agent.publish(make_card())
+        assert await client.card() == make_card()
+    await agent.close()
+    await agent.close()
+
+
+async def test_a_worker_that_is_gone_is_said_to_be(agent: WorkerAgent) -> None:
+    await agent.close()
+    async with AgentClient(agent.address, timeout_s=0.2) as client:
+        with pytest.raises(CoordinatorUnavailable, match=f"worker agent at {agent.address} does not answer GetCard"):
+            await client.card()

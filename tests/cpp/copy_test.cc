@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory and the copies between mappings.
+#include "copy.h"
+
+#include "copy_peers.h"
+
+namespace kvlink::testing {
+namespace {
+
+TEST(HostMemory, IsZeroAndSealed) {
+  auto memory = allocate(3 << 20);
+  const MemoryRange range = memory->range();
+  EXPECT_TRUE(
+      std::all_of(range.base, range.base + range.bytes, [](std::byte byte) { return byte == std::byte{0}; }));
+  EXPECT_NE(::ftruncate(range.memfd, 4096), 0);
+  EXPECT_NE(::ftruncate(range.memfd, 4 << 20), 0);
+}
+
+TEST(HostMemory, SaysWhatItCouldNotAllocate) {
+  EXPECT_EQ(HostMemory::allocate(0, true).status().code(), Code::kConfig);
+  const Status status = HostMemory::allocate(uint64_t{1} << 50, false).status();
+  EXPECT_EQ(status.code(), Code::kConfig);
+  EXPECT_NE(status.what().find("1125899906842624 bytes"), std::string::npos) << status.what();
+  EXPECT_NE(status.what().find("available"), std::string::npos);
+}
+
+TEST(StreamCopy, CopiesEverySizeAndAlignment) {
+  std::mt19937_64 random(5);
+  std::vector<std::byte> from(1 << 18), to(1 << 18);
+  for (std::byte& byte : from) byte = static_cast<std::byte>(random());
+  for (int round = 0; round < 300; ++round) {
+    std::fill(to.begin(), to.end(), kPoison);
+    std::vector<std::byte> expected = to;
+    StreamCopy copy;
+    for (size_t at = random() % 70; at < to.size();) {
+      const size_t bytes = std::min<size_t>(random() % (round % 2 == 0 ? 300 : 20'000), to.size() - at);
+      const size_t source = random() % (from.size() - bytes + 1);
+      copy.add(to.data() + at, from.data() + source, bytes);
+      std::copy_n(from.begin() + static_cast<ptrdiff_t>(source), bytes,
+                  expected.begin() + static_cast<ptrdiff_t>(at));
+      at += bytes + random() % 3;
+    }
+    copy.finish();
+    ASSERT_TRUE(to == expected);
+  }
+}
+
+}  // namespace
+}  // namespace kvlink::testing

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message survives the way there and back; nothing foreign gets past the decoder but values within bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from control.cards import make_card, make_offer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlink.control.codec import CARD, AgentCalls, Codec, CoordinatorCalls, Method
+from kvlink.control.limits import MAX_BATCH_OPS, MAX_HELLOS, MAX_NAME_BYTES, MAX_OPAQUE_BYTES
+from kvlink.control.values import (
+    Claim,
+    ConnectReply,
+    ConnectRequest,
+    CoordinatorStatus,
+    HandoffBatch,
+    HandoffKind,
+    HandoffResults,
+    JoinRequest,
+    Membership,
+    Nothing,
+    Offer,
+    Push,
+    PushKind,
+    RefusedHandoff,
+    SettleOrder,
+    WorkerEpoch,
+)
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, Order, Plane, dense
+from kvlink.types import HostIdentity, Joined, TransportCard, WorkerCard, WorkerChange
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=MAX_NAME_BYTES // 4)
+BLOBS = st.binary(max_size=80)
+SECONDS = st.floats(0.001, 3600.0)
+
+WORKERS = st.builds(WorkerEpoch, NAMES, U64)
+SETTLES = st.builds(SettleOrder, NAMES, U64, U32, U64)
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> Offer:
+    of = draw(st.integers(1, 1024))
+    rank = draw(st.integers(0, of - 1))
+    ticket = draw(st.binary(min_size=1, max_size=200))
+    return Offer(draw(NAMES), draw(NAMES), draw(U64), draw(SECONDS), rank, of, draw(st.integers(1, 255)), ticket)
+
+
+@st.composite
+def claims(draw: st.DrawFn) -> Claim:
+    readers = draw(st.integers(1, 1024))
+    return Claim(draw(NAMES), draw(st.floats(0, 3600)), draw(st.integers(0, readers - 1)), readers)
+
+
+@st.composite
+def cards(draw: st.DrawFn) -> WorkerCard:
+    layout = dense(
+        Geometry(
+            num_layers=draw(st.integers(1, 5)),
+            total_heads=draw(st.sampled_from([1, 2, 8])),
+            row_bytes=draw(st.integers(1, 512)),
+            num_blocks=draw(st.integers(1, 1000)),
+            dtype=draw(NAMES),
+            model=draw(st.text(max_size=20)),
+        ),
+        draw(st.sampled_from(Order)),
+    )
+    transports = st.builds(TransportCard, NAMES, BLOBS, st.lists(BLOBS, max_size=3).map(tuple), BLOBS, NAMES)
+    return WorkerCard(
+        worker_id=draw(NAMES),
+        epoch=draw(U64),
+        incarnation=draw(st.binary(min_size=16, max_size=16)),
+        agent=draw(NAMES),
+        host=draw(st.builds(HostIdentity, NAMES, U64, U64, U32, U32)),
+        layout=layout,
+        region_bytes=tuple(draw(st.lists(U64, max_size=4))),
+        transports=tuple(draw(st.lists(transports, max_size=4))),
+    )
+
+
+REFUSED = st.builds(RefusedHandoff, st.sampled_from(HandoffKind), U64, st.just("EXPIRED"), NAMES)
+CHANGES = st.builds(WorkerChange, st.sampled_from(Joined), cards())
+EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
+    (CARD, cards()),
+    (CoordinatorCalls.JOIN.request, st.builds(JoinRequest, cards(), st.booleans())),
+    (CoordinatorCalls.JOIN.reply, st.builds(Membership, U64, SECONDS, SECONDS)),
+    (CoordinatorCalls.KEEP_ALIVE.request, WORKERS),
+    (CoordinatorCalls.KEEP_ALIVE.reply, st.builds(Push, st.sampled_from(PushKind), U32, U64)),
+    (CoordinatorCalls.LEAVE.request, WORKERS),
+    (CoordinatorCalls.GET_WORKER.request, WORKERS),
+    (CoordinatorCalls.LIST_WORKERS.reply, st.lists(cards(), max_size=3)),
+    (CoordinatorCalls.WATCH_WORKERS.reply, st.lists(CHANGES, max_size=3)),
+    (CoordinatorCalls.OFFER.request, offers()),
+    (CoordinatorCalls.OFFER.reply, st.just(Nothing())),
+    (CoordinatorCalls.CLAIM.request, claims()),
+    (CoordinatorCalls.CLAIM.reply, st.lists(BLOBS, max_size=8)),
+    (CoordinatorCalls.SETTLE.request, SETTLES),
+    (
+        CoordinatorCalls.HANDOFFS.request,
+        st.builds(HandoffBatch, *(st.lists(of, max_size=4) for of in (offers(), SETTLES, claims()))),
+    ),
+    (
+        CoordinatorCalls.HANDOFFS.reply,
+        st.builds(
+            HandoffResults,
+            U64,
+            U64,
+            st.lists(st.tuples(U64, st.lists(BLOBS, max_size=3)), max_size=4),
+            st.lists(REFUSED, max_size=4),
+        ),
+    ),
+    (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6)),
+    (
+        AgentCalls.CONNECT.request,
+        st.builds(ConnectRequest, NAMES, U64, NAMES, st.lists(BLOBS, min_size=1, max_size=MAX_HELLOS)),
+    ),
+    (AgentCalls.CONNECT.reply, st.builds(ConnectReply, U64, st.lists(BLOBS, min_size=1, max_size=8))),
+    (AgentCalls.SETTLE_SEAT.request, SETTLES),
+    (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
+]
+METHODS = [
+    method for calls in (CoordinatorCalls, AgentCalls) for method in vars(calls).values() if isinstance(method, Method)
+]
+
+
+@given(st.data())
+def test_every_value_comes_back_equal(data: st.DataObject) -> None:
+    for codec, values in EXAMPLES:
+        value = data.draw(values)
+        assert codec.decode(codec.encode(value)) == value
+
+
+def _mutate(data: st.DataObject, blob: bytes) -> bytes:
+    if data.draw(st.booleans(), "truncate"):
+        return blob[: data.draw(st.integers(0, max(0, len(blob) - 1)))]
+    damaged = bytearray(blob)
+    for _ in range(data.draw(st.integers(1, 4))):
+        if damaged:
+            at = data.draw(st.integers(0, len(damaged) - 1))
+            damaged[at] ^= data.draw(st.integers(1, 255))
+    return bytes(damaged)
+
+
+@given(st.data())
+def test_a_damaged_message_is_refused_or_still_within_bounds(data: st.DataObject) -> None:
+    codec, values = data.draw(st.sampled_from(EXAMPLES))
+    damaged = _mutate(data, codec.encode(data.draw(values)))
+    try:
+        value = codec.decode(damaged)
+    except ConfigError as error:
+        assert str(error).startswith("malformed ")
+    else:
+        assert codec.decode(codec.encode(value)) == value
+
+
+@given(st.data())
+def test_a_damaged_card_is_refused(data: st.DataObject) -> None:
+    card = data.draw(cards())
+    damaged = _mutate(data, CARD.encode(card))
+    try:
+        assert CARD.decode(damaged) == card  # for instance a longer form of the same number
+    except ConfigError as error:
+        assert "malformed SealedCard" in str(error)
+
+
+@given(blob=st.binary(max_size=300), method=st.sampled_from(METHODS))
+def test_noise_raises_nothing_but_config_error(blob: bytes, method: Method[Any, Any]) -> None:
+    for codec in (method.request, method.reply):
+        try:
+            codec.decode(blob)
+        except ConfigError:
+            pass
+
+
+OFFER, CLAIM = make_offer("r"), Claim("r", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "value", "names"),
+    [
+        (CoordinatorCalls.OFFER.request, OFFER._replace(request_id=""), "request_id"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(request_id="é" * 257), "request_id has 514 bytes"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(ttl_s=float("nan")), "ttl_s"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(ttl_s=0.0), "ttl_s"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(tp_rank=1), "rank 1 of 1"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(num_seats=0), "num_seats"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(ticket=b""), "ticket"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(epoch=-1), "Offer"),
+        (CoordinatorCalls.CLAIM.request, CLAIM._replace(timeout_s=float("inf")), "timeout_s"),
+        (CoordinatorCalls.CLAIM.request, CLAIM._replace(reader=1), "reader 1 of 1"),
+        (CoordinatorCalls.LEAVE.request, WorkerEpoch("w" * (MAX_NAME_BYTES + 1), 1), "worker_id"),
+        (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", []), "hellos"),
+        (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [b""] * (MAX_HELLOS + 1)), "hellos"),
+        (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [bytes(MAX_OPAQUE_BYTES + 1)]), "a hello"),
+    ],
+)
+def test_what_exceeds_a_bound_is_not_sent(codec: Codec[Any], value: Any, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        codec.encode(value)
+
+
+def test_a_batch_of_too_many_operations_is_not_taken() -> None:
+    batch = HandoffBatch([], [], [CLAIM] * (MAX_BATCH_OPS + 1))
+    blob = CoordinatorCalls.HANDOFFS.request.encode(batch)
+    with pytest.raises(ConfigError, match="operations in a batch is 1025"):
+        CoordinatorCalls.HANDOFFS.request.decode(blob)
+
+
+def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
+    blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
+    with pytest.raises(ConfigError, match=r"worker 'prefill' speaks protocol version 9.*same version of kvlink"):
+        CARD.decode(blob)
+
+
+def test_a_card_with_an_impossible_layout_is_refused() -> None:
+    card = make_card()
+    layout = dataclasses.replace(card.layout)
+    object.__setattr__(layout, "planes", (Plane(0, 0, 2**63),))
+    with pytest.raises(ConfigError, match=r"malformed SealedCard: layout: planes\[0\]"):
+        CARD.decode(CARD.encode(dataclasses.replace(card, layout=layout)))

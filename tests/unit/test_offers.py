@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure parts of the coordinator against obvious models."""
+
+from __future__ import annotations
+
+import math
+
+from control.cards import make_offer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.limits import Limits
+from kvlink.control.offers import Answer, Offers
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.values import Claim, Offer
+
+KEYS = st.sampled_from("abcdef")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["set", "discard", "due"]), KEYS, st.integers(0, 20)), max_size=200))
+def test_deadlines_agree_with_a_dictionary(steps: list[tuple[str, str, int]]) -> None:
+    deadlines: Deadlines[str] = Deadlines()
+    model: dict[str, int] = {}
+    for what, key, time in steps:
+        if what == "set":
+            deadlines.set(key, time)
+            model[key] = time
+        elif what == "discard":
+            deadlines.discard(key)
+            model.pop(key, None)
+        else:
+            due = deadlines.due(time)
+            assert sorted(due) == sorted(key for key, at in model.items() if at <= time)
+            times = [model.pop(key) for key in due]
+            assert times == sorted(times)
+        assert len(deadlines) == len(model)
+        assert deadlines.next() <= min(model.values(), default=math.inf)
+
+
+def test_deadlines_that_are_always_moved_do_not_pile_up() -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    for step in range(10_000):
+        deadlines.set(step % 10, float(step))
+    assert len(deadlines._heap) < 200
+
+
+class OffersAgainstModel(RuleBasedStateMachine):
+    """One reader a request, so that a request is either complete, incomplete or gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offers = Offers(Limits(remembered_requests=2))
+        self.now = 0.0
+        self.tickets: dict[str, dict[int, tuple[Offer, float]]] = {}
+        self.waiting: dict[int, tuple[Claim, float]] = {}
+
+    requests = st.sampled_from(["x", "y", "z"])
+    workers = st.sampled_from(["p", "q"])
+
+    def complete(self, request_id: str) -> bool:
+        return len(self.tickets.get(request_id, {})) == 2
+
+    def drop(self, request_id: str, rank: int) -> None:
+        del self.tickets[request_id][rank]
+        if not self.tickets[request_id]:
+            del self.tickets[request_id]
+
+    def expected(self, request_id: str) -> list[bytes]:
+        return [offer.ticket for _, (offer, _) in sorted(self.tickets.pop(request_id).items())]
+
+    @rule(request_id=requests, worker=workers, rank=st.integers(0, 1), ttl_s=st.integers(1, 9))
+    def offer(self, request_id: str, worker: str, rank: int, ttl_s: int) -> None:
+        offer = make_offer(request_id, worker, ttl_s=float(ttl_s), rank=rank, of=2)
+        self.tickets.setdefault(request_id, {})[rank] = (offer, self.now + ttl_s)
+        answers = self.offers.offer(offer, self.now)
+        wanted = [waiter for waiter, (claim, _) in self.waiting.items() if claim.request_id == request_id]
+        if self.complete(request_id) and wanted:
+            assert answers == [Answer(max(wanted), self.expected(request_id))]
+            del self.waiting[max(wanted)]
+        else:
+            assert answers == []
+
+    @rule(request_id=requests, timeout_s=st.integers(1, 9))
+    def claim(self, request_id: str, timeout_s: int) -> None:
+        claim = Claim(request_id, float(timeout_s))
+        try:
+            tickets = self.offers.take(claim)
+        except Refused as refused:
+            assert request_id not in self.tickets
+            assert refused.reason in (Reason.EXPIRED, Reason.UNKNOWN)
+            return
+        if self.complete(request_id):
+            assert tickets == self.expected(request_id)
+        else:
+            assert tickets is None
+            self.waiting[self.offers.wait(claim, self.now)] = (claim, self.now + timeout_s)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.waiting:
+            waiter = data.draw(st.sampled_from(sorted(self.waiting)))
+            self.offers.cancel(waiter)
+            self.offers.cancel(waiter)
+            del self.waiting[waiter]
+
+    @rule(worker=workers)
+    def worker_dies(self, worker: str) -> None:
+        self.offers.drop_worker(worker, "it died")
+        for request_id, ranks in list(self.tickets.items()):
+            for rank, (offer, _) in list(ranks.items()):
+                if offer.worker_id == worker:
+                    self.drop(request_id, rank)
+
+    @rule(seconds=st.integers(1, 5))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        for request_id, ranks in list(self.tickets.items()):
+            for rank, (_, due) in list(ranks.items()):
+                if due <= self.now:
+                    self.drop(request_id, rank)
+        answers = self.offers.expire(self.now)
+        late = {waiter for waiter, (_, due) in self.waiting.items() if due <= self.now}
+        assert {answer.waiter for answer in answers} == late
+        assert all(answer.refused and answer.refused.reason is Reason.UNKNOWN for answer in answers)
+        for waiter in late:
+            del self.waiting[waiter]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.offers.num_tickets == sum(map(len, self.tickets.values()))
+        assert self.offers.num_waiting == len(self.waiting)
+
+    @invariant()
+    def nothing_is_left_behind(self) -> None:
+        wanted = {claim.request_id for claim, _ in self.waiting.values()}
+        assert set(self.offers._requests) == wanted | set(self.tickets)
+        assert set(self.offers._by_worker) == {
+            offer.worker_id for ranks in self.tickets.values() for offer, _ in ranks.values()
+        }
+        assert len(self.offers._ended) <= 2
+
+    @invariant()
+    def the_next_deadline_is_never_late(self) -> None:
+        dues = [due for ranks in self.tickets.values() for _, due in ranks.values()]
+        assert self.offers.next_deadline() <= min(dues + [due for _, due in self.waiting.values()], default=math.inf)
+
+
+TestOffers = OffersAgainstModel.TestCase
+TestOffers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
