@@ -24,7 +24,9 @@ class Contents:
 
     def __init__(self, layout: KVLayout, seed: int) -> None:
         if layout.block_stride % _WORD.itemsize:
-            raise ConfigError(f"blocks of {layout.block_stride} bytes: benchmarks need a multiple of {_WORD.itemsize}")
+            raise ConfigError(
+                f"blocks of {layout.block_stride} bytes: a benchmark needs a multiple of {_WORD.itemsize}"
+            )
         rng = np.random.default_rng(seed)
         self._shape = (len(layout.planes), layout.num_blocks, layout.block_stride // _WORD.itemsize)
         self._base = rng.integers(0, 2**64, self._shape[2], np.uint64)

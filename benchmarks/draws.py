@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a transfer takes: fresh ones each time, out of a pool several times larger, so that none is cached."""
+"""Which blocks a transfer takes: fresh ones each time, out of a pool several times larger than it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .contents import Ids
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How blocks follow each other: in runs of `run` adjoining blocks; the runs lie at random. 1: all at random."""
+    """How blocks follow each other: in runs of `run` adjoining blocks that lie at random."""
 
     run: int = 1
 
@@ -41,7 +41,9 @@ class Order:
         return [np.ascontiguousarray(row[:blocks]) for row in ids.reshape(num, -1)]
 
 
-def pieces_of(from_ids: Ids, to_ids: Ids, block_bytes: int, from_base: int, to_base: int) -> npt.NDArray[np.uint64]:
+def pieces_of(
+    from_ids: Ids, to_ids: Ids, block_bytes: int, from_base: int, to_base: int
+) -> npt.NDArray[np.uint64]:
     """Rows of (address from, address to, bytes), blocks that adjoin at both ends merged."""
     starts = np.flatnonzero(np.concatenate(([True], (np.diff(from_ids) != 1) | (np.diff(to_ids) != 1))))
     counts = np.diff(np.append(starts, len(from_ids)))

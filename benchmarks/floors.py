@@ -39,7 +39,8 @@ def floors_of(transport: str, owner: OwnerSide, pool: BlockPool, order: Order, b
     memory = owner.call("memory")
     if name == "tcp":
         sink = _core.FloorSink(owner.call("listen")["port"], blocks * pool.layout.block_bytes)
-        return [Floor("socket ping-pong" if blocks == 1 else "socket stream", Order(blocks), _stream(sink, pool))]
+        what = "socket ping-pong" if blocks == 1 else "socket stream"
+        return [Floor(what, Order(blocks), _stream(sink, pool))]
     if name == "cma":
         read = partial(_core.floor_process_vm_readv, owner.pid)
         return [Floor("process_vm_readv", order, _copy(read, memory["address"], pool))]

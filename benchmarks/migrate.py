@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hand-off of a whole request between two processes, through a coordinator, phase by phase.
 
-offer: the prefill worker's call. claim: from the decode worker's call, which knows only the request id, until its
-read starts, and from the read's end until the caller has it. plan, read, validate, settle: as the pull
-counts them. whole: offer, then from the decode worker's call until the blocks are there.
+offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
+besides the transfer. plan, read, validate, settle: as the pull counts them. whole: offer, then from
+the decode worker's call until it has the blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from .draws import Order
 from .models import BLOCK_TOKENS, geometry_of
 from .processes import BenchError, OwnerSide, coordinator_process, owner_process
 
+Row = dict[str, Any]
+
 PHASES = ("offer", "claim", "plan", "read", "validate", "settle", "whole")
 
 _POOL_BYTES = 2 << 30  # of each of the two pools, at most
@@ -33,8 +35,8 @@ _VERIFY_EVERY = 4  # besides the first and the last
 _SEED = 20_250_102
 
 
-def rows(model: str, tokens: int, transport: str, tp: int = 1, iters: int | None = None) -> Iterator[dict[str, Any]]:
-    """One row a phase. `iters` None: as many as the size deserves. Raises ConfigError, BenchError, TransferError."""
+def rows(model: str, tokens: int, transport: str, tp: int = 1, iters: int | None = None) -> Iterator[Row]:
+    """One row a phase. `iters` None: what fits the size. Raises ConfigError, BenchError, TransferError."""
     blocks = -(-tokens // BLOCK_TOKENS)
     request_bytes = dense(geometry_of(model, tp, 1)).block_bytes * blocks
     fitting = _POOL_BYTES // request_bytes
@@ -84,19 +86,17 @@ class _Bench:
                 self._verified += 1
                 self._wrong += not self._contents.equal(self._worker.pool, ids, owner_ids, self._tokens)
 
-    def rows(self, common: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def rows(self, common: Row) -> Iterator[Row]:
         """What was measured."""
         for phase, us in self._us.items():
-            p50 = float(np.median(us))
             yield {
                 **common,
                 "phase": phase,
-                "p50_us": p50,
+                "p50_us": float(np.median(us)),
                 "p99_us": float(np.percentile(us, 99)),
                 "bytes": self._stats.num_bytes,
                 "ops": self._stats.num_ops,
                 "iters": len(us),
-                **({"gib_per_s": self._stats.num_bytes / 2**30 / (p50 / 1e6)} if phase in ("read", "whole") else {}),
                 "verified": self._verified > 0 and self._wrong == 0,
             }
 

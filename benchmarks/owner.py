@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill side of a benchmark: a real Worker whose blocks hold known bytes. `python -m kvlink.benchmarks.owner FD`
-runs it in a process of its own, which answers JSON messages until its parent is gone.
+"""The prefill side of a benchmark: a real Worker whose blocks hold known bytes.
+
+`python -m kvlink.benchmarks.owner FD` runs one in a process of its own, which answers JSON messages on the
+descriptor until its parent is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from kvlink.layout import Geometry, dense
 
 from .contents import Contents
 
+Answer = dict[str, Any]
+
 
 class Owner:
     """Fills a pool from a seed and offers what it is asked to."""
@@ -31,7 +35,7 @@ class Owner:
         self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None
 
-    def offer(self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool) -> dict[str, Any]:
+    def offer(self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool) -> Answer:
         """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
         self._worker.events()  # takes note of what ended
         tickets, took_us = [], []
@@ -42,20 +46,20 @@ class Owner:
             tickets.append(ticket.to_text())
         return {"tickets": tickets, "offer_us": took_us}
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> Answer:
         """Where the pool lies, for bare reads of it."""
         region = self._pool.regions[0]
         assert region.memory is not None
         return {"address": region.address, "memfd": floor_memfd(region.memory)}
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self) -> Answer:
         """Starts sending bare answers from the pool."""
         region = self._pool.regions[0]
         assert region.memory is not None
         self._source = self._source or FloorSource(region.memory)
         return {"port": self._source.port}
 
-    def leases(self) -> dict[str, Any]:
+    def leases(self) -> Answer:
         """Counts of this worker's offers."""
         self._worker.events()
         return self._worker.lease_counts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of a benchmark. None outlives its parent: an owner ends with its pipe, a coordinator is ended."""
+"""The other processes of a benchmark: started, asked, ended."""
 
 from __future__ import annotations
 

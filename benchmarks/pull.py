@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pull between two processes, beside the physical limit of the same path, measured in alternation with it.
 
-What is timed of kvlink is what a Python caller sees, ticket in hand and connection warm: from `worker.pull` to
-the return of `wait`, so plan, read, validate and settle. What is timed of the limit is the bare copy alone.
+Timed of kvlink is what a Python caller sees, ticket in hand and connection warm: from `worker.pull` until
+`wait` returns, so plan, read, validate and settle. Timed of the limit is the bare copy alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from kvlink.layout import Geometry, dense
 
 from .contents import Contents, Ids
 from .draws import Order
-from .floors import floors_of
+from .floors import Floor, floors_of
 from .processes import BenchError, OwnerSide, owner_process
 
-SHAPES = ((16 << 10, 4096), (64 << 10, 4096), (16 << 10, 1))
+_BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
+SHAPES = (*((size, _BLOCKS) for size in _BLOCK_BYTES), (16 << 10, 1))
 """(block_bytes, blocks) of the rows that the bars are about."""
 
 _SMALL_BYTES = 1 << 20  # pulls up to this are prepared in batches, and every one is verified
@@ -39,15 +40,22 @@ _LEAST_SECTION_BYTES = 64 << 20  # beyond the caches of a core
 _SEED = 20_250_101
 
 
+def shapes(block_bytes: Sequence[int] | None, blocks: int | None) -> list[tuple[int, int]]:
+    """(block_bytes, blocks) of each row; without any wish SHAPES."""
+    if not block_bytes and blocks is None:
+        return list(SHAPES)
+    return [(size, blocks or _BLOCKS) for size in block_bytes or _BLOCK_BYTES]
+
+
 def rows(
     transport: str, block_bytes: int, blocks: int, iters: int | None = None, order: str = "random"
 ) -> Iterator[dict[str, Any]]:
-    """One row. `iters` None: as many as the size deserves. Raises ConfigError, BenchError, TransferError."""
+    """One row. `iters` None: what fits the size. Raises ConfigError, BenchError, TransferError."""
     num_bytes = blocks * block_bytes
     if num_bytes > _MOST_BYTES:
         raise ConfigError(
-            f"{blocks} blocks of {block_bytes} bytes are more than the {_MOST_BYTES >> 20} MiB that a benchmark "
-            "pulls at once, since its pools are several times larger; ask for fewer blocks"
+            f"{blocks} blocks of {block_bytes} bytes are more than the {_MOST_BYTES >> 20} MiB that one pull of a "
+            "benchmark may have, since its pools are several times larger; ask for fewer blocks"
         )
     small = num_bytes <= _SMALL_BYTES
     iters = iters or (_SMALL_ITERS if small else _LARGE_ITERS)
@@ -89,10 +97,11 @@ class _Bench:
     """Each way moves blocks from anywhere in the owner's pool to its own section of the reader's."""
 
     def __init__(
-        self, owner: OwnerSide, worker: Worker, contents: Contents, blocks: int, ways: Sequence[_Way], section: int
+        self, owner: OwnerSide, worker: Worker, blocks: int, ways: Sequence[_Way], section: int
     ) -> None:
-        self._owner, self._worker, self._contents = owner, worker, contents
+        self._owner, self._worker = owner, worker
         self._blocks, self._ways, self._section = blocks, ways, section
+        self._contents = Contents(worker.pool.layout, _SEED)
         self._owner_blocks = worker.pool.layout.num_blocks  # both pools are alike
         self._rng = np.random.default_rng(_SEED)
         self._requests = map("pull-{}".format, count())
@@ -132,7 +141,8 @@ class _Bench:
         """Of kvlink, and of the fastest floor."""
         ours, *floors = self._us
         p50 = float(np.median(ours))
-        limit_us, limit = min((float(np.median(us)), way.name) for us, way in zip(floors, self._ways[1:], strict=True))
+        names = [way.name for way in self._ways[1:]]
+        limit_us, limit = min((float(np.median(us)), name) for us, name in zip(floors, names, strict=True))
         gib = num_bytes / 2**30
         return {
             "min_us": min(ours),
@@ -158,7 +168,7 @@ class _Bench:
             self.wrong += sum(not self._landed(draw) for draw in plans[0])
             for way, draws in zip(ways[1:], plans[1:], strict=True):
                 if not all(map(self._landed, draws)):
-                    raise BenchError(f"{way.name} did not copy what it was asked to: the limit is worth nothing")
+                    raise BenchError(f"{way.name} did not copy what it was asked to; the limit means nothing")
 
     def _landed(self, draw: _Draw) -> bool:
         return self._contents.equal(self._worker.pool, draw.ids, draw.owner_ids)
@@ -188,6 +198,10 @@ def _pull(worker: Worker, draw: _Draw) -> float:
     return took_us
 
 
+def _way(floor: Floor) -> _Way:
+    return _Way(floor.name, floor.order, lambda draw: floor.run(draw.owner_ids, draw.ids))
+
+
 @contextmanager
 def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iterator[_Bench]:
     plain = transport.removeprefix("fault+")
@@ -198,13 +212,11 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iter
         planes_per_layer=1, dtype="uint8", model="bench",
     )  # fmt: skip
     layout = dense(geometry)
-    contents = Contents(layout, _SEED)
     with (
         owner_process(geometry, _SEED, transport, here=plain == "loopback") as owner,
         Worker(BlockPool.allocate(layout), "bench-reader", transports=transport) as worker,
     ):
         floors = floors_of(transport, owner, worker.pool, order, blocks)
-        ways = [_Way("kvlink", order, lambda draw: _pull(worker, draw))]
-        ways += [_Way(floor.name, floor.order, lambda draw, run=floor.run: run(draw.owner_ids, draw.ids)) for floor in floors]
+        ways = [_Way("kvlink", order, partial(_pull, worker)), *(_way(floor) for floor in floors)]
         assert len(ways) == num_ways
-        yield _Bench(owner, worker, contents, blocks, ways, section)
+        yield _Bench(owner, worker, blocks, ways, section)

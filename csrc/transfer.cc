@@ -36,6 +36,8 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::function<void()
     if (!planned.ok()) refuse(planned, now);
     return;
   }
+  const Status checked = planner_->check(request.owner_blocks, request.reader_blocks, {tokens_, layers_});
+  if (!checked.ok()) refuse(checked, now);
   owner_blocks_.assign(request.owner_blocks.begin(), request.owner_blocks.end());
   reader_blocks_.assign(request.reader_blocks.begin(), request.reader_blocks.end());
   phase_ = Phase::kPeek;

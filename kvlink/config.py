@@ -158,10 +158,10 @@ def select(spec: str, available: Sequence[str]) -> list[str]:
     for name in names:
         if name.removeprefix("fault+") not in available or (forbids and "+" in name):
             raise ConfigError(
-                f"KVLINK_TRANSPORTS={spec!r} names {name!r}; write names out of {', '.join(available)} "
-                "(fault+NAME wraps one), or ^ before the first to forbid them all"
+                f"there is no transport {name!r} (of {spec!r}); write names out of {', '.join(available)}, "
+                "fault+NAME to wrap one, or ^ before the first to forbid them all"
             )
     chosen = [name for name in available if name not in names] if forbids or not names else names
     if not chosen:
-        raise ConfigError(f"KVLINK_TRANSPORTS={spec!r} forbids every transport; allow at least one")
+        raise ConfigError(f"{spec!r} forbids every transport; allow at least one (KVLINK_TRANSPORTS)")
     return list(dict.fromkeys(chosen))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pull should cost: start-up + operations + bytes. The same shape for every transport, fitted as pulls happen."""
+"""What a pull should cost: start-up + operations + bytes. One shape for every transport, fitted as pulls happen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRIORS = {
 
 @dataclass(slots=True)
 class FittedCost:
-    """A prior whose rate follows the pulls seen. Not thread safe beyond what the GIL gives; losing a sample is harmless."""
+    """A prior whose rate follows the pulls seen. Any thread; a sample lost to a race is harmless."""
 
     prior: Cost
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=32))

@@ -55,8 +55,8 @@ class PathTaken:
         lanes = f"{self.lanes} lane(s)" + (", inline" if self.ran_inline else "")
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
         return (
-            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, "
-            f"{self.num_bytes} bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
+            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
+            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
         )
 
 
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 class Pull:
-    """A pull under way or ended. The destination blocks hold valid bytes only after it ended without an error.
+    """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
 
     Safe from any thread; `await` works on any event loop.
     """
@@ -154,17 +154,12 @@ class Pull:
         transfers = [part.transfer for part in self._started(0) or []]
         if not transfers:
             return PullStats()
-        num_bytes, num_ops, num_segments, *times_ns, ran_inline = zip(
-            *(t.stats() for t in transfers), strict=True
-        )
-        return PullStats(
-            sum(num_bytes),
-            sum(num_ops),
-            sum(num_segments),
-            *(max(ns) / 1000 for ns in times_ns),
-            ran_inline=all(ran_inline),
-            settled=all(transfer.state == SETTLED for transfer in transfers),
-        )
+        rows = [transfer.stats() for transfer in transfers]
+        sums = [sum(row[column] for row in rows) for column in range(3)]
+        slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 8)]
+        ran_inline = all(row[8] for row in rows)
+        settled = all(transfer.state == SETTLED for transfer in transfers)
+        return PullStats._make([*sums, *slowest_us, ran_inline, settled])
 
     def explain(self) -> list[PathTaken]:
         """The path to each owner, why better ones were refused, and predicted against measured time."""
@@ -182,7 +177,7 @@ class Pull:
         return self._parts
 
     def _conclude(self) -> None:
-        """Raises what the ended pull failed with; has the owners told of seats that were not settled one-sidedly."""
+        """Raises what the pull failed with; has owners told of seats that were not settled one-sidedly."""
         parts = self._parts
         if parts is not None and all(part.transfer.state == SETTLED for part in parts):
             return

@@ -45,7 +45,7 @@ class ControlDirectory:
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
     ) -> tuple[int, list[bytes]]:
-        """Introduces the lanes of a connection to their owner. Raises PeerUnreachable and what the owner refuses with."""
+        """Introduces a connection's lanes to their owner. Raises PeerUnreachable and what the owner refuses with."""
         try:
             reply = await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:

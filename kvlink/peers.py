@@ -126,7 +126,8 @@ class Peers:
             pause = attempts.not_before - time.monotonic()
             if time.monotonic() + max(pause, 0) >= deadline:
                 raise PeerUnreachable(
-                    f"{key[0]} is not reachable: {attempts.last or 'no time left'}; next attempt in {max(pause, 0):.2f} s"
+                    f"{key[0]} is not reachable: {attempts.last or 'no time left'}; "
+                    f"next attempt in {max(pause, 0):.2f} s"
                 )
             if pause > 0:
                 await asyncio.sleep(pause)

@@ -10,22 +10,23 @@ import secrets
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from kvlink.config import WorkerConfig
-from kvlink.control import ControlThread, CoordinatorClient, Offer, Session, WorkerAgent
+from kvlink.control import ControlThread
 from kvlink.decode import Part, Pull, Want, start, start_cold
-from kvlink.directory import ControlDirectory
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.host import this_host
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Offers
+from kvlink.presence import Presence
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import LeaseBell
@@ -39,7 +40,7 @@ Tickets = Ticket | str | Sequence[Ticket]
 
 
 class Worker:
-    """Joins on construction; `close` (or leaving a `with` block) leaves. Every method is safe from any thread.
+    """Joins on construction; `close` (or leaving a `with` block) leaves. Safe from any thread.
 
     pool: the blocks that it lends and pulls into.
     worker_id: unique among the workers of a deployment, and stable over restarts; 1 to 512 bytes.
@@ -69,18 +70,19 @@ class Worker:
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed = False
-        self._session: Session | None = None
-        self._agent: WorkerAgent | None = None
-        self._engine = Engine(pool, time.time_ns(), self.config)
-        self._control = ControlThread(f"kvlink-{worker_id}")
-        try:
+        with ExitStack() as opened:
+            self._control = ControlThread(f"kvlink-{worker_id}")
+            opened.callback(self._control.close)
+            self._engine = Engine(pool, time.time_ns(), self.config)
+            opened.callback(lambda: self._engine.close())
+            presence = Presence.open(self.config, self._accept, self._settle_own)
+            self._presence = self._control.run(presence, _JOIN_S)
+            opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
         self._offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
         self._offers.on_ended = self._forget
-        self._peers = Peers(self._engine, self._directory)
+        self._peers = Peers(self._engine, self._presence.directory)
         _open.add(self)
 
     def __repr__(self) -> str:
@@ -110,7 +112,7 @@ class Worker:
         ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
         publish: bool = False,
     ) -> Ticket:
-        """Pins a request's blocks for its readers and returns the ticket that they need. Makes no call to anybody.
+        """Pins a request's blocks for its readers and returns the ticket that they need. Calls nobody.
 
         block_ids: cover tokens 0…num_tokens in order; none may be written until the offer's event.
         num_tokens: all that fits the blocks when not given; the last block may be partial.
@@ -120,6 +122,8 @@ class Worker:
         publish: also sends the ticket to the coordinator, in the background.
         Raises ConfigError for bad arguments and for a full lease table.
         """
+        if publish:
+            self._require_coordinator(f"request {request_id}: publish=True")
         ticket = self._offers.offer(
             request_id,
             block_ids,
@@ -130,7 +134,7 @@ class Worker:
             ready_unit=ready_unit,
         )
         if publish:
-            self._publish(ticket)
+            self._in_background(self._presence.publish(ticket), "publish", request_id)
         return ticket
 
     def set_ready(self, request_id: str, ready: int) -> None:
@@ -172,10 +176,10 @@ class Worker:
         settle: bool = True,
         timeout_s: float | None = None,
     ) -> Pull:
-        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. Does not block.
+        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait.
 
         ticket: one Ticket, one of each owner rank, or a request id to claim at the coordinator.
-        into: block ids that cover the request's tokens from token 0 on; array("I") and numpy uint32 are fastest.
+        into: block ids that cover the request's tokens from token 0 on; array("I") or numpy uint32 is fastest.
         tokens: half-open range to read, for example to leave out a cached prefix.
         layers: half-open range of layers.
         settle: give the owner its blocks back at once when all is valid.
@@ -186,6 +190,7 @@ class Worker:
         want = Want(block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
         on_unsettled = self._settle_otherwise if settle else None
         if isinstance(ticket, str):
+            self._require_coordinator(f"request {ticket}: claiming by id")
             starting = self._control.submit(self._claim_and_start(ticket, want))
             return Pull(ticket, None, starting, on_unsettled)
         if isinstance(ticket, Ticket):
@@ -221,68 +226,43 @@ class Worker:
             return
         self._closed = True
         _open.discard(self)
+        self._opened.close()
+
+    def _leave(self) -> None:
         try:
-            self._control.run(self._leave(), _CLOSE_S)
+            self._control.run(self._presence.leave(), _CLOSE_S)
         except KVLinkError as error:
             _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
-        self._engine.close()
-        self._control.close()
 
     # On the control loop.
 
     async def _join(self) -> WorkerCard:
-        if self.config.host in ("0.0.0.0", "::"):
-            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
-        client = CoordinatorClient(self.config.coordinator) if self.config.coordinator else None
-        self._client = client
-        self._directory = ControlDirectory(client)
-        self._agent = WorkerAgent(self._accept, self._settle_own)
-        address = await self._agent.start(self.config.host, self.config.agent_port)
-        card = self._make_card(address)
-        if client is not None:
-            self._session = await Session.join(client, card, self._settle_own)
-            if self._session.card.epoch != card.epoch:
-                # A clock went back: the lease table must carry the epoch that was granted.
-                self._engine.close()
-                self._engine = Engine(self.pool, self._session.card.epoch, self.config)
-                await self._session.close()
-                card = self._make_card(address)
-                self._session = await Session.join(client, card, self._settle_own)
-            card = self._session.card
-        self._agent.publish(card)
+        card = await self._presence.join(self._make_card())
+        if card.epoch != self._engine.epoch:
+            # This host's clock went back. The lease table must carry the epoch that readers are told.
+            self._engine.close()
+            self._engine = Engine(self.pool, card.epoch + 1, self.config)
+            card = await self._presence.join(self._make_card())
         return card
 
-    def _make_card(self, agent: str) -> WorkerCard:
+    def _make_card(self) -> WorkerCard:
         return WorkerCard(
             worker_id=self.worker_id,
             epoch=self._engine.epoch,
             incarnation=secrets.token_bytes(16),
-            agent=agent,
+            agent=self._presence.agent,
             host=this_host(),
             layout=self.pool.layout,
             region_bytes=tuple(region.num_bytes for region in self.pool.regions),
             transports=self._engine.cards(),
         )
 
-    async def _leave(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-        if self._agent is not None:
-            await self._agent.close()
-            await self._directory.close()
-        if self._client is not None:
-            await self._client.close()
-
     async def _claim_and_start(self, request_id: str, want: Want) -> list[Part]:
-        if self._client is None:
-            raise ConfigError(
-                f"request {request_id}: claiming by id needs a coordinator; pass one, or a Ticket"
-            )
         deadline = time.monotonic() + want.timeout_s
         layout = self.pool.layout
-        blobs = await self._client.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
+        tickets = await self._presence.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
         left = want._replace(timeout_s=max(deadline - time.monotonic(), 0.001))
-        return await start_cold(self._peers, [Ticket.from_bytes(blob) for blob in blobs], left)
+        return await start_cold(self._peers, tickets, left)
 
     def _accept(self, transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
         return self._engine.accept(transport, hellos)
@@ -292,29 +272,23 @@ class Worker:
 
     # In the background.
 
-    def _publish(self, ticket: Ticket) -> None:
-        if self._session is None:
-            raise ConfigError(f"request {ticket.request_id}: publish=True needs a coordinator")
-        offer = Offer(
-            ticket.request_id, ticket.worker_id, ticket.epoch, ticket.ttl_s,
-            ticket.tp_rank, ticket.tp_size, len(ticket.seats), ticket.to_bytes(),
-        )  # fmt: skip
-        published = self._control.submit(self._session.offer(offer))
-        published.add_done_callback(lambda future: _log_failure(future, "publish", ticket.request_id))
+    def _require_coordinator(self, what: str) -> None:
+        if not self._presence.has_coordinator:
+            raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
+
+    def _in_background(self, job: Coroutine[Any, Any, None], what: str, request_id: str) -> None:
+        def log_failure(future: Future[None]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                _log.warning("%s failed request=%s error=%s", what, request_id, future.exception())
+
+        self._control.submit(job).add_done_callback(log_failure)
 
     def _forget(self, request_id: str) -> None:
-        if self._session is not None:
-            self._control.loop.call_soon_threadsafe(self._session.forget, request_id)
+        self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
 
     def _settle_otherwise(self, part: Part) -> None:
-        job = self._directory.settle(part.ticket, part.peer.assignment.seat)
-        settled = self._control.submit(job)
-        settled.add_done_callback(lambda future: _log_failure(future, "settle", part.ticket.request_id))
-
-
-def _log_failure(future: Future[None], what: str, request_id: str) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        _log.warning("%s failed request=%s error=%s", what, request_id, future.exception())
+        job = self._presence.directory.settle(part.ticket, part.peer.assignment.seat)
+        self._in_background(job, "settle", part.ticket.request_id)
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -31,6 +31,7 @@ def _console() -> Console:
 
 def _plain_table(*columns: str, title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.collapse_padding = True
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

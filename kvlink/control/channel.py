@@ -14,6 +14,7 @@ import grpc.aio
 
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, error_of
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
 
@@ -62,6 +63,7 @@ class Channel:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._unary: dict[str, Any] = {}
         self._closed = False
+        opened(self)
 
     def __repr__(self) -> str:
         return f"{self._what} at {self.address}{' (closed)' if self._closed else ''}"
@@ -70,6 +72,10 @@ class Channel:
         """Ends running calls. Idempotent."""
         self._closed = True
         await self._channel.close()
+
+    async def close_now(self) -> None:
+        """As `close`."""
+        await self.close()
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """One request, one reply. Asks again while the far end is away, until `timeout_s` have passed.

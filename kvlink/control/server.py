@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvlink.control.codec import Codec, Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, Reason, refusal_of
 from kvlink.errors import ConfigError
 
@@ -129,6 +130,7 @@ class Host:
             why = "is another server there, or the address not this host's?"
             raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
         await self._server.start()
+        opened(self)
         await self._say(health_pb2.HealthCheckResponse.SERVING)
         return f"{address}:{bound}"
 
@@ -139,6 +141,10 @@ class Host:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once and cancels those still running after `grace_s`. Idempotent."""
         await self._server.stop(grace_s)
+
+    async def close_now(self) -> None:
+        """Cancels what still runs."""
+        await self.stop(0)
 
     async def _say(self, status: int) -> None:
         for service in ("", *self._services):

@@ -12,11 +12,14 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kvlink.control.open_ends import close_all
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 5.0
+_GRPC_ENDS_S = 0.1
+"""What gRPC's own tasks get to end by themselves: it prints a traceback when they are cancelled."""
 
 
 class ControlThread:
@@ -101,6 +104,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        loop.run_until_complete(close_all())
+        _wait_for_all(loop, _GRPC_ENDS_S)
         _cancel_all(loop)
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
@@ -109,8 +114,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
+    for task in asyncio.all_tasks(loop):
         task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S))
+    _wait_for_all(loop, _STOP_TIMEOUT_S)
+
+
+def _wait_for_all(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+    if tasks := asyncio.all_tasks(loop):
+        loop.run_until_complete(asyncio.wait(tasks, timeout=timeout_s))

@@ -72,7 +72,7 @@ class Child:
         except (EOFError, OSError):
             self._await_exit()
             raise ChildError(
-                f"{self._who()} ended with status {self._process.returncode} in {what}; its messages are above"
+                f"{self._who()} ended with {self._process.returncode} in {what}; its messages are above"
             ) from None
 
     def _await_exit(self) -> None:

@@ -36,7 +36,10 @@ def make_card(
         host=HostIdentity("boot", 1, 2, 3, 4),
         layout=make_layout(),
         region_bytes=(200 * (32 << 10),),
-        transports=(TransportCard("shm", b"address", (b"key",), b"lease"), TransportCard("tcp", b"", (), b"", "no")),
+        transports=(
+            TransportCard("shm", b"address", (b"key",), b"lease"),
+            TransportCard("tcp", b"", (), b"", "no"),
+        ),
     )
 
 

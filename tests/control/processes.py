@@ -17,7 +17,6 @@ asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), on_ready=la
 """
 
 
-
 class CoordinatorProcess:
     """Keeps its port over restarts."""
 

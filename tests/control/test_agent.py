@@ -23,7 +23,8 @@ from kvlink.errors import (
 
 def accept(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
     assert threading.current_thread() is not threading.main_thread(), "may block, so not on the event loop"
-    return 2**63, [transport.encode() + hello for hello in hellos]
+    assert transport == "tcp"
+    return 2**63, [hello[::-1] for hello in hellos]
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ async def test_it_hands_out_its_card(client: AgentClient, agent: WorkerAgent) ->
 
 
 async def test_it_carries_hellos_and_replies(client: AgentClient) -> None:
-    reply = await client.connect("prefill", 4, "tcp", [b"1", b"", bytes(64 << 10)])
-    assert reply == (2**63, [b"tcp1", b"tcp", b"tcp" + bytes(64 << 10)][: len(reply.replies)])
+    reply = await client.connect("prefill", 4, "tcp", [b"12", b"", bytes(64 << 10)])
+    assert reply == (2**63, [b"21", b"", bytes(64 << 10)])
 
 
 async def test_it_settles_seats(client: AgentClient) -> None:
@@ -103,5 +104,7 @@ async def test_a_worker_that_is_still_starting_is_asked_again() -> None:
 async def test_a_worker_that_is_gone_is_said_to_be(agent: WorkerAgent) -> None:
     await agent.close()
     async with AgentClient(agent.address, timeout_s=0.2) as client:
-        with pytest.raises(CoordinatorUnavailable, match=f"worker agent at {agent.address} does not answer GetCard"):
+        with pytest.raises(
+            CoordinatorUnavailable, match=f"worker agent at {agent.address} does not answer GetCard"
+        ):
             await client.card()

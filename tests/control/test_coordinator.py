@@ -29,7 +29,9 @@ from kvlink.errors import (
 from kvlink.types import Joined
 
 
-async def test_a_ticket_goes_from_one_client_to_another(coordinator: Coordinator, client: CoordinatorClient) -> None:
+async def test_a_ticket_goes_from_one_client_to_another(
+    coordinator: Coordinator, client: CoordinatorClient
+) -> None:
     await client.join(make_card())
     async with CoordinatorClient(coordinator.address) as decode:
         claim = asyncio.create_task(decode.claim("r", timeout_s=20.0))
@@ -65,7 +67,9 @@ async def test_a_claim_is_answered_when_the_last_rank_has_offered(client: Coordi
         (lambda c: c.claim("r", timeout_s=9e9), ConfigError, "timeout_s"),
     ],
 )
-async def test_refusals_are_exceptions_with_a_sentence(client: CoordinatorClient, call, error, says: str) -> None:
+async def test_refusals_are_exceptions_with_a_sentence(
+    client: CoordinatorClient, call, error, says: str
+) -> None:
     await client.join(make_card())
     with pytest.raises(error, match=says):
         await call(client)
@@ -177,7 +181,9 @@ async def test_nobody_there_is_said_with_the_address_and_what_to_check() -> None
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     async with CoordinatorClient(address, timeout_s=0.3) as client:
-        with pytest.raises(CoordinatorUnavailable, match=rf"{address} does not answer Status.*kvlink coordinator"):
+        with pytest.raises(
+            CoordinatorUnavailable, match=rf"{address} does not answer Status.*kvlink coordinator"
+        ):
             await client.status()
 
 
@@ -217,7 +223,9 @@ async def test_a_stopped_coordinator_costs_no_more_than_the_timeout(coordinator_
     async with CoordinatorClient(process.address, timeout_s=0.5) as client:
         await client.status()
         process.send(signal.SIGSTOP)
-        with pytest.raises(CoordinatorUnavailable, match="did not answer Status within 0.5 s: not there, stopped"):
+        with pytest.raises(
+            CoordinatorUnavailable, match="did not answer Status within 0.5 s: not there, stopped"
+        ):
             await client.status()
         process.send(signal.SIGCONT)
         assert (await client.status()).workers == 0

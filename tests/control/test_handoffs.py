@@ -55,7 +55,10 @@ async def test_each_refusal_goes_to_its_caller(client: CoordinatorClient) -> Non
     await client.join(make_card())
     async with client.handoffs() as stream:
         good, stranger = stream.offer(make_offer("good")), stream.offer(make_offer("r", "stranger"))
-        settle, lost = stream.settle(SettleOrder("prefill", 1, 1, 1)), stream.settle(SettleOrder("gone", 1, 1, 1))
+        settle, lost = (
+            stream.settle(SettleOrder("prefill", 1, 1, 1)),
+            stream.settle(SettleOrder("gone", 1, 1, 1)),
+        )
         claim, vain = stream.claim(Claim("good", 5.0)), stream.claim(Claim("bad", 0.05))
         with pytest.raises(ConfigError, match="num_seats"):
             stream.offer(make_offer("r")._replace(num_seats=0))

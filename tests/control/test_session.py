@@ -88,7 +88,9 @@ async def test_an_epoch_is_not_shared_by_two_processes(session: Session, client:
     assert (await client.worker("prefill")).epoch == 2
     assert other.state is SessionState.JOINED
     await session.close()
-    assert [card.epoch for card in await client.workers()] == [2], "the replaced one does not leave for the other"
+    assert [card.epoch for card in await client.workers()] == [2], (
+        "the replaced one does not leave for the other"
+    )
     await other.close()
 
 

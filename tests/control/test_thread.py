@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import textwrap
@@ -47,15 +46,17 @@ def test_a_timeout_cancels_the_coroutine() -> None:
 
 
 def test_closing_cancels_what_runs() -> None:
-    thread, cancelled = ControlThread(), threading.Event()
+    thread, started, cancelled = ControlThread(), threading.Event(), threading.Event()
 
     async def endless() -> None:
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
     future = thread.submit(endless())
+    assert started.wait(20)
     thread.close()
     assert cancelled.is_set()
     assert future.cancelled()
@@ -102,7 +103,9 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import sys; sys.exit()", "import gc; gc.collect()"])
+@pytest.mark.parametrize(
+    "ending", ["", "raise SystemExit(0)", "import sys; sys.exit()", "import gc; gc.collect()"]
+)
 def test_interpreter_exit_with_everything_open_is_silent(ending: str) -> None:
     done = python(
         f"""
@@ -163,7 +166,3 @@ def test_control_imports_neither_torch_nor_the_data_plane() -> None:
         """
     )
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_the_pid_guard_is_for_this_process() -> None:
-    assert os.getpid() == ControlThread()._pid

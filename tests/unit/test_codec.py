@@ -50,7 +50,9 @@ def offers(draw: st.DrawFn) -> Offer:
     of = draw(st.integers(1, 1024))
     rank = draw(st.integers(0, of - 1))
     ticket = draw(st.binary(min_size=1, max_size=200))
-    return Offer(draw(NAMES), draw(NAMES), draw(U64), draw(SECONDS), rank, of, draw(st.integers(1, 255)), ticket)
+    return Offer(
+        draw(NAMES), draw(NAMES), draw(U64), draw(SECONDS), rank, of, draw(st.integers(1, 255)), ticket
+    )
 
 
 @st.composite
@@ -126,7 +128,10 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
 ]
 METHODS = [
-    method for calls in (CoordinatorCalls, AgentCalls) for method in vars(calls).values() if isinstance(method, Method)
+    method
+    for calls in (CoordinatorCalls, AgentCalls)
+    for method in vars(calls).values()
+    if isinstance(method, Method)
 ]
 
 
@@ -215,7 +220,9 @@ def test_a_batch_of_too_many_operations_is_not_taken() -> None:
 
 def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
-    with pytest.raises(ConfigError, match=r"worker 'prefill' speaks protocol version 9.*same version of kvlink"):
+    with pytest.raises(
+        ConfigError, match=r"worker 'prefill' speaks protocol version 9.*same version of kvlink"
+    ):
         CARD.decode(blob)
 
 

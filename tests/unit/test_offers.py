@@ -19,7 +19,9 @@ from kvlink.control.values import Claim, Offer
 KEYS = st.sampled_from("abcdef")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["set", "discard", "due"]), KEYS, st.integers(0, 20)), max_size=200))
+@given(
+    st.lists(st.tuples(st.sampled_from(["set", "discard", "due"]), KEYS, st.integers(0, 20)), max_size=200)
+)
 def test_deadlines_agree_with_a_dictionary(steps: list[tuple[str, str, int]]) -> None:
     deadlines: Deadlines[str] = Deadlines()
     model: dict[str, int] = {}
@@ -144,7 +146,9 @@ class OffersAgainstModel(RuleBasedStateMachine):
     @invariant()
     def the_next_deadline_is_never_late(self) -> None:
         dues = [due for ranks in self.tickets.values() for _, due in ranks.values()]
-        assert self.offers.next_deadline() <= min(dues + [due for _, due in self.waiting.values()], default=math.inf)
+        assert self.offers.next_deadline() <= min(
+            dues + [due for _, due in self.waiting.values()], default=math.inf
+        )
 
 
 TestOffers = OffersAgainstModel.TestCase

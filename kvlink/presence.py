@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's life on the control plane: its agent, its membership, what it publishes and claims there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvlink.config import WorkerConfig
+from kvlink.control import CoordinatorClient, Offer, Session, WorkerAgent
+from kvlink.directory import ControlDirectory
+from kvlink.errors import ConfigError
+from kvlink.ticket import Ticket
+from kvlink.types import WorkerCard
+
+Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
+SettleOwn = Callable[[int, int], bool]
+
+
+class Presence:
+    """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
+
+    def __init__(self, config: WorkerConfig, accept: Accept, settle_own: SettleOwn) -> None:
+        self._settle_own = settle_own
+        self._client = CoordinatorClient(config.coordinator) if config.coordinator else None
+        self._agent = WorkerAgent(accept, settle_own)
+        self._session: Session | None = None
+        self.directory = ControlDirectory(self._client)
+
+    @classmethod
+    async def open(cls, config: WorkerConfig, accept: Accept, settle_own: SettleOwn) -> Presence:
+        """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
+        if config.host in ("0.0.0.0", "::"):
+            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
+        presence = cls(config, accept, settle_own)
+        await presence._agent.start(config.host, config.agent_port)
+        return presence
+
+    @property
+    def agent(self) -> str:
+        """host:port of the agent."""
+        return self._agent.address
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether tickets can be published and claimed."""
+        return self._client is not None
+
+    async def join(self, card: WorkerCard) -> WorkerCard:
+        """Publishes the card, with the epoch that was granted. Raises CoordinatorUnavailable."""
+        if self._client is not None:
+            await self._leave_session()
+            self._session = await Session.join(self._client, card, self._settle_own)
+            card = self._session.card
+        self._agent.publish(card)
+        return card
+
+    async def leave(self) -> None:
+        """Idempotent."""
+        await self._leave_session()
+        await self._agent.close()
+        await self.directory.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def publish(self, ticket: Ticket) -> None:
+        """Sends a ticket to the coordinator and keeps it there until `forget`. Raises CoordinatorError."""
+        if self._session is None:
+            return
+        await self._session.offer(
+            Offer(
+                request_id=ticket.request_id,
+                worker_id=ticket.worker_id,
+                epoch=ticket.epoch,
+                ttl_s=ticket.ttl_s,
+                tp_rank=ticket.tp_rank,
+                tp_size=ticket.tp_size,
+                num_seats=len(ticket.seats),
+                ticket=ticket.to_bytes(),
+            )
+        )
+
+    def forget(self, request_id: str) -> None:
+        """The offer has ended: do not publish it again after a coordinator's restart."""
+        if self._session is not None:
+            self._session.forget(request_id)
+
+    async def claim(
+        self, request_id: str, timeout_s: float, reader: int, num_readers: int
+    ) -> Sequence[Ticket]:
+        """Waits for the tickets of all ranks. Raises UnknownRequest, LeaseExpired, CoordinatorUnavailable."""
+        if self._client is None:
+            return []
+        blobs = await self._client.claim(request_id, timeout_s, reader, num_readers)
+        return [Ticket.from_bytes(blob) for blob in blobs]
+
+    async def _leave_session(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
