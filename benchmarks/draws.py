@@ -33,6 +33,10 @@ class Order:
         """The next number of blocks, from `least` on, that whole runs fill."""
         return -(-least // self.run) * self.run
 
+    def lists_in(self, pool_blocks: int, blocks: int) -> int:
+        """How many lists `draw` can make."""
+        return pool_blocks // self.run // -(-blocks // self.run)
+
     def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
         """`num` lists of `blocks` ids, all different."""
         runs_each = -(-blocks // self.run)

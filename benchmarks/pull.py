@@ -60,9 +60,10 @@ def rows(
     small = num_bytes <= _SMALL_BYTES
     iters = iters or (_SMALL_ITERS if small else _LARGE_ITERS)
     with _opened(transport, block_bytes, blocks, Order.parse(order, blocks)) as bench:
-        bench.warm_up()
-        bench.measure(iters, _BATCH if small else 1, 1 if small else _VERIFY_EVERY)
-        cpu_s = bench.cpu_s_per_pull(_BATCH if small else 1)
+        batch = bench.fitting(_BATCH) if small else 1
+        bench.warm_up(batch)
+        bench.measure(iters, batch, 1 if small else _VERIFY_EVERY)
+        cpu_s = bench.cpu_s_per_pull(batch)
         yield {
             "transport": transport,
             "block_bytes": block_bytes,
@@ -108,13 +109,17 @@ class _Bench:
         self._us: list[list[float]] = [[] for _ in ways]
         self.verified = self.wrong = 0
 
-    def warm_up(self) -> None:
+    def fitting(self, batch: int) -> int:
+        """As many transfers, at most `batch`, as can be prepared at a time."""
+        return min(batch, *(way.order.lists_in(self._section, self._blocks) for way in self._ways))
+
+    def warm_up(self, batch: int) -> None:
         """Connects, and touches every page of both pools by the path that is measured."""
         everything = np.arange(self._owner_blocks, dtype=np.uint32)
         for ids in np.array_split(everything, -(-self._owner_blocks // self._section)):
             [ticket] = self._offer([ids])
             _pull(self._worker, _Draw(ids, ids, ticket))
-        self._round(min(_BATCH, self._section // self._blocks), self._ways, check=True)
+        self._round(batch, self._ways, check=True)
         self._us = [[] for _ in self._ways]
         self.verified = 0
 

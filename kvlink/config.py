@@ -86,7 +86,7 @@ class WorkerConfig:
         "KVLINK_PROGRESS_THREADS", 1, "threads that move the bytes of pulls", least=1, most=64
     )
     inline_bytes: int = _setting(
-        "KVLINK_INLINE_BYTES", 256 << 10, "pulls up to this run on the caller's thread", unit="bytes", least=0
+        "KVLINK_INLINE_BYTES", 128 << 10, "pulls up to this run on the caller's thread", unit="bytes", least=0
     )
     lanes: int = _setting(
         "KVLINK_LANES", 0, "parallel connections to a peer; 0: what the transport does best", least=0, most=64

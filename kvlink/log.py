@@ -30,7 +30,8 @@ class KeyValueFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Quotes values with blanks, as JSON does."""
         found = _fields(record)
-        head = f"{found.pop('time')} {found.pop('level'):7} {found.pop('logger')}: {found.pop('event')}"
+        event = found.pop("event").replace("\r", "\\r").replace("\n", "\\n")  # ids in it are foreign text
+        head = f"{found.pop('time')} {found.pop('level'):7} {found.pop('logger')}: {event}"
         return " ".join([head, *(f"{key}={_quoted(str(value))}" for key, value in found.items())])
 
 

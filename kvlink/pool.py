@@ -49,8 +49,11 @@ class BlockPool:
     @classmethod
     def allocate(cls, layout: KVLayout, *, huge_pages: bool = True) -> BlockPool:
         """Allocates zeroed memory that readers on the same host may map (shm). Raises ConfigError without memory."""
-        memories = [_core.HostMemory(num_bytes, huge_pages) for num_bytes in layout.region_bytes()]
-        return cls([Region(memory.address, memory.bytes, memory, memory) for memory in memories], layout)
+        regions = []
+        for num_bytes in layout.region_bytes():
+            memory = _core.HostMemory(num_bytes, huge_pages)
+            regions.append(Region(memory.address, num_bytes, memory, memory))
+        return cls(regions, layout)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], layout: KVLayout) -> BlockPool:

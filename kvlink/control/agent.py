@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.refusal import Reason, Refused, named
-from kvlink.control.server import Host, unary
+from kvlink.control.server import Host
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, SettleOrder
 from kvlink.types import WorkerCard
 
@@ -25,14 +25,10 @@ class WorkerAgent:
         self._accept = accept
         self._settle = settle
         self._card: WorkerCard | None = None
-        self._host = Host(
-            [
-                unary(Calls.GET_CARD, self._get_card),
-                unary(Calls.CONNECT, self._connect),
-                unary(Calls.SETTLE_SEAT, self._settle_seat),
-            ],
-            reflect,
-        )
+        self._host = Host(reflect)
+        self._host.unary(Calls.GET_CARD, self._get_card)
+        self._host.unary(Calls.CONNECT, self._connect)
+        self._host.unary(Calls.SETTLE_SEAT, self._settle_seat)
         self.address = ""
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from kvlink.control.feed import Feed
 from kvlink.control.handoffs import HandoffServer
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.server import Host, Route, Send, bidirectional, streaming, unary
+from kvlink.control.server import Host, Send
 from kvlink.control.store import Store
 from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import (
@@ -51,7 +51,8 @@ class Coordinator:
         self._lease_s = lease_s
         self._started = time.monotonic()
         self._draining = False
-        self._host = Host(self._routes(), reflect)
+        self._host = Host(reflect)
+        self._add_calls(self._host)
         self.address = ""
 
     def __repr__(self) -> str:
@@ -78,20 +79,18 @@ class Coordinator:
         await self._store.close()
         await self._host.stop(0.5)
 
-    def _routes(self) -> list[Route]:
-        return [
-            unary(Calls.JOIN, self._join),
-            bidirectional(Calls.KEEP_ALIVE, self._keep_alive),
-            unary(Calls.LEAVE, self._leave),
-            unary(Calls.GET_WORKER, self._get_worker),
-            unary(Calls.LIST_WORKERS, self._list_workers),
-            streaming(Calls.WATCH_WORKERS, self._watch_workers),
-            unary(Calls.OFFER, self._offer),
-            unary(Calls.CLAIM, self._claim),
-            unary(Calls.SETTLE, self._settle),
-            bidirectional(Calls.HANDOFFS, self._handoffs),
-            unary(Calls.STATUS, self._status),
-        ]
+    def _add_calls(self, host: Host) -> None:
+        host.unary(Calls.JOIN, self._join)
+        host.bidirectional(Calls.KEEP_ALIVE, self._keep_alive)
+        host.unary(Calls.LEAVE, self._leave)
+        host.unary(Calls.GET_WORKER, self._get_worker)
+        host.unary(Calls.LIST_WORKERS, self._list_workers)
+        host.streaming(Calls.WATCH_WORKERS, self._watch_workers)
+        host.unary(Calls.OFFER, self._offer)
+        host.unary(Calls.CLAIM, self._claim)
+        host.unary(Calls.SETTLE, self._settle)
+        host.bidirectional(Calls.HANDOFFS, self._handoffs)
+        host.unary(Calls.STATUS, self._status)
 
     async def _join(self, request: JoinRequest) -> Membership:
         epoch = await self._store.join(request.card, request.rejoin)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two forms of a log line: for people and grep, and for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvlink import log
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Leaves the logger "kvlink" as it was."""
+    logger = logging.getLogger("kvlink")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("kvlink.worker", logging.INFO, __file__, 1, message, arguments, None)
+    vars(made).update(fields)
+    return made
+
+
+def test_key_value_quotes_what_would_not_read_back() -> None:
+    line = log.KeyValueFormatter().format(
+        record("pulled %d blocks", 3, request_id="r 1", bytes=5, path="", a="x=y")
+    )
+    stamp, level, rest = line.split(maxsplit=2)
+    assert stamp.endswith("Z")
+    assert level == "info"
+    assert rest == 'kvlink.worker: pulled 3 blocks request_id="r 1" bytes=5 path="" a="x=y"'
+
+
+@pytest.mark.parametrize("formatter", [log.KeyValueFormatter(), log.JsonFormatter()])
+def test_nothing_foreign_breaks_the_line(formatter: logging.Formatter) -> None:
+    line = formatter.format(record("joined %s", "w\nforged", request_id="r\r\nforged line"))
+    assert not {"\n", "\r"} & set(line)
+
+
+def test_json_keeps_types_and_names_the_error() -> None:
+    made = record("lost", bytes=5, peer=object)
+    try:
+        raise OSError("gone")
+    except OSError:
+        made.exc_info = sys.exc_info()
+    found = json.loads(log.JsonFormatter().format(made))
+    assert (found["event"], found["bytes"], found["level"]) == ("lost", 5, "info")
+    assert found["error"] == "OSError: gone"
+
+
+def test_setup_twice_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("info")
+    log.setup("warning", as_json=True)
+    logger = logging.getLogger("kvlink.worker")
+    logger.info("quiet")
+    logger.warning("heard", extra={"request_id": "r1"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["request_id"] == "r1"
