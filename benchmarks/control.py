@@ -107,6 +107,7 @@ def _throughput(address: str, coordinator: int, workers: int, load: _Load, hando
         "handoffs": count * workers,
         "handoffs_per_s": round(count * workers / elapsed_s),
         "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
+        "handoffs_per_coordinator_cpu_s": round(count * workers / busy_s),
         "coordinator_busy": round(busy_s / elapsed_s, 2),
         "verified": True,
     }

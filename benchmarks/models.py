@@ -36,17 +36,16 @@ MODELS = {
 
 
 def geometry_of(name: str, tp_size: int, num_blocks: int) -> Geometry:
-    """What rank 0 of `tp_size` holds. Raises ConfigError for names that are not in the table."""
+    """One rank's share at TP `tp_size`, as a cache of its own. Raises ConfigError for names not in the table."""
     model = MODELS.get(name.lower())
     if model is None:
         raise ConfigError(f"no model is called {name!r} here; choose from {', '.join(MODELS)}")
     return Geometry(
         num_layers=model.layers,
-        total_heads=model.heads,
+        total_heads=max(1, model.heads // tp_size),
         row_bytes=model.head_dim * _DTYPE_BYTES,
         num_blocks=num_blocks,
         block_tokens=BLOCK_TOKENS,
         planes_per_layer=1 if model.mla else 2,
         model=name.lower(),
-        tp_size=tp_size,
     )

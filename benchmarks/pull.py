@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,7 @@ class _Bench:
         self._rng = np.random.default_rng(_SEED)
         self._requests = map("pull-{}".format, count())
         self._us: list[list[float]] = [[] for _ in ways]
+        self._turn = 0  # who goes first changes each time
         self.verified = self.wrong = 0
 
     def fitting(self, batch: int) -> int:
@@ -119,7 +120,7 @@ class _Bench:
         for ids in np.array_split(everything, -(-self._owner_blocks // self._section)):
             [ticket] = self._offer([ids])
             _pull(self._worker, _Draw(ids, ids, ticket))
-        self._round(batch, self._ways, check=True)
+        self._round(batch, check=True)
         self._us = [[] for _ in self._ways]
         self.verified = 0
 
@@ -127,7 +128,7 @@ class _Bench:
         """Alternates between the ways, transfer by transfer."""
         for number, at in enumerate(range(0, iters, batch)):
             size = min(batch, iters - at)
-            self._round(size, self._ways, check=number % verify_every == 0 or at + size == iters)
+            self._round(size, check=number % verify_every == 0 or at + size == iters)
 
     def cpu_s_per_pull(self, batch: int) -> float:
         """CPU time of both processes, of pulls alone, one after the other."""
@@ -160,18 +161,20 @@ class _Bench:
             **({"limit_us": limit_us, "overhead_us": p50 - limit_us} if alone else {}),
         }
 
-    def _round(self, size: int, ways: Sequence[_Way], *, check: bool) -> None:
-        plans = [self._draw(index, size) for index in range(len(ways))]
+    def _round(self, size: int, *, check: bool) -> None:
+        plans = [self._draw(index, size) for index in range(len(self._ways))]
         if check:
-            for draw in (draw for draws in plans for draw in draws):
+            for draw in chain.from_iterable(plans):
                 self._contents.poison(self._worker.pool, draw.ids)
         for turn in range(size):
-            for index in np.roll(range(len(ways)), turn + len(self._us[0])):
-                self._us[index].append(ways[index].run(plans[index][turn]))
+            for step in range(len(plans)):
+                index = (self._turn + step) % len(plans)
+                self._us[index].append(self._ways[index].run(plans[index][turn]))
+            self._turn += 1
         if check:
             self.verified += size
             self.wrong += sum(not self._landed(draw) for draw in plans[0])
-            for way, draws in zip(ways[1:], plans[1:], strict=True):
+            for way, draws in zip(self._ways[1:], plans[1:], strict=True):
                 if not all(map(self._landed, draws)):
                     raise BenchError(f"{way.name} did not copy what it was asked to; the limit means nothing")
 

@@ -74,10 +74,12 @@ Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
   if (!address.ok()) return address.status();
   address->instance = random_u64();
   UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
-  UniqueFd timer(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-  if (!epoll || !timer) return Status::Config(errno_text("tcp cannot get the descriptors to serve with"));
-  return std::make_shared<Owner>(std::move(*listener), std::move(epoll), std::move(timer),
-                                 std::move(*address));
+  UniqueFd greeting_timer = make_timer(), hush_timer = make_timer();
+  if (!epoll || !greeting_timer || !hush_timer) {
+    return Status::Config(errno_text("tcp cannot get the descriptors to serve with"));
+  }
+  return std::make_shared<Owner>(std::move(*listener), std::move(epoll), std::move(greeting_timer),
+                                 std::move(hush_timer), std::move(*address));
 }
 
 Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, Address address)

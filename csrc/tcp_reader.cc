@@ -84,6 +84,7 @@ class Reader final : public Endpoint {
   size_t outbox_sent_ = 0;
   uint64_t sent_ = 0;  // bytes of the stream that the kernel has taken
   uint32_t next_id_ = 0;
+  bool awaiting_ = false;  // responses to what earlier polls sent
   std::vector<Write> writes_;
   Landing landing_;
 };
@@ -219,7 +220,10 @@ Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint
 PollResult Reader::poll(std::vector<Completion>& ended) {
   PollResult result;
   if (broken_.ok()) broken_ = flush(ended, result.progressed);
-  if (broken_.ok()) broken_ = receive(ended, result.progressed);
+  // What has only just been asked for cannot be here yet.
+  const bool too_early = result.progressed && !awaiting_;
+  if (broken_.ok() && !too_early) broken_ = receive(ended, result.progressed);
+  awaiting_ = !landing_.empty();
   result.status = broken_;
   return result;
 }

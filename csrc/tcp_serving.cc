@@ -197,10 +197,12 @@ ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte
     std::byte* from = region->base + entry.offset;
     const bool words =
         entry.bytes <= kMaxAtomicBytes && entry.bytes % sizeof(uint64_t) == 0 && is_aligned(from);
-    if (words)
+    expects_write_ = words && region->access == Access::kReadWrite;
+    if (words) {
       gather_words(from, entry.bytes);
-    else
+    } else {
       outbox_.add(from, entry.bytes);
+    }
   }
   return ReadStatus::kOk;
 }

@@ -218,7 +218,8 @@ class Peers:
         return Peer(card, name, connection, planner, assignment, tuple(refused), cost, card.layout.num_layers)
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
-        """A new connection ends the old one, and those to earlier lives of the same worker."""
-        for known in [known for known in self._peers if known[0] == key[0] and known[1] <= key[1]]:
-            self._peers.pop(known).connection.close()
+        """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""
+        for known, old in list(self._peers.items()):
+            if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
+                self._peers.pop(known).connection.close()
         self._peers[key] = peer

@@ -7,59 +7,54 @@ REQUIRE_LANES=unit,netns makes the run fail when one of these lanes ran no test 
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-_TESTS = Path(__file__).parent
-_RAN = pytest.StashKey[Counter[str]]()
-_SKIPPED = pytest.StashKey["defaultdict[str, Counter[str]]"]()
-
-
-def _lane(path: Path) -> str:
-    below = path.relative_to(_TESTS).parts
-    return below[0] if len(below) > 1 else "tests"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_RAN] = Counter()
-    config.stash[_SKIPPED] = defaultdict(Counter)
+_RAN = ("passed", "failed", "error", "xfailed", "xpassed")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _lane(item.path) == "netns":
+        if _lane(item.nodeid) == "netns":
             item.add_marker(pytest.mark.netns)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
-        item.config.stash[_SKIPPED][_lane(item.path)][report.longrepr[2].removeprefix("Skipped: ")] += 1
-    elif report.when == "call":
-        item.config.stash[_RAN][_lane(item.path)] += 1
-    return report
-
-
-def _lanes_missing(config: pytest.Config) -> list[str]:
-    required = filter(None, os.environ.get("REQUIRE_LANES", "").split(","))
-    return [lane for lane in required if not config.stash[_RAN][lane]]
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _lanes_missing(session.config) and not session.exitstatus:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not session.exitstatus and _lanes_missing(reporter):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    ran, skipped = config.stash[_RAN], config.stash[_SKIPPED]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ran, skipped = _ran(terminalreporter), Counter(map(_skip, terminalreporter.stats.get("skipped", ())))
     terminalreporter.section("lanes")
-    for lane in sorted({*ran, *skipped}):
-        terminalreporter.line(f"{lane}: {ran[lane]} ran, {skipped[lane].total()} skipped")
-        for reason, count in skipped[lane].items():
-            terminalreporter.line(f"  SKIPPED {count}: {reason}")
-    for lane in _lanes_missing(config):
+    for lane in sorted({*ran, *(lane for lane, _ in skipped)}):
+        terminalreporter.line(f"{lane}: {ran[lane]} ran")
+        for (where, reason), count in skipped.items():
+            if where == lane:
+                terminalreporter.line(f"  SKIPPED {count} of {lane}: {reason}")
+    for lane in _lanes_missing(terminalreporter):
         terminalreporter.line(f"MISSING {lane}: REQUIRE_LANES names it and none of its tests ran", red=True)
+
+
+def _lane(nodeid: str) -> str:
+    folders = Path(nodeid.partition("::")[0]).parent.parts
+    return folders[1] if len(folders) > 1 else "tests"
+
+
+def _ran(reporter: pytest.TerminalReporter) -> Counter[str]:
+    return Counter(_lane(report.nodeid) for kind in _RAN for report in reporter.stats.get(kind, ()))
+
+
+def _skip(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str]:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return _lane(report.nodeid), reason.removeprefix("Skipped: ")
+
+
+def _lanes_missing(reporter: pytest.TerminalReporter) -> list[str]:
+    required = [lane.strip() for lane in os.environ.get("REQUIRE_LANES", "").split(",")]
+    ran = _ran(reporter)
+    return [lane for lane in required if lane and not ran[lane]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncGenerator
@@ -52,14 +53,19 @@ class Backoff:
 
 
 class Channel:
-    """Calls one address. Belongs to the event loop it is used on. `what` names the far end in errors."""
+    """Calls one address. Belongs to the event loop it is used on.
 
-    def __init__(self, address: str, what: str, advice: str) -> None:
+    `what` names the far end in errors, `advice` says what to do about them. A far end that is away is asked again
+    for `patience_s`, within the timeout of the call.
+    """
+
+    def __init__(self, address: str, what: str, advice: str, patience_s: float = math.inf) -> None:
         if ":" not in address or not address.rpartition(":")[2].isdigit():
             raise ConfigError(f"the address of a {what} is host:port, not {address!r}")
         self.address = address
         self._what = what
         self._advice = advice
+        self._patience_s = patience_s
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._unary: dict[str, Any] = {}
         self._closed = False
@@ -78,18 +84,19 @@ class Channel:
         await self.close()
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
-        """One request, one reply. Asks again while the far end is away, until `timeout_s` have passed.
+        """One request, one reply. Asks again while the far end is away.
 
         Raises CoordinatorUnavailable, ConfigError for a malformed request, or what the far end refused with.
         """
-        deadline = time.monotonic() + timeout_s
+        start = time.monotonic()
+        deadline = start + timeout_s
         backoff = Backoff()
         while True:
             try:
                 return await self.attempt(method, request, max(0.001, deadline - time.monotonic()))
             except CoordinatorUnavailable:
                 delay_s = backoff.delay_s()
-                if time.monotonic() + delay_s >= deadline:
+                if time.monotonic() + delay_s >= min(deadline, start + self._patience_s):
                     raise
             await asyncio.sleep(delay_s)
 

@@ -37,6 +37,8 @@ from kvlink.types import Joined, WorkerCard, WorkerChange
 _C = TypeVar("_C", bound="_Client")
 
 _MAX_CACHED_CARDS = 4_096
+_AGENT_PATIENCE_S = 0.5
+"""A worker that died does not come back at its address: readers should hear of it soon."""
 _CLAIM_SLACK_S = 2.0
 """A claim that waited in vain is refused by the coordinator; the client gives up this much later."""
 
@@ -173,7 +175,7 @@ class AgentClient(_Client):
 
     def __init__(self, address: str, timeout_s: float = 5.0) -> None:
         advice = "The worker may have died or restarted elsewhere: recompute the request"
-        super().__init__(Channel(address, "worker agent", advice), timeout_s)
+        super().__init__(Channel(address, "worker agent", advice, _AGENT_PATIENCE_S), timeout_s)
 
     async def card(self) -> WorkerCard:
         """Who listens there now."""

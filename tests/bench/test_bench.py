@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from kvlink import BlockPool, _core
 from kvlink.benchmarks import migrate, pull
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
 from kvlink.benchmarks.models import MODELS, geometry_of
+
+from kvlink import BlockPool, _core
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
@@ -144,9 +144,9 @@ def test_flipped_bytes_of_a_migration_are_not_verified(monkeypatch: pytest.Monke
 
 
 def test_models_too_large_or_unknown_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"more ranks"):
+    with pytest.raises(ConfigError, match="more ranks"):
         next(migrate.rows("llama-3.1-405b", 100_000, "loopback"))
-    with pytest.raises(ConfigError, match="choose from llama-3.1-8b"):
+    with pytest.raises(ConfigError, match="choose from llama"):
         next(migrate.rows("gpt-2", 10, "loopback"))
 
 

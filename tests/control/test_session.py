@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from control.cards import make_card, make_offer
@@ -134,10 +135,7 @@ async def test_restarts_under_load_lose_no_hand_off(coordinator_process: StartPr
             nonlocal done
             offer = make_offer(request_id)
             await session.offer(offer, timeout_s=60.0)
-            try:
-                assert await decode.claim(request_id, timeout_s=60.0) == [offer.ticket]
-            except UnknownRequest as gone:  # the reply went down with the coordinator; the ticket has not
-                assert "claimed already" in str(gone)
+            assert await decode.claim(request_id, timeout_s=60.0) == [offer.ticket]
             session.forget(request_id)
             done += 1
 
@@ -151,6 +149,7 @@ async def test_restarts_under_load_lose_no_hand_off(coordinator_process: StartPr
             await asyncio.to_thread(process.restart)
         await load
         assert done == 240
+        assert session.num_rejoins >= 2
         await eventually(lambda: session.state is SessionState.JOINED)
         await session.close()
 
@@ -161,7 +160,7 @@ async def test_a_stopped_coordinator_is_noticed_and_welcome_back(coordinator_pro
         session = await Session.join(client, make_card(), ignore)
         process.send(signal.SIGSTOP)
         await eventually(lambda: session.state is SessionState.REJOINING)
-        with pytest.raises(CoordinatorUnavailable, match="'r' not offered.*rejoining"):
+        with pytest.raises(CoordinatorUnavailable, match=r"'r' not offered.*rejoining"):
             await session.offer(make_offer("r"), timeout_s=0.2)
         process.send(signal.SIGCONT)
         await eventually(lambda: session.state is SessionState.JOINED)
@@ -195,8 +194,8 @@ asyncio.run(main())
 
 def start_worker(address: str, process: int, request_id: str) -> tuple[subprocess.Popen[str], int]:
     """Returns the process and its epoch once it has joined and offered."""
-    tests = os.path.dirname(os.path.dirname(__file__))
-    command = [sys.executable, "-c", _WORKER, address, tests, str(process), request_id]
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-c", _WORKER, address, str(tests), str(process), request_id]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     return worker, int(worker.stdout.readline())

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from control.processes import CoordinatorProcess
 
 from kvlink.control import ControlThread, Coordinator, CoordinatorClient
 from kvlink.errors import ConfigError, CoordinatorUnavailable
@@ -39,7 +42,7 @@ def test_a_timeout_cancels_the_coroutine() -> None:
         finally:
             cancelled.set()
 
-    with pytest.raises(CoordinatorUnavailable, match="did not finish within 0.05 s"):
+    with pytest.raises(CoordinatorUnavailable, match=r"did not finish within 0\.05 s"):
         thread.run(endless(), timeout_s=0.05)
     assert cancelled.wait(20)
     thread.close()
@@ -103,25 +106,27 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    "ending", ["", "raise SystemExit(0)", "import sys; sys.exit()", "import gc; gc.collect()"]
-)
-def test_interpreter_exit_with_everything_open_is_silent(ending: str) -> None:
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import gc; gc.collect()"])
+def test_interpreter_exit_with_everything_open_is_silent(
+    coordinator_process: Callable[..., CoordinatorProcess], ending: str
+) -> None:
     done = python(
         f"""
-        import asyncio
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+        from control.cards import make_card
         from kvlink.control import *
         thread = ControlThread()
         async def start():
-            coordinator = Coordinator()
-            client = CoordinatorClient(await coordinator.start())
+            client = CoordinatorClient({coordinator_process().address!r})
             agent = WorkerAgent(lambda *a: (1, []), lambda *a: True)
             await agent.start()
+            session = await Session.join(client, make_card(agent=agent.address), print)
             stream = client.handoffs()
             claim = stream.claim(Claim("r", 60.0))
-            return coordinator, client, agent, stream, claim
+            return client, agent, session, stream, claim
         everything = thread.run(start())
-        waiting = thread.submit(everything[1].claim("r", 60.0))
+        waiting = thread.submit(everything[0].claim("r", 60.0))
         {ending}
         """
     )

@@ -136,7 +136,8 @@ class RemoteOwner {
   }
   /// The 64-bit word at `offset` of the table, as the owner sees it.
   uint64_t table_word(uint64_t offset) {
-    say("t" + std::string(reinterpret_cast<const char*>(&offset), sizeof offset));
+    std::string order = "t";
+    say(order.append(reinterpret_cast<const char*>(&offset), sizeof offset));
     uint64_t word;
     std::memcpy(&word, hear().data(), sizeof word);
     return word;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What loopback, shm and cma must all do. What shm and cma do of their own is in shm_test.cc and cma_test.cc.
+// What loopback, shm and cma must all do. What each does of its own is in its own test.
+#include <filesystem>
 #include <map>
 #include <set>
 #include <span>
@@ -345,47 +346,23 @@ TEST(Transports, AreFoundByName) {
   EXPECT_EQ(make_transport("smh", {}).status().code(), Code::kConfig);
 }
 
-TEST(Loopback, RevokesDestroyedRegions) {
-  LocalPair pair("loopback");
-  ASSERT_TRUE(pair.reader.read_at(kPool, 0, 64).ok());
-  pair.owner.pool_region.reset();
-  pair.owner.pool.reset();
-  EXPECT_EQ(pair.reader.read_at(kPool, 0, 64).code(), Code::kAccessDenied);
-  EXPECT_TRUE(pair.reader.read_at(kTable, 0, 64).ok());
-  EXPECT_FALSE(pair.reader.endpoint->import_region(LocalPair("loopback").owner.card().address).ok());
-}
-
-TEST(Loopback, RevokesUnderAReadInProgress) {
-  for (int i = 0; i < 50; ++i) {
-    LocalPair pair("loopback");
-    std::thread revoking([&] {
-      pair.owner.pool_region.reset();
-      pair.owner.pool.reset();
-    });
-    Status status;
-    while (status.ok()) status = pair.reader.read_at(kPool, 0, 4 << 20);
-    revoking.join();
-    ASSERT_EQ(status.code(), Code::kAccessDenied);
+TEST_P(CopyTransport, ClosesEveryDescriptor) {
+  const auto count = [] {
+    const std::filesystem::directory_iterator open_files("/proc/self/fd");
+    return std::distance(begin(open_files), end(open_files));
+  };
+  {
+    const LocalPair pair(GetParam());
+  }  // opens what is opened once and for all
+  const auto before = count();
+  {
+    LocalPair pair("fault+" + std::string(GetParam()), "drop@2");
+    EXPECT_TRUE(pair.reader.read_at(kPool, 0, 64).ok());
+    const Reader second(GetParam(), pair.owner.card(),
+                        [&](const std::string& hello) { return pair.accept(hello); });
+    second.endpoint->close();
   }
-}
-
-TEST(Loopback, FencesOneConnection) {
-  LocalPair pair("loopback");
-  Reader other("loopback", pair.owner.card(),
-               [&](const std::string& hello) { return *pair.owner.transport->accept(43, hello); });
-  EXPECT_TRUE(pair.owner.transport->can_fence());
-  EXPECT_FALSE(pair.owner.transport->fence(41));
-  EXPECT_TRUE(pair.owner.transport->fence(42));
-  EXPECT_EQ(pair.reader.read_at(kPool, 0, 64).code(), Code::kPeerUnreachable);
-  EXPECT_TRUE(other.read_at(kPool, 0, 64).ok());
-}
-
-TEST(Loopback, RefusesOtherProcesses) {
-  RemoteOwner owner("loopback");
-  auto transport = make_transport("loopback", {});
-  const Status status = (*transport)->open(owner.card().address, 0).status();
-  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
-  EXPECT_FALSE(status.fix().empty());
+  EXPECT_EQ(count(), before);
 }
 
 }  // namespace

@@ -142,6 +142,14 @@ def test_every_value_comes_back_equal(data: st.DataObject) -> None:
         assert codec.decode(codec.encode(value)) == value
 
 
+def decoded(codec: Codec[Any], blob: bytes) -> Any:
+    """None if refused; anything but ConfigError escapes."""
+    try:
+        return codec.decode(blob)
+    except ConfigError:
+        return None
+
+
 def _mutate(data: st.DataObject, blob: bytes) -> bytes:
     if data.draw(st.booleans(), "truncate"):
         return blob[: data.draw(st.integers(0, max(0, len(blob) - 1)))]
@@ -157,31 +165,21 @@ def _mutate(data: st.DataObject, blob: bytes) -> bytes:
 def test_a_damaged_message_is_refused_or_still_within_bounds(data: st.DataObject) -> None:
     codec, values = data.draw(st.sampled_from(EXAMPLES))
     damaged = _mutate(data, codec.encode(data.draw(values)))
-    try:
-        value = codec.decode(damaged)
-    except ConfigError as error:
-        assert str(error).startswith("malformed ")
-    else:
-        assert codec.decode(codec.encode(value)) == value
+    value = decoded(codec, damaged)
+    assert value is None or codec.decode(codec.encode(value)) == value
 
 
 @given(st.data())
 def test_a_damaged_card_is_refused(data: st.DataObject) -> None:
     card = data.draw(cards())
     damaged = _mutate(data, CARD.encode(card))
-    try:
-        assert CARD.decode(damaged) == card  # for instance a longer form of the same number
-    except ConfigError as error:
-        assert "malformed SealedCard" in str(error)
+    assert decoded(CARD, damaged) in (None, card)  # equal: for instance a longer form of the same number
 
 
 @given(blob=st.binary(max_size=300), method=st.sampled_from(METHODS))
 def test_noise_raises_nothing_but_config_error(blob: bytes, method: Method[Any, Any]) -> None:
-    for codec in (method.request, method.reply):
-        try:
-            codec.decode(blob)
-        except ConfigError:
-            pass
+    decoded(method.request, blob)
+    decoded(method.reply, blob)
 
 
 OFFER, CLAIM = make_offer("r"), Claim("r", 1.0)

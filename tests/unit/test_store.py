@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every Store must do. A new store adds itself to `STORES`; whoever owns its clock decides what `pass_time` does."""
+"""What every Store must do. A new store adds itself to `STORES`; its stage decides how time passes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools: what kvlink allocates and what it may be lent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, Order, Regions, dense
+from kvlink.pool import BlockPool
+
+GEOMETRY = Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=8, block_tokens=4)
+ONE = dense(GEOMETRY)
+PER_LAYER = dense(GEOMETRY, Order.NHD, Regions.PER_LAYER)
+
+
+def test_allocated_pool_is_zeroed_mappable_and_as_large_as_the_layout() -> None:
+    pool = BlockPool.allocate(PER_LAYER)
+    assert pool.mappable
+    assert tuple(pool.numpy(i).nbytes for i in range(2)) == PER_LAYER.region_bytes()
+    assert not pool.numpy(1).any()
+
+
+def test_views_write_through_and_keep_the_memory_alive() -> None:
+    pool = BlockPool.allocate(ONE)
+    view = pool.numpy()
+    view[5] = 7
+    assert np.from_dlpack(pool)[5] == 7
+    del pool
+    assert view[5] == 7
+
+
+def test_torch_view_shares_memory() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
+    pool = BlockPool.allocate(ONE)
+    pool.torch().view(torch.float32)[3] = 1.5
+    assert pool.numpy().view(np.float32)[3] == 1.5
+
+
+def test_lent_torch_tensors_keep_their_address() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
+    tensors = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in PER_LAYER.region_bytes()]
+    pool = BlockPool.from_tensors(tensors, PER_LAYER)
+    assert [region.address for region in pool.regions] == [tensor.data_ptr() for tensor in tensors]
+    assert not pool.mappable
+
+
+def test_lent_view_counts_from_its_first_element() -> None:
+    whole = np.zeros(ONE.region_bytes()[0] + 64, np.uint8)
+    pool = BlockPool.from_tensors([whole[64:]], ONE)
+    pool.numpy()[0] = 9
+    assert whole[64] == 9
+
+
+def test_a_tensor_that_is_too_small_is_refused_by_region() -> None:
+    first, second = PER_LAYER.region_bytes()
+    with pytest.raises(ConfigError, match="region 1"):
+        BlockPool.from_tensors([np.zeros(first, np.uint8), np.zeros(second - 1, np.uint8)], PER_LAYER)
+    with pytest.raises(ConfigError, match="region 1"):
+        BlockPool.from_tensors([np.zeros(first, np.uint8)], PER_LAYER)
+
+
+def test_read_only_and_empty_memory_is_refused() -> None:
+    frozen = np.zeros(ONE.region_bytes()[0], np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(ConfigError, match="read-only"):
+        BlockPool.from_tensors([frozen], ONE)
+    with pytest.raises(ConfigError, match="non-empty"):
+        BlockPool.from_tensors([np.zeros(0, np.uint8)], ONE)
+    with pytest.raises(ConfigError, match="negative strides"):
+        BlockPool.from_tensors([np.zeros(ONE.region_bytes()[0], np.uint8)[::-1]], ONE)
+
+
+def test_repr_says_whose_memory_it_is() -> None:
+    assert "kvlink's" in repr(BlockPool.allocate(ONE))
+    assert "lent" in repr(BlockPool.from_tensors([np.zeros(ONE.region_bytes()[0], np.uint8)], ONE))
