@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python. Thin: arguments in, Status out as an exception of kvlink.errors, the GIL released
-// around everything that may wait. No thread of the core ever enters here.
+// The only file that knows Python. Thin: arguments in, Status out as an exception of kvlink.errors, the GIL
+// released around everything that may wait. No thread of the core ever enters here.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,15 +17,23 @@ namespace {
 
 const char* exception_name(Code code) {
   switch (code) {
-    case Code::kLayoutMismatch: return "LayoutMismatch";
-    case Code::kTransportUnavailable: return "TransportUnavailable";
-    case Code::kPeerUnreachable: return "PeerUnreachable";
-    case Code::kAccessDenied: return "AccessDenied";
-    case Code::kTimeout: return "TransferTimeout";
-    case Code::kCancelled: return "Cancelled";
-    case Code::kStaleBlocks: return "StaleBlocks";
+    case Code::kLayoutMismatch:
+      return "LayoutMismatch";
+    case Code::kTransportUnavailable:
+      return "TransportUnavailable";
+    case Code::kPeerUnreachable:
+      return "PeerUnreachable";
+    case Code::kAccessDenied:
+      return "AccessDenied";
+    case Code::kTimeout:
+      return "TransferTimeout";
+    case Code::kCancelled:
+      return "Cancelled";
+    case Code::kStaleBlocks:
+      return "StaleBlocks";
     case Code::kOk:
-    case Code::kConfig: break;
+    case Code::kConfig:
+      break;
   }
   return "ConfigError";
 }
@@ -51,7 +59,9 @@ T take(Result<T> result) {
   return std::move(*result);
 }
 
-int64_t to_ns(double seconds) { return seconds < 0 ? -1 : static_cast<int64_t>(std::min(seconds, 1e9) * 1e9); }
+int64_t to_ns(double seconds) {
+  return seconds < 0 ? -1 : static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
+}
 
 py::list bytes_list(const std::vector<std::string>& blobs) {
   py::list list;
@@ -64,7 +74,9 @@ class BlockIds {
  public:
   explicit BlockIds(py::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) throw py::error_already_set();
-    if (view_.ndim == 1 && view_.itemsize == 4 && view_.format && (view_.format[0] == 'I' || view_.format[0] == 'L')) return;
+    if (view_.ndim == 1 && view_.itemsize == 4 && view_.format &&
+        (view_.format[0] == 'I' || view_.format[0] == 'L'))
+      return;
     PyBuffer_Release(&view_);
     raise(Status::Config("block ids must be a contiguous one-dimensional buffer of uint32"));
   }
@@ -92,10 +104,12 @@ struct PyPlanner {
 
 void register_memory(py::module_& m) {
   py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory", py::buffer_protocol())
-      .def(py::init([](uint64_t bytes, bool huge_pages) { return take(HostMemory::allocate(bytes, huge_pages)); }),
+      .def(py::init(
+               [](uint64_t bytes, bool huge_pages) { return take(HostMemory::allocate(bytes, huge_pages)); }),
            py::arg("bytes"), py::arg("huge_pages") = true, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("address",
-                             [](const HostMemory& memory) { return reinterpret_cast<uintptr_t>(memory.range().base); })
+      .def_property_readonly(
+          "address",
+          [](const HostMemory& memory) { return reinterpret_cast<uintptr_t>(memory.range().base); })
       .def_property_readonly("bytes", [](const HostMemory& memory) { return memory.range().bytes; })
       .def_buffer([](HostMemory& memory) {
         const MemoryRange range = memory.range();
@@ -111,9 +125,10 @@ void register_plan(py::module_& m) {
       .def(py::init([](uint32_t num_blocks, uint32_t block_tokens, uint32_t first_head, uint32_t num_heads,
                        uint32_t row_bytes, uint64_t block_stride, uint64_t token_stride, uint64_t head_stride,
                        const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& planes) {
-             Layout layout{num_blocks, block_tokens, first_head,   num_heads,  row_bytes,
+             Layout layout{num_blocks,   block_tokens, first_head,  num_heads, row_bytes,
                            block_stride, token_stride, head_stride, {}};
-             for (const auto& [region, plane_layer, offset] : planes) layout.planes.push_back({region, plane_layer, offset});
+             for (const auto& [region, plane_layer, offset] : planes)
+               layout.planes.push_back({region, plane_layer, offset});
              return layout;
            }),
            py::arg("num_blocks"), py::arg("block_tokens"), py::arg("first_head"), py::arg("num_heads"),
@@ -123,7 +138,10 @@ void register_plan(py::module_& m) {
       .def_property_readonly("num_ops", [](const Plan& plan) { return plan.ops.size(); })
       .def_property_readonly("num_segments", [](const Plan& plan) { return plan.segments.size(); })
       .def_readonly("bytes", &Plan::bytes)
-      .def("ops", [](const Plan& plan) { return py::array_t<ReadOp>(static_cast<py::ssize_t>(plan.ops.size()), plan.ops.data()); })
+      .def("ops",
+           [](const Plan& plan) {
+             return py::array_t<ReadOp>(static_cast<py::ssize_t>(plan.ops.size()), plan.ops.data());
+           })
       .def("segments", [](const Plan& plan) {
         py::array_t<PackedSegment> packed(static_cast<py::ssize_t>(plan.segments.size()));
         auto rows = packed.mutable_unchecked<1>();
@@ -134,27 +152,30 @@ void register_plan(py::module_& m) {
         return packed;
       });
   py::class_<PyPlanner>(m, "Planner")
-      .def(py::init([](const Layout& reader, const Layout& owner,
-                       const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
-                       const std::vector<uint64_t>& remote_region_bytes, const std::vector<uint32_t>& remote_region_index,
-                       std::pair<uint32_t, uint32_t> heads) {
-             std::vector<MemoryRange> local;
-             for (const auto& [address, bytes] : local_regions) {
-               local.push_back({reinterpret_cast<std::byte*>(address), bytes, -1, 0});
-             }
-             return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
-                                                 remote_region_index, Range{heads.first, heads.second}))};
-           }),
-           py::arg("reader"), py::arg("owner"), py::arg("local_regions"), py::arg("remote_region_bytes"),
-           py::arg("remote_region_index"), py::arg("heads") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX})
+      .def(
+          py::init([](const Layout& reader, const Layout& owner,
+                      const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
+                      const std::vector<uint64_t>& remote_region_bytes,
+                      const std::vector<uint32_t>& remote_region_index, std::pair<uint32_t, uint32_t> heads) {
+            std::vector<MemoryRange> local;
+            for (const auto& [address, bytes] : local_regions) {
+              local.push_back({reinterpret_cast<std::byte*>(address), bytes, -1, 0});
+            }
+            return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
+                                                remote_region_index, Range{heads.first, heads.second}))};
+          }),
+          py::arg("reader"), py::arg("owner"), py::arg("local_regions"), py::arg("remote_region_bytes"),
+          py::arg("remote_region_index"), py::arg("heads") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX})
       .def(
           "plan",
           [](const PyPlanner& self, py::handle owner_blocks, py::handle reader_blocks,
-             std::pair<uint32_t, uint32_t> tokens, std::pair<uint32_t, uint32_t> layers, std::optional<Plan*> into) {
+             std::pair<uint32_t, uint32_t> tokens, std::pair<uint32_t, uint32_t> layers,
+             std::optional<Plan*> into) {
             const BlockIds owner(owner_blocks), reader(reader_blocks);
             Plan fresh;
             Plan& plan = into ? **into : fresh;
-            check(self.planner->plan(owner, reader, {{tokens.first, tokens.second}, {layers.first, layers.second}}, plan));
+            check(self.planner->plan(owner, reader,
+                                     {{tokens.first, tokens.second}, {layers.first, layers.second}}, plan));
             return into ? py::cast(*into, py::return_value_policy::reference) : py::cast(std::move(fresh));
           },
           py::arg("owner_blocks"), py::arg("reader_blocks"), py::arg("tokens"),
@@ -170,8 +191,9 @@ void register_transfer(py::module_& m) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
       .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
       .def("done", &Transfer::done)
-      .def("wait", [](Transfer& self, double timeout_s) { return self.wait(to_ns(timeout_s)); },
-           py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait", [](Transfer& self, double timeout_s) { return self.wait(to_ns(timeout_s)); },
+          py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
       .def("failure",
            [](const Transfer& self) -> py::object {
              const Status status = self.status();
@@ -216,18 +238,20 @@ void register_connection(py::module_& m) {
       .def(
           "establish",
           [](Connection& self, uint64_t connection_id, const std::vector<std::string>& replies,
-             const std::vector<std::string>& pool_keys, const std::string& lease_key, uint64_t epoch, double timeout_s) {
+             const std::vector<std::string>& pool_keys, const std::string& lease_key, uint64_t epoch,
+             double timeout_s) {
             Result<std::vector<uint32_t>> regions = [&] {
               py::gil_scoped_release release;
               return self.establish(connection_id, replies, pool_keys, lease_key, epoch, to_ns(timeout_s));
             }();
             return take(std::move(regions));
           },
-          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_key"), py::arg("epoch"),
-          py::arg("timeout_s"))
-      .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"), py::arg("first_token"),
-           py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"), py::arg("slot"), py::arg("nonce"),
-           py::arg("settle_nonce"), py::arg("stream"), py::arg("timeout_s"))
+          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_key"),
+          py::arg("epoch"), py::arg("timeout_s"))
+      .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
+           py::arg("first_token"), py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"),
+           py::arg("slot"), py::arg("nonce"), py::arg("settle_nonce"), py::arg("stream"),
+           py::arg("timeout_s"))
       .def("settle", &Connection::settle, py::arg("slot"), py::arg("settle_nonce"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("broken", &Connection::broken)
@@ -239,20 +263,29 @@ void register_connection(py::module_& m) {
 void register_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
-                       uint16_t port, const std::string& fault, uint32_t num_lease_slots, uint32_t num_progress_threads,
-                       uint64_t inline_bytes, uint32_t num_lanes) {
-             return std::shared_ptr<Engine>(take(Engine::make({epoch, transports, {host, port, fault}, num_lease_slots,
-                                                               num_progress_threads, inline_bytes, num_lanes})));
+                       uint16_t port, const std::string& fault, uint32_t num_lease_slots,
+                       uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes) {
+             return std::shared_ptr<Engine>(take(Engine::make({epoch,
+                                                               transports,
+                                                               {host, port, fault},
+                                                               num_lease_slots,
+                                                               num_progress_threads,
+                                                               inline_bytes,
+                                                               num_lanes})));
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
-           py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"), py::arg("num_lanes"))
-      .def("add_pool_region", [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
-           py::arg("memory"), py::keep_alive<1, 2>())
-      .def("add_foreign_region",
-           [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&) {
-             return take(self.add_pool_region({reinterpret_cast<std::byte*>(address), bytes, -1, 0}));
-           },
-           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::keep_alive<1, 4>())
+           py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
+           py::arg("num_lanes"))
+      .def(
+          "add_pool_region",
+          [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
+          py::arg("memory"), py::keep_alive<1, 2>())
+      .def(
+          "add_foreign_region",
+          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&) {
+            return take(self.add_pool_region({reinterpret_cast<std::byte*>(address), bytes, -1, 0}));
+          },
+          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::keep_alive<1, 4>())
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",
            [](const Engine& self) {
@@ -263,37 +296,52 @@ void register_engine(py::module_& m) {
              }
              return rows;
            })
-      .def("accept",
-           [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos) {
-             const Accepted accepted = take(self.accept(transport, hellos));
-             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies));
-           },
-           py::arg("transport"), py::arg("hellos"))
+      .def(
+          "accept",
+          [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos) {
+            const Accepted accepted = take(self.accept(transport, hellos));
+            return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies));
+          },
+          py::arg("transport"), py::arg("hellos"))
       .def("fence", &Engine::fence, py::arg("connection_id"), py::call_guard<py::gil_scoped_release>())
-      .def("open", [](Engine& self, const std::string& transport,
-                      const std::string& address) { return take(self.open(transport, address)); },
-           py::arg("transport"), py::arg("address"), py::keep_alive<0, 1>())
-      .def("grant",
-           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
-             py::list seats;
-             for (const LeaseSeat& seat : take(self.grant(lease, readers, ready, to_ns(ttl_s)))) {
-               seats.append(py::make_tuple(seat.slot, seat.nonce, seat.settle_nonce));
-             }
-             return seats;
-           },
-           py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
-      .def("set_ready", [](Engine& self, uint64_t lease, uint64_t ready) { return self.leases().set_ready(lease, ready); },
-           py::arg("lease"), py::arg("ready"))
-      .def("extend", [](Engine& self, uint64_t lease, double ttl_s) { return self.leases().extend(lease, to_ns(ttl_s), now_ns()); },
-           py::arg("lease"), py::arg("ttl_s"))
-      .def("abort", [](Engine& self, uint64_t lease) { return self.leases().abort(lease); }, py::arg("lease"))
-      .def("settle_own", [](Engine& self, uint32_t slot, uint64_t nonce) { return self.leases().settle(slot, nonce); },
-           py::arg("slot"), py::arg("settle_nonce"))
+      .def(
+          "open",
+          [](Engine& self, const std::string& transport, const std::string& address) {
+            return take(self.open(transport, address));
+          },
+          py::arg("transport"), py::arg("address"), py::keep_alive<0, 1>())
+      .def(
+          "grant",
+          [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
+            py::list seats;
+            for (const LeaseSeat& seat : take(self.grant(lease, readers, ready, to_ns(ttl_s)))) {
+              seats.append(py::make_tuple(seat.slot, seat.nonce, seat.settle_nonce));
+            }
+            return seats;
+          },
+          py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "set_ready",
+          [](Engine& self, uint64_t lease, uint64_t ready) { return self.leases().set_ready(lease, ready); },
+          py::arg("lease"), py::arg("ready"))
+      .def(
+          "extend",
+          [](Engine& self, uint64_t lease, double ttl_s) {
+            return self.leases().extend(lease, to_ns(ttl_s), now_ns());
+          },
+          py::arg("lease"), py::arg("ttl_s"))
+      .def(
+          "abort", [](Engine& self, uint64_t lease) { return self.leases().abort(lease); }, py::arg("lease"))
+      .def(
+          "settle_own",
+          [](Engine& self, uint32_t slot, uint64_t nonce) { return self.leases().settle(slot, nonce); },
+          py::arg("slot"), py::arg("settle_nonce"))
       .def("take_ended",
            [](Engine& self) {
              py::list rows;
              for (const EndedLease& lease : self.take_ended()) {
-               rows.append(py::make_tuple(lease.lease, static_cast<int>(lease.how), static_cast<double>(lease.held_ns) / 1e9));
+               rows.append(py::make_tuple(lease.lease, static_cast<int>(lease.how),
+                                          static_cast<double>(lease.held_ns) / 1e9));
              }
              return rows;
            })
@@ -322,12 +370,16 @@ FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) 
 void register_floors(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
   m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
-  m.def("floor_memcpy", [](const Pieces& pieces) { return floor_memcpy(floor_pieces(pieces)); }, py::arg("pieces"));
-  m.def("floor_streamed_copy", [](const Pieces& pieces) { return floor_streamed_copy(floor_pieces(pieces)); },
-        py::arg("pieces"));
-  m.def("floor_process_vm_readv",
-        [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },
-        py::arg("pid"), py::arg("pieces"));
+  m.def(
+      "floor_memcpy", [](const Pieces& pieces) { return floor_memcpy(floor_pieces(pieces)); },
+      py::arg("pieces"));
+  m.def(
+      "floor_streamed_copy", [](const Pieces& pieces) { return floor_streamed_copy(floor_pieces(pieces)); },
+      py::arg("pieces"));
+  m.def(
+      "floor_process_vm_readv",
+      [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },
+      py::arg("pid"), py::arg("pieces"));
   py::class_<FloorSource>(m, "FloorSource")
       .def(py::init([](const HostMemory& memory) {
              return take(FloorSource::make(memory.range().base, memory.range().bytes));
@@ -336,17 +388,20 @@ void register_floors(py::module_& m) {
       .def_property_readonly("port", &FloorSource::port)
       .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
   py::class_<FloorSink>(m, "FloorSink")
-      .def(py::init([](uint16_t port, uint64_t answer_bytes) { return take(FloorSink::connect(port, answer_bytes)); }),
+      .def(py::init([](uint16_t port, uint64_t answer_bytes) {
+             return take(FloorSink::connect(port, answer_bytes));
+           }),
            py::arg("port"), py::arg("answer_bytes"))
-      .def("read",
-           [](FloorSink& self, uint64_t offset, uintptr_t to) {
-             Result<int64_t> took = [&] {
-               py::gil_scoped_release release;
-               return self.read(offset, reinterpret_cast<std::byte*>(to));
-             }();
-             return take(std::move(took));
-           },
-           py::arg("offset"), py::arg("to"));
+      .def(
+          "read",
+          [](FloorSink& self, uint64_t offset, uintptr_t to) {
+            Result<int64_t> took = [&] {
+              py::gil_scoped_release release;
+              return self.read(offset, reinterpret_cast<std::byte*>(to));
+            }();
+            return take(std::move(took));
+          },
+          py::arg("offset"), py::arg("to"));
 }
 
 }  // namespace

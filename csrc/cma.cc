@@ -4,7 +4,10 @@
 // owner can neither revoke a key nor cut a reader off: readers rely on lease validation.
 //
 // That the process behind a pid is the right one shows by a random cookie in the owner's memory.
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,6 +15,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "cma_refusal.h"
 #include "copy.h"
@@ -65,6 +70,37 @@ struct CmaAddress {
     }
     return parsed;
   }
+};
+
+uint64_t inode_of(int fd) {
+  struct stat found {};
+  return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
+}
+
+/// A lease table mapped out of the owner's descriptors, so that a settle is a store instead of a system call
+/// (0.1 against 2 us). Never read: only the process itself can say that its memory is still there.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(pid_t pid, uint64_t memfd, uint64_t inode, uint64_t offset, uint64_t bytes) : bytes_(bytes) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd);
+    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    if (!fd || inode_of(fd.get()) != inode) return;  // closed meanwhile, and the number used again
+    void* const at = ::mmap(nullptr, bytes, PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
+    if (at != MAP_FAILED) base_ = static_cast<std::byte*>(at);
+  }
+  ~Mapping() {
+    if (base_) ::munmap(base_, bytes_);
+  }
+  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
+  Mapping& operator=(Mapping&&) = delete;
+
+  /// Null when the owner's descriptor cannot be had.
+  std::byte* base() const { return base_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  uint64_t bytes_ = 0;
 };
 
 iovec piece(uint64_t address, size_t bytes) { return {reinterpret_cast<void*>(address), bytes}; }
@@ -134,9 +170,15 @@ class CmaEndpoint : public QueuedEndpoint {
     const uint64_t address = from.u64();
     const uint64_t bytes = from.u64();
     const uint32_t access = from.u32();
+    const uint64_t memfd = from.u64();
+    const uint64_t memfd_inode = from.u64();
+    const uint64_t memfd_offset = from.u64();
     if (!from.done() || !ours || access > 1 || bytes > UINT64_MAX - address) {
       return Status::AccessDenied("not a key of a cma region");
     }
+    const bool mappable = static_cast<Access>(access) == Access::kReadWrite && memfd <= INT32_MAX;
+    mappings_.push_back(mappable ? Mapping(owner_.pid(), memfd, memfd_inode, memfd_offset, bytes)
+                                 : Mapping());
     return add_remote({address, bytes, static_cast<Access>(access)});
   }
 
@@ -144,6 +186,7 @@ class CmaEndpoint : public QueuedEndpoint {
 
   void close() override {
     break_down(Status::Unreachable("this cma endpoint was closed"));
+    mappings_.clear();
     owner_.forget();
   }
 
@@ -173,6 +216,10 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {
+    if (std::byte* const base = mappings_[region].base()) {
+      store_word(base + offset, value);
+      return {};
+    }
     const iovec local{&value, sizeof value};
     const iovec to = piece(remote(region).address + offset, sizeof value);
     return ::process_vm_writev(owner_.pid(), &local, 1, &to, 1, 0) == sizeof value ? Status{}
@@ -238,6 +285,7 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   Process owner_;
+  std::vector<Mapping> mappings_;  // by region
   size_t num_local_ = 0, num_remote_ = 0;
   std::array<iovec, kMaxPieces> local_, remote_;
   std::array<std::byte, 2 * kMaxWordsBytes> slot_twice_;
@@ -252,6 +300,9 @@ class CmaRegion : public MemoryRegion {
         .u64(reinterpret_cast<uint64_t>(range_.base))
         .u64(range_.bytes)
         .u32(static_cast<uint32_t>(access_))
+        .u64(range_.memfd < 0 ? UINT64_MAX : static_cast<uint64_t>(range_.memfd))
+        .u64(inode_of(range_.memfd))
+        .u64(range_.memfd_offset)
         .take();
   }
 

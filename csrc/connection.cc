@@ -9,15 +9,19 @@
 namespace kvlink {
 namespace {
 
-// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread: several loopback
-// round trips, far below the shortest step of an inference engine.
+// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread: several
+// loopback round trips, far below the shortest step of an inference engine.
 constexpr int64_t kInlineBudgetNs = 300'000;
 
 }  // namespace
 
 Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, Settings settings,
-                       std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads)
+                       std::shared_ptr<ScratchPool> scratch,
+                       std::vector<std::shared_ptr<ProgressThread>> threads)
     : settings_(settings), scratch_(std::move(scratch)), threads_(std::move(threads)) {
+  wake_ = std::make_shared<std::function<void()>>([threads = threads_] {
+    for (const auto& thread : threads) thread->wake();
+  });
   for (auto& endpoint : endpoints) {
     lanes_.push_back(std::make_shared<Lane>(std::move(endpoint), static_cast<uint32_t>(lanes_.size())));
   }
@@ -29,14 +33,15 @@ std::vector<std::string> Connection::hellos() const {
   return hellos;
 }
 
-Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id, const std::vector<std::string>& replies,
+Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
+                                                    const std::vector<std::string>& replies,
                                                     const std::vector<std::string>& pool_keys,
                                                     const std::string& lease_key, uint64_t epoch,
                                                     int64_t timeout_ns) {
   const int64_t deadline = now_ns() + timeout_ns;
   if (replies.size() != lanes_.size()) {
-    return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) + " of " +
-                               std::to_string(lanes_.size()) + " lanes");
+    return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
+                               " of " + std::to_string(lanes_.size()) + " lanes");
   }
   std::vector<uint32_t> regions;
   for (size_t index = 0; index < lanes_.size(); ++index) {
@@ -51,8 +56,10 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id, cons
     Result<uint32_t> lease_region = endpoint.import_region(lease_key);
     if (!lease_region.ok()) return lease_region.status();
     if (index == 0) regions = imported;
-    if (imported != regions) return Status::Config("lanes of one connection number the owner's regions differently");
-    if (Status status = check_header(*lanes_[index], *lease_region, epoch, deadline); !status.ok()) return status;
+    if (imported != regions)
+      return Status::Config("lanes of one connection number the owner's regions differently");
+    if (Status status = check_header(*lanes_[index], *lease_region, epoch, deadline); !status.ok())
+      return status;
     lanes_[index]->ready(*lease_region, connection_id);
   }
   copies_ = lanes_.front()->copies_in_poll();
@@ -64,7 +71,8 @@ Status Connection::check_header(Lane& lane, uint32_t lease_region, uint64_t epoc
   const std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) return Status::Config("too many pulls at once");
   const ReadOp op{0, sizeof(LeaseTableHeader), lease_region, 0, 1};
-  const Segment segment{reinterpret_cast<std::byte*>(words.get()), sizeof(LeaseTableHeader), scratch_->region()};
+  const Segment segment{reinterpret_cast<std::byte*>(words.get()), sizeof(LeaseTableHeader),
+                        scratch_->region()};
   Endpoint& endpoint = lane.endpoint();
   if (Status status = endpoint.post_read(0, {std::span(&op, 1), &segment}); !status.ok()) return status;
   std::vector<Completion> ended;
@@ -78,7 +86,8 @@ Status Connection::check_header(Lane& lane, uint32_t lease_region, uint64_t epoc
     if (!result.progressed) std::this_thread::yield();
   }
   if (!ended.front().status.ok()) return ended.front().status;
-  if (words[0] != LeaseTableHeader::kMagic) return Status::Unreachable("another process answers at the owner's address");
+  if (words[0] != LeaseTableHeader::kMagic)
+    return Status::Unreachable("another process answers at the owner's address");
   if (words[1] != epoch) {
     return Status::Stale("the worker restarted: epoch " + std::to_string(epoch) + " asked, " +
                          std::to_string(words[1]) + " running");
@@ -89,9 +98,7 @@ Status Connection::check_header(Lane& lane, uint32_t lease_region, uint64_t epoc
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle();
   if (broken()) return nullptr;
-  auto transfer = std::make_shared<Transfer>(request, now_ns(), [threads = threads_] {
-    for (const auto& thread : threads) thread->wake();
-  });
+  auto transfer = std::make_shared<Transfer>(request, now_ns(), wake_);
   if (transfer->done()) return transfer;
   std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) {

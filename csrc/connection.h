@@ -27,11 +27,11 @@ class Connection {
 
   /// One per lane, for Transport::accept at the owner.
   std::vector<std::string> hellos() const;
-  /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success means
-  /// that this path works and leads to the right process. Returns the region index of each pool key.
+  /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
+  /// means that this path works and leads to the right process. Returns the region index of each pool key.
   Result<std::vector<uint32_t>> establish(uint64_t connection_id, const std::vector<std::string>& replies,
-                                          const std::vector<std::string>& pool_keys, const std::string& lease_key,
-                                          uint64_t epoch, int64_t timeout_ns);
+                                          const std::vector<std::string>& pool_keys,
+                                          const std::string& lease_key, uint64_t epoch, int64_t timeout_ns);
 
   /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
@@ -53,6 +53,7 @@ class Connection {
   bool copies_ = false;
   std::shared_ptr<ScratchPool> scratch_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
+  std::shared_ptr<const std::function<void()>> wake_;
   std::vector<std::shared_ptr<Lane>> lanes_;
 };
 

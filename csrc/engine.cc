@@ -14,12 +14,12 @@
 namespace kvlink {
 namespace {
 
-// While leases are active the owner looks at their slots this often: settled blocks come back within a millisecond,
-// at about a microsecond of CPU per hundred leases.
+// While leases are active the owner looks at their slots this often: settled blocks come back within a
+// millisecond, at about a microsecond of CPU per hundred leases.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
-constexpr uint64_t kScratchBytes = 1 << 20;    // 16,384 pulls in flight
-constexpr uint64_t kStripeBytes = 4 << 20;     // below this one lane is faster than meeting at the end
+constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
+constexpr uint64_t kStripeBytes = 4 << 20;   // below this one lane is faster than meeting at the end
 
 }  // namespace
 
@@ -72,8 +72,8 @@ Status Engine::start() {
   // The local regions are the pool's, then the scratch lines; every transport numbers them so.
   scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
   const MemoryRange lease_range = lease_memory_->range();
-  leases_ = std::make_unique<LeaseTable>(std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)),
-                                         options_.epoch);
+  leases_ = std::make_unique<LeaseTable>(
+      std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)), options_.epoch);
   for (Row& row : rows_) {
     if (!row.transport) continue;
     Status lent;
@@ -159,7 +159,8 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   return connection;
 }
 
-Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns) {
+Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,
+                                             int64_t ttl_ns) {
   auto seats = leases_->grant(lease, readers, ready, ttl_ns, now_ns());
   if (owner_asleep_) wake_owner();
   return seats;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker's data plane: its registered memory, lease table, transports and threads.
 //
-// Threads: progress threads drive the reader's lanes; one owner thread serves transports that need it and sweeps the
-// lease table. Every method may be called from any thread.
+// Threads: progress threads drive the reader's lanes; one owner thread serves transports that need it and
+// sweeps the lease table. Every method may be called from any thread.
 #pragma once
 
 #include <atomic>
@@ -62,11 +62,13 @@ class Engine {
   LeaseTable& leases() { return *leases_; }
   /// grant() through here so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
-  /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers fenced.
+  /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers
+  /// fenced.
   std::vector<EndedLease> take_ended();
   void watch_ended(std::shared_ptr<CompletionQueue> queue);
 
-  /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered memory.
+  /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
+  /// memory.
   void close();
 
  private:

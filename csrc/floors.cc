@@ -58,36 +58,30 @@ Cut cut(FloorPieces pieces) {
   return cut;
 }
 
-__attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at, size_t end) {
+__attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at,
+                                                                         size_t end) {
 #pragma GCC unroll 4
   for (; at < end; at += kLineBytes) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(page.from + at));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(page.from + at + kLineBytes / 2));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(page.to + at), low);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(page.to + at + kLineBytes / 2), high);
+    const auto* const from = reinterpret_cast<const __m256i*>(page.from + at);
+    auto* const to = reinterpret_cast<__m256i*>(page.to + at);
+    const __m256i low = _mm256_loadu_si256(from);
+    const __m256i high = _mm256_loadu_si256(from + 1);
+    _mm256_stream_si256(to, low);
+    _mm256_stream_si256(to + 1, high);
   }
 }
 
 __attribute__((target("avx2"))) void stream_in_turns(FloorPieces pages) {
   uint64_t common = kPageBytes;
-  for (const FloorPiece& page : pages) common = std::min(common, page.bytes);
-  common -= common % kTurnBytes;
+  for (const FloorPiece& page : pages) {
+    __builtin_prefetch(address(page.from));
+    __builtin_prefetch(address(page.from + kLineBytes));
+    common = std::min(common, page.bytes - page.bytes % kTurnBytes);
+  }
   for (size_t at = 0; at < common; at += kTurnBytes) {
     for (const FloorPiece& page : pages) stream_lines(page, at, at + kTurnBytes);
   }
   for (const FloorPiece& page : pages) stream_lines(page, common, page.bytes);
-}
-
-void prefetch(FloorPieces pages) {
-  for (const FloorPiece& page : pages) {
-    __builtin_prefetch(address(page.from));
-    __builtin_prefetch(address(page.from + kLineBytes));
-  }
-}
-
-/// The next pages from `first` on.
-FloorPieces some(FloorPieces pages, size_t first) {
-  return pages.subspan(std::min(first, pages.size()), std::min(kPagesInTurns, pages.size() - std::min(first, pages.size())));
 }
 
 int64_t stream(FloorPieces pieces) {
@@ -95,8 +89,7 @@ int64_t stream(FloorPieces pieces) {
   const FloorPieces pages = work.pages;
   const int64_t start = now_ns();
   for (size_t first = 0; first < pages.size(); first += kPagesInTurns) {
-    prefetch(some(pages, first + kPagesInTurns));
-    stream_in_turns(some(pages, first));
+    stream_in_turns(pages.subspan(first, std::min(kPagesInTurns, pages.size() - first)));
   }
   for (const FloorPiece& odd : work.odds) copy(odd);
   _mm_sfence();

@@ -13,12 +13,16 @@
 namespace kvlink {
 namespace {
 
-// An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes 10-40 us,
-// and a sleep adds one scheduler wake-up (5-20 us) to it.
+// An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes
+// 10-40 us, and a sleep adds one scheduler wake-up (5-20 us) to it.
 constexpr int64_t kInlineSpinNs = 60'000;
 
-uint64_t settled_offset(uint32_t slot) { return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled); }
-uint64_t reader_offset(uint32_t slot) { return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, reader); }
+uint64_t settled_offset(uint32_t slot) {
+  return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled);
+}
+uint64_t reader_offset(uint32_t slot) {
+  return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, reader);
+}
 
 void sleep_on(int fd, int64_t ns) {
   pollfd waiting{fd, POLLIN, 0};
@@ -28,7 +32,8 @@ void sleep_on(int fd, int64_t ns) {
 
 }  // namespace
 
-Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index) : index_(index), endpoint_(std::move(endpoint)) {}
+Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index)
+    : index_(index), endpoint_(std::move(endpoint)) {}
 
 void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
   std::lock_guard lock(mutex_);
@@ -132,9 +137,10 @@ void Lane::drop_stopped(int64_t now) {
   std::erase_if(queue_, [](const auto& transfer) { return transfer->done(); });
   pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
   if (stalled) {
-    break_down(Status::Unreachable("nothing moved on this connection for a whole deadline; the owner's process "
-                                   "may be stopped or its host gone"),
-               now);
+    break_down(
+        Status::Unreachable("nothing moved on this connection for a whole deadline; the owner's process "
+                            "may be stopped or its host gone"),
+        now);
   }
 }
 
@@ -163,12 +169,14 @@ bool Lane::post_steps(int64_t now) {
 
 Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token) {
   if (step.kind == Step::Kind::kSettle) {
-    return endpoint_->post_write(token, lease_region_, settled_offset(transfer->slot()), transfer->settle_nonce());
+    return endpoint_->post_write(token, lease_region_, settled_offset(transfer->slot()),
+                                 transfer->settle_nonce());
   }
   if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(lease_region_));
   if (step.first_op == 0 && connection_id_ != 0) {
     const uint64_t announced = claim_token(nullptr, {}, now_ns());
-    const Status status = endpoint_->post_write(announced, lease_region_, reader_offset(transfer->slot()), connection_id_);
+    const Status status =
+        endpoint_->post_write(announced, lease_region_, reader_offset(transfer->slot()), connection_id_);
     if (!status.ok()) {
       release(announced);
       return status;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One endpoint with the transfers that use it. A connection has one or more lanes; each lane takes chunks from the
-// transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one loses nothing.
+// One endpoint with the transfers that use it. A connection has one or more lanes; each lane takes chunks
+// from the transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one
+// loses nothing.
 #pragma once
 
 #include <atomic>
@@ -20,7 +21,7 @@ class Lane {
  public:
   struct Driven {
     bool progressed = false;
-    bool active = false;          // transfers are queued
+    bool active = false;             // transfers are queued
     int64_t wake_at_ns = INT64_MAX;  // next deadline or streaming peek
   };
 

@@ -156,7 +156,8 @@ LeaseCounts LeaseTable::counts(int64_t now_ns) const {
   std::lock_guard lock(mutex_);
   LeaseCounts counts = counts_;
   counts.active = leases_.size();
-  for (const auto& [id, lease] : leases_) counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
+  for (const auto& [id, lease] : leases_)
+    counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
   return counts;
 }
 

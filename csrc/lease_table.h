@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The lease table: why a reader can never take stale bytes for good ones.
 //
-// One slot of 64 bytes per reader of a lease, in memory that peers read (and write `settled`, `reader`) one-sidedly.
-// A lease ends (settle, expiry, abort) by storing nonce 0 and only then giving the blocks back. A reader loads the
-// slot after its data: the nonce of its ticket still there means the blocks were pinned during the whole read.
-// No clock is ever compared between hosts: the owner alone counts the time to live.
+// One slot of 64 bytes per reader of a lease, in memory that peers read (and write `settled`, `reader`)
+// one-sidedly. A lease ends (settle, expiry, abort) by storing nonce 0 and only then giving the blocks back.
+// A reader loads the slot after its data: the nonce of its ticket still there means the blocks were pinned
+// during the whole read. No clock is ever compared between hosts: the owner alone counts the time to live.
 #pragma once
 
 #include <atomic>
@@ -21,10 +21,11 @@ namespace kvlink {
 
 /// What lies in the shared memory, slot 0 being the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {
-  std::atomic<uint64_t> nonce;    // 0: free or ended
-  std::atomic<uint64_t> ready;    // units (blocks or layers) already written by the owner
-  std::atomic<uint64_t> settled;  // the reader stores the ticket's settle nonce here; anything else is ignored
-  std::atomic<uint64_t> reader;   // the reader stores its connection id before its first read, for fencing
+  std::atomic<uint64_t> nonce;  // 0: free or ended
+  std::atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
+  std::atomic<uint64_t>
+      settled;                   // the reader stores the ticket's settle nonce here; anything else is ignored
+  std::atomic<uint64_t> reader;  // the reader stores its connection id before its first read, for fencing
   uint64_t reserved[4];
 };
 static_assert(sizeof(LeaseSlot) == 64);
@@ -51,8 +52,8 @@ enum class LeaseEnd : uint8_t { kSettled, kExpired, kAborted };
 
 struct EndedLease {
   uint64_t lease = 0;
-  LeaseEnd how = LeaseEnd::kSettled;     // kExpired when any seat expired
-  std::vector<uint64_t> readers;         // connection ids to fence: readers of seats that expired unsettled
+  LeaseEnd how = LeaseEnd::kSettled;  // kExpired when any seat expired
+  std::vector<uint64_t> readers;      // connection ids to fence: readers of seats that expired unsettled
   int64_t held_ns = 0;
 };
 
@@ -61,14 +62,16 @@ struct LeaseCounts {
   int64_t oldest_ns = 0;
 };
 
-/// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the clock.
+/// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
+/// clock.
 class LeaseTable {
  public:
   /// `memory` is zeroed, 64-byte aligned, and outlives the table. REQUIRES memory.size() >= 2 slots.
   LeaseTable(std::span<std::byte> memory, uint64_t epoch);
 
   /// Takes one slot per reader. kConfig when the table is full (nothing is taken then).
-  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns, int64_t now_ns);
+  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns,
+                                       int64_t now_ns);
   /// Publishes how many units are written. Never goes back. False: no such lease.
   bool set_ready(uint64_t lease, uint64_t ready);
   /// Pushes the deadline to now + ttl. False: no such lease.

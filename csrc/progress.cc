@@ -13,15 +13,18 @@
 namespace kvlink {
 namespace {
 
-// Without progress for this long the thread sleeps on its descriptors. Source: FACTS of adaptive polling, ~50 us.
+// Without progress for this long the thread sleeps on its descriptors. Source: FACTS of adaptive polling, ~50
+// us.
 constexpr int64_t kSpinNs = 50'000;
-// A lane that copies in poll() but made no progress (a fault is injected, or an inline caller holds it) is tried again.
+// A lane that copies in poll() but made no progress (a fault is injected, or an inline caller holds it) is
+// tried again.
 constexpr int64_t kRetryNs = 1'000'000;
 constexpr int64_t kIdleNs = 1'000'000'000;
 
 }  // namespace
 
-ProgressThread::ProgressThread() : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), thread_([this] { run(); }) {
+ProgressThread::ProgressThread()
+    : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), thread_([this] { run(); }) {
   pthread_setname_np(thread_.native_handle(), "kvlink-progress");
 }
 
@@ -86,7 +89,8 @@ void ProgressThread::run() {
 void ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes) {
   std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
   for (const auto& lane : lanes) {
-    // An idle network lane is readable only when its owner hung up; inline callers read the others themselves.
+    // An idle network lane is readable only when its owner hung up; inline callers read the others
+    // themselves.
     const short events = lane->copies_in_poll() || !lane->idle() ? POLLIN : POLLRDHUP;
     fds.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
   }

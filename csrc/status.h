@@ -54,8 +54,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : held_(std::move(value)) {}          // NOLINT: implicit by design
-  Result(Status status) : held_(std::move(status)) {}   // NOLINT: implicit by design
+  Result(T value) : held_(std::move(value)) {}         // NOLINT: implicit by design
+  Result(Status status) : held_(std::move(status)) {}  // NOLINT: implicit by design
 
   bool ok() const { return held_.index() == 0; }
   Status status() const { return ok() ? Status{} : std::get<1>(held_); }

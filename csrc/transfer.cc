@@ -9,8 +9,8 @@
 namespace kvlink {
 namespace {
 
-// A streaming reader that finds nothing new asks again after 20 us, then less and less often. An RDMA read of the
-// slot costs the owner nothing, but it does cost the NIC; 1 ms is far below one prefill chunk.
+// A streaming reader that finds nothing new asks again after 20 us, then less and less often. An RDMA read of
+// the slot costs the owner nothing, but it does cost the NIC; 1 ms is far below one prefill chunk.
 constexpr int64_t kFirstPeekNs = 20'000;
 constexpr int64_t kLastPeekNs = 1'000'000;
 
@@ -18,7 +18,7 @@ constexpr uint32_t kSlotBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
 }  // namespace
 
-Transfer::Transfer(const PullRequest& request, int64_t now, std::function<void()> wake)
+Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const std::function<void()>> wake)
     : planner_(request.planner),
       tokens_(request.tokens),
       layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
@@ -31,7 +31,8 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::function<void()
       wake_(std::move(wake)),
       phase_started_ns_(now) {
   if (stream_ == StreamUnit::kNone) {
-    const Status planned = planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_}, plan_);
+    const Status planned =
+        planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_}, plan_);
     stats_.plan_ns = now_ns() - now;
     if (!planned.ok()) refuse(planned, now);
     return;
@@ -90,14 +91,15 @@ void Transfer::cancel() {
     stop(Status::Cancelled("the caller cancelled the pull"));
     finish_if_stopped(started_ns_ + stats_.total_ns);
   }
-  wake_();
+  (*wake_)();
 }
 
 void Transfer::expire(int64_t now) {
   std::lock_guard lock(mutex_);
   if (done()) return;
-  stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) + " ms with " +
-                       std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) + " bytes landed"));
+  stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
+                       " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) +
+                       " bytes landed"));
   finish_if_stopped(now);
 }
 
@@ -217,7 +219,8 @@ void Transfer::plan_ready(uint64_t ready, int64_t now) {
                     static_cast<uint32_t>(ready)};
   } else {
     const uint64_t block_tokens = planner_->owner_block_tokens();
-    scope.tokens.begin = static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
+    scope.tokens.begin =
+        static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
     scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(tokens_.end, ready * block_tokens));
   }
   plan_.ops.clear();

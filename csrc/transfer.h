@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One pull from one owner, as a state machine: peek (streaming only) -> read -> validate -> settle -> ended.
 //
-// Pure but for the handle's waiting: it takes the time and what happened, and answers with the next Step. Lanes
-// (lane.h) turn steps into posts. Every method may be called from any thread.
+// Pure but for the handle's waiting: it takes the time and what happened, and answers with the next Step.
+// Lanes (lane.h) turn steps into posts. Every method may be called from any thread.
 #pragma once
 
 #include <atomic>
@@ -62,7 +62,8 @@ enum class TransferState : uint8_t {
 class Transfer {
  public:
   /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
-  Transfer(const PullRequest& request, int64_t now_ns, std::function<void()> wake);
+  /// `wake` rouses the lanes after cancel().
+  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const std::function<void()>> wake);
 
   // The caller's side.
   TransferState state() const { return state_.load(std::memory_order_acquire); }
@@ -122,7 +123,7 @@ class Transfer {
   uint32_t slot_;
   uint64_t nonce_, settle_nonce_;
   int64_t started_ns_, deadline_ns_;
-  std::function<void()> wake_;
+  std::shared_ptr<const std::function<void()>> wake_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
   Segment slot_segment_;
@@ -139,9 +140,9 @@ class Transfer {
   uint32_t next_op_ = 0;
   uint64_t planned_units_ = 0, total_units_ = 0;
   std::vector<Step> redo_;
-  uint32_t in_flight_ = 0;    // steps of any kind at lanes
-  uint64_t lanes_used_ = 0;   // bit per lane that took reads of the current plan
-  bool posted_ = false;       // the single slot or settle step of this phase is at a lane
+  uint32_t in_flight_ = 0;   // steps of any kind at lanes
+  uint64_t lanes_used_ = 0;  // bit per lane that took reads of the current plan
+  bool posted_ = false;      // the single slot or settle step of this phase is at a lane
   int64_t peek_backoff_ns_ = 0;
   int64_t phase_started_ns_;
   Status stop_;

@@ -31,7 +31,7 @@ enum class Access : uint8_t { kRead, kReadWrite };
 struct MemoryRange {
   std::byte* base = nullptr;
   uint64_t bytes = 0;
-  int memfd = -1;            // the memfd behind it, or -1; stays owned by the caller
+  int memfd = -1;  // the memfd behind it, or -1; stays owned by the caller
   uint64_t memfd_offset = 0;
 };
 
@@ -64,7 +64,7 @@ struct Completion {
 };
 
 struct PollResult {
-  Status status;            // not ok: the endpoint is broken for good; every outstanding token is lost with it
+  Status status;  // not ok: the endpoint is broken for good; every outstanding token is lost with it
   bool progressed = false;  // bytes moved or completions appended since the last call
 };
 
@@ -130,7 +130,8 @@ class Transport {
   virtual Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) = 0;
   /// Admits the reader that said `hello` as a part of `connection_id`; several endpoints may share one id.
   virtual Result<std::string> accept(uint64_t connection_id, std::string_view hello) = 0;
-  /// Whether fence() works. Readers of a transport that can be fenced announce their connection id in the lease slot.
+  /// Whether fence() works. Readers of a transport that can be fenced announce their connection id in the
+  /// lease slot.
   virtual bool can_fence() const { return false; }
   /// Cuts every endpoint admitted under `connection_id`: on return none of them gets another byte.
   /// False: no such connection, or !can_fence().

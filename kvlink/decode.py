@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvlink.engine import RUNNING, SETTLED, Transfer, failure
+from kvlink.engine import SETTLED, Transfer, failure
 from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable
 from kvlink.peers import Peer, Peers, Refusal
 from kvlink.ticket import Ticket
@@ -118,13 +118,14 @@ class Pull:
         Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
         """
         parts = self._parts
-        if parts is None or any(part.transfer.state == RUNNING for part in parts):
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            for part in self._started(timeout_s) or []:
-                if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
-                    return False
-            if not self.done():
+        if parts is not None and len(parts) == 1 and parts[0].transfer.state == SETTLED:
+            return True  # a small warm pull: nothing to wait for, nothing to report
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for part in self._started(timeout_s) or []:
+            if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 return False
+        if not self.done():
+            return False
         self._conclude()
         return True
 

@@ -21,8 +21,8 @@ struct Side {
   std::shared_ptr<HostMemory> memory;
   std::unique_ptr<Engine> engine;
 
-  explicit Side(uint64_t epoch, const std::string& transport, const std::string& fault = {}, uint32_t lanes = 0,
-                uint32_t threads = 1) {
+  explicit Side(uint64_t epoch, const std::string& transport, const std::string& fault = {},
+                uint32_t lanes = 0, uint32_t threads = 1) {
     memory = *HostMemory::allocate(uint64_t{kNumBlocks} * kBlockBytes, false);
     EngineOptions options;
     options.epoch = epoch;
@@ -59,7 +59,8 @@ struct Pair {
   std::shared_ptr<const Planner> planner;
   uint64_t next_lease = 1;
 
-  explicit Pair(const std::string& transport, const std::string& fault = {}, uint32_t lanes = 0, uint32_t threads = 1)
+  explicit Pair(const std::string& transport, const std::string& fault = {}, uint32_t lanes = 0,
+                uint32_t threads = 1)
       : owner(7, transport), reader(8, (fault.empty() ? "" : "fault+") + transport, fault, lanes, threads) {
     std::mt19937_64 random(1);
     for (uint64_t at = 0; at < uint64_t{kNumBlocks} * kBlockBytes; at += 8) {
@@ -77,15 +78,18 @@ struct Pair {
     connection = *opened;
     const auto accepted = owner.engine->accept(access.name, connection->hellos());
     ASSERT_TRUE(accepted.ok()) << accepted.status().what();
-    const auto regions = connection->establish((*accepted).connection_id, (*accepted).replies, access.pool_keys,
-                                               access.lease_key, 7, 5 * kSecond);
+    const auto regions = connection->establish((*accepted).connection_id, (*accepted).replies,
+                                               access.pool_keys, access.lease_key, 7, 5 * kSecond);
     ASSERT_TRUE(regions.ok()) << regions.status().what();
-    auto made = Planner::make(layout(), layout(), {reader.memory->range()}, {owner.memory->range().bytes}, *regions, {});
+    auto made = Planner::make(layout(), layout(), {reader.memory->range()}, {owner.memory->range().bytes},
+                              *regions, {});
     ASSERT_TRUE(made.ok()) << made.status().what();
     planner = *made;
   }
 
-  LeaseSeat grant(int64_t ttl_ns = 60 * kSecond) { return (*owner.engine->grant(next_lease++, 1, 0, ttl_ns))[0]; }
+  LeaseSeat grant(int64_t ttl_ns = 60 * kSecond) {
+    return (*owner.engine->grant(next_lease++, 1, 0, ttl_ns))[0];
+  }
 
   std::shared_ptr<Transfer> pull(const LeaseSeat& seat, const std::vector<uint32_t>& from,
                                  const std::vector<uint32_t>& into, int64_t timeout_ns = 10 * kSecond) {

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "copy_peers.h"
 #include "fd.h"
 #include "tcp_invitations.h"
 #include "tcp_socket.h"
@@ -32,6 +33,24 @@ inline std::string read_frame(const std::vector<tcp::ReadEntry>& entries, uint64
 
 inline std::string write_frame(const tcp::WriteEntry& entry, uint64_t value) {
   return raw(tcp::RequestHeader{tcp::kFrameMagic, tcp::FrameKind::kWrite, 0, value}) + raw(entry);
+}
+
+/// What an Owner's pool holds.
+inline std::vector<std::byte> expected_pool(uint64_t seed = 1) {
+  std::vector<std::byte> bytes(kPoolBytes);
+  fill_random({bytes.data(), bytes.size()}, seed);
+  return bytes;
+}
+
+inline void expect_landed(const Scatter& scatter, const std::vector<std::byte>& pool) {
+  for (const ReadOp& op : scatter.ops) {
+    uint64_t offset = op.offset;
+    for (uint32_t index = 0; index < op.num_segments; ++index) {
+      const Segment& piece = scatter.segments[op.first_segment + index];
+      ASSERT_EQ(std::memcmp(piece.local, &pool[offset], piece.bytes), 0);
+      offset += piece.bytes;
+    }
+  }
 }
 
 class RawSocket {
