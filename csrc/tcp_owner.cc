@@ -199,8 +199,8 @@ void Owner::serve(uint64_t serial, ServedConnection& connection) {
   if (connection.expects_write() && !connection.hushed()) hush(serial, connection);
 }
 
-/// Waking a sleeping thread costs the sender 10-25 us here, and a settle is not urgent: one that comes alone
-/// within kHushNs waits for that moment, or for the next request. Nothing is left hushed.
+/// Waking a sleeping thread costs the reader 10-25 us (2-core VM), and a settle is not urgent: one that comes
+/// alone within kHushNs waits for that moment, or for the next request. Nothing is left hushed.
 void Owner::hush(uint64_t serial, ServedConnection& connection) {
   connection.set_hushed(true);
   if (hushed_.empty()) set_timer(hush_timer_, kHushNs);

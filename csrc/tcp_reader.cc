@@ -53,9 +53,8 @@ class Reader final : public Endpoint {
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
   PollResult poll(std::vector<Completion>& ended) override;
   void cancel(uint64_t token) override;
-  /// The socket: readable when there is something to receive. What could not be sent goes out with a later
-  /// poll(): while requests are unanswered a response will come, and what has none is small beside
-  /// kSendBytes.
+  /// The socket. Nothing waits for room to send: while requests are unanswered a response will come and the
+  /// rest leaves with that poll(), and writes, which have none, are small beside kSendBytes.
   int wake_fd() const override { return socket_.get(); }
   void close() override;
 

@@ -134,6 +134,7 @@ Wants ServedConnection::serve() {
 
 void ServedConnection::set_hushed(bool hushed) {
   hushed_ = hushed;
+  if (hushed) expects_write_ = false;
   const int bytes = hushed ? kWriteFrameBytes + 1 : 1;
   ::setsockopt(socket(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }

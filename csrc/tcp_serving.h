@@ -36,8 +36,7 @@ class Outbox {
   void clear();
   /// Extends the last piece where `base` follows on.
   void add(std::byte* base, size_t bytes);
-  /// Hands over at most `budget` bytes and takes them off it. `more`: the kernel may wait for the next
-  /// response.
+  /// Hands over at most `budget` bytes and takes them off it. `more`: the next response follows at once.
   Wants send(int socket, bool more, size_t& budget);
   bool touches(const LentRegion& region) const;
 
@@ -57,7 +56,8 @@ class ServedConnection {
   Wants serve();
   /// Part of a response under way comes from `region`.
   bool sends_from(const LentRegion& region) const { return outbox_.touches(region); }
-  /// The last frame read a lease slot: what comes next is most likely the settle, alone.
+  /// A lease slot was read last, and that was not hushed for yet: what comes next is most likely a lone
+  /// settle.
   bool expects_write() const { return expects_write_; }
   bool hushed() const { return hushed_; }
   /// A hushed socket is not readable for one lone write.
@@ -92,7 +92,7 @@ class ServedConnection {
   std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
   size_t copied_bytes_ = 0;
   bool expects_write_ = false, hushed_ = false;
-  std::atomic<uint64_t> frames_{0};
+  std::atomic<uint64_t> frames_{0};  // read so far; a barrier between them
 };
 
 }  // namespace kvlink::tcp

@@ -192,7 +192,21 @@ TEST(Tcp, FencesOneConnectionWhileAnotherGoesOn) {
   busy.join();
 }
 
-/// The mapping goes away right behind the region: only a cut connection can explain what the reader sees.
+TEST(Tcp, FencesThoughAForkedChildHoldsTheSocket) {
+  Owner owner("tcp");
+  auto server = std::make_unique<Server>(*owner.transport);
+  Reader reader("tcp", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (;;) ::pause();
+  }
+  EXPECT_TRUE(owner.transport->fence(1));
+  EXPECT_EQ(reader.wait_broken().code(), Code::kPeerUnreachable);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
 TEST(Tcp, RevokesMemoryThatIsBeingSent) {
   constexpr size_t kBytes = 64 << 20, kOps = 64;
   void* mapping = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -215,10 +229,11 @@ TEST(Tcp, RevokesMemoryThatIsBeingSent) {
   }
   EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
   (*lent).reset();
-  ASSERT_EQ(::munmap(mapping, kBytes), 0);
   const Status status = reader.wait(1);
   EXPECT_EQ(status.code(), Code::kPeerUnreachable) << status.what();
   EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
+  server.reset();
+  ASSERT_EQ(::munmap(mapping, kBytes), 0);
 }
 
 TEST(Tcp, RefusesRegionsThatWereRevoked) {

@@ -239,6 +239,67 @@ TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
   }
 }
 
+/// Feeds a whole stream by as few receives as landing asks for.
+Status land_stream(tcp::Landing& landing, const std::string& stream, std::vector<Completion>& ended) {
+  for (size_t at = 0; at < stream.size();) {
+    size_t taken = 0;
+    for (const iovec& place : landing.places(1 << 20)) {
+      const size_t bytes = std::min(place.iov_len, stream.size() - at - taken);
+      std::memcpy(place.iov_base, stream.data() + at + taken, bytes);
+      taken += bytes;
+    }
+    at += taken;
+    const Status status = landing.landed(taken, ended);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+/// Different pulls may share a destination: what lands early must not run over what has to be taken back.
+TEST(TcpLanding, TakesReadsOfOneDestinationApart) {
+  std::string memory(8000, '-');
+  Scatter scatter;
+  scatter.add(0, 0, {{reinterpret_cast<std::byte*>(memory.data()), 8000, 0}});
+  tcp::Landing landing("owner");
+  std::string stream;
+  for (uint32_t id = 0; id < 4; ++id) {
+    const bool refused = id == 0;
+    landing.expect(id, id, scatter.chunk(), memory.size());
+    stream += raw(tcp::ResponseHeader{tcp::kFrameMagic,
+                                      refused ? tcp::ReadStatus::kOutOfBounds : tcp::ReadStatus::kOk, id,
+                                      refused ? 0 : memory.size()});
+    if (!refused) stream += std::string(memory.size(), static_cast<char>('a' + id));
+  }
+  std::vector<Completion> ended;
+  const Status status = land_stream(landing, stream, ended);
+  EXPECT_TRUE(status.ok()) << status.what();
+  EXPECT_EQ(ended.size(), 4u);
+  EXPECT_EQ(memory, std::string(8000, 'd'));
+}
+
+TEST(TcpLanding, RefusesResponsesThatDoNotFitTheirRequest) {
+  const tcp::ResponseHeader good{tcp::kFrameMagic, tcp::ReadStatus::kOk, 5, 8};
+  std::vector<tcp::ResponseHeader> headers(6, good);
+  headers[1].magic ^= 1;
+  headers[2].id = 4;
+  headers[3].bytes = 7;
+  headers[4].status = static_cast<tcp::ReadStatus>(9);
+  headers[5].status = tcp::ReadStatus::kUnknownKey;  // refused, and yet with payload
+  for (size_t index = 0; index < headers.size(); ++index) {
+    uint64_t word = 0;
+    Scatter scatter;
+    scatter.add(0, 0, {{reinterpret_cast<std::byte*>(&word), 8, 0}});
+    tcp::Landing landing("owner");
+    landing.expect(1, 5, scatter.chunk(), 8);
+    std::vector<Completion> ended;
+    const Status status = land_stream(landing, raw(headers[index]) + "12345678", ended);
+    EXPECT_EQ(status.code(), index == 0 ? Code::kOk : Code::kPeerUnreachable) << index;
+    EXPECT_EQ(word != 0, index == 0) << index;
+    if (index > 0) continue;
+    EXPECT_EQ(land_stream(landing, "x", ended).code(), Code::kPeerUnreachable);  // nobody asked for more
+  }
+}
+
 TEST(TcpFuzz, BlobsAreRefusedOrHarmless) {
   Owner owner("tcp");
   const Card card = owner.card();

@@ -91,7 +91,47 @@ TEST(Tcp, DeliversASettleThatNothingFollows) {
     ASSERT_TRUE(pair.reader.read_at(kTable, 128, 16).ok());
     ASSERT_TRUE(pair.reader.write_word(144, value).ok());
     while (pair.owner.table_word(144) != value) std::this_thread::yield();
+    ASSERT_TRUE(pair.reader.write_word(152, value).ok());  // nor does it stay deaf
+    while (pair.owner.table_word(152) != value) std::this_thread::yield();
   }
+}
+
+TEST(Tcp, SleepsWhenThePullNeverSettles) {
+  Owner owner("tcp");
+  auto server = std::make_unique<Server>(*owner.transport);
+  Reader reader("tcp", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  ASSERT_TRUE(reader.read_at(kTable, 128, 16).ok());
+  server.reset();
+  int rounds = 0;
+  for (pollfd work{owner.transport->serve_fd(), POLLIN, 0}; rounds < 100 && ::poll(&work, 1, 50) > 0;
+       ++rounds) {
+    owner.transport->serve();
+  }
+  EXPECT_LT(rounds, 100);
+}
+
+TEST(Tcp, SendsOnWhatTheKernelHadNoRoomFor) {
+  RemotePair pair("tcp");
+  Reader& reader = pair.reader;
+  constexpr uint64_t kFrames = 200;  // 5 MB of requests
+  std::vector<Scatter> scatters(kFrames);
+  std::mt19937_64 random(6);
+  for (Scatter& scatter : scatters) {
+    for (uint32_t op = 0; op < tcp::kMaxFrameOps; ++op) {
+      scatter.add(kPool, random() % (kPoolBytes - 8), {{&reader.destination[op * 8], 8, 0}});
+    }
+  }
+  pair.owner.stop();
+  std::vector<Completion> ended;
+  for (uint64_t token = 0; token < kFrames; ++token) {
+    ASSERT_TRUE(reader.endpoint->post_read(token, scatters[token].chunk()).ok());
+    ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+  }
+  ASSERT_FALSE(reader.endpoint->poll(ended).progressed) << "there was room after all";
+  ::kill(pair.owner.pid(), SIGCONT);
+  ASSERT_TRUE(reader.wait(kFrames - 1).ok());
+  expect_landed(scatters.back(), expected_pool());
 }
 
 TEST(Tcp, LandsNothingAfterCancel) {

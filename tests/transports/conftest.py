@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One suite over every transport that this machine has."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from transports.pairs import Pair
+from transports.pools import PoolSpec
+from transports.processes import LocalPeer, Peer, PeerProcess, RemoteWorker, usage
+
+from kvlink import Worker, WorkerConfig, _core
+
+_names = itertools.count(1)
+
+
+def _params(only_other_processes: bool = False) -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why_not}. {fix}")] if why_not else [])
+        for name, _, _, why_not, fix in _core.transports()
+        if not (only_other_processes and name == "loopback")
+    ]
+
+
+@pytest.fixture(params=_params())
+def transport(request: pytest.FixtureRequest) -> str:
+    """The name of a transport; loopback's peer is this process."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=_params(only_other_processes=True))
+def distant(request: pytest.FixtureRequest) -> str:
+    """The name of a transport between processes."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def _shared_peers() -> Iterator[dict[bool, Peer]]:
+    """By whether they are this process. Both have opened by now what gRPC, numpy and asyncio open once and keep."""
+    peers: dict[bool, Peer] = {True: LocalPeer(), False: PeerProcess()}
+    for peer in peers.values():
+        for _ in range(2):
+            owner = RemoteWorker(peer, "warm-up", PoolSpec())
+            with Worker(PoolSpec().make(), "warm-up-reader") as reader:
+                reader.pull(owner.offer([0]), [0]).wait()
+            owner.close()
+    yield peers
+    for peer in peers.values():
+        peer.close()
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest, _shared_peers: dict[bool, Peer]) -> Peer:
+    """Where the owners of this test's transport live; not to be harmed, other tests use it too."""
+    names = request.fixturenames
+    return _shared_peers["transport" in names and request.getfixturevalue("transport") == "loopback"]
+
+
+@pytest.fixture
+def new_process() -> Iterator[Callable[..., PeerProcess]]:
+    """Makes processes that may be killed, stopped and restarted."""
+    started: list[PeerProcess] = []
+
+    def start(**env: str) -> PeerProcess:
+        started.append(PeerProcess(**env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def new_owner(peer: Peer) -> Iterator[Callable[..., RemoteWorker]]:
+    """Makes owners at `peer` that end with the test."""
+    opened: list[RemoteWorker] = []
+
+    def make(pool: PoolSpec, **config: Any) -> RemoteWorker:
+        opened.append(RemoteWorker(peer, f"owner-{next(_names)}", pool, **config))
+        return opened[-1]
+
+    yield make
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def new_reader() -> Iterator[Callable[..., Worker]]:
+    """Makes readers in this process that end with the test."""
+    opened: list[Worker] = []
+
+    def make(pool: PoolSpec, **config: Any) -> Worker:
+        name = f"reader-{next(_names)}"
+        opened.append(Worker(pool.make(), name, config=WorkerConfig.from_env(**config)))
+        return opened[-1]
+
+    yield make
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def new_pair(peer: Peer) -> Iterator[Callable[..., Pair]]:
+    """Makes pairs that end with the test; their owner lives at `peer` unless said otherwise."""
+    opened: list[Pair] = []
+
+    def make(transport: str, at: Peer | None = None, **options: Any) -> Pair:
+        opened.append(Pair(at or peer, f"pair-{next(_names)}", transport, **options))
+        return opened[-1]
+
+    yield make
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(_shared_peers: dict[bool, Peer]) -> Iterator[None]:
+    """Every test gives back its descriptors and threads: in this process, and in the shared peer."""
+    pids = [peer.pid for peer in _shared_peers.values()]
+    gc.collect()
+    before = [usage(pid) for pid in pids]
+    yield
+    deadline = time.monotonic() + 10
+    while leaked := [more for pid, had in zip(pids, before, strict=True) if (more := usage(pid) - had)]:
+        assert time.monotonic() < deadline, f"left open: {leaked}"
+        gc.collect()  # a Worker and its parts refer to each other
+        time.sleep(0.01)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of peers (see peer.py): a process of its own, or this one; and what of them a leak would show in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from transports.peer import Commands, count_agent_calls
+from transports.pools import PoolSpec
+
+import kvlink.errors
+from kvlink import Ticket
+
+_PEER = [sys.executable, str(Path(__file__).with_name("peer.py"))]
+_TESTS = Path(__file__).parent.parent
+
+
+class Peer(Protocol):
+    """Somebody with Workers."""
+
+    pid: int
+
+    def call(self, do: str, **arguments: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class LocalPeer:
+    """This process."""
+
+    def __init__(self) -> None:
+        count_agent_calls()
+        self._commands = Commands()
+        self.pid = os.getpid()
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        return getattr(self._commands, do)(**arguments)
+
+    def close(self) -> None:
+        self._commands.close_all()
+
+
+class PeerProcess:
+    """A process. `prefix` is a command that runs it, for example in a network namespace."""
+
+    def __init__(self, prefix: Sequence[str] = (), **env: str) -> None:
+        self.process = subprocess.Popen(
+            [*prefix, *_PEER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(_TESTS), **env},
+        )
+        self.pid = self.process.pid
+        self._stopped = False
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Raises what the command raised when it is kvlink's, else RuntimeError."""
+        self.send(do, **arguments)
+        return self.answer()
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            kind, text = answer["error"]
+            raise getattr(kvlink.errors, kind, RuntimeError)(text)
+        return answer["ok"]
+
+    def stop(self) -> None:
+        """SIGSTOP; returns when every thread of it stands still."""
+        self._stopped = True
+        os.kill(self.pid, signal.SIGSTOP)
+        while any(_state(task) not in "Tt" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            time.sleep(0.0005)
+
+    def go_on(self) -> None:
+        self._stopped = False
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.communicate()
+
+    def close(self) -> None:
+        if self.process.poll() is not None:
+            return
+        if self._stopped:
+            return self.kill()
+        try:
+            self.process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+class RemoteWorker:
+    """A Worker of a peer."""
+
+    def __init__(self, peer: Peer, name: str, pool: PoolSpec, **config: Any) -> None:
+        self.peer = peer
+        self.name = name
+        self.pool = pool
+        self.info: dict[str, Any] = peer.call("open", name=name, pool=pool.json(), config=config)
+        self._num_offers = 0
+        self._open = True
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        return self.peer.call(command, name=self.name, **arguments)
+
+    def offer(self, blocks: Sequence[int], request_id: str = "", **options: Any) -> Ticket:
+        self._num_offers += 1
+        request_id = request_id or f"{self.name}-{self._num_offers}"
+        options = {"ttl_s": 60.0, **options}
+        text = self.do("offer", request_id=request_id, block_ids=list(blocks), options=options)
+        return Ticket.from_text(text)
+
+    def wait_ended(self, count: int) -> list[list[str]]:
+        """[request_id, how] of the next `count` offers that end."""
+        ended: list[list[str]] = []
+
+        def enough() -> bool:
+            ended.extend(self.do("events"))
+            return len(ended) >= count
+
+        eventually(enough)
+        return ended
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._open:
+            self._open = False
+            self.do("close")
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
+
+
+def open_fds(pid: int) -> Counter[str]:
+    """What the process has open; numbers of sockets and the like left out."""
+    found: Counter[str] = Counter()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found[str(entry.readlink()).partition(":[")[0]] += 1
+    return found
+
+
+def native_threads(pid: int) -> Counter[str]:
+    """Of the data plane; gRPC's own come and go."""
+    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return Counter(name for name in names if name.startswith("kvlink-"))
+
+
+def usage(pid: int) -> Counter[str]:
+    """Whatever a leak would show in."""
+    python = [thread.name.rstrip("0123456789") for thread in threading.enumerate()] if pid == os.getpid() else []
+    return open_fds(pid) + native_threads(pid) + Counter(python)
+
+
+def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
+    """Waits until `holds()`. The bound only ends a test that has failed."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.002)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody has now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets: round trips, and what happens to foreign or damaged bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlink.errors import ConfigError
+from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
+from kvlink.types import ReadyUnit
+
+names = st.text(min_size=1, max_size=60)
+words = st.integers(0, 2**64 - 1)
+seats = st.builds(LeaseSeat, st.integers(0, 2**32 - 1), words, words)
+tickets = st.builds(
+    Ticket,
+    request_id=names,
+    worker_id=names,
+    epoch=words,
+    agent=st.text(max_size=40),
+    seats=st.lists(seats, min_size=1, max_size=8).map(tuple),
+    block_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64).map(lambda ids: array("I", ids)),
+    num_tokens=st.integers(0, 2**32 - 1),
+    ready=st.integers(0, 2**32 - 1),
+    ready_unit=st.sampled_from(ReadyUnit),
+    tp_rank=st.integers(0, 65535),
+    tp_size=st.integers(0, 65535),
+    ttl_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
+)
+
+TICKET = Ticket(
+    request_id="request-1",
+    worker_id="prefill-0",
+    epoch=5,
+    agent="127.0.0.1:7401",
+    seats=(LeaseSeat(3, 11, 12),),
+    block_ids=array("I", range(40)),
+    num_tokens=640,
+    ready=40,
+)
+
+
+@given(tickets)
+def test_bytes_and_text_give_the_same_ticket_back(ticket: Ticket) -> None:
+    assert Ticket.from_bytes(ticket.to_bytes()) == ticket
+    text = ticket.to_text()
+    assert Ticket.from_text(text) == ticket
+    assert text.isascii()
+    assert not set(text) & set('"\\/+ \n')
+
+
+@settings(max_examples=400)
+@given(st.binary(max_size=400))
+def test_foreign_bytes_are_refused(blob: bytes) -> None:
+    with pytest.raises(ConfigError, match="not a ticket"):
+        Ticket.from_bytes(blob)
+    with pytest.raises(ConfigError, match="not a ticket"):
+        Ticket.from_text(blob.decode("latin-1"))
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    blob = TICKET.to_bytes()
+    for bit in range(8 * len(blob)):
+        damaged = bytearray(blob)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ConfigError):
+            Ticket.from_bytes(bytes(damaged))
+
+
+def test_every_truncation_and_any_extension_is_noticed() -> None:
+    blob = TICKET.to_bytes()
+    for size in range(len(blob)):
+        with pytest.raises(ConfigError):
+            Ticket.from_bytes(blob[:size])
+    with pytest.raises(ConfigError):
+        Ticket.from_bytes(blob + b"\0")
+
+
+def test_garbage_behind_a_right_checksum_is_refused_or_is_a_ticket() -> None:
+    """An attacker can compute a CRC: the parser itself must hold."""
+    rng = random.Random(1)
+    body_at = 12
+    blob = TICKET.to_bytes()
+    accepted = 0
+    for _ in range(5000):
+        body = bytearray(blob[body_at:])
+        for _ in range(rng.randint(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        forged = blob[:8] + zlib.crc32(body).to_bytes(4, "little") + bytes(body)
+        try:
+            ticket = Ticket.from_bytes(forged)
+        except ConfigError:
+            continue
+        accepted += 1
+        assert ticket.seats
+        assert len(ticket.block_ids) == len(TICKET.block_ids)
+    assert 0 < accepted < 5000
+
+
+def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:
+    blob = TICKET.to_bytes()
+    header_bytes = int.from_bytes(blob[4:6], "little")
+    body = blob[12:]
+    longer = body[:header_bytes] + b"newer" + body[header_bytes:]
+    header = blob[:4] + (header_bytes + 5).to_bytes(2, "little") + blob[6:8]
+    assert Ticket.from_bytes(header + zlib.crc32(longer).to_bytes(4, "little") + longer) == TICKET
+
+
+def test_another_protocol_version_says_both_numbers() -> None:
+    blob = bytearray(TICKET.to_bytes())
+    blob[6] = 9
+    with pytest.raises(ConfigError, match="version 9, this process speaks 1"):
+        Ticket.from_bytes(bytes(blob))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"request_id": ""},
+        {"worker_id": "w" * 513},
+        {"seats": ()},
+        {"seats": TICKET.seats * 256},
+        {"block_ids": array("I", bytes(4 * (MAX_BLOCKS + 1)))},
+    ],
+)
+def test_a_ticket_out_of_bounds_cannot_be_written(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        dataclasses.replace(TICKET, **wrong).to_bytes()
+
+
+def test_repr_has_no_secret() -> None:
+    assert "12" not in repr(dataclasses.replace(TICKET, seats=(LeaseSeat(3, 12, 12),), num_tokens=5, epoch=7))
