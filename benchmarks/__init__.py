@@ -31,7 +31,9 @@ def measure_pull(
     block_bytes: Annotated[
         list[int] | None, typer.Option(min=1, help="May be repeated. [16384, 65536]")
     ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks a pull.")] = 4096,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks a pull. [4096, and single ones of 16384 bytes]")
+    ] = None,
     iters: Annotated[
         int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")
     ] = None,
@@ -44,8 +46,8 @@ def measure_pull(
     rows = (
         row
         for name in names_of(transport)
-        for size in block_bytes or (16 << 10, 64 << 10)
-        for row in bench.rows(name, size, blocks, iters, order)
+        for size, count in bench.shapes(block_bytes, blocks)
+        for row in bench.rows(name, size, count, iters, order)
     )
     _finish(rows, as_json, "bench pull")
 
@@ -55,12 +57,13 @@ def measure_migrate(
     model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 4096,
     transport: Transport = "all",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree: one rank's share moves.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Migrate a request of a named model; every phase on its own."""
     from . import migrate as bench
 
-    rows = (row for name in names_of(transport) for row in bench.rows(model, tokens, name))
+    rows = (row for name in names_of(transport) for row in bench.rows(model, tokens, name, tp))
     _finish(rows, as_json, "bench migrate")
 
 

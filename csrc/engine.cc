@@ -161,6 +161,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
 
 Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                              int64_t ttl_ns) {
+  if (closing_) return Status::Config("this worker is closed");
   auto seats = leases_->grant(lease, readers, ready, ttl_ns, now_ns());
   if (owner_asleep_) wake_owner();
   return seats;

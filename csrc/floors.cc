@@ -52,14 +52,15 @@ Cut cut(FloorPieces pieces) {
     const uint64_t tail = (piece.bytes - head) % kLineBytes;
     const uint64_t end = piece.bytes - tail;
     keep(cut.odds, piece, 0, head);
-    for (uint64_t at = head; at < end; at += kPageBytes) keep(cut.pages, piece, at, std::min(end - at, kPageBytes));
+    for (uint64_t at = head; at < end; at += kPageBytes)
+      keep(cut.pages, piece, at, std::min(end - at, kPageBytes));
     keep(cut.odds, piece, end, tail);
   }
   return cut;
 }
 
 __attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at,
-                                                                         size_t end) {
+                                                                        size_t end) {
 #pragma GCC unroll 4
   for (; at < end; at += kLineBytes) {
     const auto* const from = reinterpret_cast<const __m256i*>(page.from + at);
@@ -187,11 +188,14 @@ Result<std::unique_ptr<FloorSource>> FloorSource::make(const std::byte* base, ui
       ::getsockname(listening.get(), any, &size) != 0) {
     return failed("socket");
   }
-  return std::unique_ptr<FloorSource>(new FloorSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
+  return std::unique_ptr<FloorSource>(
+      new FloorSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
 }
 
 FloorSource::FloorSource(const std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port)
-    : base_(base), bytes_(bytes), listening_(std::move(listening)), port_(port), thread_([this] { serve(); }) {}
+    : base_(base), bytes_(bytes), listening_(std::move(listening)), port_(port), thread_([this] {
+        serve();
+      }) {}
 
 void FloorSource::serve() {
   while (true) {

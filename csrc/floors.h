@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine does without kvlink: bare copies and one bare socket, for benchmarks to put beside a pull.
-// Shares no code with the transports, so that a slow transport cannot lower the limit it is compared with.
-// Every time is of the bare work alone: lists are prepared before the clock starts.
+// What this machine does without kvlink: bare copies and one bare socket, for benchmarks to put beside a
+// pull. Shares no code with the transports, so that a slow transport cannot lower the limit it is compared
+// with. Every time is of the bare work alone: lists are prepared before the clock starts.
 #pragma once
 
 #include <cstddef>
@@ -64,7 +64,8 @@ class FloorSink {
   Result<int64_t> read(uint64_t offset, std::byte* to);
 
  private:
-  FloorSink(UniqueFd socket, uint64_t answer_bytes) : socket_(std::move(socket)), answer_bytes_(answer_bytes) {}
+  FloorSink(UniqueFd socket, uint64_t answer_bytes)
+      : socket_(std::move(socket)), answer_bytes_(answer_bytes) {}
 
   const UniqueFd socket_;
   const uint64_t answer_bytes_;

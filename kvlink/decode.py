@@ -135,7 +135,8 @@ class Pull:
 
     async def _ended(self) -> PullStats:
         if self._starting is not None:
-            await asyncio.wait([asyncio.wrap_future(self._starting)])
+            started = asyncio.shield(asyncio.wrap_future(self._starting))
+            await asyncio.gather(started, return_exceptions=True)  # whatever it raised, _conclude says better
         for part in self._started(0) or []:
             await LoopWaiter.of_running_loop().ended(part.transfer)
         self._conclude()
@@ -219,6 +220,10 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     if not 0 <= begin < end <= ticket.num_tokens:
         raise ConfigError(f"request {ticket.request_id}: tokens {begin} to {end} of {ticket.num_tokens}")
     first_layer, end_layer = want.layers or (0, peer.num_layers)
+    if not 0 <= first_layer < end_layer <= peer.num_layers:
+        raise ConfigError(
+            f"request {ticket.request_id}: layers {first_layer} to {end_layer} of {peer.num_layers}"
+        )
     units = len(ticket.block_ids) if ticket.ready_unit is ReadyUnit.BLOCKS else peer.num_layers
     return peer.connection.pull(
         peer.planner, ticket.block_ids, want.into, begin, end, first_layer, end_layer,

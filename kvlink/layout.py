@@ -73,12 +73,17 @@ class Order(Enum):
 class Regions(Enum):
     """Which planes share an allocation. Region i is the i-th tensor given to `BlockPool.from_tensors`."""
 
-    ONE = ()
+    ONE = ""
     """Region 0 holds everything."""
-    PER_LAYER = (Axis.LAYER,)
+    PER_LAYER = "L"
     """Region i holds layer i."""
-    PER_PLANE = (Axis.LAYER, Axis.KV)
+    PER_PLANE = "LK"
     """K of layer 0, V of layer 0, K of layer 1, …"""
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """What regions step over, outermost first."""
+        return tuple(map(Axis, self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +248,9 @@ class KVLayout:
 
 def dense(geometry: Geometry, order: Order = Order.NHD, regions: Regions = Regions.ONE) -> KVLayout:
     """Packs a cache without gaps; `KVLayout.region_bytes` says what to allocate. Raises ConfigError."""
-    apart = regions.value
+    apart = regions.axes
     if set(order.axes[: len(apart)]) != set(apart):
-        raise ConfigError(
-            f"{order} interleaves what {regions} would put apart; use Regions.ONE or another order"
-        )
+        raise ConfigError(f"{order} interleaves what {regions} puts apart; use Regions.ONE or another order")
     strides = {}
     step = geometry.row_bytes
     for axis in reversed(order.axes[len(apart) :]):
@@ -262,7 +265,7 @@ def from_strides(geometry: Geometry, strides: Mapping[Axis, int], regions: Regio
     `strides` are bytes (a tensor's stride × its item size) of every axis within a region that has more than
     one element. A tensor whose last dimension holds K and V side by side ([…, 2 D]) has {Axis.KV: row_bytes}.
     """
-    within = [axis for axis in Axis if axis not in regions.value]
+    within = [axis for axis in Axis if axis not in regions.axes]
     if missing := [axis.name for axis in within if axis not in strides and geometry.count(axis) > 1]:
         raise ConfigError(f"strides: {', '.join(missing)} is missing")
     step = {axis: strides.get(axis, 0) if axis in within else 0 for axis in Axis}

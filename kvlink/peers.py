@@ -111,8 +111,13 @@ class Peers:
         if task is None:
             task = asyncio.create_task(self._connect_with_backoff(key, agent, deadline))
             self._connecting[key] = task
-            task.add_done_callback(lambda _: self._connecting.pop(key, None))
+            task.add_done_callback(lambda task: self._connected(key, task))
         return await asyncio.shield(task)
+
+    def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
+        self._connecting.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # all who waited may have been cancelled: asyncio must not complain
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""

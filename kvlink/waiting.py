@@ -11,10 +11,9 @@ from kvlink.engine import CompletionQueue, Engine, Transfer
 
 
 class LoopWaiter:
-    """Everything one event loop waits for. Used on that loop's thread only."""
+    """Everything one event loop waits for. Used on that loop's thread only, and goes when the loop goes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
         self._queue = CompletionQueue()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._tokens = itertools.count(1)
@@ -32,7 +31,7 @@ class LoopWaiter:
     async def ended(self, transfer: Transfer) -> None:
         """Returns when the transfer has ended, well or not."""
         token = next(self._tokens)
-        future = self._waiting[token] = self._loop.create_future()
+        future = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
             if transfer.notify(self._queue, token):
                 await future

@@ -70,9 +70,9 @@ class Worker:
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed = False
+        self._starting: weakref.WeakSet[Future[list[Part]]] = weakref.WeakSet()
         with ExitStack() as opened:
-            self._control = ControlThread(f"kvlink-{worker_id}")
-            opened.callback(self._control.close)
+            self._control = ControlThread.shared()
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
             presence = Presence.open(self.config, self._accept, self._settle_own)
@@ -191,7 +191,7 @@ class Worker:
         on_unsettled = self._settle_otherwise if settle else None
         if isinstance(ticket, str):
             self._require_coordinator(f"request {ticket}: claiming by id")
-            starting = self._control.submit(self._claim_and_start(ticket, want))
+            starting = self._start(self._claim_and_start(ticket, want))
             return Pull(ticket, None, starting, on_unsettled)
         if isinstance(ticket, Ticket):
             peer = self._peers.get(ticket.worker_id, ticket.epoch)
@@ -200,7 +200,7 @@ class Worker:
         tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
-        starting = self._control.submit(start_cold(self._peers, tickets, want))
+        starting = self._start(start_cold(self._peers, tickets, want))
         return Pull(tickets[0].request_id, None, starting, on_unsettled)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
@@ -228,7 +228,14 @@ class Worker:
         _open.discard(self)
         self._opened.close()
 
+    def _start(self, job: Coroutine[Any, Any, list[Part]]) -> Future[list[Part]]:
+        starting = self._control.submit(job)
+        self._starting.add(starting)
+        return starting
+
     def _leave(self) -> None:
+        for starting in list(self._starting):
+            starting.cancel()
         try:
             self._control.run(self._presence.leave(), _CLOSE_S)
         except KVLinkError as error:

@@ -34,6 +34,19 @@ class ControlThread:
         self._thread.start()
         _open.add(self)
 
+    @classmethod
+    def shared(cls) -> ControlThread:
+        """The one of this process, made on first use and kept until exit.
+
+        One for all Workers, because gRPC delivers the completions of every loop on whichever loop polls first, and
+        complains of those whose loop is closed.
+        """
+        global _shared
+        with _sharing:
+            if _shared is None or _shared._why_not():
+                _shared = cls()
+            return _shared
+
     def __repr__(self) -> str:
         state = "of another process" if self._pid != os.getpid() else "closed" if self._closed else "running"
         return f"ControlThread({self._thread.name}, {state})"
@@ -92,6 +105,8 @@ class ControlThread:
 
 
 _open: weakref.WeakSet[ControlThread] = weakref.WeakSet()
+_shared: ControlThread | None = None
+_sharing = threading.Lock()
 
 
 @atexit.register

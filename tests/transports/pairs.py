@@ -45,7 +45,9 @@ class Pair:
     def offer(self, blocks: Sequence[int], **options: Any) -> Ticket:
         return self.owner.offer(blocks, **options)
 
-    def start(self, ticket: Ticket, into: Sequence[int], reader: Worker | None = None, **options: Any) -> Pull:
+    def start(
+        self, ticket: Ticket, into: Sequence[int], reader: Worker | None = None, **options: Any
+    ) -> Pull:
         self.blocks(reader)[list(into)] = POISON
         return (reader or self.reader).pull(ticket, into, **options)
 

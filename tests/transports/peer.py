@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transports.pools import PoolSpec, fill, fill_share, random_contents, rows
 
-from kvlink import ReadyUnit, Ticket, Worker, WorkerConfig
+from kvlink import Pull, ReadyUnit, Ticket, Worker, WorkerConfig
 from kvlink.control import server
 
 _agent_calls = 0
@@ -44,6 +44,7 @@ class Commands:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._specs: dict[str, PoolSpec] = {}
+        self._pulls: dict[str, Pull] = {}
         self._jobs: list[threading.Thread] = []
         self._generation = 0
 
@@ -91,16 +92,19 @@ class Commands:
     def agent_calls(self) -> int:
         return _agent_calls
 
-    def pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> dict[str, Any]:
-        pull = self._workers[name].pull(Ticket.from_text(ticket), into, timeout_s=timeout_s)
+    def start_pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> None:
+        self._pulls[name] = self._workers[name].pull(Ticket.from_text(ticket), into, timeout_s=timeout_s)
+
+    def finish_pull(self, name: str) -> dict[str, Any]:
+        pull = self._pulls.pop(name)
         pull.wait()
         (path,) = pull.explain()
         refused = {refusal.transport: refusal.reason for refusal in path.refused}
         return {"transport": path.transport, "refused": refused, "bytes": path.num_bytes}
 
-    def start_pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> None:
-        """Nobody waits for it."""
-        self._workers[name].pull(Ticket.from_text(ticket), into, timeout_s=timeout_s)
+    def pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> dict[str, Any]:
+        self.start_pull(name, ticket, into, timeout_s)
+        return self.finish_pull(name)
 
     def differing(self, name: str, into: list[int], seed: int, blocks: list[int]) -> int:
         """Bytes in which blocks `into` differ from what a peer with the same layout and `seed` has in `blocks`."""
@@ -115,7 +119,9 @@ class Commands:
             count += int((here != there).sum())
         return count
 
-    def stream(self, name: str, request_id: str, blocks: list[int], seed: int, unit: str, most_ms: float) -> None:
+    def stream(
+        self, name: str, request_id: str, blocks: list[int], seed: int, unit: str, most_ms: float
+    ) -> None:
         """In the background, writes what `seed` means unit after unit and says so, with pauses in between."""
         worker = self._workers[name]
         layout = worker.pool.layout

@@ -124,6 +124,7 @@ class RemoteWorker:
         self.info: dict[str, Any] = peer.call("open", name=name, pool=pool.json(), config=config)
         self._num_offers = 0
         self._open = True
+        self._ended: dict[str, str] = {}
 
     def do(self, command: str, **arguments: Any) -> Any:
         return self.peer.call(command, name=self.name, **arguments)
@@ -135,16 +136,15 @@ class RemoteWorker:
         text = self.do("offer", request_id=request_id, block_ids=list(blocks), options=options)
         return Ticket.from_text(text)
 
-    def wait_ended(self, count: int) -> list[list[str]]:
-        """[request_id, how] of the next `count` offers that end."""
-        ended: list[list[str]] = []
+    def fate_of(self, request_id: str) -> str:
+        """How an offer ended; waits for it."""
 
-        def enough() -> bool:
-            ended.extend(self.do("events"))
-            return len(ended) >= count
+        def has_ended() -> bool:
+            self._ended.update(self.do("events"))
+            return request_id in self._ended
 
-        eventually(enough)
-        return ended
+        eventually(has_ended)
+        return self._ended.pop(request_id)
 
     def close(self) -> None:
         """Idempotent."""
@@ -177,7 +177,9 @@ def native_threads(pid: int) -> Counter[str]:
 
 def usage(pid: int) -> Counter[str]:
     """Whatever a leak would show in."""
-    python = [thread.name.rstrip("0123456789") for thread in threading.enumerate()] if pid == os.getpid() else []
+    python = (
+        [thread.name.rstrip("0123456789") for thread in threading.enumerate()] if pid == os.getpid() else []
+    )
     return open_fds(pid) + native_threads(pid) + Counter(python)
 
 

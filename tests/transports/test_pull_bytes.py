@@ -75,7 +75,9 @@ def pull_and_compare(owner: RemoteWorker, reader: Worker, case: dict[str, Any]) 
     owner.do("fill", seed=case["seed"])
     before = poison(reader.pool, case["seed"])
     ticket = owner.offer(case["owner_blocks"], num_tokens=case["num_tokens"])
-    pull = reader.pull(ticket, case["reader_blocks"], tokens=case["tokens"], layers=case["layers"], timeout_s=20)
+    pull = reader.pull(
+        ticket, case["reader_blocks"], tokens=case["tokens"], layers=case["layers"], timeout_s=20
+    )
     assert pull.wait(30)
     layout = owner.pool.layout()
     source = Source(layout, random_contents(layout, case["seed"]), case["owner_blocks"])
@@ -88,7 +90,7 @@ def pull_and_compare(owner: RemoteWorker, reader: Worker, case: dict[str, Any]) 
         range(*case["layers"]),
     )
     assert same(snapshot(reader.pool), after)
-    assert owner.wait_ended(1) == [[ticket.request_id, "settled"]]
+    assert owner.fate_of(ticket.request_id) == "settled"
 
 
 @few_examples

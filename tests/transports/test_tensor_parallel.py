@@ -23,7 +23,9 @@ def _ranks(spec: PoolSpec) -> list[list[PoolSpec]]:
     return [[replace(spec, tp_rank=rank, tp_size=size) for rank in range(size)] for size in _DEGREES]
 
 
-@pytest.mark.parametrize(("total_heads", "planes"), [(8, 2), (2, 2), (1, 1)], ids=["heads", "replicas", "mla"])
+@pytest.mark.parametrize(
+    ("total_heads", "planes"), [(8, 2), (2, 2), (1, 1)], ids=["heads", "replicas", "mla"]
+)
 def test_every_degree_reads_every_other(
     transport: str,
     total_heads: int,
@@ -31,7 +33,9 @@ def test_every_degree_reads_every_other(
     new_owner: Callable[..., RemoteWorker],
     new_reader: Callable[..., Worker],
 ) -> None:
-    model = PoolSpec(num_blocks=20, num_layers=3, total_heads=total_heads, planes_per_layer=planes, row_bytes=48)
+    model = PoolSpec(
+        num_blocks=20, num_layers=3, total_heads=total_heads, planes_per_layer=planes, row_bytes=48
+    )
     whole = Source(model.layout(), random_contents(model.layout(), 5), _OWNER_BLOCKS)
     config = {"transports": transport, "lease_slots": 64}
     owners = [[new_owner(spec, **config) for spec in ranks] for ranks in _ranks(replace(model, order="HND"))]
@@ -55,4 +59,4 @@ def test_every_degree_reads_every_other(
                 after = expected(before, reader.pool.layout, _READER_BLOCKS, [whole], tokens, layers)
                 assert same(snapshot(reader.pool), after)
             for owner, ticket in offers.items():
-                assert owner.wait_ended(1) == [[ticket.request_id, "settled"]]
+                assert owner.fate_of(ticket.request_id) == "settled"

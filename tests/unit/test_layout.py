@@ -42,7 +42,7 @@ def rows(layout: KVLayout) -> np.ndarray:
 
 def rows_of_tensors(geometry: Geometry, order: Order, regions: Regions) -> np.ndarray:
     """The same from numpy's own address arithmetic over one tensor a region."""
-    apart = [axis.value for axis in regions.value]
+    apart = [axis.value for axis in regions.axes]
     shape = sizes(geometry, order.value[len(apart) :])
     counted = np.arange(np.prod(shape)).reshape(shape) * geometry.row_bytes
     tensors = np.broadcast_to(counted, [*sizes(geometry, "".join(apart)), *shape])
@@ -56,7 +56,7 @@ def rows_of_tensors(geometry: Geometry, order: Order, regions: Regions) -> np.nd
 
 
 def works(order: Order, regions: Regions) -> bool:
-    return {*order.axes[: len(regions.value)]} == {*regions.value}
+    return {*order.axes[: len(regions.axes)]} == {*regions.axes}
 
 
 COMBINATIONS = [(order, regions) for order, regions in product(Order, Regions) if works(order, regions)]
@@ -75,7 +75,7 @@ def test_rows_lie_where_a_tensor_of_that_shape_has_them(order: Order, regions: R
 
 @pytest.mark.parametrize(("order", "regions"), COMBINATIONS)
 def test_a_tensors_own_strides_say_the_same(order: Order, regions: Regions) -> None:
-    axes = order.value[len(regions.value) :]
+    axes = order.value[len(regions.axes) :]
     tensor = np.empty([*sizes(GEOMETRY, axes), GEOMETRY.row_bytes // 2], np.float16)
     strides = dict(zip(map(Axis, axes), tensor.strides, strict=False))
     assert from_strides(GEOMETRY, strides, regions) == dense(GEOMETRY, order, regions)

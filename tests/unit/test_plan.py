@@ -54,13 +54,13 @@ def layouts(draw: st.DrawFn, geometry: Geometry) -> KVLayout:
     """Any nesting of the axes with any gaps, not only those that engines use."""
     if draw(st.booleans()):
         order, regions = draw(st.sampled_from(Order)), draw(st.sampled_from(Regions))
-        assume({*order.axes[: len(regions.value)]} == {*regions.value})
+        assume({*order.axes[: len(regions.axes)]} == {*regions.axes})
         return dense(geometry, order, regions)
     axes, regions = draw(axes_and_regions())
     strides = {}
     step = geometry.row_bytes
     for axis in axes:
-        if axis not in regions.value:
+        if axis not in regions.axes:
             strides[axis] = step + draw(st.integers(0, 9))
             step = strides[axis] * geometry.count(axis)
     return from_strides(geometry, strides, regions)

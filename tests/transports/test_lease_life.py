@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers pin blocks until they are settled, expire or are aborted; a pull after that is stale."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from transports.pairs import POISON, Pair
+from transports.pools import PoolSpec
+from transports.processes import PeerProcess, RemoteWorker, free_ports
+
+from kvlink import Worker
+from kvlink.errors import (
+    ConfigError,
+    CoordinatorError,
+    KVLinkError,
+    PeerUnreachable,
+    StaleBlocks,
+    UnknownRequest,
+)
+
+NewPair = Callable[..., Pair]
+
+
+def test_settling_gives_the_blocks_back_and_a_second_pull_is_stale(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    ticket = pair.offer([3, 9, 4], request_id="first")
+    assert pair.owner.do("counts")["active"] == 1
+    assert pair.pull(ticket, [0, 1, 2]).stats.settled
+    assert pair.owner.fate_of("first") == "settled"
+    counts = pair.owner.do("counts")
+    assert (counts["active"], counts["granted"], counts["settled"]) == (0, 1, 1)
+    with pytest.raises(StaleBlocks, match="first"):
+        pair.start(ticket, [5, 6, 7]).wait(20)
+
+
+def test_a_pull_that_does_not_settle_may_be_repeated(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    ticket = pair.offer([3, 9], request_id="again")
+    for _ in range(3):
+        assert not pair.pull(ticket, [4, 8], settle=False).stats.settled
+    assert pair.owner.do("events") == []
+    pair.pull(ticket, [4, 8])
+    assert pair.owner.fate_of("again") == "settled"
+
+
+def test_blocks_come_back_when_the_last_of_several_readers_has_settled(
+    transport: str, new_owner: Callable[..., RemoteWorker], new_reader: Callable[..., Worker]
+) -> None:
+    owner = new_owner(PoolSpec(total_heads=4), transports=transport)
+    ticket = owner.offer([1, 2, 3], request_id="shared", readers=4)
+    for rank in range(4):
+        assert owner.do("events") == []
+        assert owner.do("counts")["active"] == 1
+        reader = new_reader(PoolSpec(total_heads=4, tp_rank=rank, tp_size=4), transports=transport)
+        assert reader.pull(ticket, [5, 6, 7]).wait(20)
+    assert owner.fate_of("shared") == "settled"
+
+
+def test_a_ticket_with_too_few_seats_says_how_many_it_needs(
+    transport: str, new_owner: Callable[..., RemoteWorker], new_reader: Callable[..., Worker]
+) -> None:
+    owner = new_owner(PoolSpec(total_heads=4), transports=transport)
+    reader = new_reader(PoolSpec(total_heads=4, tp_rank=3, tp_size=4), transports=transport)
+    with pytest.raises(ConfigError, match="readers=4"):
+        reader.pull(owner.offer([1], readers=3), [2]).wait(20)
+
+
+def test_an_offer_that_nobody_settles_expires(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    ticket = pair.offer([3], request_id="late", ttl_s=0.05)
+    assert pair.owner.fate_of("late") == "expired"
+    assert pair.owner.do("counts")["expired"] == 1
+    with pytest.raises(StaleBlocks):
+        pair.start(ticket, [4]).wait(20)
+    with pytest.raises(UnknownRequest):
+        pair.owner.do("extend", request_id="late", ttl_s=5)
+    pair.works()
+
+
+def test_an_extended_offer_outlives_its_first_time_to_live(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    tickets = [pair.offer([3], request_id=name, ttl_s=1.0) for name in ("short", "long")]
+    pair.owner.do("extend", request_id="long", ttl_s=60.0)
+    assert pair.owner.fate_of("short") == "expired"
+    time.sleep(0.1)
+    assert pair.owner.do("events") == []
+    pair.pull(tickets[1], [4])
+
+
+def test_aborting_during_a_pull_makes_it_stale(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport, fault="delay-data=300ms@2")
+    pair.works()
+    ticket = pair.offer(range(16), request_id="gone")
+    pull = pair.start(ticket, range(16, 32))
+    assert not pull.done()
+    pair.owner.do("abort", request_id="gone")
+    with pytest.raises(StaleBlocks, match="the lease ended"):
+        pull.wait(20)
+    assert pair.owner.fate_of("gone") == "aborted"
+    assert pull.done()
+    with pytest.raises(StaleBlocks):
+        pull.wait()
+    pair.works()
+
+
+def test_an_expiry_during_a_pull_makes_it_fail(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport, fault="delay-data=700ms@1")
+    ticket = pair.offer(range(16), ttl_s=0.3)
+    with pytest.raises((StaleBlocks, PeerUnreachable)):  # unreachable where the owner can cut the reader off
+        pair.start(ticket, range(16, 32)).wait(20)
+    pair.works()
+
+
+def test_a_full_lease_table_says_so_and_recovers(
+    transport: str, new_owner: Callable[..., RemoteWorker]
+) -> None:
+    owner = new_owner(PoolSpec(), transports=transport, lease_slots=3)
+    for request in "abc":
+        owner.offer([1], request_id=request)
+    with pytest.raises(ConfigError, match="KVLINK_LEASE_SLOTS"):
+        owner.offer([1], request_id="d")
+    owner.do("abort", request_id="b")
+    assert owner.fate_of("b") == "aborted"
+    owner.offer([1], request_id="d")
+    with pytest.raises(ConfigError, match="offered already"):
+        owner.offer([2], request_id="d")
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_ticket_of_a_restarted_owner_is_refused(
+    distant: str, warm: bool, new_process: Callable[..., PeerProcess], new_pair: NewPair
+) -> None:
+    agent_port, port = free_ports(2)
+    config = {"transports": distant, "agent_port": agent_port, "port": port}
+    pair = new_pair(distant)  # for its reader
+    first = new_process()
+    old = RemoteWorker(first, "phoenix", pair.spec, **config)
+    old.do("fill", seed=1)
+    if warm:
+        assert pair.reader.pull(old.offer([1]), [1]).wait(20)
+    ticket = old.offer([5, 6], request_id="before")
+    first.kill()
+    new = RemoteWorker(new_process(), "phoenix", pair.spec, **config)
+    new.do("fill", seed=2)
+    assert new.info["agent"] == old.info["agent"]
+    assert new.info["epoch"] > old.info["epoch"]
+    new_ticket = new.offer([5, 6], request_id="before")  # in the very same slot
+
+    for _ in range(3):
+        with pytest.raises((StaleBlocks, PeerUnreachable, CoordinatorError)) as refused:
+            pair.start(ticket, [8, 9], timeout_s=10).wait(20)
+        assert isinstance(refused.value, KVLinkError)
+        assert (pair.blocks()[[8, 9]] == POISON).all()
+    assert pair.start(new_ticket, [8, 9]).wait(20)
+    assert (pair.blocks()[[8, 9]] != POISON).any()
+    assert new.fate_of("before") == "settled"
+    new.close()
+
+
+def test_a_reader_that_overslept_its_lease_is_cut_off_and_no_other(
+    new_process: Callable[..., PeerProcess], new_pair: NewPair
+) -> None:
+    """tcp only: shm and cma cannot be fenced and rely on validation."""
+    pair = new_pair("tcp", num_blocks=4096, fault="delay=20ms@2..200")
+    pair.works()
+    (path,) = pair.reader.peers()
+    sleeper = new_process()
+    slow = {"transports": "fault+tcp", "fault": "delay=30ms@every:1", "lanes": 1}
+    sleeping = RemoteWorker(sleeper, "sleeper", pair.spec, **slow)
+    sleeping.do("pull", ticket=pair.offer([1]).to_text(), into=[2], timeout_s=20)
+    late = pair.offer(range(4096), request_id="overslept", ttl_s=1.0)
+    other = pair.offer(range(1024), request_id="other")
+
+    pull = pair.start(other, range(1024, 2048))
+    sleeping.do("start_pull", ticket=late.to_text(), into=list(range(4096)), timeout_s=30)
+    time.sleep(0.05)  # of the 0.24 s that the delays add up to
+    sleeper.stop()
+    assert pair.owner.fate_of("overslept") == "expired"
+    assert pair.owner.do("counts")["fenced_readers"] == 1
+    sleeper.go_on()
+    with pytest.raises((PeerUnreachable, StaleBlocks)):
+        sleeping.do("finish_pull")
+
+    assert pull.wait(20)
+    assert pair.holds(range(1024, 2048), range(1024))
+    assert pair.reader.peers() == [path]
+    assert not path.connection.broken
+    sleeping.do("pull", ticket=pair.offer([1]).to_text(), into=[2], timeout_s=20)  # connects again by itself
+    sleeping.close()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python promises: event loops, threads, waiting, cancelling, closing, fork and interpreter exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from transports.pools import PoolSpec, wide
+from transports.processes import PeerProcess, RemoteWorker, eventually
+
+from kvlink import LeaseEnd, Ticket, Worker
+from kvlink.errors import Cancelled, ConfigError, KVLinkError, TransferTimeout, UnknownRequest
+
+NewOwner = Callable[..., RemoteWorker]
+NewReader = Callable[..., Worker]
+NewProcess = Callable[..., PeerProcess]
+
+POOL = wide(num_blocks=256)
+BLOCKS = list(range(128))
+INTO = list(range(255, 127, -1))
+
+
+async def test_await_on_the_running_loop(transport: str, new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner, reader = new_owner(POOL, transports=transport), new_reader(POOL, transports=transport)
+    tickets = [owner.offer(BLOCKS) for _ in range(8)]
+    stats = await asyncio.gather(*(reader.pull(ticket, INTO) for ticket in tickets))
+    assert {row.num_bytes for row in stats} == {len(BLOCKS) * (16 << 10)}
+
+
+def test_two_loops_in_two_threads_wait_for_one_pull(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(POOL, transports="fault+tcp", fault="delay=100ms@2")
+    pull = reader.pull(owner.offer(BLOCKS), INTO)
+
+    async def wait() -> int:
+        return (await pull).num_bytes
+
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(wait()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results == [len(BLOCKS) * (16 << 10)] * 2
+
+
+async def test_cancelling_the_waiting_task_leaves_the_pull_alone(
+    new_owner: NewOwner, new_reader: NewReader
+) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(POOL, transports="fault+tcp", fault="delay=200ms@2")
+    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(pull, 0.05)
+    assert (await pull).settled
+
+
+async def test_a_failed_start_is_raised_to_whoever_awaits(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(wide(num_blocks=256, block_bytes=8 << 10), transports="tcp")
+    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    with pytest.raises(KVLinkError, match="row_bytes differs"):
+        await pull
+    with pytest.raises(KVLinkError, match="row_bytes differs"):
+        pull.wait()
+    assert pull.done()
+
+
+def test_wait_with_a_timeout_says_that_it_still_runs(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="shm")
+    reader = new_reader(POOL, transports="fault+shm", fault="delay=300ms@2..3")
+    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    assert not pull.wait(0.02)
+    assert not pull.done()
+    assert "running" in repr(pull)
+    assert pull.wait()
+    assert pull.done()
+
+
+def test_cancel_ends_a_pull_that_hangs(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="shm")
+    reader = new_reader(POOL, transports="fault+shm", fault="hang@2")
+    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    pull.wait(0.05)
+    pull.cancel()
+    assert pull.done()
+    with pytest.raises(Cancelled):
+        pull.wait()
+    pull.cancel()
+
+
+def test_cancel_while_it_is_still_connecting(new_process: NewProcess, new_reader: NewReader) -> None:
+    owner = RemoteWorker(new_process(), "owner", POOL, transports="tcp")
+    ticket = owner.offer(BLOCKS)
+    owner.peer.stop()  # type: ignore[attr-defined]
+    pull = new_reader(POOL, transports="tcp").pull(ticket, INTO)
+    assert not pull.wait(0.05)
+    pull.cancel()
+    with pytest.raises(Cancelled):
+        pull.wait(5)
+
+
+def test_other_threads_run_while_a_pull_waits(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(POOL, transports="fault+tcp", fault="delay=300ms@2")
+    ticks = 0
+    stop = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    reader.pull(owner.offer(BLOCKS), INTO).wait()
+    stop.set()
+    thread.join()
+    assert ticks > 20  # of about 300
+
+
+async def test_events_come_to_the_loop(new_reader: NewReader) -> None:
+    owner, reader = new_reader(POOL, transports="loopback"), new_reader(POOL, transports="loopback")
+    seen = []
+
+    async def watch() -> None:
+        async for event in owner.watch_events():
+            seen.append(event)
+            if len(seen) == 3:
+                return
+
+    watching = asyncio.create_task(watch())
+    await reader.pull(owner.offer("settled", BLOCKS), INTO)
+    owner.offer("expired", BLOCKS, ttl_s=0.01)
+    owner.offer("aborted", BLOCKS)
+    owner.abort("aborted")
+    await asyncio.wait_for(watching, 20)
+    assert {event.request_id: event.how for event in seen} == {
+        "settled": LeaseEnd.SETTLED,
+        "expired": LeaseEnd.EXPIRED,
+        "aborted": LeaseEnd.ABORTED,
+    }
+
+
+def test_a_closed_worker_answers_with_errors(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner, reader = new_owner(POOL, transports="shm"), new_reader(POOL, transports="shm")
+    ticket = owner.offer(BLOCKS)
+    reader.pull(owner.offer(BLOCKS), INTO).wait()
+    reader.close()
+    reader.close()
+    with pytest.raises(KVLinkError):
+        reader.pull(ticket, INTO).wait(5)
+    with pytest.raises(KVLinkError):
+        reader.offer("late", BLOCKS)
+
+
+def test_closing_with_pulls_in_flight_fails_them(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(POOL, transports="fault+tcp", fault="hang@3")
+    reader.pull(owner.offer(BLOCKS), INTO)
+    pulls = [reader.pull(owner.offer(BLOCKS), INTO) for _ in range(4)]
+    reader.close()
+    for pull in pulls:
+        with pytest.raises(KVLinkError):
+            pull.wait(5)
+
+
+def test_bad_arguments_are_refused_at_the_edge(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner, reader = new_owner(POOL, transports="shm"), new_reader(POOL, transports="shm")
+    ticket = owner.offer(BLOCKS)
+    for into, rest, words in [
+        ([1, 1, *INTO[2:]], {}, "block"),
+        (INTO[:5], {}, "block"),
+        ([9999, *INTO[1:]], {}, "9999"),
+        (INTO, {"tokens": (5, 5)}, "tokens"),
+        (INTO, {"tokens": (0, 10_000)}, "tokens"),
+        (INTO, {"layers": (0, 7)}, "layer"),
+        (np.zeros(128, np.int64), {}, "uint32"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            reader.pull(ticket, into, **rest).wait()
+    for options, words in [
+        ({"block_ids": []}, "block ids"),
+        ({"block_ids": [256]}, "block ids"),
+        ({"block_ids": [1], "num_tokens": 2}, "tokens"),
+        ({"block_ids": [1], "readers": 0}, "readers"),
+        ({"block_ids": [1], "ttl_s": -1}, "ttl_s"),
+        ({"block_ids": [1], "ready": 2}, "ready"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            reader.offer("wrong", **options)
+    reader.offer("twice", BLOCKS)
+    with pytest.raises(ConfigError, match="offered already"):
+        reader.offer("twice", BLOCKS)
+    with pytest.raises(UnknownRequest):
+        reader.abort("unheard of")
+    with pytest.raises(ConfigError, match="coordinator"):
+        reader.pull("by-id", INTO)
+    with pytest.raises(ConfigError, match="coordinator"):
+        reader.offer("published", BLOCKS, publish=True)
+    assert reader.pull(ticket, INTO).wait()
+
+
+def test_a_full_lease_table_takes_nothing(new_reader: NewReader) -> None:
+    owner = new_reader(POOL, transports="loopback", lease_slots=4)
+    owner.offer("three", BLOCKS, readers=3)
+    with pytest.raises(ConfigError, match="KVLINK_LEASE_SLOTS"):
+        owner.offer("two", BLOCKS, readers=2)
+    assert owner.offer("one", BLOCKS).seats
+    owner.abort("three")
+    eventually(lambda: owner.lease_counts()["active"] == 1)
+    assert len(owner.offer("again", BLOCKS, readers=3).seats) == 3
+
+
+def test_a_pulls_deadline_counts_from_its_start(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner = new_owner(POOL, transports="tcp")
+    reader = new_reader(POOL, transports="fault+tcp", fault="hang@2")
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout, match="deadline"):
+        reader.pull(owner.offer(BLOCKS), INTO, timeout_s=0.3).wait()
+    assert 0.25 < time.monotonic() - started < 5
+
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import kvlink
+from kvlink.layout import Geometry, dense
+layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=4096, num_blocks=64, block_tokens=1, planes_per_layer=1))
+def worker(name, **config):
+    return kvlink.Worker(
+        kvlink.BlockPool.allocate(layout), name, config=kvlink.WorkerConfig(**config)
+    )
+def pair(transport, fault=""):
+    reader = worker("reader", transports="fault+" + transport, fault=fault)
+    return worker("owner", transports=transport), reader
+"""
+
+
+def run_script(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT + body],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "GRPC_VERBOSITY": "NONE"},  # it remarks on forks
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "owner, reader = pair('shm')\nreader.pull(owner.offer('r', [1]), [2]).wait()",
+        "owner, reader = pair('tcp', 'hang@2')\npull = reader.pull(owner.offer('r', range(60)), range(60))",
+        "owner, reader = pair('shm', 'delay=5s@2')\npull = reader.pull(owner.offer('r', range(60)), range(60))",
+        "owner, reader = pair('tcp')\nsys.exit(0)",
+        "owner, reader = pair('cma')\ndel owner\nimport gc; gc.collect()",
+        "import threading\nowner, reader = pair('tcp', 'hang@2')\n"
+        "pull = reader.pull(owner.offer('r', [1]), [2])\n"
+        "def wait():\n"
+        "    try: pull.wait(30)\n"
+        "    except kvlink.errors.KVLinkError: pass\n"
+        "threading.Thread(target=wait, daemon=True).start()",
+    ],
+)
+def test_the_interpreter_exits_quietly_without_close(body: str) -> None:
+    for _ in range(3):
+        ended = run_script(body)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_forked_child_is_told_and_the_parent_does_not_notice() -> None:
+    ended = run_script(
+        """
+owner, reader = pair("tcp")
+ticket = owner.offer("before", [1])
+reader.pull(ticket, [2]).wait()
+child = os.fork()
+if child == 0:
+    told = 0
+    for act in (lambda: owner.offer("child", [3]), lambda: reader.pull("x", [2]), lambda: owner.events()):
+        try:
+            act()
+        except kvlink.errors.ConfigError:
+            told += 1
+    owner.close()
+    os._exit(told)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert reader.pull(owner.offer("after", [1]), [2]).wait(10)
+"""
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_ticket_survives_the_routers_text(new_owner: NewOwner, new_reader: NewReader) -> None:
+    owner, reader = new_owner(PoolSpec(), transports="cma"), new_reader(PoolSpec(), transports="cma")
+    ticket = owner.offer([1, 2, 3])
+    assert reader.pull(Ticket.from_text(ticket.to_text()), [4, 5, 6]).wait()
