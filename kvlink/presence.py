@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer, Session, WorkerAgent
 from kvlink.directory import ControlDirectory
+from kvlink.engine import Engine
 from kvlink.errors import ConfigError
+from kvlink.host import this_host
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
 
@@ -36,17 +39,22 @@ class Presence:
         return presence
 
     @property
-    def agent(self) -> str:
-        """host:port of the agent."""
-        return self._agent.address
-
-    @property
     def has_coordinator(self) -> bool:
         """Whether tickets can be published and claimed."""
         return self._client is not None
 
-    async def join(self, card: WorkerCard) -> WorkerCard:
-        """Publishes the card, with the epoch that was granted. Raises CoordinatorUnavailable."""
+    async def join(self, worker_id: str, engine: Engine) -> WorkerCard:
+        """Publishes the worker's card, with the epoch that was granted. Raises CoordinatorUnavailable."""
+        card = WorkerCard(
+            worker_id=worker_id,
+            epoch=engine.epoch,
+            incarnation=secrets.token_bytes(16),
+            agent=self._agent.address,
+            host=this_host(),
+            layout=engine.pool.layout,
+            region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
+            transports=engine.cards(),
+        )
         if self._client is not None:
             await self._leave_session()
             self._session = await Session.join(self._client, card, self._settle_own)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 import time
 import weakref
 from array import array
@@ -22,7 +21,6 @@ from kvlink.control import ControlThread
 from kvlink.decode import Part, Pull, Want, start, start_cold
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, KVLinkError
-from kvlink.host import this_host
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Offers
@@ -75,7 +73,12 @@ class Worker:
             self._control = ControlThread.shared()
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
-            presence = Presence.open(self.config, self._accept, self._settle_own)
+            # Through `self`: _join may replace the engine.
+            presence = Presence.open(
+                self.config,
+                accept=lambda transport, hellos: self._engine.accept(transport, hellos),
+                settle_own=lambda slot, nonce: self._engine.core.settle_own(slot, nonce),
+            )
             self._presence = self._control.run(presence, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
@@ -204,10 +207,7 @@ class Worker:
         return Pull(tickets[0].request_id, None, starting, on_unsettled)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
-        """Connects to a ticket's owner ahead of the first pull. None: this rank reads nothing there.
-
-        Raises KVLinkError.
-        """
+        """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
         deadline = time.monotonic() + timeout_s
         job = self._peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
@@ -244,25 +244,13 @@ class Worker:
     # On the control loop.
 
     async def _join(self) -> WorkerCard:
-        card = await self._presence.join(self._make_card())
+        card = await self._presence.join(self.worker_id, self._engine)
         if card.epoch != self._engine.epoch:
             # This host's clock went back. The lease table must carry the epoch that readers are told.
             self._engine.close()
             self._engine = Engine(self.pool, card.epoch + 1, self.config)
-            card = await self._presence.join(self._make_card())
+            card = await self._presence.join(self.worker_id, self._engine)
         return card
-
-    def _make_card(self) -> WorkerCard:
-        return WorkerCard(
-            worker_id=self.worker_id,
-            epoch=self._engine.epoch,
-            incarnation=secrets.token_bytes(16),
-            agent=self._presence.agent,
-            host=this_host(),
-            layout=self.pool.layout,
-            region_bytes=tuple(region.num_bytes for region in self.pool.regions),
-            transports=self._engine.cards(),
-        )
 
     async def _claim_and_start(self, request_id: str, want: Want) -> list[Part]:
         deadline = time.monotonic() + want.timeout_s
@@ -270,12 +258,6 @@ class Worker:
         tickets = await self._presence.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
         left = want._replace(timeout_s=max(deadline - time.monotonic(), 0.001))
         return await start_cold(self._peers, tickets, left)
-
-    def _accept(self, transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
-        return self._engine.accept(transport, hellos)
-
-    def _settle_own(self, slot: int, settle_nonce: int) -> bool:
-        return self._engine.core.settle_own(slot, settle_nonce)
 
     # In the background.
 
