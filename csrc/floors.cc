@@ -208,6 +208,8 @@ void FloorSource::serve() {
     }
     disable_nagle(reader);
     answer(reader);
+    std::lock_guard lock(mutex_);
+    reader_.reset();
   }
 }
 

@@ -14,7 +14,7 @@ namespace kvlink {
 
 class QueuedEndpoint : public Endpoint {
  public:
-  Window window() const override { return {}; }
+  Window window() const override { return {.chunk_bytes = 4 << 20, .chunk_ops = 4096, .depth = 1}; }
   bool ordered() const final { return true; }
   bool copies_in_poll() const final { return true; }
 
@@ -24,7 +24,7 @@ class QueuedEndpoint : public Endpoint {
   void cancel(uint64_t token) final;
 
  protected:
-  static constexpr size_t kSliceBytes = 1 << 20;
+  static constexpr size_t kSliceBytes = 4 << 20;
   static constexpr uint32_t kMaxWordsBytes = 64;  // reads up to a lease slot are loaded word by word
 
   /// One region of the owner; `address` in whatever space the transport copies from.

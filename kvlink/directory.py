@@ -21,10 +21,10 @@ class ControlDirectory:
         self._agents: dict[str, AgentClient] = {}
         self._cards: dict[tuple[str, int], WorkerCard] = {}
 
-    async def card(self, worker_id: str, epoch: int, agent: str) -> WorkerCard:
+    async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
         """The card that runs now; its epoch may be a newer one. Raises PeerUnreachable, UnknownRequest."""
         known = self._cards.get((worker_id, epoch))
-        if known is not None:
+        if known is not None and not fresh:
             return known
         if agent:
             try:

@@ -16,6 +16,7 @@ from kvlink.errors import (
     LayoutMismatch,
     PeerUnreachable,
     StaleBlocks,
+    TransferTimeout,
     TransportUnavailable,
 )
 from kvlink.layout import Assignment, assign
@@ -30,8 +31,8 @@ _LONGEST_BACKOFF_S = 2.0
 class Directory(Protocol):
     """Where cards come from and how an owner is asked to admit a reader. Implemented by the control plane."""
 
-    async def card(self, worker_id: str, epoch: int, agent: str) -> WorkerCard:
-        """Raises UnknownRequest when the worker runs another epoch, CoordinatorUnavailable when nobody answers."""
+    async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
+        """`fresh`: asks again even if it is known; the worker may have restarted. Raises PeerUnreachable."""
 
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
@@ -112,7 +113,11 @@ class Peers:
             task = asyncio.create_task(self._connect_with_backoff(key, agent, deadline))
             self._connecting[key] = task
             task.add_done_callback(lambda task: self._connected(key, task))
-        return await asyncio.shield(task)
+        # Others may wait longer for the same connect; an owner that is stopped answers nobody in time.
+        done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
+        if not done:
+            raise TransferTimeout(f"{worker_id} was not connected within the deadline; its process may be stopped")
+        return task.result()
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
         self._connecting.pop(key, None)
@@ -137,18 +142,22 @@ class Peers:
             if pause > 0:
                 await asyncio.sleep(pause)
             try:
-                peer = await self._connect(key, agent, min(_CONNECT_S, deadline - time.monotonic()))
+                timeout_s = min(_CONNECT_S, deadline - time.monotonic())
+                peer = await self._connect(key, agent, timeout_s, fresh=attempts.failures > 0)
             except KVLinkError as error:
+                if not error.retryable:
+                    del self._attempts[key]
+                    raise
                 attempts.failed(str(error), time.monotonic())
-                if not error.retryable or attempt == _ATTEMPTS - 1:
+                if attempt == _ATTEMPTS - 1:
                     raise
             else:
                 del self._attempts[key]
                 return peer
         raise AssertionError("the last attempt returns or raises")
 
-    async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float) -> Peer | None:
-        card = await self.directory.card(*key, agent)
+    async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
+        card = await self.directory.card(*key, agent, fresh=fresh)
         if card.epoch != key[1]:
             raise StaleBlocks(f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs")
         assignment = self._assignment(card)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -123,12 +122,12 @@ def new_pair(peer: Peer) -> Iterator[Callable[..., Pair]]:
 @pytest.fixture(autouse=True)
 def nothing_leaks(_shared_peers: dict[bool, Peer]) -> Iterator[None]:
     """Every test gives back its descriptors and threads: in this process, and in the shared peer."""
-    pids = [peer.pid for peer in _shared_peers.values()]
-    gc.collect()
-    before = [usage(pid) for pid in pids]
+    peers = _shared_peers.values()
+    before = [usage(peer.pid) for peer in peers]
     yield
     deadline = time.monotonic() + 10
-    while leaked := [more for pid, had in zip(pids, before, strict=True) if (more := usage(pid) - had)]:
+    while leaked := [more for peer, had in zip(peers, before, strict=True) if (more := usage(peer.pid) - had)]:
         assert time.monotonic() < deadline, f"left open: {leaked}"
-        gc.collect()  # a Worker and its parts refer to each other
+        for peer in peers:
+            peer.call("collect")  # a Worker and its parts refer to each other
         time.sleep(0.01)

@@ -57,12 +57,14 @@ class Commands:
     def close(self, name: str) -> None:
         self._join()
         self._workers.pop(name).close()
-        gc.collect()  # a Worker and its parts refer to each other
 
     def close_all(self) -> None:
         self._join()
         while self._workers:
             self._workers.popitem()[1].close()
+
+    def collect(self) -> None:
+        gc.collect()
 
     def fill(self, name: str, seed: int) -> None:
         fill(self._workers[name].pool, seed)

@@ -176,10 +176,9 @@ def native_threads(pid: int) -> Counter[str]:
 
 
 def usage(pid: int) -> Counter[str]:
-    """Whatever a leak would show in."""
-    python = (
-        [thread.name.rstrip("0123456789") for thread in threading.enumerate()] if pid == os.getpid() else []
-    )
+    """Whatever a leak would show in. asyncio's own pool of threads grows to a bound and stays."""
+    here = threading.enumerate() if pid == os.getpid() else []
+    python = [thread.name.rstrip("0123456789") for thread in here if not thread.name.startswith("asyncio_")]
     return open_fds(pid) + native_threads(pid) + Counter(python)
 
 
