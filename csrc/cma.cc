@@ -73,7 +73,7 @@ struct CmaAddress {
 };
 
 uint64_t inode_of(int fd) {
-  struct stat found {};
+  struct stat found{};
   return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 

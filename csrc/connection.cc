@@ -110,6 +110,7 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   const bool small = !streaming && transfer->planned_bytes() <= settings_.inline_bytes;
   if (small && lanes_.front()->run_inline(transfer, kInlineBudgetNs)) {
     if (!transfer->done() || !lanes_.front()->idle()) thread_of(0).wake();
+    if (lanes_.front()->unsent()) thread_of(0).wake_from_doze();
     return transfer;
   }
   const bool striped = streaming || transfer->planned_bytes() >= settings_.stripe_bytes;

@@ -18,9 +18,6 @@ namespace {
 // millisecond, at about a microsecond of CPU per hundred leases.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
-// After serving, the owner thread stays awake this long: a reader's next request then costs no wake-up (20-40 us
-// across the cores of a virtual machine).
-constexpr int64_t kServeSpinNs = 50'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 constexpr uint64_t kStripeBytes = 4 << 20;   // below this one lane is faster than meeting at the end
 
@@ -175,20 +172,13 @@ void Engine::wake_owner() {
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
 }
 
-/// How long the owner thread may sleep. While awake it needs no wake_owner() after grant().
-int Engine::serve_timeout_ms(int64_t since_served_ns) {
-  if (since_served_ns < kServeSpinNs) return 0;
-  owner_asleep_ = true;  // before looking at num_active(), as grant() looks in the other order
-  if (leases_->num_active() == 0) return -1;
-  owner_asleep_ = false;
-  return kSweepMs;
-}
-
 void Engine::serve() {
-  int64_t swept = 0, served = 0;
+  int64_t swept = 0;
   while (!closing_) {
     epoll_event events[16];
-    const int timeout_ms = serve_timeout_ms(now_ns() - served);
+    owner_asleep_ = true;  // before looking at num_active(), as grant() looks in the other order
+    const int timeout_ms = leases_->num_active() > 0 ? kSweepMs : -1;
+    owner_asleep_ = timeout_ms < 0;
     const int num_events = epoll_wait(epoll_fd_.get(), events, 16, timeout_ms);
     owner_asleep_ = false;
     for (int index = 0; index < num_events; ++index) {
@@ -201,7 +191,6 @@ void Engine::serve() {
       }
     }
     const int64_t now = now_ns();
-    if (num_events > 0) served = now;
     if (now - swept < kSweepNs) continue;
     swept = now;
     sweep();

@@ -83,7 +83,6 @@ class Engine {
   Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
   Row* find(const std::string& transport);
   void serve();
-  int serve_timeout_ms(int64_t since_served_ns);
   void sweep();
   void wake_owner();
 

@@ -54,7 +54,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
 Lane::Driven Lane::drive() {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return {};
-  return drive_locked(now_ns());
+  return drive_locked(now_ns(), true);
 }
 
 void Lane::check_idle() {
@@ -76,7 +76,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   while (!transfer->done()) {
     const int64_t now = now_ns();
     if (now - start > budget_ns) return true;
-    const Driven driven = drive_locked(now);
+    const Driven driven = drive_locked(now, false);
     if (driven.progressed) {
       last_progress = now;
     } else if (now - last_progress > kInlineSpinNs && !endpoint_->copies_in_poll()) {
@@ -88,7 +88,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   return true;
 }
 
-Lane::Driven Lane::drive_locked(int64_t now) {
+Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
   take_inbox();
   if (broken()) {
     break_down(why_broken_, now);
@@ -97,7 +97,7 @@ Lane::Driven Lane::drive_locked(int64_t now) {
   Driven driven;
   drop_stopped(now);
   if (!broken()) driven.progressed = post_steps(now);
-  if (!broken() && num_posted_ > 0) {
+  if (!broken() && (num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
     PollResult result = endpoint_->poll(ended_);
     driven.progressed |= result.progressed;
     collect(result, now_ns());
@@ -160,8 +160,11 @@ bool Lane::post_steps(int64_t now) {
     any = true;
     const uint64_t token = claim_token(transfer, step, now);
     const Status posted = post(transfer, step, token);
-    if (posted.ok()) continue;
-    release(token);
+    // Over a network a settle is done with once it is posted: sending it by itself costs the caller several
+    // microseconds, and losing it costs no more than the lease's time to live.
+    const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !endpoint_->copies_in_poll();
+    if (posted.ok() && !unawaited) continue;
+    unawaited ? disown(token) : release(token);
     transfer->ended(step, posted, now);
   }
   return any;
@@ -189,13 +192,14 @@ void Lane::collect(PollResult& result, int64_t now) {
   for (const Completion& completion : ended_) {
     Posted& posted = posted_[completion.token];
     if (!posted.used) continue;
-    const std::shared_ptr<Transfer> transfer = std::move(posted.transfer);
+    const std::shared_ptr<Transfer> transfer = posted.transfer;
     const Step step = posted.step;
     release(completion.token);
     last_ended_ns_ = now;
     if (transfer) transfer->ended(step, completion.status, now);
   }
   ended_.clear();
+  if (num_posted_ == num_awaited_) unsent_.store(false, std::memory_order_release);
   if (!result.status.ok()) break_down(result.status, now);
 }
 
@@ -221,7 +225,7 @@ void Lane::break_down(const Status& why, int64_t now) {
   }
   for (uint64_t token = 0; token < posted_.size(); ++token) {
     if (!posted_[token].used) continue;
-    const std::shared_ptr<Transfer> transfer = std::move(posted_[token].transfer);
+    const std::shared_ptr<Transfer> transfer = posted_[token].transfer;
     const Step step = posted_[token].step;
     release(token);
     if (transfer) transfer->dropped(step, now);
@@ -244,8 +248,15 @@ std::string Lane::why_broken() const {
   return why_broken_.what();
 }
 
+void Lane::disown(uint64_t token) {
+  posted_[token].transfer = nullptr;
+  --num_awaited_;
+  unsent_.store(true, std::memory_order_release);
+}
+
 uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now) {
   ++num_posted_;
+  num_awaited_ += transfer != nullptr;
   for (uint64_t token = 0;; ++token) {
     if (token == posted_.size()) posted_.emplace_back();
     if (posted_[token].used) continue;
@@ -255,6 +266,7 @@ uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step,
 }
 
 void Lane::release(uint64_t token) {
+  num_awaited_ -= posted_[token].transfer != nullptr;
   posted_[token] = {};
   --num_posted_;
 }

@@ -36,6 +36,8 @@ class Lane {
   void submit(std::shared_ptr<Transfer> transfer);
   /// One bounded round: take over, drop, post, poll. Nothing when somebody else holds the lane.
   Driven drive();
+  /// A settle is posted and not sent: it leaves with the next pull's request, or when drive() is next called.
+  bool unsent() const { return unsent_.load(std::memory_order_acquire); }
   /// Drives until the transfer ended or `budget_ns` passed. False: the lane is busy, nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
   /// Notices an owner that died while the lane was idle. Does nothing when somebody else holds the lane.
@@ -58,7 +60,7 @@ class Lane {
     bool used = false;
   };
 
-  Driven drive_locked(int64_t now);
+  Driven drive_locked(int64_t now, bool send_settles);
   void take_inbox();
   void drop_stopped(int64_t now);
   bool post_steps(int64_t now);
@@ -67,6 +69,7 @@ class Lane {
   void break_down(const Status& why, int64_t now);
   uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now);
   void release(uint64_t token);
+  void disown(uint64_t token);
 
   const uint32_t index_;
   std::unique_ptr<Endpoint> endpoint_;
@@ -78,6 +81,7 @@ class Lane {
 
   std::atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
   std::atomic<bool> broken_{false};
+  std::atomic<bool> unsent_{false};
 
   std::mutex inbox_mutex_;  // never held while posting or copying
   std::vector<std::shared_ptr<Transfer>> inbox_;
@@ -87,6 +91,7 @@ class Lane {
   size_t turn_ = 0;  // round robin over the queue
   std::vector<Posted> posted_;
   uint32_t num_posted_ = 0;
+  uint32_t num_awaited_ = 0;  // of them, those that a transfer waits for
   int64_t last_ended_ns_ = 0;
   std::vector<Completion> ended_;
   Status why_broken_;

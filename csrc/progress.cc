@@ -18,7 +18,9 @@ namespace {
 constexpr int64_t kSpinNs = 50'000;
 // A lane that copies in poll() but made no progress (a fault is injected, or an inline caller holds it) is
 // tried again.
-constexpr int64_t kRetryNs = 1'000'000;
+// So is a lane that has settles to send.
+constexpr int64_t kTickNs = 1'000'000;
+constexpr int64_t kTickForNs = 50'000'000;
 constexpr int64_t kIdleNs = 1'000'000'000;
 
 }  // namespace
@@ -54,8 +56,13 @@ void ProgressThread::stop() {
   thread_.join();
 }
 
+void ProgressThread::wake_from_doze() {
+  wakes_.fetch_add(1, std::memory_order_seq_cst);
+  if (dozing_.load(std::memory_order_seq_cst)) wake();
+}
+
 void ProgressThread::run() {
-  int64_t last_progress = 0;
+  int64_t last_progress = 0, last_unsent = 0;
   while (!stopping_) {
     std::vector<std::shared_ptr<Lane>> lanes;
     {
@@ -66,27 +73,32 @@ void ProgressThread::run() {
     bool progressed = false, copying = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
-      if (lane->idle()) continue;
+      if (lane->unsent()) last_unsent = now_ns();
+      if (lane->idle() && !lane->unsent()) continue;
       const Lane::Driven driven = lane->drive();
-      progressed |= driven.progressed;
+      progressed |= driven.progressed && driven.active;
       copying |= lane->copies_in_poll() || !driven.active;
       wake_at = std::min(wake_at, driven.wake_at_ns);
     }
     const int64_t now = now_ns();
     if (progressed) last_progress = now;
     if (progressed || now - last_progress < kSpinNs) continue;
+    // Settles keep coming: looking every millisecond is cheaper than being woken for each.
+    const bool ticking = now - last_unsent < kTickForNs;
     asleep_.store(true, std::memory_order_seq_cst);
+    dozing_.store(!ticking, std::memory_order_seq_cst);
     // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
     if (wakes == wakes_.load(std::memory_order_seq_cst)) {
-      sleep_until(std::min(wake_at, now + (copying ? kRetryNs : kIdleNs)), lanes);
-      last_progress = now_ns();
+      const int64_t most_ns = ticking || copying ? kTickNs : kIdleNs;
+      if (sleep_until(std::min(wake_at, now + most_ns), lanes)) last_progress = now_ns();
     }
     asleep_.store(false, std::memory_order_seq_cst);
+    dozing_.store(false, std::memory_order_seq_cst);
   }
 }
 
 /// Watches lanes with work: sockets for bytes, and every lane for the death of its owner.
-void ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes) {
+bool ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes) {
   std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
   for (const auto& lane : lanes) {
     // An idle network lane is readable only when its owner hung up; inline callers read the others
@@ -96,12 +108,13 @@ void ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shar
   }
   const int64_t ns = std::max<int64_t>(wake_at_ns - now_ns(), 0);
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
-  ppoll(fds.data(), fds.size(), &timeout, nullptr);
+  const int ready = ppoll(fds.data(), fds.size(), &timeout, nullptr);
   uint64_t count;
   [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
   for (size_t index = 1; index < fds.size(); ++index) {
     if (fds[index].revents != 0) lanes[index - 1]->check_idle();
   }
+  return ready != 0;
 }
 
 }  // namespace kvlink

@@ -22,17 +22,21 @@ class ProgressThread {
   void remove(const std::shared_ptr<Lane>& lane);
   /// After submit() or cancel(). Costs nothing while the thread is awake.
   void wake();
+  /// As wake(), but a thread that looks again within a millisecond anyhow may sleep on.
+  void wake_from_doze();
   /// Idempotent; joins.
   void stop();
 
  private:
   void run();
-  void sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes);
+  /// False: only the time had come.
+  bool sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes);
 
   std::mutex mutex_;  // guards lanes_
   std::vector<std::shared_ptr<Lane>> lanes_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> asleep_{false};
+  std::atomic<bool> dozing_{false};  // asleep for longer than kTickNs
   std::atomic<uint64_t> wakes_{0};
   UniqueFd wake_fd_;
   std::thread thread_;

@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import time
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,6 +77,15 @@ class Part(NamedTuple):
     peer: Peer
     transfer: Transfer
 
+    def end(self) -> None:
+        """On return no byte of it lands any more."""
+        self.transfer.cancel()
+        self.transfer.wait(-1)
+
+
+Connected = list[tuple[Ticket, Peer]]
+Starting = concurrent.futures.Future[list[Part]]
+
 
 class Pull:
     """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
@@ -90,7 +99,7 @@ class Pull:
         self,
         request_id: str,
         parts: list[Part] | None,
-        starting: concurrent.futures.Future[list[Part]] | None,
+        starting: Starting | None,
         on_unsettled: Callable[[Part], None] | None,
     ) -> None:
         self.request_id = request_id
@@ -147,8 +156,7 @@ class Pull:
         if self._parts is None and self._starting is not None:
             self._starting.cancel()
         for part in self._started(None) or []:
-            part.transfer.cancel()
-            part.transfer.wait(-1)
+            part.end()
 
     @property
     def stats(self) -> PullStats:
@@ -232,27 +240,46 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     )  # fmt: skip
 
 
-async def start_cold(peers: Peers, tickets: Sequence[Ticket], want: Want) -> list[Part]:
-    """Connects to the owners side by side and starts reading them. Raises KVLinkError; nothing runs then."""
-    deadline = time.monotonic() + want.timeout_s
+async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
+    """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
+    found = await asyncio.gather(
+        *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
+    )
+    connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
+    if not connected:
+        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
+    return connected
+
+
+async def start_connected(
+    starting: Starting, connect: Callable[[], Awaitable[Connected]], want: Want, deadline: float
+) -> None:
+    """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
+    try:
+        connected = await connect()
+        if starting.set_running_or_notify_cancel():
+            starting.set_result(_start_all(connected, want, deadline))
+    except asyncio.CancelledError:
+        starting.cancel()
+        raise
+    except Exception as error:
+        if starting.running() or starting.set_running_or_notify_cancel():
+            starting.set_exception(error)
+
+
+def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
+    """Starts reading every owner. Raises KVLinkError; nothing runs then."""
     parts: list[Part] = []
     try:
-        connected = await asyncio.gather(
-            *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
-        )
-        for ticket, peer in zip(tickets, connected, strict=True):
-            if peer is None:
-                continue
+        for ticket, peer in connected:
             transfer = start(peer, ticket, want._replace(timeout_s=max(deadline - time.monotonic(), 0.0)))
             if transfer is None:
                 raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
             parts.append(Part(ticket, peer, transfer))
     except BaseException:
         for part in parts:
-            part.transfer.cancel()
+            part.end()
         raise
-    if not parts:
-        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
     return parts
 
 

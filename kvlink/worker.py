@@ -9,16 +9,17 @@ import os
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread
-from kvlink.decode import Part, Pull, Want, start, start_cold
+from kvlink.decode import Connected, Part, Pull, Starting, Want, connect_all, start, start_connected
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.peers import Peer, Peers
@@ -68,7 +69,7 @@ class Worker:
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed = False
-        self._starting: weakref.WeakSet[Future[list[Part]]] = weakref.WeakSet()
+        self._starting: weakref.WeakSet[Starting] = weakref.WeakSet()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
             self._engine = Engine(pool, time.time_ns(), self.config)
@@ -194,7 +195,7 @@ class Worker:
         on_unsettled = self._settle_otherwise if settle else None
         if isinstance(ticket, str):
             self._require_coordinator(f"request {ticket}: claiming by id")
-            starting = self._start(self._claim_and_start(ticket, want))
+            starting = self._start(partial(self._claim_and_connect, ticket), want)
             return Pull(ticket, None, starting, on_unsettled)
         if isinstance(ticket, Ticket):
             peer = self._peers.get(ticket.worker_id, ticket.epoch)
@@ -203,7 +204,7 @@ class Worker:
         tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
-        starting = self._start(start_cold(self._peers, tickets, want))
+        starting = self._start(partial(connect_all, self._peers, tickets), want)
         return Pull(tickets[0].request_id, None, starting, on_unsettled)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
@@ -228,9 +229,12 @@ class Worker:
         _open.discard(self)
         self._opened.close()
 
-    def _start(self, job: Coroutine[Any, Any, list[Part]]) -> Future[list[Part]]:
-        starting = self._control.submit(job)
+    def _start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
+        deadline = time.monotonic() + want.timeout_s
+        starting = Starting()
+        job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
         self._starting.add(starting)
+        starting.add_done_callback(lambda starting: starting.cancelled() and job.cancel())
         return starting
 
     def _leave(self) -> None:
@@ -252,12 +256,11 @@ class Worker:
             card = await self._presence.join(self.worker_id, self._engine)
         return card
 
-    async def _claim_and_start(self, request_id: str, want: Want) -> list[Part]:
-        deadline = time.monotonic() + want.timeout_s
+    async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
         layout = self.pool.layout
-        tickets = await self._presence.claim(request_id, want.timeout_s, layout.tp_rank, layout.tp_size)
-        left = want._replace(timeout_s=max(deadline - time.monotonic(), 0.001))
-        return await start_cold(self._peers, tickets, left)
+        left_s = max(deadline - time.monotonic(), 0.001)
+        tickets = await self._presence.claim(request_id, left_s, layout.tp_rank, layout.tp_size)
+        return await connect_all(self._peers, tickets, deadline)
 
     # In the background.
 

@@ -62,8 +62,9 @@ class Pair:
         return np.array_equal(self.blocks(reader)[list(into)], self.contents[list(blocks)])
 
     def works(self) -> None:
-        """A further pull succeeds."""
-        self.pull(self.offer([7, 2]), [1, 3], timeout_s=20)
+        """A further pull succeeds. Into the last two blocks."""
+        num_blocks = len(self.contents)
+        self.pull(self.offer([7, 2]), [num_blocks - 1, num_blocks - 2], timeout_s=20)
 
     def close(self) -> None:
         self.reader.close()
