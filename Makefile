@@ -40,7 +40,7 @@ $(VENV)/.made: constraints.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.made pyproject.toml $(NATIVE)
-	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	$(PIP_INSTALL) --no-build-isolation -Ccmake.define.KVLINK_WERROR=ON --editable '.[demo]'
 	touch $@
 
 $(VENV)/.checked: $(VENV)/.made pyproject.toml
@@ -63,7 +63,7 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 
 # $(call cpp-tests,build folder,sanitizers,command before). TSan cannot map its shadow when addresses are too random.
 define cpp-tests
-	cmake -S . -B build/$(1) -G Ninja -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) >/dev/null
+	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) >/dev/null
 	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
 	timeout 900 $(3) build/$(1)/kvlink_tests --gtest_brief=1
 endef

@@ -62,7 +62,7 @@ class Owner:
     def leases(self) -> Answer:
         """Counts of this worker's offers."""
         self._worker.events()
-        return self._worker.lease_counts()
+        return self._worker.lease_counts()._asdict()
 
     def close(self) -> None:
         """Idempotent."""

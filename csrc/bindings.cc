@@ -15,31 +15,17 @@ namespace py = pybind11;
 namespace kvlink {
 namespace {
 
-const char* exception_name(Code code) {
-  switch (code) {
-    case Code::kLayoutMismatch:
-      return "LayoutMismatch";
-    case Code::kTransportUnavailable:
-      return "TransportUnavailable";
-    case Code::kPeerUnreachable:
-      return "PeerUnreachable";
-    case Code::kAccessDenied:
-      return "AccessDenied";
-    case Code::kTimeout:
-      return "TransferTimeout";
-    case Code::kCancelled:
-      return "Cancelled";
-    case Code::kStaleBlocks:
-      return "StaleBlocks";
-    case Code::kOk:
-    case Code::kConfig:
-      break;
-  }
-  return "ConfigError";
-}
+// In kvlink.errors, by Code.
+// clang-format off
+constexpr const char* kExceptions[] = {"", "ConfigError", "LayoutMismatch", "TransportUnavailable", "PeerUnreachable",
+                                       "AccessDenied", "TransferTimeout", "Cancelled", "StaleBlocks"};
+// clang-format on
+static_assert(std::size(kExceptions) == static_cast<size_t>(Code::kStaleBlocks) + 1);
+
+const char* name_of(Code code) { return kExceptions[static_cast<size_t>(code)]; }
 
 [[noreturn]] void raise(const Status& status) {
-  const py::object type = py::module_::import("kvlink.errors").attr(exception_name(status.code()));
+  const py::object type = py::module_::import("kvlink.errors").attr(name_of(status.code()));
   if (status.code() == Code::kTransportUnavailable) {
     PyErr_SetObject(type.ptr(), type(status.what(), status.fix()).ptr());
   } else {
@@ -97,24 +83,19 @@ struct PackedSegment {
   uint32_t bytes, region;
 };
 
-using PlannerHandle = std::shared_ptr<const Planner>;
 struct PyPlanner {
-  PlannerHandle planner;
+  std::shared_ptr<const Planner> planner;
 };
 
 void register_memory(py::module_& m) {
-  py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory", py::buffer_protocol())
+  py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory")
       .def(py::init(
                [](uint64_t bytes, bool huge_pages) { return take(HostMemory::allocate(bytes, huge_pages)); }),
            py::arg("bytes"), py::arg("huge_pages") = true, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
           "address",
           [](const HostMemory& memory) { return reinterpret_cast<uintptr_t>(memory.range().base); })
-      .def_property_readonly("bytes", [](const HostMemory& memory) { return memory.range().bytes; })
-      .def_buffer([](HostMemory& memory) {
-        const MemoryRange range = memory.range();
-        return py::buffer_info(reinterpret_cast<uint8_t*>(range.base), static_cast<py::ssize_t>(range.bytes));
-      });
+      .def_property_readonly("bytes", [](const HostMemory& memory) { return memory.range().bytes; });
 }
 
 void register_plan(py::module_& m) {
@@ -198,7 +179,7 @@ void register_transfer(py::module_& m) {
            [](const Transfer& self) -> py::object {
              const Status status = self.status();
              if (status.ok()) return py::none();
-             return py::make_tuple(exception_name(status.code()), status.what(), status.fix());
+             return py::make_tuple(name_of(status.code()), status.what(), status.fix());
            })
       .def("cancel", &Transfer::cancel, py::call_guard<py::gil_scoped_release>())
       .def("notify", &Transfer::notify, py::arg("queue"), py::arg("token"))
@@ -303,7 +284,6 @@ void register_engine(py::module_& m) {
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies));
           },
           py::arg("transport"), py::arg("hellos"))
-      .def("fence", &Engine::fence, py::arg("connection_id"), py::call_guard<py::gil_scoped_release>())
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address) {
@@ -349,15 +329,9 @@ void register_engine(py::module_& m) {
       .def("lease_counts",
            [](Engine& self) {
              const LeaseCounts counts = self.leases().counts(now_ns());
-             py::dict dict;
-             dict["active"] = counts.active;
-             dict["granted"] = counts.granted;
-             dict["settled"] = counts.settled;
-             dict["expired"] = counts.expired;
-             dict["aborted"] = counts.aborted;
-             dict["fenced_readers"] = counts.fenced_readers;
-             dict["oldest_s"] = static_cast<double>(counts.oldest_ns) / 1e9;
-             return dict;
+             return py::make_tuple(counts.active, counts.granted, counts.settled, counts.expired,
+                                   counts.aborted, counts.fenced_readers,
+                                   static_cast<double>(counts.oldest_ns) / 1e9);
            })
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
 }

@@ -8,7 +8,7 @@ def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
 
 class HostMemory:
-    """A zeroed, mapped memfd; a buffer of bytes. Raises ConfigError when there is no memory."""
+    """A zeroed, mapped memfd. Raises ConfigError when there is no memory."""
 
     def __init__(self, bytes: int, huge_pages: bool = True) -> None: ...
     @property
@@ -153,7 +153,6 @@ class Engine:
     def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str]]:
         """(transport, address, pool keys, lease key, why refused or "") of each enabled transport."""
     def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]: ...
-    def fence(self, connection_id: int) -> bool: ...
     def open(self, transport: str, address: bytes) -> Connection: ...
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""
@@ -165,8 +164,8 @@ class Engine:
         """(lease, how: 0 settled 1 expired 2 aborted, held seconds) since the last call; sweeps first."""
     def watch_ended(self, queue: CompletionQueue) -> None:
         """Pushes to `queue` whenever take_ended() has something."""
-    def lease_counts(self) -> dict[str, Any]:
-        """active, granted, settled, expired, aborted, fenced_readers, oldest_s."""
+    def lease_counts(self) -> tuple[int, int, int, int, int, int, float]:
+        """active, granted, settled, expired, aborted, fenced readers, seconds of the oldest."""
     def close(self) -> None: ...
 
 def floor_memfd(memory: HostMemory) -> int:

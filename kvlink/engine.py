@@ -43,6 +43,18 @@ class Ended(NamedTuple):
     held_s: float
 
 
+class LeaseCounts(NamedTuple):
+    """`active` and `oldest_s` are of now, the rest since the start."""
+
+    active: int
+    granted: int
+    settled: int
+    expired: int
+    aborted: int
+    fenced_readers: int
+    oldest_s: float
+
+
 def available_transports() -> list[str]:
     """Names of the transports built in, best first, whether or not this machine can use them."""
     return [row[0] for row in _core.transports()]
@@ -134,6 +146,10 @@ class Engine:
     def take_ended(self) -> list[Ended]:
         """Leases that ended since the last call. Their blocks may be reused."""
         return [Ended(lease, _HOW[how], held_s) for lease, how, held_s in self.core.take_ended()]
+
+    def lease_counts(self) -> LeaseCounts:
+        """Of this worker's offers."""
+        return LeaseCounts(*self.core.lease_counts())
 
     def close(self) -> None:
         """Breaks connections, joins threads, revokes keys. On return no peer can read the pool by network."""

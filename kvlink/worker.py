@@ -20,7 +20,7 @@ from typing import Any
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread
 from kvlink.decode import Connected, Part, Pull, Starting, Want, connect_all, start, start_connected
-from kvlink.engine import Engine
+from kvlink.engine import Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
@@ -217,9 +217,9 @@ class Worker:
         """Owners this worker is connected to."""
         return self._peers.all()
 
-    def lease_counts(self) -> dict[str, Any]:
-        """active, granted, settled, expired, aborted, fenced_readers, oldest_s of this worker's offers."""
-        return self._engine.core.lease_counts()
+    def lease_counts(self) -> LeaseCounts:
+        """What became of this worker's offers."""
+        return self._engine.lease_counts()
 
     def close(self) -> None:
         """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""

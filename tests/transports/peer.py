@@ -89,7 +89,7 @@ class Commands:
         return [[event.request_id, event.how.value] for event in self._workers[name].events()]
 
     def counts(self, name: str) -> dict[str, Any]:
-        return self._workers[name].lease_counts()
+        return self._workers[name].lease_counts()._asdict()
 
     def agent_calls(self) -> int:
         return _agent_calls

@@ -216,7 +216,7 @@ def test_a_full_lease_table_takes_nothing(new_reader: NewReader) -> None:
         owner.offer("two", BLOCKS, readers=2)
     assert owner.offer("one", BLOCKS).seats
     owner.abort("three")
-    eventually(lambda: owner.lease_counts()["active"] == 1)
+    eventually(lambda: owner.lease_counts().active == 1)
     assert len(owner.offer("again", BLOCKS, readers=3).seats) == 3
 
 
