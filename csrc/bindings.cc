@@ -60,9 +60,8 @@ class BlockIds {
  public:
   explicit BlockIds(py::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) throw py::error_already_set();
-    if (view_.ndim == 1 && view_.itemsize == 4 && view_.format &&
-        (view_.format[0] == 'I' || view_.format[0] == 'L'))
-      return;
+    const char* const format = view_.format ? view_.format : "";
+    if (view_.ndim == 1 && view_.itemsize == 4 && (*format == 'I' || *format == 'L')) return;
     PyBuffer_Release(&view_);
     raise(Status::Config("block ids must be a contiguous one-dimensional buffer of uint32"));
   }

@@ -19,6 +19,7 @@ from transports.pools import PoolSpec, fill, fill_share, random_contents, rows
 
 from kvlink import Pull, ReadyUnit, Ticket, Worker, WorkerConfig
 from kvlink.control import server
+from kvlink.errors import UnknownRequest
 
 _agent_calls = 0
 
@@ -67,6 +68,7 @@ class Commands:
         gc.collect()
 
     def fill(self, name: str, seed: int) -> None:
+        self._join()
         fill(self._workers[name].pool, seed)
 
     def fill_share(self, name: str, seed: int) -> None:
@@ -145,7 +147,10 @@ class Commands:
             for step in range(len(blocks) if by_blocks else layout.num_layers):
                 time.sleep(pauses.uniform(0, most_ms) / 1000)
                 write(step)
-                worker.set_ready(request_id, step + 1)
+                try:
+                    worker.set_ready(request_id, step + 1)
+                except UnknownRequest:
+                    return  # the reader has all it wanted
 
         self._start(run)
 
