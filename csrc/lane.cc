@@ -13,9 +13,15 @@
 namespace kvlink {
 namespace {
 
+// An owner that answers nothing for this long, far more than a round trip, is given up when a pull times out.
+constexpr int64_t kSilentNs = 100'000'000;
+
 // An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes
-// 10-40 us, and a sleep adds one scheduler wake-up (5-20 us) to it.
+// 10-40 us, and a sleep adds one scheduler wake-up (5-20 us) to it. But where the scheduler keeps both ends
+// on one CPU, spinning only keeps the owner from running: a spin that was in vain is not repeated for a
+// while.
 constexpr int64_t kInlineSpinNs = 60'000;
+constexpr int32_t kWaitsWithoutSpin = 64;
 
 uint64_t settled_offset(uint32_t slot) {
   return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled);
@@ -79,8 +85,8 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
     const Driven driven = drive_locked(now, false);
     if (driven.progressed) {
       last_progress = now;
-    } else if (now - last_progress > kInlineSpinNs && !endpoint_->copies_in_poll()) {
-      sleep_on(wake_fd_, budget_ns - (now - start));
+    } else if (!endpoint_->copies_in_poll()) {
+      await_bytes(now - last_progress, budget_ns - (now - start));
     }
   }
   take_inbox();
@@ -117,18 +123,36 @@ void Lane::take_inbox() {
   inbox_.clear();
 }
 
-/// Takes transfers that ended or must end out of the queue; a lane that has stalled under one of them breaks.
+/// Spins by returning at once, unless that was in vain lately.
+void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
+  if (spin_credit_ >= 0 && waited_ns < kInlineSpinNs) return;
+  spin_credit_ = spin_credit_ < 0 ? spin_credit_ + 1 : -kWaitsWithoutSpin;
+  sleep_on(wake_fd_, left_ns);
+}
+
+/// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
+/// breaks.
 void Lane::drop_stopped(int64_t now) {
-  bool stalled = false;
+  const auto too_late = [now](const auto& transfer) {
+    return now >= transfer->deadline_ns() && !transfer->done();
+  };
+  const bool timed_out = std::any_of(queue_.begin(), queue_.end(), too_late);
+  // First of all: who hears of a timeout and tries again at once must find the lane broken.
+  if (timed_out && is_silent(now)) {
+    give_up(
+        Status::Unreachable("the owner answered nothing until a deadline; its process may be stopped or its "
+                            "host gone"));
+  }
   for (const auto& transfer : queue_) {
-    if (now >= transfer->deadline_ns()) transfer->expire(now);
+    if (too_late(transfer)) transfer->expire(now);
+  }
+  if (broken()) return break_down(why_broken_, now);
+  for (const auto& transfer : queue_) {
     if (!transfer->stopping() || transfer->done()) continue;
     for (uint64_t token = 0; token < posted_.size(); ++token) {
-      Posted& posted = posted_[token];
-      if (posted.transfer != transfer) continue;
-      stalled |= now >= transfer->deadline_ns() && last_ended_ns_ < posted.posted_ns;
+      if (posted_[token].transfer != transfer) continue;
       endpoint_->cancel(token);
-      const Step step = posted.step;
+      const Step step = posted_[token].step;
       release(token);
       transfer->dropped(step, now);
     }
@@ -136,13 +160,10 @@ void Lane::drop_stopped(int64_t now) {
   const size_t before = queue_.size();
   std::erase_if(queue_, [](const auto& transfer) { return transfer->done(); });
   pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
-  if (stalled) {
-    break_down(
-        Status::Unreachable("nothing moved on this connection for a whole deadline; the owner's process "
-                            "may be stopped or its host gone"),
-        now);
-  }
 }
+
+/// A pull with a short deadline is no reason to cut off the others.
+bool Lane::is_silent(int64_t now) const { return asked_ns_ != 0 && now - asked_ns_ >= kSilentNs; }
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;
@@ -158,7 +179,7 @@ bool Lane::post_steps(int64_t now) {
     }
     without_work = 0;
     any = true;
-    const uint64_t token = claim_token(transfer, step, now);
+    const uint64_t token = claim_token(transfer, step);
     const Status posted = post(transfer, step, token);
     // Over a network a settle is done with once it is posted: sending it by itself costs the caller several
     // microseconds, and losing it costs no more than the lease's time to live.
@@ -177,7 +198,7 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
   }
   if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(lease_region_));
   if (step.first_op == 0 && connection_id_ != 0) {
-    const uint64_t announced = claim_token(nullptr, {}, now_ns());
+    const uint64_t announced = claim_token(nullptr, {});
     const Status status =
         endpoint_->post_write(announced, lease_region_, reader_offset(transfer->slot()), connection_id_);
     if (!status.ok()) {
@@ -195,8 +216,9 @@ void Lane::collect(PollResult& result, int64_t now) {
     const std::shared_ptr<Transfer> transfer = posted.transfer;
     const Step step = posted.step;
     release(completion.token);
-    last_ended_ns_ = now;
-    if (transfer) transfer->ended(step, completion.status, now);
+    if (!transfer) continue;  // a write is over once it is sent: no sign of life
+    asked_ns_ = num_awaited_ > 0 ? now : 0;
+    transfer->ended(step, completion.status, now);
   }
   ended_.clear();
   if (num_posted_ == num_awaited_) unsent_.store(false, std::memory_order_release);
@@ -206,7 +228,7 @@ void Lane::collect(PollResult& result, int64_t now) {
 bool Lane::settle(uint32_t slot, uint64_t value) {
   std::lock_guard lock(mutex_);
   if (broken()) return false;
-  const uint64_t token = claim_token(nullptr, {}, now_ns());
+  const uint64_t token = claim_token(nullptr, {});
   const Status status = endpoint_->post_write(token, lease_region_, settled_offset(slot), value);
   if (!status.ok()) {
     release(token);
@@ -217,12 +239,15 @@ bool Lane::settle(uint32_t slot, uint64_t value) {
   return !broken();
 }
 
+void Lane::give_up(const Status& why) {
+  if (broken()) return;
+  why_broken_ = why;
+  broken_.store(true, std::memory_order_release);
+  endpoint_->close();
+}
+
 void Lane::break_down(const Status& why, int64_t now) {
-  if (!broken()) {
-    why_broken_ = why;
-    broken_.store(true, std::memory_order_release);
-    endpoint_->close();
-  }
+  give_up(why);
   for (uint64_t token = 0; token < posted_.size(); ++token) {
     if (!posted_[token].used) continue;
     const std::shared_ptr<Transfer> transfer = posted_[token].transfer;
@@ -254,13 +279,14 @@ void Lane::disown(uint64_t token) {
   unsent_.store(true, std::memory_order_release);
 }
 
-uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now) {
+uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step) {
   ++num_posted_;
   num_awaited_ += transfer != nullptr;
+  if (transfer && asked_ns_ == 0) asked_ns_ = now_ns();
   for (uint64_t token = 0;; ++token) {
     if (token == posted_.size()) posted_.emplace_back();
     if (posted_[token].used) continue;
-    posted_[token] = {std::move(transfer), step, now, true};
+    posted_[token] = {std::move(transfer), step, true};
     return token;
   }
 }

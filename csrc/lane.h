@@ -56,7 +56,6 @@ class Lane {
   struct Posted {
     std::shared_ptr<Transfer> transfer;  // null: a free entry, or a settle that nobody waits for
     Step step;
-    int64_t posted_ns = 0;
     bool used = false;
   };
 
@@ -66,8 +65,11 @@ class Lane {
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
   void collect(PollResult& result, int64_t now);
+  void give_up(const Status& why);
   void break_down(const Status& why, int64_t now);
-  uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step, int64_t now);
+  void await_bytes(int64_t waited_ns, int64_t left_ns);
+  bool is_silent(int64_t now) const;
+  uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step);
   void release(uint64_t token);
   void disown(uint64_t token);
 
@@ -92,7 +94,8 @@ class Lane {
   std::vector<Posted> posted_;
   uint32_t num_posted_ = 0;
   uint32_t num_awaited_ = 0;  // of them, those that a transfer waits for
-  int64_t last_ended_ns_ = 0;
+  int64_t asked_ns_ = 0;      // when the owner was asked for what it has not answered since; 0: nothing
+  int32_t spin_credit_ = 0;   // negative: so many waits go without spinning
   std::vector<Completion> ended_;
   Status why_broken_;
   bool closed_ = false;

@@ -8,7 +8,7 @@ namespace kvlink {
 namespace {
 
 // Asking costs a system call or two: too much for every slice of a small pull.
-constexpr int64_t kCheckOwnerNs = 200'000;
+constexpr int64_t kCheckOwnerNs = 2'000'000;
 
 Status out_of_bounds(const char* what, uint32_t region, uint64_t offset, uint64_t bytes,
                      uint64_t region_bytes) {

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode worker's side: one pull of a request's blocks, from one or several owners."""
+"""The decode worker's side: the handle of one pull of a request's blocks, from one or several owners."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvlink.engine import SETTLED, Transfer, failure
-from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable
-from kvlink.peers import Peer, Peers, Refusal
-from kvlink.ticket import Ticket
-from kvlink.types import ReadyUnit
+from kvlink.engine import SETTLED, failure
+from kvlink.errors import Cancelled, KVLinkError
+from kvlink.peers import Refusal
+from kvlink.starting import Part, Starting
 from kvlink.waiting import LoopWaiter
-
-_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 
 
 class PullStats(NamedTuple):
@@ -58,33 +54,6 @@ class PathTaken:
             f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
             f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
         )
-
-
-class Want(NamedTuple):
-    """What `pull` was asked for, apart from the ticket."""
-
-    into: array[int] | Any
-    tokens: tuple[int, int] | None
-    layers: tuple[int, int] | None
-    settle: bool
-    timeout_s: float
-
-
-class Part(NamedTuple):
-    """One owner's share of a pull."""
-
-    ticket: Ticket
-    peer: Peer
-    transfer: Transfer
-
-    def end(self) -> None:
-        """On return no byte of it lands any more."""
-        self.transfer.cancel()
-        self.transfer.wait(-1)
-
-
-Connected = list[tuple[Ticket, Peer]]
-Starting = concurrent.futures.Future[list[Part]]
 
 
 class Pull:
@@ -213,74 +182,6 @@ class Pull:
             if failed is not None:
                 return failed
         return None
-
-
-def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
-    """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
-    index = peer.assignment.seat
-    if index >= len(ticket.seats):
-        raise ConfigError(
-            f"request {ticket.request_id}: this rank reads with seat {index} and the ticket has "
-            f"{len(ticket.seats)}; offer it with readers={peer.assignment.num_seats}"
-        )
-    seat = ticket.seats[index]
-    begin, end = want.tokens or (0, ticket.num_tokens)
-    if not 0 <= begin < end <= ticket.num_tokens:
-        raise ConfigError(f"request {ticket.request_id}: tokens {begin} to {end} of {ticket.num_tokens}")
-    first_layer, end_layer = want.layers or (0, peer.num_layers)
-    if not 0 <= first_layer < end_layer <= peer.num_layers:
-        raise ConfigError(
-            f"request {ticket.request_id}: layers {first_layer} to {end_layer} of {peer.num_layers}"
-        )
-    units = len(ticket.block_ids) if ticket.ready_unit is ReadyUnit.BLOCKS else peer.num_layers
-    return peer.connection.pull(
-        peer.planner, ticket.block_ids, want.into, begin, end, first_layer, end_layer,
-        seat.slot, seat.nonce, seat.settle_nonce if want.settle else 0,
-        0 if ticket.ready >= units else _STREAM[ticket.ready_unit], want.timeout_s,
-    )  # fmt: skip
-
-
-async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
-    """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
-    found = await asyncio.gather(
-        *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
-    )
-    connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
-    if not connected:
-        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
-    return connected
-
-
-async def start_connected(
-    starting: Starting, connect: Callable[[], Awaitable[Connected]], want: Want, deadline: float
-) -> None:
-    """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
-    try:
-        connected = await connect()
-        if starting.set_running_or_notify_cancel():
-            starting.set_result(_start_all(connected, want, deadline))
-    except asyncio.CancelledError:
-        starting.cancel()
-        raise
-    except Exception as error:
-        if starting.running() or starting.set_running_or_notify_cancel():
-            starting.set_exception(error)
-
-
-def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
-    """Starts reading every owner. Raises KVLinkError; nothing runs then."""
-    parts: list[Part] = []
-    try:
-        for ticket, peer in connected:
-            transfer = start(peer, ticket, want._replace(timeout_s=max(deadline - time.monotonic(), 0.0)))
-            if transfer is None:
-                raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
-            parts.append(Part(ticket, peer, transfer))
-    except BaseException:
-        for part in parts:
-            part.end()
-        raise
-    return parts
 
 
 def _path_taken(part: Part) -> PathTaken:

@@ -59,7 +59,13 @@ class Peer:
     assignment: Assignment
     refused: tuple[Refusal, ...]
     cost: FittedCost
-    num_layers: int
+    num_layers: int = field(init=False)  # these two are looked up for every pull
+    seat: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Looks the hot fields up once."""
+        self.num_layers = self.card.layout.num_layers
+        self.seat = self.assignment.seat
 
     def __repr__(self) -> str:
         """State in words."""
@@ -116,7 +122,9 @@ class Peers:
         # Others may wait longer for the same connect; an owner that is stopped answers nobody in time.
         done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
         if not done:
-            raise TransferTimeout(f"{worker_id} was not connected within the deadline; its process may be stopped")
+            raise TransferTimeout(
+                f"{worker_id} was not connected within the deadline; its process may be stopped"
+            )
         return task.result()
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
@@ -229,7 +237,7 @@ class Peers:
             connection.close()
             raise
         cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
-        return Peer(card, name, connection, planner, assignment, tuple(refused), cost, card.layout.num_layers)
+        return Peer(card, name, connection, planner, assignment, tuple(refused), cost)
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
         """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""

@@ -19,13 +19,14 @@ from typing import Any
 
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread
-from kvlink.decode import Connected, Part, Pull, Starting, Want, connect_all, start, start_connected
+from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Offers
 from kvlink.presence import Presence
+from kvlink.starting import Connected, Part, Starting, Want, connect_all, start, start_connected
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import LeaseBell

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pull starts: at once where its owner is connected, else after connecting to all its owners side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from kvlink.engine import Transfer
+from kvlink.errors import ConfigError, PeerUnreachable
+from kvlink.peers import Peer, Peers
+from kvlink.ticket import Ticket
+from kvlink.types import ReadyUnit
+
+_BLOCKS = ReadyUnit.BLOCKS
+_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
+
+
+class Want(NamedTuple):
+    """What `pull` was asked for, apart from the ticket."""
+
+    into: array[int] | Any
+    tokens: tuple[int, int] | None
+    layers: tuple[int, int] | None
+    settle: bool
+    timeout_s: float
+
+
+class Part(NamedTuple):
+    """One owner's share of a pull."""
+
+    ticket: Ticket
+    peer: Peer
+    transfer: Transfer
+
+    def end(self) -> None:
+        """On return no byte of it lands any more."""
+        self.transfer.cancel()
+        self.transfer.wait(-1)
+
+
+Connected = list[tuple[Ticket, Peer]]
+Starting = concurrent.futures.Future[list[Part]]
+
+
+def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
+    """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
+    into, tokens, layers, settle, timeout_s = want
+    num_layers = peer.num_layers
+    try:
+        seat = ticket.seats[peer.seat]
+    except IndexError:
+        raise ConfigError(
+            f"request {ticket.request_id}: this rank reads with seat {peer.seat} and the ticket has "
+            f"{len(ticket.seats)}; offer it with readers={peer.assignment.num_seats}"
+        ) from None
+    begin, end = (
+        (0, ticket.num_tokens) if tokens is None else _within(tokens, ticket.num_tokens, "tokens", ticket)
+    )
+    first_layer, end_layer = (
+        (0, num_layers) if layers is None else _within(layers, num_layers, "layers", ticket)
+    )
+    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
+    return peer.connection.pull(
+        peer.planner, ticket.block_ids, into, begin, end, first_layer, end_layer,
+        seat.slot, seat.nonce, seat.settle_nonce if settle else 0,
+        0 if ticket.ready >= units else _STREAM[ticket.ready_unit], timeout_s,
+    )  # fmt: skip
+
+
+def _within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
+    if not 0 <= asked[0] < asked[1] <= count:
+        raise ConfigError(f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} of {count}")
+    return asked
+
+
+async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
+    """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
+    found = await asyncio.gather(
+        *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
+    )
+    connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
+    if not connected:
+        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
+    return connected
+
+
+async def start_connected(
+    starting: Starting, connect: Callable[[], Awaitable[Connected]], want: Want, deadline: float
+) -> None:
+    """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
+    try:
+        connected = await connect()
+        if starting.set_running_or_notify_cancel():
+            starting.set_result(_start_all(connected, want, deadline))
+    except asyncio.CancelledError:
+        starting.cancel()
+        raise
+    except Exception as error:
+        if starting.running() or starting.set_running_or_notify_cancel():
+            starting.set_exception(error)
+
+
+def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
+    """Starts reading every owner. Raises KVLinkError; nothing runs then."""
+    parts: list[Part] = []
+    try:
+        for ticket, peer in connected:
+            transfer = start(peer, ticket, want._replace(timeout_s=max(deadline - time.monotonic(), 0.0)))
+            if transfer is None:
+                raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
+            parts.append(Part(ticket, peer, transfer))
+    except BaseException:
+        for part in parts:
+            part.end()
+        raise
+    return parts
