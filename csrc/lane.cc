@@ -20,8 +20,8 @@ constexpr int64_t kSilentNs = 100'000'000;
 // 10-40 us, and a sleep adds one scheduler wake-up (5-20 us) to it. But where the scheduler keeps both ends
 // on one CPU, spinning only keeps the owner from running: a spin that was in vain is not repeated for a
 // while.
-constexpr int64_t kInlineSpinNs = 60'000;
-constexpr int32_t kWaitsWithoutSpin = 64;
+constexpr int64_t kInlineSpinNs = 60000;
+constexpr int32_t kWaitsWithoutSpin = 8;
 
 uint64_t settled_offset(uint32_t slot) {
   return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled);
@@ -59,7 +59,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
 
 Lane::Driven Lane::drive() {
   std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return {};
+  if (!lock) return {.held = true};
   return drive_locked(now_ns(), true);
 }
 

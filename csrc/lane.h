@@ -21,6 +21,7 @@ class Lane {
  public:
   struct Driven {
     bool progressed = false;
+    bool held = false;               // by somebody else, who wakes the thread when work is left
     bool active = false;             // transfers are queued
     int64_t wake_at_ns = INT64_MAX;  // next deadline or streaming peek
   };

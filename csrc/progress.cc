@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "progress.h"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -70,14 +69,20 @@ void ProgressThread::run() {
       lanes = lanes_;
     }
     const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
+    std::vector<pollfd> watched{{wake_fd_.get(), POLLIN, 0}};
     bool progressed = false, copying = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
+      // What is not ours to drive is readable only to tell that its owner hung up.
+      const short events = lane->copies_in_poll() ? POLLIN : POLLRDHUP;
+      watched.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
       if (lane->unsent()) last_unsent = now_ns();
       if (lane->idle() && !lane->unsent()) continue;
       const Lane::Driven driven = lane->drive();
+      if (driven.held) continue;
+      if (driven.active) watched.back().events = POLLIN;
       progressed |= driven.progressed && driven.active;
-      copying |= lane->copies_in_poll() || !driven.active;
+      copying |= lane->copies_in_poll();
       wake_at = std::min(wake_at, driven.wake_at_ns);
     }
     const int64_t now = now_ns();
@@ -90,22 +95,15 @@ void ProgressThread::run() {
     // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
     if (wakes == wakes_.load(std::memory_order_seq_cst)) {
       const int64_t most_ns = ticking || copying ? kTickNs : kIdleNs;
-      if (sleep_until(std::min(wake_at, now + most_ns), lanes)) last_progress = now_ns();
+      if (sleep_until(std::min(wake_at, now + most_ns), watched, lanes)) last_progress = now_ns();
     }
     asleep_.store(false, std::memory_order_seq_cst);
     dozing_.store(false, std::memory_order_seq_cst);
   }
 }
 
-/// Watches lanes with work: sockets for bytes, and every lane for the death of its owner.
-bool ProgressThread::sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes) {
-  std::vector<pollfd> fds{{wake_fd_.get(), POLLIN, 0}};
-  for (const auto& lane : lanes) {
-    // An idle network lane is readable only when its owner hung up; inline callers read the others
-    // themselves.
-    const short events = lane->copies_in_poll() || !lane->idle() ? POLLIN : POLLRDHUP;
-    fds.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
-  }
+bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
+                                 const std::vector<std::shared_ptr<Lane>>& lanes) {
   const int64_t ns = std::max<int64_t>(wake_at_ns - now_ns(), 0);
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
   const int ready = ppoll(fds.data(), fds.size(), &timeout, nullptr);

@@ -2,6 +2,8 @@
 // The thread that drives lanes: busy while bytes move, asleep otherwise.
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -29,8 +31,9 @@ class ProgressThread {
 
  private:
   void run();
-  /// False: only the time had come.
-  bool sleep_until(int64_t wake_at_ns, const std::vector<std::shared_ptr<Lane>>& lanes);
+  /// `fds` are the wake descriptor, then one a lane. False: only the time had come.
+  bool sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
+                   const std::vector<std::shared_ptr<Lane>>& lanes);
 
   std::mutex mutex_;  // guards lanes_
   std::vector<std::shared_ptr<Lane>> lanes_;

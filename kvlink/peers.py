@@ -122,10 +122,14 @@ class Peers:
         # Others may wait longer for the same connect; an owner that is stopped answers nobody in time.
         done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
         if not done:
-            raise TransferTimeout(
-                f"{worker_id} was not connected within the deadline; its process may be stopped"
-            )
+            raise self._not_in_time(key)
         return task.result()
+
+    def _not_in_time(self, key: tuple[str, int]) -> KVLinkError:
+        attempts = self._attempts.get(key)
+        if attempts is not None and attempts.last:
+            return PeerUnreachable(f"{key[0]} is not reachable: {attempts.last}")
+        return TransferTimeout(f"{key[0]} was not connected within the deadline; its process may be stopped")
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
         self._connecting.pop(key, None)

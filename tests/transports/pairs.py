@@ -30,7 +30,10 @@ class Pair:
             "lanes": 1,
             **config,
         }
-        self.owner = RemoteWorker(peer, f"{name}-owner", self.spec, transports=transport)
+        coordinator = config.get("coordinator")
+        self.owner = RemoteWorker(
+            peer, f"{name}-owner", self.spec, transports=transport, coordinator=coordinator
+        )
         self.owner.do("fill", seed=SEED)
         self.contents = random_contents(self.spec.layout(), SEED)[0].reshape(num_blocks, -1)
         self.reader = self.another_reader(f"{name}-reader")

@@ -32,6 +32,8 @@ class Peer(Protocol):
 
     pid: int
 
+    def lives(self) -> bool: ...
+
     def call(self, do: str, **arguments: Any) -> Any: ...
 
     def close(self) -> None: ...
@@ -44,6 +46,9 @@ class LocalPeer:
         count_agent_calls()
         self._commands = Commands()
         self.pid = os.getpid()
+
+    def lives(self) -> bool:
+        return True
 
     def call(self, do: str, **arguments: Any) -> Any:
         return getattr(self._commands, do)(**arguments)
@@ -65,11 +70,16 @@ class PeerProcess:
         )
         self.pid = self.process.pid
         self._stopped = False
+        self._one_at_a_time = threading.Lock()
+
+    def lives(self) -> bool:
+        return self.process.poll() is None
 
     def call(self, do: str, **arguments: Any) -> Any:
         """Raises what the command raised when it is kvlink's, else RuntimeError."""
-        self.send(do, **arguments)
-        return self.answer()
+        with self._one_at_a_time:
+            self.send(do, **arguments)
+            return self.answer()
 
     def send(self, do: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
@@ -103,7 +113,7 @@ class PeerProcess:
         self.process.communicate()
 
     def close(self) -> None:
-        if self.process.poll() is not None:
+        if not self.lives():
             return
         if self._stopped:
             return self.kill()
@@ -147,8 +157,8 @@ class RemoteWorker:
         return self._ended.pop(request_id)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._open:
+        """Idempotent. It may have died with its process."""
+        if self._open and self.peer.lives():
             self._open = False
             self.do("close")
 

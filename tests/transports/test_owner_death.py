@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners that die, stop, go on and come back under the same address; readers that notice in time and recover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transports.pairs import POISON, Pair
+from transports.processes import PeerProcess, RemoteWorker, eventually, free_ports
+
+from kvlink import Pull
+from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+
+NewPair = Callable[..., Pair]
+NewProcess = Callable[..., PeerProcess]
+
+MANY = range(1024)  # 16 MiB
+SLOW = "delay-data=50ms@every:1"  # a pull of MANY takes 0.1 s and more
+
+
+def is_under_way(pull: Pull) -> bool:
+    return 0 < pull.stats.num_bytes < len(MANY) * (16 << 10)
+
+
+def test_an_owner_killed_in_the_middle_of_a_pull(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    process = new_process()
+    pair = new_pair(distant, at=process, num_blocks=1026, fault=SLOW)
+    pair.works()
+    ticket, next_ticket = pair.offer(MANY), pair.offer([5])
+    pull = pair.start(ticket, MANY, timeout_s=60)
+    eventually(lambda: is_under_way(pull))
+    process.kill()
+    with pytest.raises(PeerUnreachable, match=ticket.request_id):
+        pull.wait(20)
+    assert not pair.holds(MANY, MANY)
+    with pytest.raises(PeerUnreachable):
+        pair.start(next_ticket, [9], timeout_s=5).wait(20)
+    assert (pair.blocks()[9] == POISON).all()
+
+
+def test_an_owner_killed_between_two_pulls(distant: str, new_process: NewProcess, new_pair: NewPair) -> None:
+    process = new_process()
+    pair = new_pair(distant, at=process)
+    pair.works()
+    tickets = [pair.offer([index]) for index in range(3)]
+    process.kill()
+    for ticket in tickets:
+        started = time.monotonic()
+        with pytest.raises(PeerUnreachable):
+            pair.start(ticket, [9], timeout_s=3).wait(20)
+        assert time.monotonic() - started < 3.5
+
+
+def test_an_owner_that_closes_in_the_middle_of_a_pull(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    pair = new_pair(distant, at=new_process(), num_blocks=1026, fault=SLOW)
+    pair.works()
+    pull = pair.start(pair.offer(MANY), MANY, timeout_s=60)
+    eventually(lambda: is_under_way(pull))
+    pair.owner.close()
+    with pytest.raises((PeerUnreachable, StaleBlocks)):
+        pull.wait(20)
+
+
+def test_a_restarted_owner_is_found_again(distant: str, new_process: NewProcess, new_pair: NewPair) -> None:
+    agent_port, port = free_ports(2)
+    config: dict[str, Any] = {"transports": distant, "agent_port": agent_port, "port": port}
+    pair = new_pair(distant)  # for its reader, its contents and its comparison
+    process = new_process()
+    owner = RemoteWorker(process, "phoenix", pair.spec, **config)
+    for life in range(3):
+        owner.do("fill", seed=20_25)
+        for _ in range(3):
+            pair.pull(owner.offer([life, 9, 4]), [6, 7, 8], timeout_s=20)
+        ticket = owner.offer([1])
+        process.kill()
+        with pytest.raises(PeerUnreachable):
+            pair.start(ticket, [2], timeout_s=1).wait(20)
+        process = new_process()
+        owner = RemoteWorker(process, "phoenix", pair.spec, **config)
+        with pytest.raises(KVLinkError):
+            pair.start(ticket, [2], timeout_s=5).wait(20)
+        assert (pair.blocks()[2] == POISON).all()
+    assert len(pair.reader.peers()) <= 1
+    owner.close()
+
+
+def test_a_stopped_owner_costs_no_more_than_the_deadline(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    process = new_process()
+    pair = new_pair(distant, at=process)
+    pair.works()
+    tickets = [pair.offer([index, index + 1]) for index in range(5)]
+    process.stop()
+    for index, ticket in enumerate(tickets):
+        started = time.monotonic()
+        pull = pair.start(ticket, [20, 21], timeout_s=0.5)
+        if distant == "tcp":  # the owner's thread sends: the first pull finds out, the others cannot connect
+            with pytest.raises(TransferTimeout):
+                pull.wait(20)
+            assert 0.5 <= time.monotonic() - started < 1.0
+        else:
+            assert pull.wait(20)
+            assert pull.stats.settled
+            assert pair.holds([20, 21], [index, index + 1])
+    process.go_on()
+    pair.works()
+    if distant == "tcp":
+        for ticket in tickets:
+            pair.pull(ticket, [20, 21])
+    for ticket in tickets:
+        assert pair.owner.fate_of(ticket.request_id) == "settled"
+
+
+def test_connecting_to_a_stopped_owner_ends_with_the_deadline(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    process = new_process()
+    pair = new_pair(distant, at=process)
+    ticket = pair.offer([3, 4])
+    process.stop()
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            pair.start(ticket, [20, 21], timeout_s=0.5).wait(20)
+        assert 0.5 <= time.monotonic() - started < 1.0
+    assert (pair.blocks()[[20, 21]] == POISON).all()
+    process.go_on()
+    pair.pull(ticket, [20, 21])
+
+
+def test_an_owner_stopped_in_the_middle_of_a_pull_goes_on(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    process = new_process()
+    pair = new_pair(distant, at=process, num_blocks=1026, fault=SLOW)
+    pair.works()
+    ticket = pair.offer(MANY)
+    pull = pair.start(ticket, MANY, timeout_s=60)
+    eventually(lambda: is_under_way(pull))
+    process.stop()
+    time.sleep(0.3)
+    process.go_on()
+    assert pull.wait(60)
+    assert pair.holds(MANY, MANY)
