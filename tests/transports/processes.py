@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -175,7 +176,7 @@ def open_fds(pid: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found[str(entry.readlink()).partition(":[")[0]] += 1
+            found[re.sub(r"\d+", "", str(entry.readlink()))] += 1
     return found
 
 
