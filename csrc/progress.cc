@@ -16,9 +16,8 @@ namespace {
 // under way a sleep costs no throughput, and where both ends share a CPU a spin does: 0.46 against 0.43
 // CPU-s/GiB on tcp. us.
 constexpr int64_t kSpinNs = 2'000;
-// A lane that copies in poll() but made no progress (a fault is injected, or an inline caller holds it) is
-// tried again.
-// So is a lane that has settles to send.
+// A lane that copies in poll() but made no progress (a fault is injected) is tried again, and one with
+// settles to send.
 constexpr int64_t kTickNs = 1'000'000;
 constexpr int64_t kTickForNs = 50'000'000;
 constexpr int64_t kIdleNs = 1'000'000'000;
