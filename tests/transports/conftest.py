@@ -126,7 +126,9 @@ def nothing_leaks(_shared_peers: dict[bool, Peer]) -> Iterator[None]:
     before = [usage(peer.pid) for peer in peers]
     yield
     deadline = time.monotonic() + 10
-    while leaked := [more for peer, had in zip(peers, before, strict=True) if (more := usage(peer.pid) - had)]:
+    while leaked := [
+        more for peer, had in zip(peers, before, strict=True) if (more := usage(peer.pid) - had)
+    ]:
         assert time.monotonic() < deadline, f"left open: {leaked}"
         for peer in peers:
             peer.call("collect")  # a Worker and its parts refer to each other

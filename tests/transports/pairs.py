@@ -71,4 +71,5 @@ class Pair:
 
     def close(self) -> None:
         self.reader.close()
+        del self.reader  # pytest keeps the pair, and with it the reader's memory
         self.owner.close()

@@ -115,7 +115,7 @@ class PeerProcess:
 
     def close(self) -> None:
         if not self.lives():
-            return
+            return None
         if self._stopped:
             return self.kill()
         try:

@@ -8,7 +8,14 @@ from collections.abc import Callable
 import pytest
 from transports.pairs import POISON, Pair
 
-from kvlink.errors import AccessDenied, Cancelled, PeerUnreachable, StaleBlocks, TransferError, TransferTimeout
+from kvlink.errors import (
+    AccessDenied,
+    Cancelled,
+    PeerUnreachable,
+    StaleBlocks,
+    TransferError,
+    TransferTimeout,
+)
 
 NewPair = Callable[..., Pair]
 

@@ -51,7 +51,9 @@ def test_a_reader_killed_while_idle(
     process = new_process()
     for number in range(3):
         slow_reader(process, f"doomed-{number}", distant, pair)
-    assert usage(peer.pid) > before or distant == "cma"  # which keeps nothing open at the owner but the agent's call
+    assert (
+        usage(peer.pid) > before or distant == "cma"
+    )  # which keeps nothing open at the owner but the agent's call
     process.kill()
     eventually(lambda: usage(peer.pid) <= before)
     pair.works()
