@@ -39,6 +39,8 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
                                                     const std::string& lease_key, uint64_t epoch,
                                                     int64_t timeout_ns) {
   const int64_t deadline = now_ns() + timeout_ns;
+  std::lock_guard lock(connecting_);
+  if (closed_) return Status::Unreachable("the connection was closed before it was established");
   if (replies.size() != lanes_.size()) {
     return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
                                " of " + std::to_string(lanes_.size()) + " lanes");
@@ -139,6 +141,8 @@ std::string Connection::why_broken() const {
 }
 
 void Connection::close() {
+  std::lock_guard lock(connecting_);
+  closed_ = true;
   for (size_t index = 0; index < lanes_.size(); ++index) {
     lanes_[index]->close("the connection was closed");
     thread_of(index).remove(lanes_[index]);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,8 @@ class Connection {
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const std::function<void()>> wake_;
   std::vector<std::shared_ptr<Lane>> lanes_;
+  std::mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
+  bool closed_ = false;    // guarded by it
 };
 
 }  // namespace kvlink

@@ -154,6 +154,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   auto connection = std::make_shared<Connection>(
       std::move(endpoints), Connection::Settings{options_.inline_bytes, kStripeBytes}, scratch_, progress_);
   std::lock_guard lock(mutex_);
+  if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });
   connections_.push_back(connection);
   return connection;

@@ -52,9 +52,15 @@ void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
 
 void Lane::submit(std::shared_ptr<Transfer> transfer) {
   transfer->attach();
-  pending_.fetch_add(1, std::memory_order_acq_rel);
-  std::lock_guard lock(inbox_mutex_);
-  inbox_.push_back(std::move(transfer));
+  {
+    std::lock_guard lock(inbox_mutex_);
+    if (!broken()) {  // otherwise nobody may ever look into the inbox again
+      pending_.fetch_add(1, std::memory_order_acq_rel);
+      inbox_.push_back(std::move(transfer));
+      return;
+    }
+  }
+  transfer->detach(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
 }
 
 Lane::Driven Lane::drive() {

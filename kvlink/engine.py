@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlink import _core, errors
@@ -98,6 +98,7 @@ class Engine:
             else:
                 self._core.add_foreign_region(region.address, region.num_bytes, region.keeper)
         self._core.start()
+        self.on_forked: Callable[[], None] = lambda: None
         _live.add(self)
 
     @property
@@ -161,6 +162,7 @@ class Engine:
         # The child has none of the threads and must touch neither their locks nor the parent's sockets.
         _abandoned.append(self._core)
         self._core = None  # type: ignore[assignment]
+        self.on_forked()
 
 
 def failure(transfer: Transfer, where: str) -> KVLinkError | None:

@@ -97,6 +97,10 @@ class Peers:
     _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
     _attempts: dict[tuple[str, int], _Attempts] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """In a forked child there are no peers: their connections are the parent's."""
+        self.engine.on_forked = self._abandon
+
     def get(self, worker_id: str, epoch: int) -> Peer | None:
         """A peer whose connection was good when last used."""
         return self._peers.get((worker_id, epoch))
@@ -124,6 +128,10 @@ class Peers:
         if not done:
             raise self._not_in_time(key)
         return task.result()
+
+    def _abandon(self) -> None:
+        _abandoned.append(self._peers)
+        self._peers = {}
 
     def _not_in_time(self, key: tuple[str, int]) -> KVLinkError:
         attempts = self._attempts.get(key)
@@ -249,3 +257,6 @@ class Peers:
             if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
                 self._peers.pop(known).connection.close()
         self._peers[key] = peer
+
+
+_abandoned: list[dict[tuple[str, int], Peer]] = []

@@ -165,6 +165,7 @@ class Commands:
         self._join()
         worker = self._workers[name]
         words = worker.pool.numpy().view(np.uint64).reshape(worker.pool.layout.num_blocks, -1)
+        worker.events()  # of the requests before
         pauses = random.Random(seed)
         places, tickets = {}, []
         for index in range(count):
@@ -192,7 +193,6 @@ class Commands:
                 for event in worker.events():
                     write_next(event.request_id)
 
-        worker.events()
         self._start(await_all if expire else abort_all)
         return tickets
 

@@ -22,7 +22,7 @@ from kvlink.errors import PeerUnreachable, StaleBlocks
 NewOwner = Callable[..., RemoteWorker]
 NewReader = Callable[..., Worker]
 
-ATTEMPTS = 500
+ATTEMPTS = 2_500
 OFFERS = 50
 BLOCKS_EACH = 4
 POOL = wide(num_blocks=OFFERS * BLOCKS_EACH)
