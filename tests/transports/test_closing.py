@@ -58,8 +58,8 @@ def test_closing_while_threads_pull(transport: str, new_pair: NewPair) -> None:
             try:
                 while True:
                     reader.pull(ticket, range(16), settle=False, timeout_s=20).wait(20)
-            except BaseException as error:
-                errors.append(error)
+            except BaseException as raised:
+                errors.append(raised)
 
         threads = [threading.Thread(target=keep_pulling) for _ in range(2)]
         for thread in threads:
