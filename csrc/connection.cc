@@ -98,7 +98,7 @@ Status Connection::check_header(Lane& lane, uint32_t lease_region, uint64_t epoc
 }
 
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
-  if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle();
+  if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle(true);
   if (broken()) return nullptr;
   auto transfer = std::make_shared<Transfer>(request, now_ns(), wake_);
   if (transfer->done()) return transfer;

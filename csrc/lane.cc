@@ -69,8 +69,9 @@ Lane::Driven Lane::drive() {
   return drive_locked(now_ns(), true);
 }
 
-void Lane::check_idle() {
-  std::unique_lock lock(mutex_, std::try_to_lock);
+void Lane::check_idle(bool wait) {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  wait ? lock.lock() : static_cast<void>(lock.try_lock());
   if (!lock || broken() || num_posted_ > 0) return;
   PollResult result = endpoint_->poll(ended_);
   collect(result, now_ns());

@@ -110,7 +110,7 @@ bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
   uint64_t count;
   [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
   for (size_t index = 1; index < fds.size(); ++index) {
-    if (fds[index].revents != 0) lanes[index - 1]->check_idle();
+    if (fds[index].revents != 0) lanes[index - 1]->check_idle(false);
   }
   return ready != 0;
 }
