@@ -41,7 +41,8 @@ class Lane {
   bool unsent() const { return unsent_.load(std::memory_order_acquire); }
   /// Drives until the transfer ended or `budget_ns` passed. False: the lane is busy, nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
-  /// Notices an owner that died while the lane was idle. When somebody else holds the lane, waits or does nothing.
+  /// Notices an owner that died while the lane was idle. When somebody else holds the lane, waits or does
+  /// nothing.
   void check_idle(bool wait);
   /// Posts a settle that nobody waits for. False: the lane is broken.
   bool settle(uint32_t slot, uint64_t value);
