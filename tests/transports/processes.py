@@ -182,8 +182,11 @@ def open_fds(pid: int) -> Counter[str]:
 
 def native_threads(pid: int) -> Counter[str]:
     """Of the data plane; gRPC's own come and go."""
-    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return Counter(name for name in names if name.startswith("kvlink-"))
+    found: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[(task / "comm").read_text().strip()] += 1
+    return Counter({name: count for name, count in found.items() if name.startswith("kvlink-")})
 
 
 def usage(pid: int) -> Counter[str]:
