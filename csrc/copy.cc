@@ -19,7 +19,8 @@ using Pieces = std::span<const StreamCopy::Piece>;
 
 constexpr size_t kPageBytes = 4096;  // hardware prefetchers stop at it
 constexpr size_t kLineBytes = 64;
-constexpr size_t kTurnBytes = 256;  // of one piece before it is the next one's turn
+constexpr size_t kPiecesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
+constexpr size_t kTurnBytes = 256;    // of one piece before it is the next one's turn
 
 void copy_cached(Pieces pieces) {
   for (const auto& piece : pieces) copy_bytes(piece.to, piece.from, piece.bytes);
@@ -40,10 +41,13 @@ __attribute__((target("avx2"), always_inline)) KVLINK_RACY inline void stream(st
 }
 
 // REQUIRES every `to` aligned to a line.
-__attribute__((target("avx2"))) KVLINK_RACY void copy_streamed(Pieces pieces) {
+__attribute__((target("avx2"))) KVLINK_RACY void copy_in_turns(Pieces pieces) {
   size_t common = kPageBytes;
-  for (const auto& piece : pieces) common = std::min(common, piece.bytes);
-  common -= common % kTurnBytes;
+  for (const auto& piece : pieces) {
+    __builtin_prefetch(piece.from);
+    __builtin_prefetch(piece.from + kLineBytes);
+    common = std::min(common, piece.bytes - piece.bytes % kTurnBytes);
+  }
   for (size_t at = 0; at < common; at += kTurnBytes) {
     for (const auto& piece : pieces) stream(piece.to + at, piece.from + at, kTurnBytes);
   }
@@ -53,6 +57,12 @@ __attribute__((target("avx2"))) KVLINK_RACY void copy_streamed(Pieces pieces) {
       stream(piece.to + at, piece.from + at, kLineBytes);
     }
     copy_bytes(piece.to + lines_end, piece.from + lines_end, piece.bytes - lines_end);
+  }
+}
+
+void copy_streamed(Pieces pieces) {
+  for (size_t first = 0; first < pieces.size(); first += kPiecesInTurns) {
+    copy_in_turns(pieces.subspan(first, std::min(kPiecesInTurns, pieces.size() - first)));
   }
 }
 
@@ -74,8 +84,6 @@ void StreamCopy::add(std::byte* to, const std::byte* from, size_t bytes) {
   copy_bytes(to, from, head);
   for (size_t at = head; at < bytes;) {
     const size_t size = std::min(bytes - at, kPageBytes);
-    __builtin_prefetch(from + at);
-    __builtin_prefetch(from + at + kLineBytes);
     pieces_[num_pieces_++] = {to + at, from + at, size};
     if (num_pieces_ == pieces_.size()) flush();
     at += size;
