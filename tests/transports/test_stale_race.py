@@ -7,8 +7,9 @@ reports success must hold its ticket's generation and nothing else.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,24 @@ NewOwner = Callable[..., RemoteWorker]
 NewReader = Callable[..., Worker]
 
 ATTEMPTS = 2_500
+MOST_ATTEMPTS = 4 * ATTEMPTS  # on a machine where one outcome is rare
+ENOUGH = ATTEMPTS // 50  # of each outcome
 OFFERS = 50
 BLOCKS_EACH = 4
 POOL = wide(num_blocks=OFFERS * BLOCKS_EACH)
 FIRST_PACE_US = 150.0
 
 
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Loopback's owner and reader share an interpreter: neither may keep it for milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(20e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_turns")
 @pytest.mark.parametrize("expire", [False, True], ids=["abort", "expire"])
 def test_no_stale_byte_is_ever_accepted(
     transport: str, expire: bool, new_owner: NewOwner, new_reader: NewReader
@@ -38,7 +51,9 @@ def test_no_stale_byte_is_ever_accepted(
     into = list(range(BLOCKS_EACH))
     seen: Counter[str] = Counter()
     pace_us = FIRST_PACE_US
-    while sum(seen.values()) < ATTEMPTS:
+    while (done := sum(seen.values())) < MOST_ATTEMPTS:
+        if done >= ATTEMPTS and min(seen["valid"], seen["stale"]) >= ENOUGH:
+            break
         batch: Counter[str] = Counter()
         tickets = owner.do(
             "churn",
@@ -46,7 +61,7 @@ def test_no_stale_byte_is_ever_accepted(
             blocks_each=BLOCKS_EACH,
             pace_us=pace_us,
             expire=expire,
-            seed=sum(seen.values()),
+            seed=done,
         )
         for generation, text in tickets:
             batch[_pull(reader, Ticket.from_text(text), into, words, generation)] += 1
@@ -54,8 +69,8 @@ def test_no_stale_byte_is_ever_accepted(
         # The race is tightest where about half of the leases end too early.
         pace_us *= 1.3 if batch["stale"] > OFFERS // 2 else 0.8
     assert seen["wrong"] == 0
-    assert seen["valid"] > ATTEMPTS // 50
-    assert seen["stale"] > ATTEMPTS // 50
+    assert seen["valid"] >= ENOUGH
+    assert seen["stale"] >= ENOUGH
 
 
 def _pull(
