@@ -139,7 +139,7 @@ void register_plan(py::module_& m) {
                       const std::vector<uint32_t>& remote_region_index, std::pair<uint32_t, uint32_t> heads) {
             std::vector<MemoryRange> local;
             for (const auto& [address, bytes] : local_regions) {
-              local.push_back({reinterpret_cast<std::byte*>(address), bytes, -1, 0});
+              local.push_back({.base = reinterpret_cast<std::byte*>(address), .bytes = bytes});
             }
             return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
                                                 remote_region_index, Range{heads.first, heads.second}))};
@@ -244,28 +244,28 @@ void register_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
-                       uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes) {
-             return std::shared_ptr<Engine>(take(Engine::make({epoch,
-                                                               transports,
-                                                               {host, port, fault},
-                                                               num_lease_slots,
-                                                               num_progress_threads,
-                                                               inline_bytes,
-                                                               num_lanes})));
+                       uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
+                       const std::vector<std::string>& nics) {
+             const TransportOptions how{host, port, fault, nics};
+             return std::shared_ptr<Engine>(take(Engine::make(
+                 {epoch, transports, how, num_lease_slots, num_progress_threads, inline_bytes, num_lanes})));
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
-           py::arg("num_lanes"))
+           py::arg("num_lanes"), py::arg("nics"))
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
           py::arg("memory"), py::keep_alive<1, 2>())
       .def(
           "add_foreign_region",
-          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&) {
-            return take(self.add_pool_region({reinterpret_cast<std::byte*>(address), bytes, -1, 0}));
+          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, int dmabuf,
+             uint64_t offset) {
+            auto* const base = reinterpret_cast<std::byte*>(address);
+            return take(self.add_pool_region({base, bytes, -1, 0, dmabuf, offset}));
           },
-          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::keep_alive<1, 4>())
+          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("dmabuf_fd") = -1,
+          py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",
            [](const Engine& self) {
@@ -343,12 +343,11 @@ FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) 
 void register_floors(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
   m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
-  m.def(
-      "floor_memcpy", [](const Pieces& pieces) { return floor_memcpy(floor_pieces(pieces)); },
-      py::arg("pieces"));
-  m.def(
-      "floor_streamed_copy", [](const Pieces& pieces) { return floor_streamed_copy(floor_pieces(pieces)); },
-      py::arg("pieces"));
+  const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
+    m.def(name, [copy](const Pieces& pieces) { return copy(floor_pieces(pieces)); }, py::arg("pieces"));
+  };
+  copying("floor_memcpy", &floor_memcpy);
+  copying("floor_streamed_copy", &floor_streamed_copy);
   m.def(
       "floor_process_vm_readv",
       [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },

@@ -15,10 +15,10 @@ constexpr int64_t kInlineBudgetNs = 300'000;
 
 }  // namespace
 
-Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, Settings settings,
+Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, uint64_t inline_bytes,
                        std::shared_ptr<ScratchPool> scratch,
                        std::vector<std::shared_ptr<ProgressThread>> threads)
-    : settings_(settings), scratch_(std::move(scratch)), threads_(std::move(threads)) {
+    : inline_bytes_(inline_bytes), scratch_(std::move(scratch)), threads_(std::move(threads)) {
   wake_ = std::make_shared<std::function<void()>>([threads = threads_] {
     for (const auto& thread : threads) thread->wake();
   });
@@ -65,6 +65,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
     lanes_[index]->ready(*lease_region, connection_id);
   }
   copies_ = lanes_.front()->copies_in_poll();
+  stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
   return regions;
 }
@@ -109,13 +110,13 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   }
   transfer->set_scratch(std::move(words), scratch_->region());
   const bool streaming = request.stream != StreamUnit::kNone;
-  const bool small = !streaming && transfer->planned_bytes() <= settings_.inline_bytes;
+  const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
   if (small && lanes_.front()->run_inline(transfer, kInlineBudgetNs)) {
     if (!transfer->done() || !lanes_.front()->idle()) thread_of(0).wake();
     if (lanes_.front()->unsent()) thread_of(0).wake_from_doze();
     return transfer;
   }
-  const bool striped = streaming || transfer->planned_bytes() >= settings_.stripe_bytes;
+  const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
   for (size_t index = 0; index < (striped ? lanes_.size() : 1); ++index) {
     lanes_[index]->submit(transfer);
     thread_of(index).wake();

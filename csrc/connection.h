@@ -17,12 +17,8 @@ namespace kvlink {
 
 class Connection {
  public:
-  struct Settings {
-    uint64_t inline_bytes = 0;  // pulls up to this size run on the calling thread
-    uint64_t stripe_bytes = 0;  // pulls from this size on use every lane
-  };
-
-  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, Settings settings,
+  /// Pulls of up to `inline_bytes` run on the calling thread.
+  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads);
   ~Connection() { close(); }
 
@@ -39,7 +35,7 @@ class Connection {
   bool settle(uint32_t slot, uint64_t value);
 
   /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
-  bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= settings_.inline_bytes; }
+  bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
   bool broken() const;
   std::string why_broken() const;
   size_t num_lanes() const { return lanes_.size(); }
@@ -50,7 +46,8 @@ class Connection {
   Status check_header(Lane& lane, uint32_t lease_region, uint64_t epoch, int64_t deadline_ns);
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
-  Settings settings_;
+  const uint64_t inline_bytes_;
+  uint64_t stripe_bytes_ = 0;  // pulls from this size on use every lane
   bool copies_ = false;
   std::shared_ptr<ScratchPool> scratch_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;

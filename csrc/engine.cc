@@ -19,7 +19,6 @@ namespace {
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
-constexpr uint64_t kStripeBytes = 4 << 20;   // below this one lane is faster than meeting at the end
 
 }  // namespace
 
@@ -81,6 +80,7 @@ Status Engine::start() {
     for (size_t index = 0; index < pool_.size() && lent.ok(); ++index) {
       lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
     }
+    if (lent.ok()) lent = row.transport->register_scratch((*scratch)->range());
     if (lent.ok()) lent = lend(row, lease_range, Access::kReadWrite, row.access.lease_key);
     if (lent.ok()) continue;
     if (lent.code() != Code::kTransportUnavailable) return lent;
@@ -144,15 +144,16 @@ bool Engine::fence(uint64_t connection_id) {
 Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address) {
   Row* row = find(transport);
   if (!row || closing_) return Status::Unavailable("this worker does not use " + transport, {});
-  const uint32_t lanes = options_.num_lanes ? options_.num_lanes : find_transport(transport)->default_lanes;
+  uint32_t lanes = options_.num_lanes ? options_.num_lanes : row->transport->lanes_to(address);
+  if (lanes == 0) lanes = find_transport(transport)->default_lanes;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   for (uint32_t lane = 0; lane < lanes; ++lane) {
     Result<std::unique_ptr<Endpoint>> endpoint = row->transport->open(address, lane);
     if (!endpoint.ok()) return endpoint.status();
     endpoints.push_back(std::move(*endpoint));
   }
-  auto connection = std::make_shared<Connection>(
-      std::move(endpoints), Connection::Settings{options_.inline_bytes, kStripeBytes}, scratch_, progress_);
+  auto connection =
+      std::make_shared<Connection>(std::move(endpoints), options_.inline_bytes, scratch_, progress_);
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });

@@ -141,10 +141,12 @@ class FaultEndpoint : public Endpoint {
     return result;
   }
 
-  void cancel(uint64_t token) override {
+  bool arm() override { return hung_ || !broken_.ok() || inner_->arm(); }
+
+  bool cancel(uint64_t token) override {
     marked_.erase(token);
     std::erase_if(withheld_, [token](const Withheld& held) { return held.completion.token == token; });
-    inner_->cancel(token);
+    return inner_->cancel(token);
   }
 
   void close() override {
@@ -252,6 +254,8 @@ class FaultTransport : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     return inner_->register_memory(range, access);
   }
+  Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
+  uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
     Result<std::unique_ptr<Endpoint>> inner = inner_->open(owner_address, lane);
     if (!inner.ok()) return inner;

@@ -16,6 +16,10 @@ namespace {
 // An owner that answers nothing for this long, far more than a round trip, is given up when a pull times out.
 constexpr int64_t kSilentNs = 100'000'000;
 
+// Reads that a NIC already has cannot be called back. They end by themselves in far less than this; if not,
+// the connection ends with them.
+constexpr int64_t kRecallNs = 200'000'000;
+
 // An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes
 // 10-40 us, and a sleep adds one scheduler wake-up (5-20 us) to it. But where the scheduler keeps both ends
 // on one CPU, spinning only keeps the owner from running: a spin that was in vain is not repeated for a
@@ -116,8 +120,9 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
     collect(result, now_ns());
   }
   driven.active = !queue_.empty();
+  driven.wake_at_ns = give_up_ns_;
   for (const auto& transfer : queue_) {
-    driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
+    if (!transfer->stopping()) driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
     const int64_t peek_at = transfer->peek_at_ns();
     if (peek_at > now) driven.wake_at_ns = std::min(driven.wake_at_ns, peek_at);
   }
@@ -134,7 +139,7 @@ void Lane::take_inbox() {
 void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
   if (spin_credit_ >= 0 && waited_ns < kInlineSpinNs) return;
   spin_credit_ = spin_credit_ < 0 ? spin_credit_ + 1 : -kWaitsWithoutSpin;
-  sleep_on(wake_fd_, left_ns);
+  if (endpoint_->arm()) sleep_on(wake_fd_, left_ns);
 }
 
 /// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
@@ -156,17 +161,36 @@ void Lane::drop_stopped(int64_t now) {
   if (broken()) return break_down(why_broken_, now);
   for (const auto& transfer : queue_) {
     if (!transfer->stopping() || transfer->done()) continue;
-    for (uint64_t token = 0; token < posted_.size(); ++token) {
-      if (posted_[token].transfer != transfer) continue;
-      endpoint_->cancel(token);
-      const Step step = posted_[token].step;
-      release(token);
-      transfer->dropped(step, now);
-    }
+    recall(transfer, now);
+  }
+  if (now >= give_up_ns_) {
+    give_up(
+        Status::Unreachable("reads of a cancelled or timed-out pull did not end; the connection is rebuilt"));
+    return break_down(why_broken_, now);
   }
   const size_t before = queue_.size();
   std::erase_if(queue_, [](const auto& transfer) { return transfer->done(); });
   pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
+}
+
+void Lane::recall(const std::shared_ptr<Transfer>& transfer, int64_t now) {
+  for (uint64_t token = 0; token < posted_.size(); ++token) {
+    Posted& posted = posted_[token];
+    if (posted.transfer != transfer || posted.recalled_ns != 0) continue;
+    if (!endpoint_->cancel(token)) {
+      posted.recalled_ns = now;
+      give_up_ns_ = std::min(give_up_ns_, now + kRecallNs);
+      continue;
+    }
+    const Step step = posted.step;
+    release(token);
+    transfer->dropped(step, now);
+  }
+}
+
+bool Lane::arm() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  return !lock || broken() || endpoint_->arm();
 }
 
 /// A pull with a short deadline is no reason to cut off the others.
@@ -299,9 +323,15 @@ uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step)
 }
 
 void Lane::release(uint64_t token) {
+  const bool recalled = posted_[token].recalled_ns != 0;
   num_awaited_ -= posted_[token].transfer != nullptr;
   posted_[token] = {};
   --num_posted_;
+  if (!recalled) return;
+  give_up_ns_ = INT64_MAX;
+  for (const Posted& posted : posted_) {
+    if (posted.recalled_ns != 0) give_up_ns_ = std::min(give_up_ns_, posted.recalled_ns + kRecallNs);
+  }
 }
 
 }  // namespace kvlink

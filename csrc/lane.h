@@ -51,6 +51,8 @@ class Lane {
   std::string why_broken() const;
   bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
   bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
+  /// Before sleeping on wake_fd(). False: drive() has something to do already.
+  bool arm();
   int wake_fd() const { return wake_fd_; }
   void close(const std::string& why);
 
@@ -59,11 +61,13 @@ class Lane {
     std::shared_ptr<Transfer> transfer;  // null: a free entry, or a settle that nobody waits for
     Step step;
     bool used = false;
+    int64_t recalled_ns = 0;  // when it was cancelled in vain; 0: not
   };
 
   Driven drive_locked(int64_t now, bool send_settles);
   void take_inbox();
   void drop_stopped(int64_t now);
+  void recall(const std::shared_ptr<Transfer>& transfer, int64_t now);
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
   void collect(PollResult& result, int64_t now);
@@ -95,9 +99,10 @@ class Lane {
   size_t turn_ = 0;  // round robin over the queue
   std::vector<Posted> posted_;
   uint32_t num_posted_ = 0;
-  uint32_t num_awaited_ = 0;  // of them, those that a transfer waits for
-  int64_t asked_ns_ = 0;      // when the owner was asked for what it has not answered since; 0: nothing
-  int32_t spin_credit_ = 0;   // negative: so many waits go without spinning
+  uint32_t num_awaited_ = 0;        // of them, those that a transfer waits for
+  int64_t give_up_ns_ = INT64_MAX;  // when reads that cannot be called back end with the connection
+  int64_t asked_ns_ = 0;            // when the owner was asked for what it has not answered since; 0: nothing
+  int32_t spin_credit_ = 0;         // negative: so many waits go without spinning
   std::vector<Completion> ended_;
   Status why_broken_;
   bool closed_ = false;

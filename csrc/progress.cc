@@ -90,6 +90,7 @@ void ProgressThread::run() {
     if (progressed || now - last_progress < kSpinNs) continue;
     // Settles keep coming: looking every millisecond is cheaper than being woken for each.
     const bool ticking = now - last_unsent < kTickForNs;
+    if (!arm_all(lanes)) continue;
     asleep_.store(true, std::memory_order_seq_cst);
     dozing_.store(!ticking, std::memory_order_seq_cst);
     // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
@@ -100,6 +101,13 @@ void ProgressThread::run() {
     asleep_.store(false, std::memory_order_seq_cst);
     dozing_.store(false, std::memory_order_seq_cst);
   }
+}
+
+/// False: a lane has something to do.
+bool ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
+  return std::all_of(lanes.begin(), lanes.end(), [](const auto& lane) {
+    return (lane->idle() && !lane->unsent()) || lane->copies_in_poll() || lane->arm();
+  });
 }
 
 bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,

@@ -32,6 +32,7 @@ class ProgressThread {
  private:
   void run();
   /// `fds` are the wake descriptor, then one a lane. False: only the time had come.
+  static bool arm_all(const std::vector<std::shared_ptr<Lane>>& lanes);
   bool sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
                    const std::vector<std::shared_ptr<Lane>>& lanes);
 

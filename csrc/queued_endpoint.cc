@@ -127,8 +127,9 @@ PollResult QueuedEndpoint::poll(std::vector<Completion>& ended) {
   return {broken_, budget < kSliceBytes || ended.size() > num_ended};
 }
 
-void QueuedEndpoint::cancel(uint64_t token) {
+bool QueuedEndpoint::cancel(uint64_t token) {
   std::erase_if(posts_, [token](const Post& post) { return post.token == token; });
+  return true;
 }
 
 Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {

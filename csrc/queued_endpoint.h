@@ -21,7 +21,7 @@ class QueuedEndpoint : public Endpoint {
   Status post_read(uint64_t token, const Chunk& chunk) final;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) final;
   PollResult poll(std::vector<Completion>& ended) final;
-  void cancel(uint64_t token) final;
+  bool cancel(uint64_t token) final;
 
  protected:
   static constexpr size_t kSliceBytes = 4 << 20;

@@ -52,7 +52,7 @@ class Reader final : public Endpoint {
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
   PollResult poll(std::vector<Completion>& ended) override;
-  void cancel(uint64_t token) override;
+  bool cancel(uint64_t token) override;
   /// The socket. Nothing waits for room to send: while requests are unanswered a response will come and the
   /// rest leaves with that poll(), and writes, which have none, are small beside kSendBytes.
   int wake_fd() const override { return socket_.get(); }
@@ -269,9 +269,10 @@ Status Reader::receive(std::vector<Completion>& ended, bool& progressed) {
   return {};
 }
 
-void Reader::cancel(uint64_t token) {
+bool Reader::cancel(uint64_t token) {
   landing_.forget(token);
   std::erase_if(writes_, [token](const Write& write) { return write.token == token; });
+  return true;
 }
 
 void Reader::close() {

@@ -33,6 +33,8 @@ struct MemoryRange {
   uint64_t bytes = 0;
   int memfd = -1;  // the memfd behind it, or -1; stays owned by the caller
   uint64_t memfd_offset = 0;
+  int dmabuf_fd = -1;  // the exported device memory that `base` addresses, or -1; stays owned by the caller
+  uint64_t dmabuf_offset = 0;
 };
 
 /// One local piece that a read scatters into.
@@ -70,9 +72,10 @@ struct PollResult {
 
 /// How much the engine hands an endpoint at a time.
 struct Window {
-  uint32_t chunk_bytes = 1 << 20;  // aim of one post_read (one ReadOp may exceed it)
-  uint32_t chunk_ops = 1024;       // never more ops, nor more segments, in one post_read
-  uint32_t depth = 1;              // posts outstanding
+  uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
+  uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
+  uint32_t depth = 1;               // posts outstanding
+  uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
 };
 
 /// The reader's end of one connection. Not thread safe: the engine serialises every call.
@@ -100,10 +103,14 @@ class Endpoint {
   virtual Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) = 0;
   /// Moves posted work on, a bounded slice at a time, and appends what ended.
   virtual PollResult poll(std::vector<Completion>& ended) = 0;
-  /// Forgets `token`: on return no byte of it will land and no completion will follow.
-  virtual void cancel(uint64_t token) = 0;
-  /// Readable when poll() has something to do or the owner is gone; -1 when there is no such descriptor.
+  /// Forgets `token`. True: no byte of it will land and no completion will follow. False: it cannot be called
+  /// back; its completion follows, or close() ends it.
+  virtual bool cancel(uint64_t token) = 0;
+  /// Readable, once armed, when poll() has something to do or the owner is gone; -1 when there is no such
+  /// descriptor.
   virtual int wake_fd() const = 0;
+  /// To be called before sleeping on wake_fd(). False: poll() has something to do already.
+  virtual bool arm() { return true; }
   /// Idempotent. On return no byte lands any more and every descriptor is closed.
   virtual void close() = 0;
 };
@@ -125,6 +132,10 @@ class Transport {
   virtual std::string address() const = 0;
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
+  /// Memory that reads land in and no peer may see; counts as a region. Only NICs need to know it.
+  virtual Status register_scratch(const MemoryRange&) { return {}; }
+  /// Parallel endpoints that a connection to this owner should have; 0: what TransportInfo says.
+  virtual uint32_t lanes_to(std::string_view) const { return 0; }
   /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way.
   /// `lane` numbers the parallel endpoints of one connection from 0.
   virtual Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) = 0;
@@ -149,13 +160,14 @@ struct TransportOptions {
   std::string host = "127.0.0.1";  // address that listening sockets bind
   uint16_t port = 0;               // 0: any
   std::string fault;               // plan of the fault transport, see fault.cc
+  std::vector<std::string> nics;   // "mlx5_0:1", best first; none: every active port
 };
 
 /// One row of the table in transports.cc.
 struct TransportInfo {
   const char* name;
   const char* summary;
-  uint32_t default_lanes;  // parallel endpoints a connection gets unless configured otherwise
+  uint32_t default_lanes;  // of a connection, unless configured or Transport::lanes_to knows better
   Status (*probe)();       // ok, or why this machine cannot use it and the fix
   Result<std::unique_ptr<Transport>> (*make)(const TransportOptions&);
 };

@@ -20,6 +20,9 @@ Result<std::unique_ptr<Transport>> cma_make(const TransportOptions& options);
 Status tcp_probe();
 Result<std::unique_ptr<Transport>> tcp_make(const TransportOptions& options);
 
+Status verbs_probe();
+Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options);
+
 /// Wraps `inner` with the plan in `options.fault`; kConfig with the grammar when it does not parse.
 Result<std::unique_ptr<Transport>> fault_wrap(std::unique_ptr<Transport> inner,
                                               const TransportOptions& options);

@@ -7,11 +7,13 @@ Arguments win over the environment, the environment over the default. `kvlink co
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 from kvlink.errors import ConfigError
+from kvlink.gpudirect.decision import parse_ways
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -76,6 +78,12 @@ class WorkerConfig:
     transports: str = _setting(
         "KVLINK_TRANSPORTS", "", "shm,tcp allows these in this order, ^cma all but that; empty: all"
     )
+    nics: str = _setting(
+        "KVLINK_NICS", "", "mlx5_0:1,mlx5_1 uses these NIC ports, ^mlx5_2 all but that; empty: the nearest"
+    )
+    gpudirect: str = _setting(
+        "KVLINK_GPUDIRECT", "", "dma-buf,peermem,bounce: ways to lend GPU memory, best first; empty: all"
+    )
     coordinator: str = _setting("KVLINK_COORDINATOR", "", "host:port of the coordinator; empty: none")
     host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
     port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
@@ -107,6 +115,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         for setting in CATALOGUE:
             setting.check(getattr(self, setting.name))
+        parse_nics(self.nics)
+        parse_ways(self.gpudirect)
         if self.coordinator:
             split_address(self.coordinator)
 
@@ -145,6 +155,30 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is not host:port; write for example 10.0.0.1:7400")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class NicNames:
+    """What KVLINK_NICS says: ports that are wanted, or are not. Empty and not `excludes`: no wish."""
+
+    excludes: bool
+    ports: tuple[tuple[str, int | None], ...]
+    """Device and port number; None: every port."""
+
+
+def parse_nics(spec: str) -> NicNames:
+    """Reads "mlx5_0:1,mlx5_1" or "^mlx5_2". Whether they exist, `kvlink.nics` knows. Raises ConfigError."""
+    excludes = spec.strip().startswith("^")
+    listed = spec.strip().removeprefix("^")
+    parts = [part.strip() for part in listed.split(",")] if listed or excludes else []
+    matches = [re.fullmatch(r"([\w.-]+)(?::([1-9]\d{0,2}))?", part, re.ASCII) for part in parts]
+    if not all(matches):
+        raise ConfigError(
+            f"KVLINK_NICS={spec!r} is no list of NICs; write device or device:port with commas between, as in "
+            "mlx5_0:1,mlx5_1, or ^ before the first to use all others (`kvlink topology` lists them)"
+        )
+    ports = [(match[1], int(match[2]) if match[2] else None) for match in matches if match]
+    return NicNames(excludes, tuple(dict.fromkeys(ports)))
 
 
 def select(spec: str, available: Sequence[str]) -> list[str]:

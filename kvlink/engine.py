@@ -12,6 +12,7 @@ from kvlink import _core, errors
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.layout import KVLayout
+from kvlink.nics import MemoryPlace, nic_names
 from kvlink.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
 
@@ -81,9 +82,11 @@ class Engine:
     def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig) -> None:
         self.pool = pool
         self.epoch = epoch
+        transports = select(config.transports, available_transports())
+        by_nic = any(name.removeprefix("fault+") == "verbs" for name in transports)
         self._core = _core.Engine(
             epoch=epoch,
-            transports=select(config.transports, available_transports()),
+            transports=transports,
             host=config.host,
             port=config.port,
             fault=config.fault,
@@ -91,6 +94,7 @@ class Engine:
             num_progress_threads=config.progress_threads,
             inline_bytes=config.inline_bytes,
             num_lanes=config.lanes,
+            nics=nic_names(MemoryPlace(), config.nics) if by_nic else (),
         )
         for region in pool.regions:
             if region.memory is not None:

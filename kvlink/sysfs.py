@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 
@@ -15,10 +16,11 @@ def read(root: Path, path: str) -> str:
 
 
 def read_int(root: Path, path: str) -> int | None:
-    """The file's first word as a number; None when absent or no number."""
+    """The file's first word as a number, decimal or 0x…; None when absent or no number."""
+    word = (read(root, path).split() or [""])[0]
     try:
-        return int(read(root, path).split()[0])
-    except (IndexError, ValueError):
+        return int(word, 16 if word.startswith("0x") else 10)
+    except ValueError:
         return None
 
 
@@ -29,6 +31,29 @@ def read_field(root: Path, path: str, name: str) -> str:
         if colon and key.strip() == name:
             return value.strip()
     return ""
+
+
+def names(root: Path, path: str) -> list[str]:
+    """The entries of a folder in human order, mlx5_2 before mlx5_10; none when it is absent."""
+    return sorted(_entries(root, path), key=human_order)
+
+
+def human_order(name: str) -> list[tuple[int, str]]:
+    """A sort key that compares the numbers within names as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def numbered(root: Path, path: str, prefix: str = "", suffix: str = "") -> list[int]:
+    """The numbers of the entries named prefix, number, suffix; ascending."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+    return sorted(int(match[1]) for name in _entries(root, path) if (match := pattern.fullmatch(name)))
+
+
+def _entries(root: Path, path: str) -> list[str]:
+    try:
+        return [entry.name for entry in (root / path).iterdir()]
+    except OSError:
+        return []
 
 
 def parse_list(text: str) -> tuple[int, ...]:

@@ -84,25 +84,35 @@ def status(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    gpudirect: Annotated[
+        bool, typer.Option("--gpudirect", help="Read GPU memory back through each NIC and compare.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Say what works on this machine, the evidence, and the command that fixes what does not."""
     from pathlib import Path
 
     from kvlink.cli import tables
     from kvlink.doctor import Verdict, examine, worst
 
-    checks = list(examine(Path("/"), os.environ))
+    if gpudirect:
+        from kvlink.doctor.trial import trial
+
+        checks = list(trial())
+    else:
+        checks = list(examine(Path("/"), os.environ))
     tables.show_checks(checks, as_json)
     raise typer.Exit(1 if worst(checks) is Verdict.FAIL else 0)
 
 
 @app.command()
 def topology(as_json: Json = False) -> None:
-    """Show sockets, NUMA nodes, cores, caches and memory."""
-    from kvlink.cli import tables
-    from kvlink.topology import discover
+    """Show NUMA nodes, GPUs and NICs, the paths between them, and which NIC serves which memory."""
+    from kvlink.cli.topology import show
+    from kvlink.config import WorkerConfig
 
-    tables.show_topology(discover(), as_json)
+    show(WorkerConfig.from_env().nics, as_json)
 
 
 @app.command()

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from kvlink.config import CATALOGUE, WorkerConfig
 from kvlink.doctor import Check, Verdict
-from kvlink.topology import NumaNode, Topology
 
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
@@ -25,11 +24,13 @@ _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 _WIDE = 400
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """As wide as the terminal, or as wide as any row."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
 
-def _plain_table(*columns: str, title: str = "") -> Table:
+def plain_table(*columns: str, title: str = "") -> Table:
+    """An empty table in the house style."""
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.collapse_padding = True
     for column in columns:
@@ -54,7 +55,7 @@ def show_rows(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str) -> l
         for row in rows:
             seen.append(row)
             status.update(f"{title}: {len(seen)} done, {_summary(row)}")
-    _console().print(_table(seen, title))
+    make_console().print(_table(seen, title))
     return seen
 
 
@@ -64,7 +65,7 @@ def _summary(row: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    table = _plain_table(title=title)
+    table = plain_table(title=title)
     for name in names:
         numeric = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
         table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
@@ -87,7 +88,7 @@ def show_checks(checks: Sequence[Check], as_json: bool) -> None:
         for check in checks:
             print_json({**asdict(check), "verdict": check.verdict.value})
         return
-    console = _console()
+    console = make_console()
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = f"[{_COLOURS[check.verdict]}]{check.verdict.value}[/]"
@@ -115,49 +116,3 @@ def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool)
 
 def _as_text(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in row.items()} for row in rows]
-
-
-def show_topology(topology: Topology, as_json: bool) -> None:
-    """The machine, then a row a NUMA node."""
-    if as_json:
-        print_json(asdict(topology))
-        return
-    console = _console()
-    console.print(
-        f"[bold]{escape(topology.cpu_model)}[/]: {topology.num_sockets} socket(s), "
-        f"{topology.num_cores} cores, {topology.num_threads} threads"
-    )
-    for cache in topology.caches:
-        shared = f" for {cache.num_threads} threads" if cache.num_threads > 1 else ""
-        console.print(f"  L{cache.level} {cache.kind.lower()}: {cache.num} × {_size(cache.bytes)}{shared}")
-    table = _plain_table("node", "cpus", "memory", "free", "huge pages", "distances")
-    for node in topology.nodes:
-        table.add_row(*_node_cells(node))
-    console.print(table)
-
-
-def _node_cells(node: NumaNode) -> tuple[str, ...]:
-    huge = [
-        f"{pages.num_free}/{pages.num} × {_size(pages.page_bytes)}" for pages in node.huge_pages if pages.num
-    ]
-    sizes = (_size(node.memory_bytes), _size(node.free_bytes))
-    distances = " ".join(map(str, node.distances))
-    return str(node.id), _ranges(node.cpus), *sizes, ", ".join(huge) or "none reserved", distances
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """The kernel's list format: (0, 1, 2, 8) is "0-2,8"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << shift:
-            return f"{num_bytes / (1 << shift):.4g} {unit}"
-    return f"{num_bytes} bytes"

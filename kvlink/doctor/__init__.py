@@ -2,7 +2,8 @@
 """What works on this machine, the evidence, and the command that fixes what does not.
 
 A check only looks; it changes nothing. To add one, write a function that returns a Check in `software` (what
-is installed), `host` (kernel and limits) or `network`, and name it in that module's `checks`.
+is installed), `host` (kernel and limits), `network`, `verbs` and `rdma` (NICs) or `gpudirect`, and name it in
+that module's `checks`. `trial` alone does something: it reads GPU memory back through each NIC.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from kvlink.doctor import host, network, software
+from kvlink import verbs_caps
+from kvlink.doctor import gpudirect, host, network, rdma, software, verbs
 from kvlink.doctor.verdict import Check, Verdict
+from kvlink.topology import discover
 
 __all__ = ["Check", "Verdict", "examine", "worst"]
 
@@ -21,6 +24,11 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield from software.checks(root, env)
     yield from host.checks(root)
     yield from network.checks(root, env)
+    machine = discover(root)
+    active_mtus = {caps.device: caps.active_mtu_bytes for caps in verbs_caps.query(machine.nics).caps}
+    yield from rdma.checks(root, machine.nics, active_mtus)
+    yield from verbs.checks(root, machine.nics)
+    yield from gpudirect.checks(root, machine.gpus, machine.nics)
 
 
 def worst(checks: Iterable[Check]) -> Verdict:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.sysfs import read, read_field, read_int
+from kvlink.sysfs import parse_size, read, read_field, read_int
 from kvlink.topology import discover
 
 # Connections, eventfds and pool descriptors of some hundred peers.
 _ENOUGH_FILES = 4096
 # The machine's own pid namespace has this inode (the kernel's PROC_PID_INIT_INO); a container's has another.
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
-_CAP_SYS_PTRACE = 19
+_CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _YAMA = {
     0: "0: processes of one user may read each other",
     1: "1: reading a process that is no child takes CAP_SYS_PTRACE",
@@ -71,15 +71,21 @@ def ptrace_scope(root: Path) -> Check:
     if scope is None:
         return Check("ptrace_scope", Verdict.PASS, "no Yama in this kernel")
     evidence = _YAMA.get(scope, f"{scope}: unknown")
-    if scope == 0 or (scope < 3 and _may_ptrace(root)):
+    if scope == 0 or (scope < 3 and has_capability(root, _CAP_SYS_PTRACE)):
         return Check("ptrace_scope", Verdict.PASS, evidence + (", which this process has" if scope else ""))
     fix = "reboot without it" if scope == 3 else "sudo sysctl kernel.yama.ptrace_scope=0"
     return Check("ptrace_scope", Verdict.WARN, f"{evidence}; cma will refuse peers", fix)
 
 
-def _may_ptrace(root: Path) -> bool:
+def has_capability(root: Path, number: int) -> bool:
+    """Whether this process may use one of the capabilities(7), by its number."""
     effective = int(read_field(root, "proc/self/status", "CapEff") or "0", 16)
-    return bool(effective >> _CAP_SYS_PTRACE & 1)
+    return bool(effective >> number & 1)
+
+
+def may_pin_all(root: Path) -> bool:
+    """CAP_IPC_LOCK lifts the limit on locked memory (in the machine's own user namespace)."""
+    return has_capability(root, _CAP_IPC_LOCK)
 
 
 def seccomp(root: Path) -> Check:
@@ -110,13 +116,20 @@ def open_files() -> Check:
 
 
 def locked_memory(root: Path) -> Check:
-    """RDMA pins the pools it lends; the host transports pin nothing."""
+    """RDMA pins the host pools it lends; the host transports pin nothing, and GPU pools do not count."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     evidence = f"limit {_limit(soft) if soft == resource.RLIM_INFINITY else gib(soft)}"
     if soft == resource.RLIM_INFINITY or not (root / "sys/class/infiniband").is_dir():
         return Check("locked memory", Verdict.PASS, evidence)
-    fix = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 for a container"
-    return Check("locked memory", Verdict.WARN, f"{evidence}; RDMA cannot lend more than this", fix)
+    if may_pin_all(root):
+        return Check("locked memory", Verdict.PASS, f"{evidence}, which CAP_IPC_LOCK lifts")
+    memory = parse_size(read_field(root, "proc/meminfo", "MemTotal"))
+    of_all = f" of the machine's {gib(memory)}" if memory else ""
+    fix = (
+        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1; Kubernetes has no "
+        "such field: set it on the node's container runtime"
+    )
+    return Check("locked memory", Verdict.WARN, f"{evidence}{of_all}; RDMA cannot lend more host memory", fix)
 
 
 def huge_pages(root: Path) -> Check:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed and configured: the extension, its transports, options, torch, devices."""
+"""What is installed and configured: the extension, its transports, options, torch, driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield options(env, names)
     yield torch()
     yield gpu(root)
-    yield rdma(root)
 
 
 def extension() -> tuple[ModuleType | None, Check]:
@@ -76,10 +75,3 @@ def gpu(root: Path) -> Check:
     """Whether an NVIDIA driver is loaded."""
     version = read(root, "proc/driver/nvidia/version").splitlines()
     return Check("gpu", Verdict.PASS, version[0] if version else "absent: no NVIDIA driver")
-
-
-def rdma(root: Path) -> Check:
-    """Whether the kernel has RDMA devices."""
-    folder = root / "sys/class/infiniband"
-    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    return Check("rdma", Verdict.PASS, ", ".join(devices) or "absent: no RDMA device")

@@ -7,7 +7,16 @@ from dataclasses import fields
 
 import pytest
 
-from kvlink.config import CATALOGUE, WorkerConfig, select, sources, split_address, unknown
+from kvlink.config import (
+    CATALOGUE,
+    NicNames,
+    WorkerConfig,
+    parse_nics,
+    select,
+    sources,
+    split_address,
+    unknown,
+)
 from kvlink.errors import ConfigError
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]
@@ -48,6 +57,7 @@ def test_arguments_win_over_the_environment_and_none_does_not() -> None:
         ("KVLINK_LEASE_S", "nan", "between 0.001"),
         ("KVLINK_TIMEOUT_S", "inf", "between 0.001"),
         ("KVLINK_LOG", "loud", "one of debug"),
+        ("KVLINK_NICS", "mlx5_0:one", "device:port"),
         ("KVLINK_LOG_JSON", "maybe", "one of 1"),
     ],
 )
@@ -116,3 +126,40 @@ def test_addresses_split(text: str, parts: tuple[str, int]) -> None:
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
         split_address(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("", NicNames(False, ())),
+        ("  ", NicNames(False, ())),
+        ("mlx5_0", NicNames(False, (("mlx5_0", None),))),
+        ("mlx5_1:2, mlx5_0", NicNames(False, (("mlx5_1", 2), ("mlx5_0", None)))),
+        ("mlx5_0,mlx5_0", NicNames(False, (("mlx5_0", None),))),
+        ("^mlx5_2", NicNames(True, (("mlx5_2", None),))),
+        (" ^mlx5_2:1,bnxt_re-bond0", NicNames(True, (("mlx5_2", 1), ("bnxt_re-bond0", None)))),
+    ],
+)
+def test_nic_lists(spec: str, names: NicNames) -> None:
+    assert parse_nics(spec) == names
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "^",
+        ",",
+        "mlx5_0,",
+        "mlx5_0:",
+        "mlx5_0:0",
+        "mlx5_0:01",
+        "mlx5_0:1:1",
+        "mlx5_0 mlx5_1",
+        "a,^b",
+        "ä",
+        "=a",
+    ],
+)
+def test_nic_lists_that_are_none(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"KVLINK_NICS=.*mlx5_0:1,mlx5_1"):
+        parse_nics(spec)

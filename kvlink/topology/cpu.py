@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine as the kernel describes it: sockets, NUMA nodes, cores, caches, memory, huge pages."""
+"""Sockets, cores, caches and NUMA nodes with their memory and huge pages."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlink.sysfs import parse_list, parse_size, read, read_field, read_int
+from kvlink.sysfs import numbered, parse_list, parse_size, read, read_field, read_int
 
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -48,38 +47,42 @@ class NumaNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
-    """A machine. A kernel without NUMA support shows as one node with all CPUs."""
+class Cpus:
+    """The processors of a machine."""
 
-    cpu_model: str
+    model: str
     num_sockets: int
     num_cores: int
     num_threads: int
-    nodes: tuple[NumaNode, ...]
     caches: tuple[CacheLevel, ...]
 
 
-def discover(root: Path = Path("/")) -> Topology:
-    """Reads the tree under `root`. Absent files give zeros and "unknown", never an error."""
-    cpus = parse_list(read(root, f"{_CPUS}/online"))
-    return Topology(
-        cpu_model=read_field(root, "proc/cpuinfo", "model name") or "unknown",
-        num_sockets=max(1, len(_distinct(root, cpus, "topology/physical_package_id"))),
-        num_cores=len(_distinct(root, cpus, "topology/thread_siblings_list")) or len(cpus),
-        num_threads=len(cpus),
-        nodes=_numa_nodes(root) or (_only_node(root, cpus),),
-        caches=_cache_levels(root, cpus),
+def cpus(root: Path) -> Cpus:
+    """Absent files give zeros and "unknown"."""
+    online = parse_list(read(root, f"{_CPUS}/online"))
+    return Cpus(
+        model=read_field(root, "proc/cpuinfo", "model name") or "unknown",
+        num_sockets=max(1, len(_distinct(root, online, "topology/physical_package_id"))),
+        num_cores=len(_distinct(root, online, "topology/thread_siblings_list")) or len(online),
+        num_threads=len(online),
+        caches=_cache_levels(root, online),
     )
 
 
-def _distinct(root: Path, cpus: tuple[int, ...], path: str) -> set[str]:
-    return {read(root, f"{_CPUS}/cpu{cpu}/{path}") for cpu in cpus} - {""}
+def numa_nodes(root: Path) -> tuple[NumaNode, ...]:
+    """By number. A kernel without NUMA support shows as one node with all CPUs."""
+    found = tuple(_numa_node(root, number) for number in numbered(root, _NODES, "node"))
+    return found or (_only_node(root),)
 
 
-def _cache_levels(root: Path, cpus: tuple[int, ...]) -> tuple[CacheLevel, ...]:
+def _distinct(root: Path, online: tuple[int, ...], path: str) -> set[str]:
+    return {read(root, f"{_CPUS}/cpu{cpu}/{path}") for cpu in online} - {""}
+
+
+def _cache_levels(root: Path, online: tuple[int, ...]) -> tuple[CacheLevel, ...]:
     caches = set()
-    for cpu in cpus:
-        for index in _numbered(root / _CPUS / f"cpu{cpu}/cache", "index"):
+    for cpu in online:
+        for index in numbered(root, f"{_CPUS}/cpu{cpu}/cache", "index"):
             at = f"{_CPUS}/cpu{cpu}/cache/index{index}"
             sharers = parse_list(read(root, f"{at}/shared_cpu_list"))
             size = parse_size(read(root, f"{at}/size"))
@@ -89,10 +92,6 @@ def _cache_levels(root: Path, cpus: tuple[int, ...]) -> tuple[CacheLevel, ...]:
         CacheLevel(level, kind, size, num, num_threads)
         for (level, kind, size, num_threads), num in sorted(kinds.items())
     )
-
-
-def _numa_nodes(root: Path) -> tuple[NumaNode, ...]:
-    return tuple(_numa_node(root, number) for number in _numbered(root / _NODES, "node"))
 
 
 def _numa_node(root: Path, number: int) -> NumaNode:
@@ -107,10 +106,10 @@ def _numa_node(root: Path, number: int) -> NumaNode:
     )
 
 
-def _only_node(root: Path, cpus: tuple[int, ...]) -> NumaNode:
+def _only_node(root: Path) -> NumaNode:
     return NumaNode(
         id=0,
-        cpus=cpus,
+        cpus=parse_list(read(root, f"{_CPUS}/online")),
         memory_bytes=parse_size(read_field(root, "proc/meminfo", "MemTotal")),
         free_bytes=parse_size(read_field(root, "proc/meminfo", "MemFree")),
         distances=(10,),
@@ -125,12 +124,5 @@ def _huge_pages(root: Path, at: str) -> tuple[HugePages, ...]:
             num=read_int(root, f"{at}/hugepages-{size}kB/nr_hugepages") or 0,
             num_free=read_int(root, f"{at}/hugepages-{size}kB/free_hugepages") or 0,
         )
-        for size in _numbered(root / at, "hugepages-", "kB")
+        for size in numbered(root, at, "hugepages-", "kB")
     )
-
-
-def _numbered(folder: Path, prefix: str, suffix: str = "") -> list[int]:
-    """The numbers of the entries named prefix, number, suffix; ascending."""
-    pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))

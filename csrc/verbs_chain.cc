@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verbs_chain.h"
+
+#include <algorithm>
+#include <string>
+
+#include "verbs_memory.h"
+
+namespace kvlink::verbs {
+namespace {
+
+/// One read of at most `most` bytes from the cursor on.
+void fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op, const Segment* segments,
+             ChainCursor& at, const std::vector<LocalRegion>& locals) {
+  uint64_t bytes = 0;
+  int num_sges = 0;
+  while (bytes < most && num_sges < static_cast<int>(max_sges)) {
+    const Segment& segment = segments[op.first_segment + at.segment];
+    const LocalRegion& local = locals[segment.region];
+    const auto offset = static_cast<uint64_t>(segment.local - local.base) + at.in_segment;
+    const uint64_t left = std::min<uint64_t>(segment.bytes - at.in_segment, most - bytes);
+    const auto take = static_cast<uint32_t>(std::min(left, kSliceBytes - offset % kSliceBytes));
+    wr.sg_list[num_sges++] = {local.iova + offset, take, local.lkeys[offset / kSliceBytes]};
+    bytes += take;
+    at.in_segment += take;
+    if (at.in_segment == segment.bytes) {
+      at.in_segment = 0;
+      ++at.segment;
+    }
+  }
+  wr.num_sge = num_sges;
+  at.in_op += static_cast<uint32_t>(bytes);
+  if (at.in_op == op.bytes) at = {.op = at.op + 1};
+}
+
+}  // namespace
+
+Chain::Chain(const ChainLimits& limits)
+    : limits_(limits), wrs_(limits.wrs), sges_(size_t{limits.wrs} * limits.sges_per_wr) {
+  for (uint32_t i = 0; i < limits.wrs; ++i) {
+    wrs_[i].sg_list = &sges_[size_t{i} * limits.sges_per_wr];
+    wrs_[i].opcode = IBV_WR_RDMA_READ;
+  }
+}
+
+uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
+                     const std::vector<LocalRegion>& locals, const std::vector<RemoteRegion>& remotes) {
+  room = std::min(room, limits_.wrs);
+  uint32_t num_wrs = 0;
+  for (; num_wrs < room && at.op < chunk.ops.size(); ++num_wrs) {
+    const ReadOp& op = chunk.ops[at.op];
+    const RemoteRegion& remote = remotes[op.region];
+    const uint64_t offset = op.offset + at.in_op;
+    const uint64_t in_slice = remote.slice_bytes - offset % remote.slice_bytes;
+    const uint64_t most = std::min({uint64_t{op.bytes} - at.in_op, limits_.bytes_per_wr, in_slice});
+    ibv_send_wr& wr = wrs_[num_wrs];
+    wr.next = &wr + 1;
+    wr.send_flags = 0;
+    wr.wr.rdma.remote_addr = remote.iova + offset;
+    wr.wr.rdma.rkey = remote.rkeys[offset / remote.slice_bytes];
+    fill_wr(wr, most, limits_.sges_per_wr, op, chunk.segments, at, locals);
+  }
+  return num_wrs;
+}
+
+void Chain::sign(uint32_t num_wrs, uint64_t wr_id) {
+  ibv_send_wr& last = wrs_[num_wrs - 1];
+  last.next = nullptr;
+  last.send_flags = IBV_SEND_SIGNALED;
+  last.wr_id = wr_id;
+}
+
+Status check(const ReadOp& op, const Segment* segments, const std::vector<LocalRegion>& locals,
+             const std::vector<RemoteRegion>& remotes) {
+  if (op.region >= remotes.size()) {
+    return Status::AccessDenied("region " + std::to_string(op.region) + " was not imported");
+  }
+  const uint64_t region_bytes = remotes[op.region].bytes;
+  if (op.bytes > region_bytes || op.offset > region_bytes - op.bytes) {
+    return Status::AccessDenied("a read of " + std::to_string(op.bytes) + " bytes at offset " +
+                                std::to_string(op.offset) + " leaves region " + std::to_string(op.region) +
+                                " of " + std::to_string(region_bytes) + " bytes");
+  }
+  uint64_t landing = 0;
+  for (uint32_t i = 0; i < op.num_segments; ++i) {
+    const Segment& segment = segments[op.first_segment + i];
+    if (segment.region >= locals.size()) return Status::Config("a read lands in no registered region");
+    if (segment.bytes == 0) return Status::Config("a read has an empty segment");
+    landing += segment.bytes;
+  }
+  if (landing == op.bytes && landing != 0) return {};
+  return Status::Config("the segments of a read of " + std::to_string(op.bytes) + " bytes take " +
+                        std::to_string(landing));
+}
+
+}  // namespace kvlink::verbs

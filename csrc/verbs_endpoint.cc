@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verbs_endpoint.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "clock.h"
+
+namespace kvlink::verbs {
+namespace {
+
+// What one queue pair has under way: enough for 400 Gb/s over 20 us with four of them; small enough that
+// several share a pull evenly to its end.
+constexpr Window kWindow{.chunk_bytes = 512 << 10, .chunk_ops = 256, .depth = 4, .stripe_bytes = 1 << 20};
+
+constexpr uint32_t kChainWrs = 64;        // one doorbell
+constexpr uint64_t kReadBytes = 1 << 20;  // largest work request: longer runs are split
+constexpr uint32_t kRoomForWrites = 16;   // that reads leave in the send queue
+constexpr int kPollBatch = 16;
+constexpr int64_t kGoodbyeNs = 2'000'000;  // round trips of any fabric
+constexpr int64_t kFlushNs =
+    100'000'000;  // a halted queue pair flushes in microseconds; a broken NIC never does
+
+class VerbsEndpoint final : public Endpoint {
+ public:
+  VerbsEndpoint(uint32_t owner_nic, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, const ChainLimits& limits,
+                uint32_t max_wrs, std::vector<LocalRegion> locals, Patience patience)
+      : owner_nic_(owner_nic),
+        cq_(std::move(cq)),
+        qp_(std::move(qp)),
+        chain_(limits),
+        max_wrs_(max_wrs),
+        locals_(std::move(locals)),
+        patience_(patience),
+        losses_(qp_->nic()->losses()) {}
+  ~VerbsEndpoint() override { close(); }
+
+  std::string hello() const override { return Hello{owner_nic_, qp_->address()}.format(); }
+  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Result<uint32_t> import_region(std::string_view remote_key) override;
+
+  Window window() const override { return kWindow; }
+  bool ordered() const override { return false; }  // the owner's NIC may fetch for two reads in any order
+  bool copies_in_poll() const override { return false; }
+  int wake_fd() const override { return cq_ ? cq_->wake_fd() : -1; }
+
+  Status post_read(uint64_t token, const Chunk& chunk) override;
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
+  PollResult poll(std::vector<Completion>& ended) override;
+  bool arm() override;
+  bool cancel(uint64_t token) override;
+  void close() override;
+
+ private:
+  struct Post {
+    uint64_t token = 0;
+    Chunk chunk = {};
+    ChainCursor at = {};
+    uint64_t last_wr = 0;  // its number; 0: not all is posted
+    uint64_t first_wr = 0;
+  };
+
+  uint64_t under_way() const { return num_posted_ - num_completed_; }
+  Status pump();
+  Status check_alive() const;
+  void take(const ibv_wc& completion);
+  void retire(std::vector<Completion>& ended);
+  void wait_until_flushed(int64_t most_ns);
+
+  const uint32_t owner_nic_;
+  std::unique_ptr<Cq> cq_;
+  std::unique_ptr<Qp> qp_;  // after the queue that it uses
+  Chain chain_;
+  const uint32_t max_wrs_;
+  const std::vector<LocalRegion> locals_;
+  const Patience patience_;
+  const uint32_t losses_;
+  std::vector<RemoteRegion> remotes_;
+  std::deque<Post> posts_;
+  size_t num_full_ = 0;  // of posts_, from the front: all their work requests are posted
+  uint64_t num_posted_ = 0, num_completed_ = 0;  // work requests
+  bool connected_ = false;
+  bool armed_ = false;
+  std::array<ibv_wc, kPollBatch> completions_;
+  int num_stashed_ = 0;  // in completions_, found by arm()
+  Status broken_;
+};
+
+Status VerbsEndpoint::establish(std::string_view reply, int64_t) {
+  const auto parsed = Reply::parse(reply);
+  if (!parsed) return Status::Unreachable("the owner's answer for " + qp_->name() + " is malformed");
+  Status status = qp_->connect(parsed->owner, patience_);
+  connected_ = status.ok();
+  return status;
+}
+
+Result<uint32_t> VerbsEndpoint::import_region(std::string_view remote_key) {
+  auto key = RemoteKey::parse(remote_key);
+  if (!key || owner_nic_ >= key->rkeys.size()) {
+    return Status::AccessDenied("the key of a region of the owner is malformed");
+  }
+  remotes_.push_back(
+      {key->access, key->base, key->bytes, key->slice_bytes, std::move(key->rkeys[owner_nic_])});
+  return static_cast<uint32_t>(remotes_.size() - 1);
+}
+
+Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
+  if (!broken_.ok()) return broken_;
+  if (chunk.ops.empty()) return Status::Config("a read has no operations");
+  for (const ReadOp& op : chunk.ops) {
+    if (Status status = check(op, chunk.segments, locals_, remotes_); !status.ok()) return status;
+  }
+  posts_.push_back({.token = token, .chunk = chunk});
+  return pump();
+}
+
+Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
+  if (!broken_.ok()) return broken_;
+  if (region >= remotes_.size() || remotes_[region].access != Access::kReadWrite) {
+    return Status::AccessDenied("region " + std::to_string(region) + " was not lent for writing");
+  }
+  const RemoteRegion& to = remotes_[region];
+  if (to.bytes < sizeof value || offset > to.bytes - sizeof value || offset % sizeof value != 0) {
+    return Status::AccessDenied("a write at offset " + std::to_string(offset) + " leaves region " +
+                                std::to_string(region) + " or is not aligned");
+  }
+  if (under_way() == max_wrs_) return Status::Unreachable(qp_->name() + " does not send: its queue is full");
+  ibv_sge source{reinterpret_cast<uintptr_t>(&value), sizeof value, 0};
+  ibv_send_wr wr{};
+  wr.wr_id = num_posted_ + 1;
+  wr.sg_list = &source;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+  wr.wr.rdma.remote_addr = to.iova + offset;
+  wr.wr.rdma.rkey = to.rkeys[offset / to.slice_bytes];
+  if (Status status = qp_->post(&wr); !status.ok()) return status;
+  ++num_posted_;
+  // It may have overtaken reads that wait for room: they are asked for later, so it counts as before them.
+  posts_.insert(posts_.begin() + static_cast<ptrdiff_t>(num_full_),
+                {.token = token, .last_wr = num_posted_, .first_wr = num_posted_});
+  ++num_full_;
+  return {};
+}
+
+/// Posts what the send queue has room for.
+Status VerbsEndpoint::pump() {
+  while (num_full_ < posts_.size() && under_way() + kRoomForWrites < max_wrs_) {
+    Post& post = posts_[num_full_];
+    const auto room = static_cast<uint32_t>(max_wrs_ - kRoomForWrites - under_way());
+    const uint32_t num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_);
+    const uint64_t last = num_posted_ + num_wrs;
+    chain_.sign(num_wrs, last);
+    if (Status status = qp_->post(chain_.first()); !status.ok()) {
+      broken_ = status;
+      return status;
+    }
+    if (post.first_wr == 0) post.first_wr = num_posted_ + 1;
+    num_posted_ = last;
+    if (post.at.op < post.chunk.ops.size()) continue;
+    post.last_wr = last;
+    ++num_full_;
+  }
+  return {};
+}
+
+Status VerbsEndpoint::check_alive() const {
+  if (qp_->failed()) return qp_->why_failed();
+  if (qp_->nic()->losses() != losses_) return qp_->nic()->why_lost();
+  return {};
+}
+
+void VerbsEndpoint::take(const ibv_wc& completion) {
+  if (completion.status == IBV_WC_SUCCESS) {
+    num_completed_ = completion.wr_id;
+  } else if (broken_.ok()) {
+    broken_ = completion.status == IBV_WC_WR_FLUSH_ERR && qp_->failed()
+                  ? qp_->why_failed()
+                  : failure(qp_->nic()->api(), completion, qp_->name());
+  }
+}
+
+/// Work requests of one queue pair complete in order.
+void VerbsEndpoint::retire(std::vector<Completion>& ended) {
+  while (num_full_ > 0 && posts_.front().last_wr <= num_completed_) {
+    ended.push_back({posts_.front().token, {}});
+    posts_.pop_front();
+    --num_full_;
+  }
+}
+
+PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
+  if (!broken_.ok()) return {broken_, false};
+  bool progressed = false;
+  for (;;) {
+    const bool stashed = num_stashed_ > 0;
+    const int count = stashed ? std::exchange(num_stashed_, 0) : cq_->poll(completions_.data(), kPollBatch);
+    if (count < 0) broken_ = Status::Unreachable(qp_->name() + ": its completion queue failed");
+    for (int i = 0; i < count; ++i) take(completions_[static_cast<size_t>(i)]);
+    progressed |= count > 0;
+    if (!stashed && count < kPollBatch) break;
+  }
+  if (progressed && std::exchange(armed_, false)) cq_->take_events();
+  retire(ended);
+  if (broken_.ok()) broken_ = check_alive();
+  if (broken_.ok()) static_cast<void>(pump());
+  return {broken_, progressed};
+}
+
+bool VerbsEndpoint::arm() {
+  if (!broken_.ok() || num_stashed_ > 0) return false;
+  if (armed_ || under_way() == 0) return true;
+  cq_->arm();
+  armed_ = true;
+  num_stashed_ = std::max(cq_->poll(completions_.data(), kPollBatch), 0);
+  return num_stashed_ == 0;
+}
+
+bool VerbsEndpoint::cancel(uint64_t token) {
+  const auto found =
+      std::find_if(posts_.begin(), posts_.end(), [token](const Post& post) { return post.token == token; });
+  if (found == posts_.end()) return true;
+  if (found - posts_.begin() < static_cast<ptrdiff_t>(num_full_)) return false;
+  if (found->first_wr == 0) {
+    posts_.erase(found);
+    return true;
+  }
+  found->last_wr = num_posted_;  // only the post behind the full ones is partly posted
+  ++num_full_;
+  return false;
+}
+
+void VerbsEndpoint::wait_until_flushed(int64_t most_ns) {
+  const int64_t end = now_ns() + most_ns;
+  uint64_t flushed = num_completed_ + static_cast<uint64_t>(std::exchange(num_stashed_, 0));
+  while (flushed < num_posted_ && now_ns() < end) {
+    const int count = cq_->poll(completions_.data(), kPollBatch);
+    if (count < 0) return;
+    for (int i = 0; i < count; ++i) {
+      const ibv_wc& completion = completions_[static_cast<size_t>(i)];
+      // Unsignalled ones before it have completed or have completions of their own.
+      flushed = std::max(flushed, completion.wr_id);
+    }
+  }
+}
+
+void VerbsEndpoint::close() {
+  if (!qp_) return;
+  const bool quiet = under_way() == 0 && broken_.ok() && !qp_->failed();
+  if (connected_ && quiet) {
+    // So that the owner need not find out by itself.
+    qp_->break_peer();
+    const int64_t end = now_ns() + kGoodbyeNs;
+    while (cq_->poll(completions_.data(), kPollBatch) == 0 && now_ns() < end) {
+    }
+  }
+  qp_->halt();
+  wait_until_flushed(kFlushNs);
+  posts_.clear();
+  num_full_ = 0;
+  if (broken_.ok()) broken_ = Status::Unreachable("the connection was closed");
+  qp_.reset();  // no byte lands after this
+  cq_.reset();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, uint32_t owner_nic,
+                                                std::vector<LocalRegion> locals, Patience patience) {
+  const Nic::Limits& limits = nic->limits();
+  const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
+                          .sges_per_wr = limits.max_sge,
+                          .bytes_per_wr = std::min(kReadBytes, limits.max_read_bytes)};
+  Result<std::unique_ptr<Cq>> cq = Cq::create(nic, limits.max_wrs, true);
+  if (!cq.ok()) return cq.status();
+  Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);
+  if (!qp.ok()) return qp.status();
+  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner_nic, std::move(*cq), std::move(*qp), chain,
+                                                     limits.max_wrs, std::move(locals), patience));
+}
+
+}  // namespace kvlink::verbs

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verbs_memory.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <future>
+
+namespace kvlink::verbs {
+namespace {
+
+constexpr uint64_t kLargestPageBytes = uint64_t{1} << 30;
+
+// The order of stores does not matter to bytes that count only once their completion is polled.
+int access_flags(Rights rights) {
+  switch (rights) {
+    case Rights::kLocal:
+      return IBV_ACCESS_LOCAL_WRITE;
+    case Rights::kPeersRead:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+    case Rights::kPeersReadWrite:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+  }
+  return 0;
+}
+
+Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int error) {
+  std::string fix;
+  if (range.dmabuf_fd >= 0) {
+    fix =
+        "exporting GPU memory needs rdma-core 34, Linux 5.12 and a NIC driver with dma-buf support; see "
+        "kvlink doctor --gpudirect";
+  } else if (error == ENOMEM || error == EPERM || error == EAGAIN) {
+    fix =
+        "raise the locked memory limit (ulimit -l unlimited; LimitMEMLOCK=infinity for a service; --ulimit "
+        "memlock=-1 for a container)";
+  } else if (error == EFAULT || error == EINVAL) {
+    fix = "is this GPU memory? then load nvidia-peermem or lend it by dma-buf; see kvlink doctor --gpudirect";
+  }
+  return Status::Unavailable(
+      nic.name() + " cannot register " + std::to_string(bytes) + " bytes: " + std::strerror(error), fix);
+}
+
+std::vector<uint32_t> keys(const std::vector<Owned<ibv_mr>>& slices, uint32_t ibv_mr::* key) {
+  std::vector<uint32_t> all;
+  for (const auto& slice : slices) all.push_back(slice.get()->*key);
+  return all;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const Memory>> Memory::enlist(std::span<const std::shared_ptr<Nic>> nics,
+                                                     const MemoryRange& range, Rights rights) {
+  const std::shared_ptr<Memory> memory(new Memory(range));
+  memory->nics_.assign(nics.begin(), nics.end());
+  memory->slices_.resize(nics.size());
+  const int access = access_flags(rights);
+  // Pinning is most of the work, and the kernel does it for several NICs at a time.
+  const auto policy = range.bytes > kSliceBytes ? std::launch::async : std::launch::deferred;
+  std::vector<std::future<Status>> running;
+  for (size_t nic = 0; nic < nics.size(); ++nic) {
+    running.push_back(std::async(policy, [&memory, nic, access] {
+      return memory->enlist_at(memory->nics_[nic], access, memory->slices_[nic]);
+    }));
+  }
+  Status result;
+  for (auto& one : running) {
+    if (Status status = one.get(); result.ok()) result = status;
+  }
+  if (!result.ok()) return result;
+  return std::shared_ptr<const Memory>(memory);
+}
+
+Status Memory::enlist_at(const std::shared_ptr<Nic>& nic, int access,
+                         std::vector<Owned<ibv_mr>>& slices) const {
+  for (uint64_t at = 0; at < range_.bytes; at += kSliceBytes) {
+    const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
+    Owned<ibv_mr> slice(nic->register_memory(range_, at, bytes, iova() + at, access), nic->api().dereg_mr);
+    if (!slice) return refused(*nic, range_, bytes, errno);
+    slices.push_back(std::move(slice));
+  }
+  return {};
+}
+
+uint64_t Memory::iova() const { return reinterpret_cast<uintptr_t>(range_.base) % kLargestPageBytes; }
+
+std::vector<uint32_t> Memory::lkeys(size_t nic) const { return keys(slices_[nic], &ibv_mr::lkey); }
+std::vector<uint32_t> Memory::rkeys(size_t nic) const { return keys(slices_[nic], &ibv_mr::rkey); }
+
+}  // namespace kvlink::verbs

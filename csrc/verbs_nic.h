@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// One port of an RDMA device, opened: its protection domain, limits, address and what befalls it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport.h"
+#include "verbs_api.h"
+#include "verbs_wire.h"
+
+namespace kvlink::verbs {
+
+/// Any thread; take_events() by one thread.
+class Nic {
+ public:
+  struct Limits {
+    uint32_t max_sge = 1;    // local segments of one read
+    uint32_t max_wrs = 16;   // of one send queue
+    uint32_t reads_out = 1;  // RDMA reads under way that one queue pair may start, and answer
+    uint32_t reads_in = 1;
+    uint64_t max_read_bytes = 1 << 30;
+    int max_cqes = 16;
+  };
+
+  /// `device` with `port` from 1. Refuses (kTransportUnavailable) a port without an address.
+  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port);
+  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port);
+  Nic(const Nic&) = delete;
+  Nic& operator=(const Nic&) = delete;
+
+  const Api& api() const { return api_; }
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* pd() const { return pd_.get(); }
+  const std::string& name() const { return name_; }  // "mlx5_0:1"
+  uint8_t port() const { return port_; }
+  const Limits& limits() const { return limits_; }
+  bool ethernet() const { return ethernet_; }
+  ibv_mtu mtu() const { return mtu_; }
+  uint8_t gid_index() const { return gid_index_; }
+  NicAddress address() const;
+
+  /// Whether the port can carry bytes now; else why not and what to do.
+  Status check() const;
+  /// Counts what ended every connection of this port: its going down, the device's failure, a new address.
+  uint32_t losses() const { return losses_.load(std::memory_order_acquire); }
+  Status why_lost() const;
+
+  /// Readable when take_events() has something to do.
+  int events_fd() const { return context_->async_fd; }
+  void take_events();
+
+  /// One memory region over [base, base + bytes), named `iova` on the wire. Null with errno set when refused.
+  ibv_mr* register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
+                          int access) const;
+
+ private:
+  Status find_limits();
+  Status find_address();
+  void lose(const std::string& why);
+  void take_event(const ibv_async_event& event);
+
+  const Api& api_;
+  Owned<ibv_context> context_;
+  Owned<ibv_pd> pd_;
+  const std::string device_, name_;
+  const uint8_t port_;
+  Limits limits_;
+  bool ethernet_ = false;
+  ibv_mtu mtu_ = IBV_MTU_1024;
+
+  std::atomic<uint32_t> losses_{0};
+  mutable std::mutex mutex_;  // guards everything below
+  std::string why_lost_;
+  uint32_t lid_ = 0;
+  uint8_t gid_index_ = 0;
+  Gid gid_{};
+};
+
+/// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names);
+
+}  // namespace kvlink::verbs

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's side: queue pairs that readers read through. No thread of the owner takes part in a read; this
+// only admits readers, cuts them off, and finds out that they are gone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "fd.h"
+#include "verbs_qp.h"
+
+namespace kvlink::verbs {
+
+/// Any thread may call anything but serve(), which belongs to one thread.
+class Owner {
+ public:
+  static Result<std::unique_ptr<Owner>> make(std::vector<std::shared_ptr<Nic>> nics, Patience patience);
+  ~Owner() { close(); }
+
+  Result<Reply> admit(uint64_t connection_id, const Hello& hello);
+  /// On return no byte reaches a queue pair that was admitted under this id. True when there was one.
+  bool fence(uint64_t connection_id);
+
+  int serve_fd() const { return epoll_.get(); }
+  void serve();
+  void close();
+
+ private:
+  struct Served {
+    uint64_t connection_id;
+    size_t nic;
+    std::unique_ptr<Qp> qp;
+    bool probed = false;  // asked whether the reader is there, and not answered yet
+  };
+
+  Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::unique_ptr<Cq>> cqs, Patience patience);
+  Status watch();
+  void probe_readers();
+  void take_answers();
+  void drop_failed();
+  /// Tells the readers, waits a moment for them to know, and destroys the queue pairs.
+  void cut(std::vector<Served> condemned);
+
+  const std::vector<std::shared_ptr<Nic>> nics_;
+  const Patience patience_;
+  UniqueFd epoll_, timer_;
+
+  std::mutex mutex_;                      // guards everything below
+  std::vector<std::unique_ptr<Cq>> cqs_;  // one per NIC
+  std::vector<Served> served_;
+  bool closed_ = false;
+};
+
+}  // namespace kvlink::verbs

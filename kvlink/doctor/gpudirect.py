@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether NICs can reach GPU memory: driver, dma-buf, peermem, BAR1, IOMMU, ACS, PCIe links."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvlink.doctor import acs, tools
+from kvlink.doctor.host import gib
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.gpudirect.kernel import PCI_DEVICES, bar1_bytes, kernel_version, peermem_module
+from kvlink.sysfs import names, read, read_int
+from kvlink.topology import PciDevice, RdmaDevice, normalize
+
+_DMA_BUF_KERNEL = (5, 12)
+_CONFIG = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
+_SMALL_BAR1_BYTES = 256 << 20  # what boards without Resizable BAR have
+
+
+def checks(
+    root: Path, gpus: Sequence[PciDevice], nics: Sequence[RdmaDevice], run: tools.Run = tools.run
+) -> Iterator[Check]:
+    """Every check of this module, in the order shown; without a GPU only one that says so."""
+    if not gpus:
+        yield Check("gpudirect", Verdict.PASS, "no NVIDIA GPU on the PCI bus: nothing to check")
+        return
+    cards = [*gpus, *(nic.pci for nic in nics if nic.pci)]
+    yield dma_buf(root)
+    yield peermem(root)
+    yield bar1(root, gpus, run)
+    yield iommu(root, cards)
+    yield acs.redirection(root, cards)
+    yield links(root, gpus, cards)
+
+
+def dma_buf(root: Path) -> Check:
+    """The first way to lend GPU memory. CONFIG_DMABUF_MOVE_NOTIFY is shown, not judged: pinned imports do without."""
+    kernel, driver = kernel_version(root), read(root, "proc/driver/nvidia/version").partition("\n")[0]
+    config = _kernel_config(root)
+    shown = [f"kernel {kernel[0]}.{kernel[1]}", driver or "no NVIDIA driver is loaded"]
+    shown += [f"{name}={config[name]}" for name in _CONFIG if name in config]
+    evidence = ", ".join(shown)
+    fixes = []
+    if kernel < _DMA_BUF_KERNEL:
+        fixes.append("boot a kernel of 5.12 or later")
+    if config.get("CONFIG_DMA_SHARED_BUFFER") == "n":
+        fixes.append("boot a kernel with CONFIG_DMA_SHARED_BUFFER=y")
+    if "Open Kernel Module" not in driver:
+        fixes.append(
+            "install the driver's open kernel modules (nvidia-open, nvidia-driver-*-open; Turing or later)"
+        )
+    if not fixes:
+        return Check("dma-buf", Verdict.PASS, evidence)
+    if loaded := peermem_module(root):
+        return Check("dma-buf", Verdict.PASS, f"not possible here ({evidence}); {loaded} takes its place")
+    return Check("dma-buf", Verdict.WARN, evidence, "; ".join(fixes))
+
+
+def _kernel_config(root: Path) -> dict[str, str]:
+    """Of the options above, "n" when set to no; empty when the kernel's configuration cannot be read."""
+    release = read(root, "proc/sys/kernel/osrelease")
+    text = read(root, f"boot/config-{release}") or read(root, f"lib/modules/{release}/config")
+    if not text:
+        try:
+            text = gzip.decompress((root / "proc/config.gz").read_bytes()).decode()
+        except (OSError, EOFError):
+            return {}
+    return {
+        name: match[1] if (match := re.search(rf"^{name}=(\S+)", text, re.MULTILINE)) else "n"
+        for name in _CONFIG
+    }
+
+
+def peermem(root: Path) -> Check:
+    """The second way; needs MLNX_OFED, DOCA or a distribution's kernel with peer memory."""
+    if loaded := peermem_module(root):
+        return Check("peermem", Verdict.PASS, f"{loaded} is loaded")
+    if dma_buf(root).verdict is Verdict.PASS:
+        return Check("peermem", Verdict.PASS, "not loaded, and not needed: dma-buf comes first")
+    return Check("peermem", Verdict.WARN, "nvidia-peermem is not loaded", "sudo modprobe nvidia-peermem")
+
+
+def bar1(root: Path, gpus: Sequence[PciDevice], run: tools.Run) -> Check:
+    """The window through which a NIC sees GPU memory; a pool larger than it cannot be registered."""
+    query = run("nvidia-smi", "--query-gpu=pci.bus_id,memory.total", "--format=csv,noheader,nounits")
+    rows = (line.split(",") for line in query.splitlines())
+    memory = {
+        normalize(row[0]): int(row[1]) << 20 for row in rows if len(row) == 2 and row[1].strip().isdigit()
+    }
+    small, evidence = [], []
+    for gpu in gpus:
+        window, total = bar1_bytes(root, gpu.address), memory.get(gpu.address)
+        size = "not readable" if window is None else gib(window)
+        evidence.append(f"{gpu.address} BAR1 {size} of {gib(total) if total else 'unknown'} memory")
+        if window is None or window < (total or _SMALL_BAR1_BYTES + 1):
+            small.append(gpu.address)
+    if not small:
+        return Check("bar1", Verdict.PASS, "; ".join(evidence))
+    fix = "enable Above 4G Decoding and Resizable BAR in the firmware (a VM: the hypervisor's MMIO window)"
+    return Check("bar1", Verdict.WARN, "; ".join(evidence), fix)
+
+
+def iommu(root: Path, cards: Sequence[PciDevice]) -> Check:
+    """A translating IOMMU sends traffic between cards through the CPU."""
+    options = [
+        word
+        for word in read(root, "proc/cmdline").split()
+        if re.match(r"(intel_|amd_|arm-smmu.*)?iommu[=.]", word)
+    ]
+    modes = {card.address: read(root, f"{PCI_DEVICES}/{card.address}/iommu_group/type") for card in cards}
+    told = f" (kernel options: {' '.join(options)})" if options else ""
+    if not names(root, "sys/class/iommu") and not any(modes.values()):
+        return Check("iommu", Verdict.PASS, f"off, or hidden from this machine{told}")
+    translating = [f"{address} ({mode})" for address, mode in modes.items() if mode.startswith("DMA")]
+    if translating:
+        fix = "add iommu=pt to the kernel's command line and reboot"
+        return Check("iommu", Verdict.WARN, f"translates for {', '.join(translating)}{told}", fix)
+    if all(mode == "identity" for mode in modes.values()) or "iommu=pt" in options:
+        return Check("iommu", Verdict.PASS, f"on, passes GPUs and NICs through{told}")
+    fix = "sudo dmesg | grep -i 'iommu: default domain type'; iommu=pt makes it pass through"
+    return Check("iommu", Verdict.WARN, f"on, its mode cannot be told{told}", fix)
+
+
+def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> Check:
+    """A card that trained to fewer lanes or a lower speed than it can. GPUs lower their speed when idle."""
+    idle = {gpu.address for gpu in gpus}
+    evidence, slow = [], []
+    for card in cards:
+        at = f"{PCI_DEVICES}/{card.address}"
+        lanes, most_lanes = (read_int(root, f"{at}/{name}_link_width") or 0 for name in ("current", "max"))
+        speed, top_speed = (_gt_per_s(read(root, f"{at}/{name}_link_speed")) for name in ("current", "max"))
+        if not lanes or not speed:
+            evidence.append(f"{card.address} link not readable")
+            continue
+        evidence.append(f"{card.address} x{lanes} of x{most_lanes}, {speed:g} of {top_speed:g} GT/s")
+        if lanes < most_lanes or (speed < top_speed and card.address not in idle):
+            slow.append(card.address)
+    if not slow:
+        return Check("pcie links", Verdict.PASS, "; ".join(evidence))
+    fix = "; ".join(f"sudo lspci -vv -s {address} | grep LnkSta" for address in slow)
+    return Check("pcie links", Verdict.WARN, "; ".join(evidence), f"{fix}; then slot, riser, firmware")
+
+
+def _gt_per_s(text: str) -> float:
+    match = re.match(r"\d+(\.\d+)?", text)
+    return float(match[0]) if match else 0.0

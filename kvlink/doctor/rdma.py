@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RDMA ports and the network behind them: state, GIDs, flow control."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvlink.doctor import mtu, tools
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.sysfs import names, read
+from kvlink.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
+
+_PRIORITY = 3  # the one that vendors' guides use for RoCE
+
+
+def checks(
+    root: Path,
+    nics: Sequence[RdmaDevice],
+    active_mtus: Mapping[str, Sequence[int]],
+    run: tools.Run = tools.run,
+) -> Iterator[Check]:
+    """Every check of this module, in the order shown; without a device only the first.
+
+    active_mtus: what the driver says, in bytes, a device and port; what it does not say comes from the interface.
+    """
+    yield ports(nics)
+    if nics:
+        yield gids(nics)
+        yield mtu.agreement(root, nics, active_mtus)
+        yield flow_control(root, nics, run)
+
+
+def ports(nics: Sequence[RdmaDevice]) -> Check:
+    """Every port: link layer, rate, state."""
+    if not nics:
+        return Check("rdma", Verdict.PASS, "absent: no RDMA device")
+    evidence = "; ".join(_described(nic, port) for nic, port in _ports(nics))
+    down = [(nic, port) for nic, port in _ports(nics) if port.state is not PortState.ACTIVE]
+    if not down:
+        return Check("rdma", Verdict.PASS, evidence)
+    fixes = dict.fromkeys(_how_to_bring_up(port) for _, port in down)
+    return Check("rdma", Verdict.WARN, evidence, "; ".join(fixes))
+
+
+def _ports(nics: Sequence[RdmaDevice]) -> list[tuple[RdmaDevice, RdmaPort]]:
+    return [(nic, port) for nic in nics for port in nic.ports]
+
+
+def _described(nic: RdmaDevice, port: RdmaPort) -> str:
+    rate = f"{port.rate_gbps:g} Gb/s" if port.rate_gbps else "unknown rate"
+    behind = f" ({port.netdev})" if port.netdev else ""
+    kind = "iWARP" if nic.is_iwarp else port.link_layer.value
+    state = port.state.name.lower()
+    link = f", link {port.phys_state}" if port.state is not PortState.ACTIVE else ""
+    return f"{nic.name}:{port.number}{behind} {kind}, {rate}, {state}{link}"
+
+
+def _how_to_bring_up(port: RdmaPort) -> str:
+    if port.link_layer is LinkLayer.ETHERNET:
+        return f"sudo ip link set {port.netdev or 'its network interface'} up"
+    if port.phys_state == "LinkUp":
+        return "start a subnet manager on the fabric (opensm)"
+    return "check the cable and the switch port"
+
+
+def gids(nics: Sequence[RdmaDevice]) -> Check:
+    """RoCE v2 addresses, the only kind that kvlink uses. A link-local one ends at the first router."""
+    found, without = [], []
+    for nic, port in _ports(nics):
+        if port.link_layer is not LinkLayer.ETHERNET or nic.is_iwarp:
+            continue
+        name = f"{nic.name}:{port.number}"
+        v2 = [gid for gid in port.gids if gid.kind is GidType.ROCE_V2]
+        addresses = ", ".join(f"{gid.address} (index {gid.index})" for gid in v2)
+        found.append(f"{name} {addresses or 'no RoCE v2 GID'}")
+        if all(gid.address.is_link_local for gid in v2):
+            without.append(port.netdev or "its interface")
+    if not found:
+        return Check("rdma gids", Verdict.PASS, "no RoCE port: nothing to choose")
+    if not without:
+        return Check("rdma gids", Verdict.PASS, "; ".join(found))
+    fix = "; ".join(f"sudo ip address add ADDRESS/LENGTH dev {netdev}" for netdev in dict.fromkeys(without))
+    fix += " (a container sees GIDs only of interfaces in its own network namespace)"
+    return Check("rdma gids", Verdict.WARN, "; ".join(found), fix)
+
+
+def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Check:
+    """RoCE wants a network that does not drop: PFC, or at least ECN. The switches' half cannot be seen from here."""
+    interfaces = [
+        port.netdev
+        for nic, port in _ports(nics)
+        if nic.pci and port.netdev and port.link_layer is LinkLayer.ETHERNET and not nic.is_iwarp
+    ]
+    if not interfaces:
+        return Check("rdma flow control", Verdict.PASS, "no RoCE card: nothing to configure")
+    evidence, fixes = [], []
+    for netdev in dict.fromkeys(interfaces):
+        pfc, ecn = _pfc(run, netdev), _ecn(root, netdev)
+        evidence.append(f"{netdev}: PFC {_on(pfc)}, ECN {_on(ecn)}")
+        if not pfc and not ecn:
+            fixes.append(_how_to_flow(netdev, pfc is None))
+    verdict = Verdict.WARN if fixes else Verdict.PASS
+    return Check("rdma flow control", verdict, "; ".join(evidence), "; ".join(fixes))
+
+
+def _how_to_flow(netdev: str, unknown: bool) -> str:
+    if unknown:
+        return (
+            f"sudo mlnx_qos -i {netdev}, or dcb pfc show dev {netdev}, or the vendor's tool, says what is on"
+        )
+    enabled = ",".join("1" if priority == _PRIORITY else "0" for priority in range(8))
+    ecn = f"/sys/class/net/{netdev}/ecn/roce_{{np,rp}}/enable/{_PRIORITY}"
+    return f"sudo mlnx_qos -i {netdev} --pfc {enabled}; echo 1 | sudo tee {ecn}"
+
+
+def _on(priorities: list[int] | None) -> str:
+    if priorities is None:
+        return "cannot tell"
+    return f"on priority {', '.join(map(str, priorities))}" if priorities else "off"
+
+
+def _pfc(run: tools.Run, netdev: str) -> list[int] | None:
+    """Priorities with PFC; None: no tool could say."""
+    if match := re.search(r"prio-pfc((?:\s+\d:\w+)+)", run("dcb", "pfc", "show", "dev", netdev)):
+        return [int(pair[0]) for pair in match[1].split() if pair.endswith(":on")]
+    if match := re.search(
+        r"PFC configuration:.*?enabled((?:\s+[01])+)", run("mlnx_qos", "-i", netdev), re.DOTALL
+    ):
+        return [priority for priority, enabled in enumerate(match[1].split()) if enabled == "1"]
+    return None
+
+
+def _ecn(root: Path, netdev: str) -> list[int] | None:
+    """Priorities where this end both marks (np) and slows down (rp); None: the driver shows no such files."""
+    at = f"sys/class/net/{netdev}/ecn"
+    ends = [
+        {
+            int(name)
+            for name in names(root, f"{at}/{end}/enable")
+            if read(root, f"{at}/{end}/enable/{name}") == "1"
+        }
+        for end in ("roce_np", "roce_rp")
+    ]
+    return sorted(ends[0] & ends[1]) if (root / at).is_dir() else None

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink doctor --gpudirect`: lends GPU memory to each NIC in each way, reads it back through the NIC, compares.
+
+Two workers of this process are the two ends; every byte goes out of one queue pair and into another of the same port.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlink.doctor.software import extension
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.errors import KVLinkError, TransportUnavailable
+from kvlink.gpudirect import CudaDriver, Driver, Way, decide, inspect
+from kvlink.layout import Geometry, dense
+from kvlink.topology import PciDevice, PortState, RdmaDevice, discover, distance
+
+_BLOCKS = 64
+_TIMEOUT_S = 20.0
+_LAYOUT = dense(
+    Geometry(
+        num_layers=2, total_heads=8, row_bytes=256, num_blocks=_BLOCKS, model="kvlink doctor --gpudirect"
+    )
+)
+
+
+def trial(root: Path = Path("/")) -> Iterator[Check]:
+    """The parts that it takes, then a line a NIC and way. Any FAIL: GPUDirect does not work here yet.
+
+    Each NIC meets the GPU nearest to it. KVLINK_* variables are ignored.
+    """
+    machine = discover(root)
+    parts = [gpu(machine.gpus), torch_gpu(), cuda_python(), nic(machine.nics), verbs()]
+    yield from parts
+    if any(part.verdict is Verdict.FAIL for part in parts):
+        return
+    driver = CudaDriver()
+    for card in machine.nics:
+        device = nearest(driver, card, machine.gpus)
+        for port in active_ports((card,)):
+            for way in (Way.DMA_BUF, Way.PEERMEM):
+                yield through(driver, port, way, device)
+
+
+def gpu(gpus: Sequence[PciDevice]) -> Check:
+    """A GPU on the PCI bus."""
+    if not gpus:
+        fix = "run on a machine with an NVIDIA GPU; in a container: docker run --gpus all"
+        return Check("part: gpu", Verdict.FAIL, "no NVIDIA GPU on the PCI bus", fix)
+    return Check("part: gpu", Verdict.PASS, ", ".join(each.address for each in gpus))
+
+
+def torch_gpu() -> Check:
+    """torch, built for CUDA, that sees a device."""
+    fix = "pip install torch (a CUDA build; nvidia-smi names the driver's CUDA)"
+    try:
+        import torch
+    except ImportError as error:
+        return Check("part: torch", Verdict.FAIL, str(error), fix)
+    if not torch.cuda.is_available():
+        return Check("part: torch", Verdict.FAIL, f"torch {torch.__version__} sees no CUDA device", fix)
+    return Check("part: torch", Verdict.PASS, f"torch {torch.__version__}, {torch.cuda.get_device_name(0)}")
+
+
+def cuda_python(make: Callable[[], Driver] = CudaDriver) -> Check:
+    """cuda-python and the CUDA driver; then what device 0 can do."""
+    try:
+        device = make().gpu(0)
+    except TransportUnavailable as error:
+        return Check("part: cuda-python", Verdict.FAIL, error.reason, error.fix)
+    return Check("part: cuda-python", Verdict.PASS, str(device))
+
+
+def active_ports(nics: Sequence[RdmaDevice]) -> list[str]:
+    """As KVLINK_NICS names them."""
+    return [
+        f"{nic.name}:{port.number}" for nic in nics for port in nic.ports if port.state is PortState.ACTIVE
+    ]
+
+
+def nic(nics: Sequence[RdmaDevice]) -> Check:
+    """A port that carries data."""
+    if ports := active_ports(nics):
+        return Check("part: nic", Verdict.PASS, ", ".join(ports))
+    names = ", ".join(each.name for each in nics)
+    fix = "kvlink doctor says how to bring it up" if nics else "run on a machine with an RDMA NIC"
+    return Check("part: nic", Verdict.FAIL, f"no active port of {names}" if nics else "no RDMA device", fix)
+
+
+def verbs() -> Check:
+    """kvlink's own transport."""
+    core, check = extension()
+    if core is None:
+        return check
+    rows = {name: (why_not, fix) for name, _, _, why_not, fix in core.transports()}
+    if "verbs" not in rows:
+        fix = "pip install --upgrade kvlink"
+        return Check("part: verbs", Verdict.FAIL, f"this build has only {', '.join(rows)}", fix)
+    why_not, fix = rows["verbs"]
+    if why_not:
+        return Check("part: verbs", Verdict.FAIL, why_not, fix)
+    return Check("part: verbs", Verdict.PASS, "the transport is ready")
+
+
+def nearest(driver: Driver, card: RdmaDevice, gpus: Sequence[PciDevice]) -> int:
+    """CUDA's number of the visible GPU with the shortest path to a NIC."""
+    import torch
+
+    places = {each.address: each for each in gpus}
+    numbers = {number: driver.gpu(number).bus_id for number in range(torch.cuda.device_count())}
+    return min(numbers, key=lambda number: distance(places.get(numbers[number]), card.pci))
+
+
+def through(driver: Driver, port: str, way: Way, device: int) -> Check:
+    """GPU to host and host to GPU over one port of a NIC. A way that the facts rule out is not tried."""
+    name = f"{port} cuda:{device} {way.value}"
+    memory = gpu_memory(device)
+    try:
+        facts, _, _ = inspect(driver, memory.data_ptr(), memory.numel())
+        decide(facts, (way,))
+    except TransportUnavailable as error:
+        return Check(name, Verdict.WARN, f"not tried: {error.reason}", error.fix)
+    options = {"KVLINK_NICS": port, "KVLINK_GPUDIRECT": way.value, "KVLINK_TRANSPORTS": "verbs"}
+    return read_back(name, memory, options)
+
+
+def gpu_memory(device: int) -> Any:
+    """As much GPU memory as the layout needs, by cudaMalloc or (PYTORCH_CUDA_ALLOC_CONF) expandable segments."""
+    import torch
+
+    return torch.empty(pool_bytes(), dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def pool_bytes() -> int:
+    """What moves each way."""
+    return _LAYOUT.region_bytes()[0]
+
+
+def read_back(name: str, memory: Any, options: Mapping[str, str]) -> Check:
+    """Moves random bytes from `memory` (a torch tensor) to the host and others back, and compares both ends."""
+    try:
+        sent = secrets.token_bytes(memory.numel())
+        _store(memory, sent)
+        landed, out = _pulled(memory, bytes(memory.numel()), options, to_host=True)
+        if landed != sent:
+            return _differs(name, "read from the GPU", sent, landed, out)
+        sent = secrets.token_bytes(memory.numel())
+        landed, back = _pulled(memory, sent, options, to_host=False)
+        if landed != sent:
+            return _differs(name, "written into the GPU", sent, landed, back)
+    except KVLinkError as error:
+        fix = error.fix if isinstance(error, TransportUnavailable) else ""
+        return Check(name, Verdict.FAIL, str(error), fix or "kvlink doctor checks the parts")
+    evidence = f"{len(sent)} bytes equal each way, {memory.device}; {out}; {back}"
+    return Check(name, Verdict.PASS, evidence)
+
+
+def _differs(name: str, what: str, sent: bytes, landed: bytes, path: str) -> Check:
+    wrong = [at for at, (a, b) in enumerate(zip(sent, landed, strict=True)) if a != b]
+    evidence = f"{len(wrong)} of {len(sent)} bytes {what} differ, the first at {wrong[0]}; {path}"
+    return Check(
+        name, Verdict.FAIL, evidence, "do not serve with this NIC and way; report it with kvlink doctor"
+    )
+
+
+def _pulled(memory: Any, host: bytes, options: Mapping[str, str], *, to_host: bool) -> tuple[bytes, str]:
+    """Pulls the whole pool from one end into the other. Returns the destination's bytes and the path taken."""
+    from kvlink.config import WorkerConfig
+    from kvlink.pool import BlockPool
+    from kvlink.worker import Worker
+
+    config = WorkerConfig.from_env(options)
+    on_gpu, on_host = BlockPool.from_tensors([memory], _LAYOUT), BlockPool.allocate(_LAYOUT)
+    on_host.torch().copy_(_tensor(host))
+    owner_pool, reader_pool = (on_gpu, on_host) if to_host else (on_host, on_gpu)
+    with (
+        Worker(owner_pool, "doctor-owner", config=config) as owner,
+        Worker(reader_pool, "doctor-reader", config=config) as reader,
+    ):
+        ticket = owner.offer("gpudirect", range(_BLOCKS))
+        pull = reader.pull(ticket, range(_BLOCKS), timeout_s=_TIMEOUT_S)
+        pull.wait()
+        path = "; ".join(map(str, pull.explain()))
+    landed = on_host.torch() if to_host else memory.cpu()
+    return landed.numpy().tobytes(), path
+
+
+def _store(memory: Any, data: bytes) -> None:
+    memory.copy_(_tensor(data))
+    if memory.is_cuda:
+        import torch
+
+        torch.cuda.synchronize(memory.device)  # the NIC does not wait for streams
+
+
+def _tensor(data: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

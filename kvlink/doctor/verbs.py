@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process needs to use an RDMA device: the library, its provider, the device files, the right to pin."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvlink.doctor.host import may_pin_all
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.sysfs import names, read
+from kvlink.topology import RdmaDevice
+
+_LIBRARY = "libibverbs.so.1"
+_INSTALL = "apt-get install libibverbs1 ibverbs-providers (Red Hat: dnf install libibverbs)"
+_DEVICE_FILES = "in a container: --device=/dev/infiniband; Kubernetes: an RDMA device plugin"
+_PROVIDER_FOLDERS = ("usr/lib", "usr/lib64", "usr/local/lib", "usr/local/lib64")
+# Kernel driver of the card → provider library, where the two have different names.
+_PROVIDERS = {
+    "mlx5_core": "mlx5",
+    "mlx4_core": "mlx4",
+    "bnxt_en": "bnxt_re",
+    "ice": "irdma",
+    "idpf": "irdma",
+    "i40e": "irdma",
+    "efa": "efa",
+    "cxgb4": "cxgb4",
+    "qede": "qedr",
+    "hns3": "hns",
+    "mana": "mana",
+    "erdma": "erdma",
+}
+
+
+def checks(root: Path, nics: Sequence[RdmaDevice]) -> Iterator[Check]:
+    """Every check of this module, in the order shown; without a device only the library's."""
+    yield library()
+    if nics:
+        yield providers(root, nics)
+        yield device_files(root)
+        yield connection_manager(root, nics)
+        yield pinning(root)
+
+
+def library(load: Callable[[str], object] = ctypes.CDLL) -> Check:
+    """libibverbs, which kvlink opens at run time."""
+    try:
+        load(_LIBRARY)
+    except OSError as error:
+        return Check("libibverbs", Verdict.WARN, f"does not load: {error}", _INSTALL)
+    return Check("libibverbs", Verdict.PASS, f"{_LIBRARY} loads")
+
+
+def providers(root: Path, nics: Sequence[RdmaDevice]) -> Check:
+    """The part of libibverbs that knows the card."""
+    found = _provider_names(root)
+    evidence = f"installed: {', '.join(sorted(found)) or 'none'}"
+    needed = {nic.name: _provider_of(root, nic) for nic in nics}
+    missing = [f"{name} needs {wants}" for name, wants in needed.items() if wants and wants not in found]
+    if missing or not found:
+        evidence = "; ".join((*missing, evidence))
+        return Check("rdma providers", Verdict.WARN, evidence, "apt-get install ibverbs-providers")
+    return Check("rdma providers", Verdict.PASS, evidence)
+
+
+def _provider_names(root: Path) -> set[str]:
+    """mlx5 of …/libibverbs/libmlx5-rdmav34.so, wherever distributions put it."""
+    return {
+        path.name.removeprefix("lib").partition("-rdmav")[0]
+        for folder in _PROVIDER_FOLDERS
+        for pattern in ("libibverbs/lib*-rdmav*.so", "*/libibverbs/lib*-rdmav*.so")
+        for path in (root / folder).glob(pattern)
+    }
+
+
+def _provider_of(root: Path, nic: RdmaDevice) -> str:
+    """ "" when this table does not know."""
+    if nic.pci is None:
+        return next((soft for soft in ("rxe", "siw") if nic.name.startswith(soft)), "")
+    driver = root / f"sys/bus/pci/devices/{nic.pci.address}/driver"
+    return _PROVIDERS.get(driver.readlink().name, "") if driver.is_symlink() else ""
+
+
+def device_files(root: Path) -> Check:
+    """One uverbs file a device, readable and writable by this user."""
+    refused = []
+    files = [name for name in names(root, "sys/class/infiniband_verbs") if name.startswith("uverbs")]
+    for name in files:
+        if why := _why_closed(root / "dev/infiniband" / name):
+            device = read(root, f"sys/class/infiniband_verbs/{name}/ibdev")
+            refused.append(f"/dev/infiniband/{name} ({device}): {why}")
+    if not files:
+        fix = "sudo modprobe ib_uverbs"
+        return Check(
+            "uverbs", Verdict.WARN, "the kernel offers no uverbs device: ib_uverbs is not loaded", fix
+        )
+    if not refused:
+        opened = ", ".join(f"/dev/infiniband/{name}" for name in files)
+        return Check("uverbs", Verdict.PASS, f"{opened}: readable and writable")
+    absent = any("No such file" in each for each in refused)
+    fix = _DEVICE_FILES if absent else f"sudo chmod 0666 /dev/infiniband/uverbs*; {_DEVICE_FILES}"
+    return Check("uverbs", Verdict.WARN, "; ".join(refused), fix)
+
+
+def _why_closed(path: Path) -> str:
+    """Opening tells more than the mode does: a container's device filter refuses too."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def connection_manager(root: Path, nics: Sequence[RdmaDevice]) -> Check:
+    """/dev/infiniband/rdma_cm, without which iWARP cards cannot connect."""
+    iwarp = [nic.name for nic in nics if nic.is_iwarp]
+    why = _why_closed(root / "dev/infiniband/rdma_cm")
+    if not why:
+        return Check("rdma_cm", Verdict.PASS, "/dev/infiniband/rdma_cm opens")
+    if not iwarp:
+        return Check("rdma_cm", Verdict.PASS, f"{why}; only iWARP cards need it, and there is none")
+    fix = f"sudo modprobe rdma_ucm; {_DEVICE_FILES}"
+    return Check("rdma_cm", Verdict.WARN, f"{why}; {', '.join(iwarp)} cannot connect without it", fix)
+
+
+def pinning(root: Path) -> Check:
+    """The two ways to be allowed to register a large pool."""
+    if may_pin_all(root):
+        return Check("capabilities", Verdict.PASS, "CAP_IPC_LOCK: registered memory is not limited")
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        return Check("capabilities", Verdict.PASS, "no CAP_IPC_LOCK, but locked memory is unlimited")
+    fix = (
+        "docker run --cap-add=IPC_LOCK --ulimit memlock=-1; Kubernetes: "
+        "securityContext.capabilities.add: [IPC_LOCK]"
+    )
+    return Check("capabilities", Verdict.WARN, "no CAP_IPC_LOCK, and locked memory is limited", fix)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice for this machine, from its sysfs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvlink.nics.choice import choose
+from kvlink.nics.values import MemoryPlace, NicSelection, port_name
+from kvlink.topology import discover
+
+
+def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> NicSelection:
+    """What `choose` says of this machine now; nothing chosen when it has no RDMA device and `spec` names none."""
+    if not spec and not any((root / "sys/class/infiniband").glob("*")):
+        return NicSelection((), ())
+    return choose(discover(root), place, spec)
+
+
+def nic_names(place: MemoryPlace, spec: str = "") -> list[str]:
+    """The chosen ports as csrc/verbs_nic.h takes them, best first."""
+    return [port_name(nic.device, nic.port) for nic in select_nics(place, spec).chosen]
