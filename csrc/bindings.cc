@@ -235,6 +235,7 @@ void register_connection(py::module_& m) {
       .def("settle", &Connection::settle, py::arg("slot"), py::arg("settle_nonce"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("broken", &Connection::broken)
+      .def_property_readonly("idle", &Connection::idle)
       .def("why_broken", &Connection::why_broken)
       .def_property_readonly("lanes", &Connection::num_lanes)
       .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "connection.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "clock.h"
@@ -12,13 +13,17 @@ namespace {
 // What pull() may spend on the calling thread before it hands a slow transfer to the progress thread: several
 // loopback round trips, far below the shortest step of an inference engine.
 constexpr int64_t kInlineBudgetNs = 300'000;
+constexpr int64_t kMendNs = 10'000'000'000;
 
 }  // namespace
 
-Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, uint64_t inline_bytes,
-                       std::shared_ptr<ScratchPool> scratch,
+Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing,
+                       uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
                        std::vector<std::shared_ptr<ProgressThread>> threads)
-    : inline_bytes_(inline_bytes), scratch_(std::move(scratch)), threads_(std::move(threads)) {
+    : inline_bytes_(inline_bytes),
+      missing_(missing),
+      scratch_(std::move(scratch)),
+      threads_(std::move(threads)) {
   wake_ = std::make_shared<std::function<void()>>([threads = threads_] {
     for (const auto& thread : threads) thread->wake();
   });
@@ -33,6 +38,39 @@ std::vector<std::string> Connection::hellos() const {
   return hellos;
 }
 
+/// Reads the header of the owner's lease table, which proves that a lane works and where it leads.
+struct Connection::Probe {
+  std::shared_ptr<Lane> lane;
+  std::vector<uint32_t> regions = {};
+  uint32_t lease_region = 0;
+  std::shared_ptr<uint64_t[]> words = nullptr;
+  ReadOp op = {};
+  Segment segment = {};
+  bool pending = false;
+  Status status = {};
+
+  void poll(uint64_t epoch);
+  Status judge(uint64_t epoch) const;
+};
+
+void Connection::Probe::poll(uint64_t epoch) {
+  std::vector<Completion> ended;
+  const PollResult result = lane->endpoint().poll(ended);
+  if (ended.empty() && result.status.ok()) return;
+  pending = false;
+  status = !result.status.ok() ? result.status : ended.front().status;
+  if (status.ok()) status = judge(epoch);
+}
+
+Status Connection::Probe::judge(uint64_t epoch) const {
+  if (words[0] != LeaseTableHeader::kMagic) {
+    return Status::Unreachable("another process answers at the owner's address");
+  }
+  if (words[1] == epoch) return {};
+  return Status::Stale("the worker restarted: epoch " + std::to_string(epoch) + " asked, " +
+                       std::to_string(words[1]) + " running");
+}
+
 Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
                                                     const std::vector<std::string>& replies,
                                                     const std::vector<std::string>& pool_keys,
@@ -45,57 +83,78 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
     return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
                                " of " + std::to_string(lanes_.size()) + " lanes");
   }
-  std::vector<uint32_t> regions;
+  std::vector<Probe> probes;
   for (size_t index = 0; index < lanes_.size(); ++index) {
-    Endpoint& endpoint = lanes_[index]->endpoint();
-    if (Status status = endpoint.establish(replies[index], deadline - now_ns()); !status.ok()) return status;
-    std::vector<uint32_t> imported;
-    for (const std::string& key : pool_keys) {
-      Result<uint32_t> region = endpoint.import_region(key);
-      if (!region.ok()) return region.status();
-      imported.push_back(*region);
-    }
-    Result<uint32_t> lease_region = endpoint.import_region(lease_key);
-    if (!lease_region.ok()) return lease_region.status();
-    if (index == 0) regions = imported;
-    if (imported != regions)
-      return Status::Config("lanes of one connection number the owner's regions differently");
-    if (Status status = check_header(*lanes_[index], *lease_region, epoch, deadline); !status.ok())
-      return status;
-    lanes_[index]->ready(*lease_region, connection_id);
+    Probe& probe = probes.emplace_back(Probe{.lane = lanes_[index]});
+    probe.status = connect(probe, replies[index], pool_keys, lease_key, deadline - now_ns());
+    probe.pending = probe.status.ok();
   }
+  // The operations that endpoints borrow are in place from here on.
+  for (Probe& probe : probes) {
+    if (!probe.pending) continue;
+    probe.status = probe.lane->endpoint().post_read(0, {std::span(&probe.op, 1), &probe.segment});
+    probe.pending = probe.status.ok();
+  }
+  await(probes, epoch, deadline);
+
+  Status why;
+  std::vector<std::shared_ptr<Lane>> alive;
+  std::vector<uint32_t> regions;
+  for (const Probe& probe : probes) {
+    if (!probe.status.ok()) {
+      why = probe.status;
+      probe.lane->close(why.what());
+      ++missing_;
+      continue;
+    }
+    if (!alive.empty() && probe.regions != regions) {
+      return Status::Config("lanes of one connection number the owner's regions differently");
+    }
+    regions = probe.regions;
+    alive.push_back(probe.lane);
+    probe.lane->ready(probe.lease_region, connection_id);
+  }
+  if (alive.empty()) return why;
+  lanes_ = std::move(alive);
+  if (missing_ > 0) mend_at_ns_ = now_ns() + kMendNs;
   copies_ = lanes_.front()->copies_in_poll();
   stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
   return regions;
 }
 
-Status Connection::check_header(Lane& lane, uint32_t lease_region, uint64_t epoch, int64_t deadline_ns) {
-  const std::shared_ptr<uint64_t[]> words = scratch_->take();
-  if (!words) return Status::Config("too many pulls at once");
-  const ReadOp op{0, sizeof(LeaseTableHeader), lease_region, 0, 1};
-  const Segment segment{reinterpret_cast<std::byte*>(words.get()), sizeof(LeaseTableHeader),
-                        scratch_->region()};
-  Endpoint& endpoint = lane.endpoint();
-  if (Status status = endpoint.post_read(0, {std::span(&op, 1), &segment}); !status.ok()) return status;
-  std::vector<Completion> ended;
-  while (ended.empty()) {
-    const PollResult result = endpoint.poll(ended);
-    if (!result.status.ok()) return result.status;
-    if (now_ns() > deadline_ns) {
-      endpoint.close();
-      return Status::Timeout("the owner's lease table could not be read in time");
-    }
-    if (!result.progressed) std::this_thread::yield();
+Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
+                           const std::string& lease_key, int64_t timeout_ns) {
+  if (reply.empty()) return Status::Unreachable("the owner refused this lane; is its port down?");
+  Endpoint& endpoint = probe.lane->endpoint();
+  if (Status status = endpoint.establish(reply, timeout_ns); !status.ok()) return status;
+  for (const std::string& key : pool_keys) {
+    Result<uint32_t> region = endpoint.import_region(key);
+    if (!region.ok()) return region.status();
+    probe.regions.push_back(*region);
   }
-  if (!ended.front().status.ok()) return ended.front().status;
-  if (words[0] != LeaseTableHeader::kMagic)
-    return Status::Unreachable("another process answers at the owner's address");
-  if (words[1] != epoch) {
-    return Status::Stale("the worker restarted: epoch " + std::to_string(epoch) + " asked, " +
-                         std::to_string(words[1]) + " running");
-  }
+  Result<uint32_t> lease_region = endpoint.import_region(lease_key);
+  if (!lease_region.ok()) return lease_region.status();
+  probe.lease_region = *lease_region;
+  probe.words = scratch_->take();
+  if (!probe.words) return Status::Config("too many pulls at once");
+  probe.op = {0, sizeof(LeaseTableHeader), probe.lease_region, 0, 1};
+  probe.segment = {reinterpret_cast<std::byte*>(probe.words.get()), sizeof(LeaseTableHeader),
+                   scratch_->region()};
   return {};
+}
+
+void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns) {
+  const auto pending = [](const Probe& probe) { return probe.pending; };
+  while (std::any_of(probes.begin(), probes.end(), pending) && now_ns() < deadline_ns) {
+    for (Probe& probe : probes) {
+      if (probe.pending) probe.poll(epoch);
+    }
+    std::this_thread::yield();
+  }
+  for (Probe& probe : probes) {
+    if (probe.pending) probe.status = Status::Timeout("the owner's lease table could not be read in time");
+  }
 }
 
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
@@ -126,19 +185,20 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
 
 bool Connection::settle(uint32_t slot, uint64_t value) { return lanes_.front()->settle(slot, value); }
 
-/// One broken lane loses no transfer, but the connection is replaced before the next one.
 bool Connection::broken() const {
-  for (const auto& lane : lanes_) {
-    if (lane->broken()) return true;
-  }
-  return false;
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||
+         (mend_at_ns_ != INT64_MAX && now_ns() >= mend_at_ns_);
+}
+
+bool Connection::idle() const {
+  return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
 }
 
 std::string Connection::why_broken() const {
   for (const auto& lane : lanes_) {
     if (lane->broken()) return lane->why_broken();
   }
-  return {};
+  return broken() ? std::to_string(missing_) + " lanes were missing; they may be back" : "";
 }
 
 void Connection::close() {

@@ -17,15 +17,17 @@ namespace kvlink {
 
 class Connection {
  public:
-  /// Pulls of up to `inline_bytes` run on the calling thread.
-  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, uint64_t inline_bytes,
+  /// Pulls of up to `inline_bytes` run on the calling thread. `missing` of the lanes that there should be
+  /// could not be opened.
+  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads);
   ~Connection() { close(); }
 
   /// One per lane, for Transport::accept at the owner.
   std::vector<std::string> hellos() const;
   /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
-  /// means that this path works and leads to the right process. Returns the region index of each pool key.
+  /// means that this path works and leads to the right process. Lanes that fail are left out as long as one
+  /// is left. Returns the region index of each pool key.
   Result<std::vector<uint32_t>> establish(uint64_t connection_id, const std::vector<std::string>& replies,
                                           const std::vector<std::string>& pool_keys,
                                           const std::string& lease_key, uint64_t epoch, int64_t timeout_ns);
@@ -36,18 +38,26 @@ class Connection {
 
   /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
   bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
+  /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
   bool broken() const;
+  bool idle() const;
   std::string why_broken() const;
   size_t num_lanes() const { return lanes_.size(); }
   /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
   void close();
 
  private:
-  Status check_header(Lane& lane, uint32_t lease_region, uint64_t epoch, int64_t deadline_ns);
+  struct Probe;  // of one lane while connecting
+
+  Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
+                 const std::string& lease_key, int64_t timeout_ns);
+  void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
   const uint64_t inline_bytes_;
-  uint64_t stripe_bytes_ = 0;  // pulls from this size on use every lane
+  uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
+  size_t missing_;                  // lanes that should be there
+  int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
   bool copies_ = false;
   std::shared_ptr<ScratchPool> scratch_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "clock.h"
@@ -124,15 +125,15 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
   const uint64_t id = next_connection_id_++;
   Accepted accepted{row->transport->can_fence() ? id : 0, {}};
+  Status why;
   for (const std::string& hello : hellos) {
-    Result<std::string> reply = row->transport->accept(id, hello);
-    if (!reply.ok()) {
-      row->transport->fence(id);
-      return reply.status();
-    }
-    accepted.replies.push_back(std::move(*reply));
+    const Result<std::string> reply = row->transport->accept(id, hello);
+    if (!reply.ok()) why = reply.status();
+    accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
   }
-  return accepted;
+  const bool none =
+      std::all_of(accepted.replies.begin(), accepted.replies.end(), std::mem_fn(&std::string::empty));
+  return none ? Result<Accepted>(why) : accepted;
 }
 
 bool Engine::fence(uint64_t connection_id) {
@@ -147,13 +148,15 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   uint32_t lanes = options_.num_lanes ? options_.num_lanes : row->transport->lanes_to(address);
   if (lanes == 0) lanes = find_transport(transport)->default_lanes;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
+  Status why;
   for (uint32_t lane = 0; lane < lanes; ++lane) {
     Result<std::unique_ptr<Endpoint>> endpoint = row->transport->open(address, lane);
-    if (!endpoint.ok()) return endpoint.status();
-    endpoints.push_back(std::move(*endpoint));
+    endpoint.ok() ? endpoints.push_back(std::move(*endpoint)) : static_cast<void>(why = endpoint.status());
   }
+  if (endpoints.empty()) return why;
+  const size_t missing = lanes - endpoints.size();
   auto connection =
-      std::make_shared<Connection>(std::move(endpoints), options_.inline_bytes, scratch_, progress_);
+      std::make_shared<Connection>(std::move(endpoints), missing, options_.inline_bytes, scratch_, progress_);
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });

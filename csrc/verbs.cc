@@ -80,7 +80,6 @@ class VerbsTransport final : public Transport {
     return memory;
   }
   std::vector<LocalRegion> locals(size_t nic) const;
-  std::vector<size_t> usable() const;
 
   const std::vector<std::shared_ptr<Nic>> nics_;
   const std::unique_ptr<Owner> owner_;
@@ -88,15 +87,6 @@ class VerbsTransport final : public Transport {
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<const Memory>> memory_;  // in order of registration
 };
-
-/// Our ports that are up, by index.
-std::vector<size_t> VerbsTransport::usable() const {
-  std::vector<size_t> up;
-  for (size_t nic = 0; nic < nics_.size(); ++nic) {
-    if (nics_[nic]->check().ok()) up.push_back(nic);
-  }
-  return up;
-}
 
 std::vector<LocalRegion> VerbsTransport::locals(size_t nic) const {
   std::lock_guard lock(mutex_);
@@ -109,7 +99,7 @@ std::vector<LocalRegion> VerbsTransport::locals(size_t nic) const {
 uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
   const auto address = Address::parse(owner_address);
   if (!address) return 1;  // open() says what is wrong
-  return kQpsPerPair * static_cast<uint32_t>(std::max(usable().size(), address->nics.size()));
+  return kQpsPerPair * static_cast<uint32_t>(std::max(nics_.size(), address->nics.size()));
 }
 
 /// Lane i goes from our i-th port to the owner's i-th one, in rounds: rails stay rails when both have as
@@ -117,9 +107,8 @@ uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
 Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_address, uint32_t lane) {
   const auto address = Address::parse(owner_address);
   if (!address) return Status::Unavailable("the owner's RDMA address is malformed", {});
-  const std::vector<size_t> up = usable();
-  if (up.empty()) return nics_.front()->check();
-  const size_t own = up[lane % up.size()];
+  const size_t own = lane % nics_.size();
+  if (Status status = nics_[own]->check(); !status.ok()) return status;
   const auto owners = static_cast<uint32_t>(lane % address->nics.size());
   const NicAddress& there = address->nics[owners];
   if (there.ethernet != nics_[own]->address().ethernet) {

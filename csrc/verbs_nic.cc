@@ -146,11 +146,10 @@ Status Nic::find_address() {
   int best = 0;
   for (int index = 0; index < port.gid_tbl_len; ++index) {
     ibv_gid found;
-    if (ethernet_ && gid_type(device_, port_, index) != "RoCE v2") continue;
     if (api_.query_gid(context_.get(), port_, index, &found) != 0) continue;
     Gid gid;
     std::memcpy(gid.data(), found.raw, gid.size());
-    if (rank(gid) <= best) continue;
+    if (rank(gid) <= best || (ethernet_ && gid_type(device_, port_, index) != "RoCE v2")) continue;
     best = rank(gid);
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
@@ -246,6 +245,7 @@ Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::strin
     if (!parsed.ok()) return parsed.status();
     Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second);
     if (!nic.ok()) return nic.status();
+    if (Status status = (*nic)->check(); !status.ok()) return status;
     nics.push_back(std::move(*nic));
   }
   if (!names.empty()) return nics;

@@ -26,6 +26,7 @@ _CONNECT_S = 5.0
 _ATTEMPTS = 3
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
+_DRAIN_TICK_S = 0.02
 
 
 class Directory(Protocol):
@@ -96,6 +97,7 @@ class Peers:
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
     _attempts: dict[tuple[str, int], _Attempts] = field(default_factory=dict)
+    _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """In a forked child there are no peers: their connections are the parent's."""
@@ -146,8 +148,8 @@ class Peers:
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""
-        for peer in self._peers.values():
-            peer.connection.close()
+        for connection in [*(peer.connection for peer in self._peers.values()), *self._retiring.values()]:
+            connection.close()
         self._peers.clear()
 
     async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
@@ -255,8 +257,20 @@ class Peers:
         """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""
         for known, old in list(self._peers.items()):
             if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
-                self._peers.pop(known).connection.close()
+                self._retire(self._peers.pop(known).connection)
         self._peers[key] = peer
+
+    def _retire(self, connection: Connection) -> None:
+        """Closes it once the pulls end that its other lanes still carry."""
+        task = asyncio.create_task(_close_when_idle(connection))
+        self._retiring[task] = connection
+        task.add_done_callback(self._retiring.pop)
+
+
+async def _close_when_idle(connection: Connection) -> None:
+    while not connection.idle:
+        await asyncio.sleep(_DRAIN_TICK_S)
+    connection.close()
 
 
 _abandoned: list[dict[tuple[str, int], Peer]] = []

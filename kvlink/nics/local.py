@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvlink.config import parse_nics
 from kvlink.nics.choice import choose
 from kvlink.nics.values import MemoryPlace, NicSelection, port_name
 from kvlink.topology import discover
@@ -19,4 +20,7 @@ def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> N
 
 def nic_names(place: MemoryPlace, spec: str = "") -> list[str]:
     """The chosen ports as csrc/verbs_nic.h takes them, best first."""
+    wish = parse_nics(spec)
+    if wish.ports and not wish.excludes and all(port is not None for _, port in wish.ports):
+        return [port_name(*named) for named in wish.ports]  # who names ports outright is not advised on paths
     return [port_name(nic.device, nic.port) for nic in select_nics(place, spec).chosen]
