@@ -1,59 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only file that knows Python. Thin: arguments in, Status out as an exception of kvlink.errors, the GIL
 // released around everything that may wait. No thread of the core ever enters here.
+#include "bindings.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "clock.h"
 #include "engine.h"
-#include "floors.h"
 #include "plan.h"
-
-namespace py = pybind11;
 
 namespace kvlink {
 namespace {
-
-// In kvlink.errors, by Code.
-// clang-format off
-constexpr const char* kExceptions[] = {"", "ConfigError", "LayoutMismatch", "TransportUnavailable", "PeerUnreachable",
-                                       "AccessDenied", "TransferTimeout", "Cancelled", "StaleBlocks"};
-// clang-format on
-static_assert(std::size(kExceptions) == static_cast<size_t>(Code::kStaleBlocks) + 1);
-
-const char* name_of(Code code) { return kExceptions[static_cast<size_t>(code)]; }
-
-[[noreturn]] void raise(const Status& status) {
-  const py::object type = py::module_::import("kvlink.errors").attr(name_of(status.code()));
-  if (status.code() == Code::kTransportUnavailable) {
-    PyErr_SetObject(type.ptr(), type(status.what(), status.fix()).ptr());
-  } else {
-    const std::string text = status.fix().empty() ? status.what() : status.what() + ". " + status.fix();
-    PyErr_SetString(type.ptr(), text.c_str());
-  }
-  throw py::error_already_set();
-}
-
-void check(const Status& status) {
-  if (!status.ok()) raise(status);
-}
-
-template <typename T>
-T take(Result<T> result) {
-  if (!result.ok()) raise(result.status());
-  return std::move(*result);
-}
-
-int64_t to_ns(double seconds) {
-  return seconds < 0 ? -1 : static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
-}
-
-py::list bytes_list(const std::vector<std::string>& blobs) {
-  py::list list;
-  for (const std::string& blob : blobs) list.append(py::bytes(blob));
-  return list;
-}
 
 /// A borrowed contiguous buffer of uint32.
 class BlockIds {
@@ -237,7 +196,7 @@ void register_connection(py::module_& m) {
       .def_property_readonly("broken", &Connection::broken)
       .def_property_readonly("idle", &Connection::idle)
       .def("why_broken", &Connection::why_broken)
-      .def_property_readonly("lanes", &Connection::num_lanes)
+      .def("paths", &Connection::paths)
       .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());
 }
 
@@ -260,13 +219,14 @@ void register_engine(py::module_& m) {
           py::arg("memory"), py::keep_alive<1, 2>())
       .def(
           "add_foreign_region",
-          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, int dmabuf,
+          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, bool device, int dmabuf,
              uint64_t offset) {
             auto* const base = reinterpret_cast<std::byte*>(address);
-            return take(self.add_pool_region({base, bytes, -1, 0, dmabuf, offset}));
+            return take(self.add_pool_region({base, bytes, -1, 0, dmabuf, offset, device}));
           },
-          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("dmabuf_fd") = -1,
-          py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
+          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
+          py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
+      .def("refuse", &Engine::refuse, py::arg("transport"), py::arg("why"))
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",
            [](const Engine& self) {
@@ -336,47 +296,6 @@ void register_engine(py::module_& m) {
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
 }
 
-FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) {
-  if (rows.ndim() != 2 || rows.shape(1) != 3) raise(Status::Config("pieces are rows of from, to and bytes"));
-  return {reinterpret_cast<const FloorPiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
-}
-
-void register_floors(py::module_& m) {
-  using Pieces = py::array_t<uint64_t, py::array::c_style>;
-  m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
-  const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
-    m.def(name, [copy](const Pieces& pieces) { return copy(floor_pieces(pieces)); }, py::arg("pieces"));
-  };
-  copying("floor_memcpy", &floor_memcpy);
-  copying("floor_streamed_copy", &floor_streamed_copy);
-  m.def(
-      "floor_process_vm_readv",
-      [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },
-      py::arg("pid"), py::arg("pieces"));
-  py::class_<FloorSource>(m, "FloorSource")
-      .def(py::init([](const HostMemory& memory) {
-             return take(FloorSource::make(memory.range().base, memory.range().bytes));
-           }),
-           py::arg("memory"), py::keep_alive<1, 2>())
-      .def_property_readonly("port", &FloorSource::port)
-      .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
-  py::class_<FloorSink>(m, "FloorSink")
-      .def(py::init([](uint16_t port, uint64_t answer_bytes) {
-             return take(FloorSink::connect(port, answer_bytes));
-           }),
-           py::arg("port"), py::arg("answer_bytes"))
-      .def(
-          "read",
-          [](FloorSink& self, uint64_t offset, uintptr_t to) {
-            Result<int64_t> took = [&] {
-              py::gil_scoped_release release;
-              return self.read(offset, reinterpret_cast<std::byte*>(to));
-            }();
-            return take(std::move(took));
-          },
-          py::arg("offset"), py::arg("to"));
-}
-
 }  // namespace
 }  // namespace kvlink
 
@@ -396,5 +315,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_transfer(m);
   register_connection(m);
   register_engine(m);
-  register_floors(m);
+  register_bench(m);
 }

@@ -201,6 +201,12 @@ std::string Connection::why_broken() const {
   return broken() ? std::to_string(missing_) + " lanes were missing; they may be back" : "";
 }
 
+std::vector<std::string> Connection::paths() const {
+  std::vector<std::string> paths;
+  for (const auto& lane : lanes_) paths.push_back(lane->endpoint().path());
+  return paths;
+}
+
 void Connection::close() {
   std::lock_guard lock(connecting_);
   closed_ = true;

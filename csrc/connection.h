@@ -42,7 +42,8 @@ class Connection {
   bool broken() const;
   bool idle() const;
   std::string why_broken() const;
-  size_t num_lanes() const { return lanes_.size(); }
+  /// Endpoint::path of each lane.
+  std::vector<std::string> paths() const;
   /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
   void close();
 

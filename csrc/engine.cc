@@ -21,6 +21,10 @@ constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 
+std::string sentence(const Status& status) {
+  return status.fix().empty() ? status.what() : status.what() + "; " + status.fix();
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
@@ -38,13 +42,25 @@ Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
       row.transport = std::move(*made);
       row.access.address = row.transport->address();
     } else if (made.status().code() == Code::kTransportUnavailable) {
-      row.access.refused = made.status().what();
+      row.access.refused = sentence(made.status());
     } else {
       return made.status();
     }
     engine->rows_.push_back(std::move(row));
   }
   return engine;
+}
+
+void Engine::refuse(const std::string& transport, const std::string& why) {
+  Row* const row = find(transport);
+  if (!row) return;
+  row->access.refused = why;
+  give_up(*row);
+}
+
+void Engine::give_up(Row& row) {
+  row.transport->close();
+  row.transport.reset();
 }
 
 Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
@@ -55,11 +71,31 @@ Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
 }
 
 Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
+  if (range.device && !row.transport->reaches_devices()) {
+    return Status::Unavailable(row.name + " reaches host memory, and the pool is GPU memory",
+                               "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
+  }
   Result<std::unique_ptr<MemoryRegion>> region = row.transport->register_memory(range, access);
   if (!region.ok()) return region.status();
   key = (*region)->remote_key();
   row.regions.push_back(std::move(*region));
   return {};
+}
+
+Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases) {
+  row.access.pool_keys.resize(pool_.size());
+  for (size_t index = 0; index < pool_.size(); ++index) {
+    Status lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
+    if (!lent.ok()) return lent;
+  }
+  if (Status status = row.transport->register_scratch(scratch); !status.ok()) return status;
+  return lend(row, leases, Access::kReadWrite, row.access.lease_key);
+}
+
+/// Whether reads of a transport that cannot lend the pool may still land in it.
+bool Engine::lands_unlent(const Row& row) const {
+  return !row.transport->reaches_devices() &&
+         std::none_of(pool_.begin(), pool_.end(), [](const MemoryRange& range) { return range.device; });
 }
 
 Status Engine::start() {
@@ -76,18 +112,13 @@ Status Engine::start() {
       std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)), options_.epoch);
   for (Row& row : rows_) {
     if (!row.transport) continue;
-    Status lent;
-    row.access.pool_keys.resize(pool_.size());
-    for (size_t index = 0; index < pool_.size() && lent.ok(); ++index) {
-      lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
-    }
-    if (lent.ok()) lent = row.transport->register_scratch((*scratch)->range());
-    if (lent.ok()) lent = lend(row, lease_range, Access::kReadWrite, row.access.lease_key);
+    const Status lent = lend_all(row, (*scratch)->range(), lease_range);
     if (lent.ok()) continue;
     if (lent.code() != Code::kTransportUnavailable) return lent;
-    row.access.refused = lent.what();
+    row.access.refused = sentence(lent);
     row.access.pool_keys.clear();
     row.regions.clear();
+    if (!lands_unlent(row)) give_up(row);
   }
   epoll_fd_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -119,6 +150,13 @@ Engine::Row* Engine::find(const std::string& transport) {
   return nullptr;
 }
 
+Status Engine::absent(const std::string& transport) const {
+  const auto row =
+      std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) { return row.name == transport; });
+  const std::string why = row == rows_.end() ? std::string() : row->access.refused;
+  return Status::Unavailable("this worker does not use " + transport + (why.empty() ? "" : ": " + why), {});
+}
+
 Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos) {
   Row* row = find(transport);
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
@@ -144,7 +182,7 @@ bool Engine::fence(uint64_t connection_id) {
 
 Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address) {
   Row* row = find(transport);
-  if (!row || closing_) return Status::Unavailable("this worker does not use " + transport, {});
+  if (!row || closing_) return absent(transport);
   uint32_t lanes = options_.num_lanes ? options_.num_lanes : row->transport->lanes_to(address);
   if (lanes == 0) lanes = find_transport(transport)->default_lanes;
   std::vector<std::unique_ptr<Endpoint>> endpoints;

@@ -36,7 +36,7 @@ struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
   std::string lease_key;
-  std::string refused;  // why the pool cannot be lent this way; then there are no keys
+  std::string refused;  // why the pool cannot be lent this way, and the fix; then there are no keys
 };
 
 struct Accepted {
@@ -49,6 +49,8 @@ class Engine {
   static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
   ~Engine() { close(); }
 
+  /// Gives a transport up before start(); peers and open() are told `why`.
+  void refuse(const std::string& transport, const std::string& why);
   /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
   /// Ends registration and starts the threads. REQUIRES at least one pool region.
@@ -81,7 +83,11 @@ class Engine {
 
   explicit Engine(const EngineOptions& options) : options_(options) {}
   Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
+  Status lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases);
+  bool lands_unlent(const Row& row) const;
+  static void give_up(Row& row);
   Row* find(const std::string& transport);
+  Status absent(const std::string& transport) const;
   void serve();
   void sweep();
   void wake_owner();

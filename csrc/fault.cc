@@ -82,6 +82,7 @@ class FaultEndpoint : public Endpoint {
       : inner_(std::move(inner)), plan_(std::move(plan)) {}
 
   std::string hello() const override { return inner_->hello(); }
+  std::string path() const override { return inner_->path(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override {
     Status status = inner_->establish(reply, timeout_ns);
     return status.ok() ? watch() : status;
@@ -254,6 +255,7 @@ class FaultTransport : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     return inner_->register_memory(range, access);
   }
+  bool reaches_devices() const override { return inner_->reaches_devices(); }
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {

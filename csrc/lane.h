@@ -31,7 +31,7 @@ class Lane {
 
   /// REQUIRES establish() to have succeeded. Fixes what every later pull needs.
   void ready(uint32_t lease_region, uint64_t connection_id);
-  Endpoint& endpoint() { return *endpoint_; }  // only while connecting
+  Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
 
   /// Queues a transfer; any thread. The caller then wakes the driver.
   void submit(std::shared_ptr<Transfer> transfer);

@@ -35,6 +35,7 @@ struct MemoryRange {
   uint64_t memfd_offset = 0;
   int dmabuf_fd = -1;  // the exported device memory that `base` addresses, or -1; stays owned by the caller
   uint64_t dmabuf_offset = 0;
+  bool device = false;  // memory of a GPU: no CPU may follow `base`
 };
 
 /// One local piece that a read scatters into.
@@ -90,6 +91,8 @@ class Endpoint {
   /// Returns the index by which ReadOp::region names this region of the owner.
   virtual Result<uint32_t> import_region(std::string_view remote_key) = 0;
 
+  /// The ports it goes from and to, "mlx5_0:1->mlx5_1:1", where it is tied to some. Constant.
+  virtual std::string path() const { return {}; }
   virtual Window window() const = 0;
   /// A post is executed at the owner only after every earlier post of this endpoint has been.
   virtual bool ordered() const = 0;
@@ -132,6 +135,9 @@ class Transport {
   virtual std::string address() const = 0;
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
+  /// As a NIC does: lends the memory of devices and reads into it, and reads into registered memory only.
+  /// Others are never given memory of a device.
+  virtual bool reaches_devices() const { return false; }
   /// Memory that reads land in and no peer may see; counts as a region. Only NICs need to know it.
   virtual Status register_scratch(const MemoryRange&) { return {}; }
   /// Parallel endpoints that a connection to this owner should have; 0: what TransportInfo says.

@@ -49,6 +49,7 @@ class VerbsTransport final : public Transport {
     if (!memory.ok()) return memory.status();
     return std::unique_ptr<MemoryRegion>(new Region(*memory, nics_.size(), access));
   }
+  bool reaches_devices() const override { return true; }
   Status register_scratch(const MemoryRange& range) override {
     return enlist(range, Rights::kLocal).status();
   }
@@ -116,7 +117,7 @@ Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_ad
                                    " are on different kinds of fabric (Ethernet and InfiniBand)",
                                "name the ports that belong together in KVLINK_NICS");
   }
-  return open_endpoint(nics_[own], owners, locals(own), patience_);
+  return open_endpoint(nics_[own], {owners, there.name}, locals(own), patience_);
 }
 
 }  // namespace

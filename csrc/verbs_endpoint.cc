@@ -23,9 +23,10 @@ constexpr int64_t kFlushNs =
 
 class VerbsEndpoint final : public Endpoint {
  public:
-  VerbsEndpoint(uint32_t owner_nic, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, const ChainLimits& limits,
+  VerbsEndpoint(const OwnerNic& owner, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, const ChainLimits& limits,
                 uint32_t max_wrs, std::vector<LocalRegion> locals, Patience patience)
-      : owner_nic_(owner_nic),
+      : owner_nic_(owner.index),
+        path_(qp->nic()->name() + "->" + owner.name),
         cq_(std::move(cq)),
         qp_(std::move(qp)),
         chain_(limits),
@@ -39,6 +40,7 @@ class VerbsEndpoint final : public Endpoint {
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
+  std::string path() const override { return path_; }
   Window window() const override { return kWindow; }
   bool ordered() const override { return false; }  // the owner's NIC may fetch for two reads in any order
   bool copies_in_poll() const override { return false; }
@@ -68,6 +70,7 @@ class VerbsEndpoint final : public Endpoint {
   void wait_until_flushed(int64_t most_ns);
 
   const uint32_t owner_nic_;
+  const std::string path_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
   Chain chain_;
@@ -265,7 +268,7 @@ void VerbsEndpoint::close() {
 
 }  // namespace
 
-Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, uint32_t owner_nic,
+Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, OwnerNic owner,
                                                 std::vector<LocalRegion> locals, Patience patience) {
   const Nic::Limits& limits = nic->limits();
   const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
@@ -275,7 +278,7 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, uint32
   if (!cq.ok()) return cq.status();
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);
   if (!qp.ok()) return qp.status();
-  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner_nic, std::move(*cq), std::move(*qp), chain,
+  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner, std::move(*cq), std::move(*qp), chain,
                                                      limits.max_wrs, std::move(locals), patience));
 }
 

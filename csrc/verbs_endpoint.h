@@ -14,8 +14,13 @@
 
 namespace kvlink::verbs {
 
-/// `owner_nic` is an index into the owner's Address::nics.
-Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, uint32_t owner_nic,
+/// A port of the owner: its index in Address::nics, and its name.
+struct OwnerNic {
+  uint32_t index = 0;
+  std::string name;
+};
+
+Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, OwnerNic owner,
                                                 std::vector<LocalRegion> locals, Patience patience);
 
 }  // namespace kvlink::verbs

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "verbs_wire.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "wire.h"
@@ -23,6 +24,11 @@ bool read(BlobReader& from, Gid& gid) {
   if (bytes.size() != gid.size()) return false;
   std::memcpy(gid.data(), bytes.data(), gid.size());
   return true;
+}
+
+/// Names of the other side are shown to people.
+bool printable(std::string_view name) {
+  return std::all_of(name.begin(), name.end(), [](char byte) { return byte > ' ' && byte <= '~'; });
 }
 
 void write(BlobWriter& to, const QpAddress& qp) {
@@ -64,7 +70,7 @@ std::optional<Address> Address::parse(std::string_view blob) {
     nic.name = from.bytes(kMaxNameBytes);
     nic.ethernet = from.u32();
     nic.lid = from.u32();
-    if (!read(from, nic.gid) || nic.ethernet > 1 || nic.lid > UINT16_MAX) return {};
+    if (!read(from, nic.gid) || nic.ethernet > 1 || nic.lid > UINT16_MAX || !printable(nic.name)) return {};
     address.nics.push_back(std::move(nic));
   }
   return from.done() ? std::optional(std::move(address)) : std::nullopt;

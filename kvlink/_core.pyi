@@ -130,8 +130,8 @@ class Connection:
     @property
     def idle(self) -> bool: ...
     def why_broken(self) -> str: ...
-    @property
-    def lanes(self) -> int: ...
+    def paths(self) -> list[str]:
+        """Of each lane: "mlx5_0:1->mlx5_1:1" (this worker's port and the owner's), "" where there are no ports."""
     def close(self) -> None: ...
 
 class Engine:
@@ -151,9 +151,18 @@ class Engine:
         nics: Sequence[str],
     ) -> None: ...
     def add_pool_region(self, memory: HostMemory) -> int: ...
+    def refuse(self, transport: str, why: str) -> None:
+        """Before start: gives one of the transports up; peers and open() are told why."""
     def add_foreign_region(
-        self, address: int, bytes: int, keeper: object, dmabuf_fd: int = -1, dmabuf_offset: int = 0
-    ) -> int: ...
+        self,
+        address: int,
+        bytes: int,
+        keeper: object,
+        device: bool = False,
+        dmabuf_fd: int = -1,
+        dmabuf_offset: int = 0,
+    ) -> int:
+        """`device`: GPU memory, which only NICs are given. The descriptor stays the caller's, until start() at least."""
     def start(self) -> None: ...
     def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str]]:
         """(transport, address, pool keys, lease key, why refused or "") of each enabled transport."""
@@ -199,3 +208,6 @@ class FloorSink:
     def __init__(self, port: int, answer_bytes: int) -> None: ...
     def read(self, offset: int, to: int) -> int:
         """Nanoseconds from before the request to the last byte. Releases the GIL."""
+
+def post_ns(plan: Plan, rounds: int) -> int:
+    """CPU nanoseconds of posting all of it to a queue pair without a NIC; absent in builds without verbs."""

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the binding files share: Status to exception, and conversions.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "status.h"
+
+namespace py = pybind11;
+
+namespace kvlink {
+
+// In kvlink.errors, by Code.
+inline constexpr const char* kExceptions[] = {"",
+                                              "ConfigError",
+                                              "LayoutMismatch",
+                                              "TransportUnavailable",
+                                              "PeerUnreachable",
+                                              "AccessDenied",
+                                              "TransferTimeout",
+                                              "Cancelled",
+                                              "StaleBlocks"};
+static_assert(std::size(kExceptions) == static_cast<size_t>(Code::kStaleBlocks) + 1);
+
+inline const char* name_of(Code code) { return kExceptions[static_cast<size_t>(code)]; }
+
+[[noreturn]] inline void raise(const Status& status) {
+  const py::object type = py::module_::import("kvlink.errors").attr(name_of(status.code()));
+  if (status.code() == Code::kTransportUnavailable) {
+    PyErr_SetObject(type.ptr(), type(status.what(), status.fix()).ptr());
+  } else {
+    const std::string text = status.fix().empty() ? status.what() : status.what() + ". " + status.fix();
+    PyErr_SetString(type.ptr(), text.c_str());
+  }
+  throw py::error_already_set();
+}
+
+inline void check(const Status& status) {
+  if (!status.ok()) raise(status);
+}
+
+template <typename T>
+T take(Result<T> result) {
+  if (!result.ok()) raise(result.status());
+  return std::move(*result);
+}
+
+inline int64_t to_ns(double seconds) {
+  return seconds < 0 ? -1 : static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
+}
+
+inline py::list bytes_list(const std::vector<std::string>& blobs) {
+  py::list list;
+  for (const std::string& blob : blobs) list.append(py::bytes(blob));
+  return list;
+}
+
+/// bindings_bench.cc: what benchmarks measure besides the engine.
+void register_bench(py::module_& m);
+
+}  // namespace kvlink

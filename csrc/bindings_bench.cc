@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The physical limits that benchmarks compare with, and the cost of posting.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "floors.h"
+#include "memory.h"
+#include "plan.h"
+#include "verbs_posting.h"
+
+namespace kvlink {
+namespace {
+
+FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) {
+  if (rows.ndim() != 2 || rows.shape(1) != 3) raise(Status::Config("pieces are rows of from, to and bytes"));
+  return {reinterpret_cast<const FloorPiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
+}
+
+}  // namespace
+
+void register_bench(py::module_& m) {
+  using Pieces = py::array_t<uint64_t, py::array::c_style>;
+  m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
+  const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
+    m.def(name, [copy](const Pieces& pieces) { return copy(floor_pieces(pieces)); }, py::arg("pieces"));
+  };
+  copying("floor_memcpy", &floor_memcpy);
+  copying("floor_streamed_copy", &floor_streamed_copy);
+  m.def(
+      "floor_process_vm_readv",
+      [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },
+      py::arg("pid"), py::arg("pieces"));
+  py::class_<FloorSource>(m, "FloorSource")
+      .def(py::init([](const HostMemory& memory) {
+             return take(FloorSource::make(memory.range().base, memory.range().bytes));
+           }),
+           py::arg("memory"), py::keep_alive<1, 2>())
+      .def_property_readonly("port", &FloorSource::port)
+      .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
+  py::class_<FloorSink>(m, "FloorSink")
+      .def(py::init([](uint16_t port, uint64_t answer_bytes) {
+             return take(FloorSink::connect(port, answer_bytes));
+           }),
+           py::arg("port"), py::arg("answer_bytes"))
+      .def(
+          "read",
+          [](FloorSink& self, uint64_t offset, uintptr_t to) {
+            Result<int64_t> took = [&] {
+              py::gil_scoped_release release;
+              return self.read(offset, reinterpret_cast<std::byte*>(to));
+            }();
+            return take(std::move(took));
+          },
+          py::arg("offset"), py::arg("to"));
+#ifndef KVLINK_NO_VERBS
+  m.def(
+      "post_ns", [](const Plan& plan, uint32_t rounds) { return take(time_posting(plan, rounds)); },
+      py::arg("plan"), py::arg("rounds"));
+#endif
+}
+
+}  // namespace kvlink
