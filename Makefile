@@ -24,7 +24,7 @@ demo: build ## prefill in one process, decode in another, over every transport
 
 .PHONY: test
 test: lint test-cpp ## lint, C++ tests, Python tests: all that a change must pass
-	pytest -m "not netns and not slow"
+	pytest -m "not netns and not softroce and not slow"
 
 .PHONY: build
 build: $(VENV)/.built ## .venv/ with kvlink installed in place
@@ -82,11 +82,19 @@ test-sanitizers: $(VENV)/.made ## C++ tests under ASan with UBSan, and under TSa
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
-	pytest -m "slow and not netns" || [ $$? -eq 5 ]
+	pytest -m "slow and not netns and not softroce" || [ $$? -eq 5 ]
 
 .PHONY: test-netns
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns
+
+# KVLINK_TEST_RDMA=mlx5_0: over that device, without a guest. In the guest everything is ten times slower or more.
+.PHONY: test-rdma
+test-rdma: export KVLINK_NICS ?= $(or $(KVLINK_TEST_RDMA),rxe0)
+test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over the device KVLINK_TEST_RDMA
+	run=; if [ -z "$(KVLINK_TEST_RDMA)" ] && .ci/system-packages $(PYTHON) rdma && tests/softroce/guest --prepare; \
+	then run="tests/softroce/guest --"; fi; \
+	$$run pytest tests/softroce tests/transports -m "softroce and not slow" -o timeout=900
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment, use it there

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvlink import BlockPool, _core
+from kvlink import BlockPool, WorkerConfig, _core
+from kvlink.nics import MemoryPlace, select_ports
 
 from .contents import Ids
 from .draws import Order, pieces_of
+from .perftest import read_bandwidth, read_latency
 from .processes import OwnerSide
+
+_LATENCY_READS, _BANDWIDTH_READS = 1000, 1000
 
 Copy = Callable[[npt.NDArray[np.uint64]], int]
 
@@ -33,9 +38,42 @@ class Floor:
     keeper: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Another program that measures the same path, between our transfers instead of in turns with them."""
+
+    name: str
+    run: Callable[[], float]
+    """Microseconds for as many bytes as one transfer has."""
+
+
+def num_floors(transport: str) -> int:
+    """How many `floors_of` gives."""
+    return {"shm": 2, "loopback": 2, "verbs": 0}.get(transport.removeprefix("fault+"), 1)
+
+
+def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> list[Reference]:
+    """Those of one transport that are installed. Raises ConfigError for KVLINK_NICS that cannot be had."""
+    if transport.removeprefix("fault+") != "verbs" or not shutil.which("ib_read_bw"):
+        return []
+    ports, _ = select_ports(MemoryPlace(), WorkerConfig.from_env().nics)
+    device = ports[0].partition(":")[0]
+    if blocks == 1:
+        return [Reference("ib_read_lat", lambda: read_latency(device, device, block_bytes, _LATENCY_READS))]
+    reads = min(blocks, _BANDWIDTH_READS)
+
+    def stream() -> float:
+        mib_per_s = read_bandwidth(device, device, block_bytes, reads, qps=lanes)
+        return blocks * block_bytes / 2**20 / mib_per_s * 1e6
+
+    return [Reference("ib_read_bw", stream)]
+
+
 def floors_of(transport: str, owner: OwnerSide, pool: BlockPool, order: Order, blocks: int) -> list[Floor]:
     """Those of one transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
+    if name == "verbs":
+        return []
     memory = owner.call("memory")
     if name == "tcp":
         sink = _core.FloorSink(owner.call("listen")["port"], blocks * pool.layout.block_bytes)

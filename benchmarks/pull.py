@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from kvlink.layout import Geometry, dense
 
 from .contents import Contents, Ids
 from .draws import Order
-from .floors import Floor, floors_of
+from .floors import Floor, floors_of, num_floors, references_of
 from .processes import BenchError, OwnerSide, owner_process
 
 _BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
@@ -62,7 +61,9 @@ def rows(
     with _opened(transport, block_bytes, blocks, Order.parse(order, blocks)) as bench:
         batch = bench.fitting(_BATCH) if small else 1
         bench.warm_up(batch)
+        bench.refer(block_bytes, blocks, transport)
         bench.measure(iters, batch, 1 if small else _VERIFY_EVERY)
+        bench.refer(block_bytes, blocks, transport)
         cpu_s = bench.cpu_s_per_pull(batch)
         yield {
             "transport": transport,
@@ -107,6 +108,9 @@ class _Bench:
         self._rng = np.random.default_rng(_SEED)
         self._requests = map("pull-{}".format, count())
         self._us: list[list[float]] = [[] for _ in ways]
+        self._read_us: list[float] = []
+        self._lanes = 1
+        self._references: dict[str, list[float]] = {}
         self._turn = 0  # who goes first changes each time
         self.verified = self.wrong = 0
 
@@ -119,9 +123,12 @@ class _Bench:
         everything = np.arange(self._owner_blocks, dtype=np.uint32)
         for ids in np.array_split(everything, -(-self._owner_blocks // self._section)):
             [ticket] = self._offer([ids])
-            _pull(self._worker, _Draw(ids, ids, ticket))
+            pull = self._worker.pull(ticket, into=ids)
+            pull.wait()
+            self._lanes = pull.explain()[0].lanes
         self._round(batch, check=True)
         self._us = [[] for _ in self._ways]
+        self._read_us = []
         self.verified = 0
 
     def measure(self, iters: int, batch: int, verify_every: int) -> None:
@@ -130,6 +137,12 @@ class _Bench:
             size = min(batch, iters - at)
             self._round(size, check=number % verify_every == 0 or at + size == iters)
 
+    def refer(self, block_bytes: int, blocks: int, transport: str) -> None:
+        """Lets the other programs measure, over as many lanes as the pulls of this size have."""
+        lanes = self._lanes if blocks * block_bytes > _SMALL_BYTES else 1
+        for reference in references_of(transport, block_bytes, blocks, lanes):
+            self._references.setdefault(reference.name, []).append(reference.run())
+
     def cpu_s_per_pull(self, batch: int) -> float:
         """CPU time of both processes, of pulls alone, one after the other."""
         spent = 0
@@ -137,23 +150,25 @@ class _Bench:
             draws = self._draw(0, batch)
             start = time.process_time_ns() + self._owner.cpu_ns()
             for draw in draws:
-                _pull(self._worker, draw)
+                self._pull(draw)
             own = time.process_time_ns()
             time.sleep(_CPU_TAIL_S)
             spent += own + self._owner.cpu_ns() - start
         return spent / 1e9 / (_CPU_ROUNDS * batch)
 
     def times(self, num_bytes: int, alone: bool) -> dict[str, Any]:
-        """Of kvlink, and of the fastest floor."""
+        """Of kvlink, and of what is fastest without it."""
         ours, *floors = self._us
         p50 = float(np.median(ours))
-        names = [way.name for way in self._ways[1:]]
-        limit_us, limit = min((float(np.median(us)), name) for us, name in zip(floors, names, strict=True))
+        others = dict(zip([way.name for way in self._ways[1:]], floors, strict=True)) | self._references
+        nothing = (float("nan"), "perftest is not installed")
+        limit_us, limit = min(((float(np.median(us)), name) for name, us in others.items()), default=nothing)
         gib = num_bytes / 2**30
         return {
             "min_us": min(ours),
             "p50_us": p50,
             "p99_us": float(np.percentile(ours, 99)),
+            "read_us": float(np.median(self._read_us)),
             "gib_per_s": gib / (p50 / 1e6),
             "limit": limit,
             "limit_gib_per_s": gib / (limit_us / 1e6),
@@ -169,7 +184,8 @@ class _Bench:
         for turn in range(size):
             for step in range(len(plans)):
                 index = (self._turn + step) % len(plans)
-                self._us[index].append(self._ways[index].run(plans[index][turn]))
+                draw = plans[index][turn]
+                self._us[index].append(self._pull(draw) if index == 0 else self._ways[index].run(draw))
             self._turn += 1
         if check:
             self.verified += size
@@ -177,6 +193,18 @@ class _Bench:
             for way, draws in zip(self._ways[1:], plans[1:], strict=True):
                 if not all(map(self._landed, draws)):
                     raise BenchError(f"{way.name} did not copy what it was asked to; the limit means nothing")
+
+    def _pull(self, draw: _Draw) -> float:
+        assert draw.ticket is not None
+        start = time.perf_counter_ns()
+        pull = self._worker.pull(draw.ticket, into=draw.ids)
+        pull.wait()
+        took_us = (time.perf_counter_ns() - start) / 1000
+        stats = pull.stats
+        if not stats.settled:
+            raise BenchError(f"{pull!r} returned before it was settled")
+        self._read_us.append(stats.read_us)
+        return took_us
 
     def _landed(self, draw: _Draw) -> bool:
         return self._contents.equal(self._worker.pool, draw.ids, draw.owner_ids)
@@ -195,15 +223,8 @@ class _Bench:
         return [Ticket.from_text(text) for text in answer["tickets"]]
 
 
-def _pull(worker: Worker, draw: _Draw) -> float:
-    assert draw.ticket is not None
-    start = time.perf_counter_ns()
-    pull = worker.pull(draw.ticket, into=draw.ids)
-    pull.wait()
-    took_us = (time.perf_counter_ns() - start) / 1000
-    if not pull.stats.settled:
-        raise BenchError(f"{pull!r} returned before it was settled")
-    return took_us
+def _measured_by_itself(_: _Draw) -> float:
+    raise AssertionError("kvlink's own transfers go through _Bench._pull")
 
 
 def _way(floor: Floor) -> _Way:
@@ -213,7 +234,7 @@ def _way(floor: Floor) -> _Way:
 @contextmanager
 def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iterator[_Bench]:
     plain = transport.removeprefix("fault+")
-    num_ways = 3 if plain in ("loopback", "shm") else 2
+    num_ways = 1 + num_floors(transport)
     section = order.whole_runs(max(2 * blocks, -(-_LEAST_SECTION_BYTES // block_bytes)))
     geometry = Geometry(
         num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=section * num_ways, block_tokens=1,
@@ -225,6 +246,6 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iter
         Worker(BlockPool.allocate(layout), "bench-reader", transports=transport) as worker,
     ):
         floors = floors_of(transport, owner, worker.pool, order, blocks)
-        ways = [_Way("kvlink", order, partial(_pull, worker)), *(_way(floor) for floor in floors)]
+        ways = [_Way("kvlink", order, _measured_by_itself), *(_way(floor) for floor in floors)]
         assert len(ways) == num_ways
         yield _Bench(owner, worker, blocks, ways, section)

@@ -205,14 +205,14 @@ void register_engine(py::module_& m) {
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
-                       const std::vector<std::string>& nics) {
-             const TransportOptions how{host, port, fault, nics};
+                       const std::vector<std::string>& nics, const std::string& rdma_connect) {
+             const TransportOptions how{host, port, fault, nics, rdma_connect};
              return std::shared_ptr<Engine>(take(Engine::make(
                  {epoch, transports, how, num_lease_slots, num_progress_threads, inline_bytes, num_lanes})));
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
-           py::arg("num_lanes"), py::arg("nics"))
+           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "")
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },

@@ -51,6 +51,7 @@ void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
   connection_id_ = connection_id;
   window_ = endpoint_->window();
   ordered_ = endpoint_->ordered();
+  order_stalls_ = endpoint_->order_stalls();
   wake_fd_ = endpoint_->wake_fd();
 }
 
@@ -203,7 +204,8 @@ bool Lane::post_steps(int64_t now) {
     const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
     // The slot read and the settle are not data: they never wait for room in the window.
     const Window room = num_posted_ < window_.depth ? window_ : Window{0, 0, 0};
-    const Step step = transfer->next(room, ordered_, index_, now);
+    const bool ordered = ordered_ && (!order_stalls_ || queue_.size() == 1);
+    const Step step = transfer->next(room, ordered, index_, now);
     if (step.kind == Step::Kind::kNone) {
       ++without_work;
       continue;

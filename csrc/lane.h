@@ -83,6 +83,7 @@ class Lane {
   std::unique_ptr<Endpoint> endpoint_;
   Window window_;
   bool ordered_ = false;
+  bool order_stalls_ = false;
   int wake_fd_ = -1;
   uint32_t lease_region_ = 0;
   uint64_t connection_id_ = 0;

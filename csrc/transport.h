@@ -96,6 +96,8 @@ class Endpoint {
   virtual Window window() const = 0;
   /// A post is executed at the owner only after every earlier post of this endpoint has been.
   virtual bool ordered() const = 0;
+  /// It is so for reads of kReadWrite regions alone, and what is posted behind one waits with it.
+  virtual bool order_stalls() const { return false; }
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   virtual bool copies_in_poll() const = 0;
 
@@ -163,10 +165,11 @@ class Transport {
 };
 
 struct TransportOptions {
-  std::string host = "127.0.0.1";  // address that listening sockets bind
-  uint16_t port = 0;               // 0: any
-  std::string fault;               // plan of the fault transport, see fault.cc
-  std::vector<std::string> nics;   // "mlx5_0:1", best first; none: every active port
+  std::string host = "127.0.0.1";      // address that listening sockets bind
+  uint16_t port = 0;                   // 0: any
+  std::string fault;                   // plan of the fault transport, see fault.cc
+  std::vector<std::string> nics = {};  // "mlx5_0:1", best first; none: every active port
+  std::string rdma_connect = {};       // "direct" or "cm" (rdma_cm); empty: what the NIC needs
 };
 
 /// One row of the table in transports.cc.

@@ -34,8 +34,12 @@ class Region final : public MemoryRegion {
 
 class VerbsTransport final : public Transport {
  public:
-  VerbsTransport(std::vector<std::shared_ptr<Nic>> nics, std::unique_ptr<Owner> owner, Patience patience)
-      : nics_(std::move(nics)), owner_(std::move(owner)), patience_(patience) {}
+  VerbsTransport(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::shared_ptr<CmPort>> cm_ports,
+                 std::unique_ptr<Owner> owner, Patience patience)
+      : nics_(std::move(nics)),
+        cm_ports_(std::move(cm_ports)),
+        owner_(std::move(owner)),
+        patience_(patience) {}
   ~VerbsTransport() override { close(); }
 
   std::string address() const override {
@@ -59,8 +63,7 @@ class VerbsTransport final : public Transport {
   Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
     const auto parsed = Hello::parse(hello);
     if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
-    const Result<Reply> reply = owner_->admit(connection_id, *parsed);
-    return reply.ok() ? Result<std::string>((*reply).format()) : reply.status();
+    return owner_->admit(connection_id, *parsed);
   }
   bool can_fence() const override { return true; }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
@@ -83,6 +86,7 @@ class VerbsTransport final : public Transport {
   std::vector<LocalRegion> locals(size_t nic) const;
 
   const std::vector<std::shared_ptr<Nic>> nics_;
+  const std::vector<std::shared_ptr<CmPort>> cm_ports_;  // of nics_, null for those connected directly
   const std::unique_ptr<Owner> owner_;
   const Patience patience_;
   mutable std::mutex mutex_;
@@ -93,7 +97,7 @@ std::vector<LocalRegion> VerbsTransport::locals(size_t nic) const {
   std::lock_guard lock(mutex_);
   std::vector<LocalRegion> regions;
   for (const auto& memory : memory_)
-    regions.push_back({memory->range().base, memory->iova(), memory->lkeys(nic)});
+    regions.push_back({memory->range().base, memory->range().bytes, memory->iova(), memory->lkeys(nic)});
   return regions;
 }
 
@@ -117,24 +121,46 @@ Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_ad
                                    " are on different kinds of fabric (Ethernet and InfiniBand)",
                                "name the ports that belong together in KVLINK_NICS");
   }
-  return open_endpoint(nics_[own], {owners, there.name}, locals(own), patience_);
+  if (there.by_cm != nics_[own]->by_cm()) {
+    const auto way = [](bool by_cm) { return by_cm ? " through rdma_cm" : " directly"; };
+    return Status::Unavailable(nics_[own]->name() + " connects" + way(!there.by_cm) + ", and the owner's " +
+                                   there.name + way(there.by_cm),
+                               "set KVLINK_RDMA_CONNECT to the same at both ends");
+  }
+  return open_endpoint(nics_[own], cm_ports_[own], {owners, there.name}, locals(own), patience_);
+}
+
+Result<Way> parse_way(const std::string& name) {
+  if (name.empty()) return Way::kByDevice;
+  if (name == "direct") return Way::kDirect;
+  if (name == "cm") return Way::kCm;
+  return Status::Config("\"" + name + "\" is no way to connect RDMA: write direct or cm, or nothing");
 }
 
 }  // namespace
 }  // namespace verbs
 
 Status verbs_probe() {
-  const auto nics = verbs::open_nics({});
+  const auto nics = verbs::open_nics({}, verbs::Way::kByDevice);
   return nics.status();
 }
 
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
-  auto nics = verbs::open_nics(options.nics);
+  const auto way = verbs::parse_way(options.rdma_connect);
+  if (!way.ok()) return way.status();
+  auto nics = verbs::open_nics(options.nics, *way);
   if (!nics.ok()) return nics.status();
+  std::vector<std::shared_ptr<verbs::CmPort>> cm_ports;
+  for (const auto& nic : *nics) {
+    auto cm = nic->by_cm() ? verbs::open_cm_port(nic) : std::shared_ptr<verbs::CmPort>();
+    if (!cm.ok()) return cm.status();
+    cm_ports.push_back(*cm);
+  }
   const verbs::Patience patience;
-  auto owner = verbs::Owner::make(*nics, patience);
+  auto owner = verbs::Owner::make(*nics, cm_ports, patience);
   if (!owner.ok()) return owner.status();
-  return std::unique_ptr<Transport>(new verbs::VerbsTransport(std::move(*nics), std::move(*owner), patience));
+  return std::unique_ptr<Transport>(
+      new verbs::VerbsTransport(std::move(*nics), std::move(cm_ports), std::move(*owner), patience));
 }
 
 }  // namespace kvlink

@@ -85,6 +85,11 @@ Status check(const ReadOp& op, const Segment* segments, const std::vector<LocalR
   for (uint32_t i = 0; i < op.num_segments; ++i) {
     const Segment& segment = segments[op.first_segment + i];
     if (segment.region >= locals.size()) return Status::Config("a read lands in no registered region");
+    const LocalRegion& local = locals[segment.region];
+    if (segment.local < local.base || segment.bytes > local.bytes ||
+        static_cast<uint64_t>(segment.local - local.base) > local.bytes - segment.bytes) {
+      return Status::Config("a read lands outside its registered region");
+    }
     if (segment.bytes == 0) return Status::Config("a read has an empty segment");
     landing += segment.bytes;
   }

@@ -14,6 +14,7 @@ namespace kvlink::verbs {
 /// Where local segments lie, as one NIC names them.
 struct LocalRegion {
   const std::byte* base = nullptr;
+  uint64_t bytes = 0;
   uint64_t iova = 0;
   std::vector<uint32_t> lkeys;  // one per kSliceBytes
 };

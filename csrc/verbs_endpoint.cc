@@ -23,12 +23,14 @@ constexpr int64_t kFlushNs =
 
 class VerbsEndpoint final : public Endpoint {
  public:
-  VerbsEndpoint(const OwnerNic& owner, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, const ChainLimits& limits,
-                uint32_t max_wrs, std::vector<LocalRegion> locals, Patience patience)
+  VerbsEndpoint(const OwnerNic& owner, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp,
+                std::shared_ptr<CmPort> cm, const ChainLimits& limits, uint32_t max_wrs,
+                std::vector<LocalRegion> locals, Patience patience)
       : owner_nic_(owner.index),
         path_(qp->nic()->name() + "->" + owner.name),
         cq_(std::move(cq)),
         qp_(std::move(qp)),
+        cm_(std::move(cm)),
         chain_(limits),
         max_wrs_(max_wrs),
         locals_(std::move(locals)),
@@ -42,7 +44,10 @@ class VerbsEndpoint final : public Endpoint {
 
   std::string path() const override { return path_; }
   Window window() const override { return kWindow; }
-  bool ordered() const override { return false; }  // the owner's NIC may fetch for two reads in any order
+  // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those before
+  // it have landed, which saves the way to the CPU and back.
+  bool ordered() const override { return true; }
+  bool order_stalls() const override { return true; }
   bool copies_in_poll() const override { return false; }
   int wake_fd() const override { return cq_ ? cq_->wake_fd() : -1; }
 
@@ -60,9 +65,11 @@ class VerbsEndpoint final : public Endpoint {
     ChainCursor at = {};
     uint64_t last_wr = 0;  // its number; 0: not all is posted
     uint64_t first_wr = 0;
+    bool fenced = false;
   };
 
   uint64_t under_way() const { return num_posted_ - num_completed_; }
+  Status connect(std::string_view reply, int64_t timeout_ns);
   Status pump();
   Status check_alive() const;
   void take(const ibv_wc& completion);
@@ -73,6 +80,7 @@ class VerbsEndpoint final : public Endpoint {
   const std::string path_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
+  const std::shared_ptr<CmPort> cm_;
   Chain chain_;
   const uint32_t max_wrs_;
   const std::vector<LocalRegion> locals_;
@@ -89,12 +97,19 @@ class VerbsEndpoint final : public Endpoint {
   Status broken_;
 };
 
-Status VerbsEndpoint::establish(std::string_view reply, int64_t) {
-  const auto parsed = Reply::parse(reply);
-  if (!parsed) return Status::Unreachable("the owner's answer for " + qp_->name() + " is malformed");
-  Status status = qp_->connect(parsed->owner, patience_);
+Status VerbsEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
+  Status status = connect(reply, timeout_ns);
   connected_ = status.ok();
   return status;
+}
+
+Status VerbsEndpoint::connect(std::string_view reply, int64_t timeout_ns) {
+  if (cm_) {
+    if (const auto to = CmReply::parse(reply)) return cm_->connect(*qp_, *to, patience_, timeout_ns);
+  } else {
+    if (const auto parsed = Reply::parse(reply)) return qp_->connect(parsed->owner, patience_);
+  }
+  return Status::Unreachable("the owner's answer for " + qp_->name() + " is malformed");
 }
 
 Result<uint32_t> VerbsEndpoint::import_region(std::string_view remote_key) {
@@ -113,7 +128,8 @@ Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   for (const ReadOp& op : chunk.ops) {
     if (Status status = check(op, chunk.segments, locals_, remotes_); !status.ok()) return status;
   }
-  posts_.push_back({.token = token, .chunk = chunk});
+  const bool fenced = remotes_[chunk.ops.front().region].access == Access::kReadWrite;
+  posts_.push_back({.token = token, .chunk = chunk, .fenced = fenced});
   return pump();
 }
 
@@ -154,6 +170,7 @@ Status VerbsEndpoint::pump() {
     const uint32_t num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_);
     const uint64_t last = num_posted_ + num_wrs;
     chain_.sign(num_wrs, last);
+    if (post.fenced) chain_.first()->send_flags |= IBV_SEND_FENCE;
     if (Status status = qp_->post(chain_.first()); !status.ok()) {
       broken_ = status;
       return status;
@@ -268,8 +285,9 @@ void VerbsEndpoint::close() {
 
 }  // namespace
 
-Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, OwnerNic owner,
-                                                std::vector<LocalRegion> locals, Patience patience) {
+Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
+                                                OwnerNic owner, std::vector<LocalRegion> locals,
+                                                Patience patience) {
   const Nic::Limits& limits = nic->limits();
   const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
                           .sges_per_wr = limits.max_sge,
@@ -278,8 +296,8 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, OwnerN
   if (!cq.ok()) return cq.status();
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);
   if (!qp.ok()) return qp.status();
-  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner, std::move(*cq), std::move(*qp), chain,
-                                                     limits.max_wrs, std::move(locals), patience));
+  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner, std::move(*cq), std::move(*qp), std::move(cm),
+                                                     chain, limits.max_wrs, std::move(locals), patience));
 }
 
 }  // namespace kvlink::verbs

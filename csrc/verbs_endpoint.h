@@ -10,6 +10,7 @@
 
 #include "transport.h"
 #include "verbs_chain.h"
+#include "verbs_cm.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
@@ -20,7 +21,9 @@ struct OwnerNic {
   std::string name;
 };
 
-Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, OwnerNic owner,
-                                                std::vector<LocalRegion> locals, Patience patience);
+/// `cm` connects it, or when null the addresses in hello and reply do.
+Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
+                                                OwnerNic owner, std::vector<LocalRegion> locals,
+                                                Patience patience);
 
 }  // namespace kvlink::verbs

@@ -24,6 +24,10 @@ int access_flags(Rights rights) {
   return 0;
 }
 
+/// iWARP writes what was read as it writes all else: where the network may. Such a key is shown only to the
+/// owner that is read from, while it is.
+constexpr int kSinkFlags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
 Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int error) {
   std::string fix;
   if (range.dmabuf_fd >= 0) {
@@ -54,13 +58,17 @@ Result<std::shared_ptr<const Memory>> Memory::enlist(std::span<const std::shared
   const std::shared_ptr<Memory> memory(new Memory(range));
   memory->nics_.assign(nics.begin(), nics.end());
   memory->slices_.resize(nics.size());
+  memory->sinks_.resize(nics.size());
   const int access = access_flags(rights);
   // Pinning is most of the work, and the kernel does it for several NICs at a time.
   const auto policy = range.bytes > kSliceBytes ? std::launch::async : std::launch::deferred;
   std::vector<std::future<Status>> running;
   for (size_t nic = 0; nic < nics.size(); ++nic) {
     running.push_back(std::async(policy, [&memory, nic, access] {
-      return memory->enlist_at(memory->nics_[nic], access, memory->slices_[nic]);
+      const std::shared_ptr<Nic>& at = memory->nics_[nic];
+      Status status = memory->enlist_at(at, access, memory->slices_[nic]);
+      if (!status.ok() || !at->iwarp()) return status;
+      return memory->enlist_at(at, kSinkFlags, memory->sinks_[nic]);
     }));
   }
   Status result;
@@ -84,7 +92,9 @@ Status Memory::enlist_at(const std::shared_ptr<Nic>& nic, int access,
 
 uint64_t Memory::iova() const { return reinterpret_cast<uintptr_t>(range_.base) % kLargestPageBytes; }
 
-std::vector<uint32_t> Memory::lkeys(size_t nic) const { return keys(slices_[nic], &ibv_mr::lkey); }
+std::vector<uint32_t> Memory::lkeys(size_t nic) const {
+  return keys(sinks_[nic].empty() ? slices_[nic] : sinks_[nic], &ibv_mr::lkey);
+}
 std::vector<uint32_t> Memory::rkeys(size_t nic) const { return keys(slices_[nic], &ibv_mr::rkey); }
 
 }  // namespace kvlink::verbs

@@ -41,6 +41,7 @@ class Memory {
   const MemoryRange range_;
   std::vector<std::shared_ptr<Nic>> nics_;
   std::vector<std::vector<Owned<ibv_mr>>> slices_;  // [nic][slice]
+  std::vector<std::vector<Owned<ibv_mr>>> sinks_;   // the same, for reads to land in; iWARP's alone
 };
 
 }  // namespace kvlink::verbs

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "verbs_cm.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
@@ -76,7 +77,7 @@ Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
 
 }  // namespace
 
-Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port) {
+Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, Way way) {
   const Result<const Api*> loaded = verbs::api();
   if (!loaded.ok()) return loaded.status();
   const Api& api = **loaded;
@@ -100,6 +101,7 @@ Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port) 
   const int flags = ::fcntl(context->async_fd, F_GETFL);
   ::fcntl(context->async_fd, F_SETFL, flags | O_NONBLOCK);
   auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), device, port);
+  if (Status status = nic->choose_way(found->transport_type, way); !status.ok()) return status;
   if (Status status = nic->find_limits(); !status.ok()) return status;
   if (Status status = nic->find_address(); !status.ok()) return status;
   return nic;
@@ -112,6 +114,15 @@ Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::stri
       device_(std::move(device)),
       name_(device_ + ":" + std::to_string(port)),
       port_(port) {}
+
+Status Nic::choose_way(ibv_transport_type transport, Way wish) {
+  iwarp_ = transport == IBV_TRANSPORT_IWARP;
+  by_cm_ = wish == Way::kCm || (wish == Way::kByDevice && iwarp_);
+  if (iwarp_ && !by_cm_) {
+    return unusable(name_, "is iWARP, which connects through rdma_cm alone", "unset KVLINK_RDMA_CONNECT");
+  }
+  return by_cm_ ? cm_usable() : Status{};
+}
 
 Status Nic::find_limits() {
   ibv_device_attr device{};
@@ -126,6 +137,7 @@ Status Nic::find_limits() {
     return static_cast<uint32_t>(std::clamp<int64_t>(limit, 1, most));
   };
   limits_.max_sge = within(device.max_sge_rd > 0 ? device.max_sge_rd : device.max_sge, kMostSge);
+  if (iwarp_) limits_.max_sge = 1;  // whatever it says: a read response names one place
   limits_.max_wrs = within(device.max_qp_wr, kMostWrs);
   limits_.reads_out = within(device.max_qp_init_rd_atom, kMostReads);
   limits_.reads_in = within(device.max_qp_rd_atom, kMostReads);
@@ -143,18 +155,19 @@ Status Nic::find_address() {
   mtu_ = port.active_mtu;
   lid_ = port.lid;
   limits_.max_read_bytes = std::max<uint64_t>(port.max_msg_sz, 1);
+  const bool roce = ethernet_ && !iwarp_;
   int best = 0;
   for (int index = 0; index < port.gid_tbl_len; ++index) {
     ibv_gid found;
     if (api_.query_gid(context_.get(), port_, index, &found) != 0) continue;
     Gid gid;
     std::memcpy(gid.data(), found.raw, gid.size());
-    if (rank(gid) <= best || (ethernet_ && gid_type(device_, port_, index) != "RoCE v2")) continue;
+    if (rank(gid) <= best || (roce && gid_type(device_, port_, index) != "RoCE v2")) continue;
     best = rank(gid);
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
   }
-  if (ethernet_ && best == 0) {
+  if (roce && best == 0) {
     return unusable(name_, "has no RoCE v2 address",
                     "give its network interface an IP address and bring it up");
   }
@@ -163,7 +176,7 @@ Status Nic::find_address() {
 
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
-  return {name_, ethernet_, lid_, gid_};
+  return {name_, ethernet_, lid_, gid_, by_cm_};
 }
 
 Status Nic::check() const {
@@ -238,12 +251,12 @@ ibv_mr* Nic::register_memory(const MemoryRange& range, uint64_t offset, uint64_t
   return api_.reg_dmabuf_mr(pd_.get(), range.dmabuf_offset + offset, bytes, iova, range.dmabuf_fd, access);
 }
 
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names) {
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names, Way way) {
   std::vector<std::shared_ptr<Nic>> nics;
   for (const std::string& name : names) {
     const auto parsed = parse_name(name);
     if (!parsed.ok()) return parsed.status();
-    Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second);
+    Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second, way);
     if (!nic.ok()) return nic.status();
     if (Status status = (*nic)->check(); !status.ok()) return status;
     nics.push_back(std::move(*nic));
@@ -259,7 +272,7 @@ Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::strin
   for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
     const std::string device = (*loaded)->get_device_name(list.devices[i]);
     for (uint8_t port = 1; nics.size() < kMaxNics; ++port) {
-      Result<std::shared_ptr<Nic>> nic = Nic::open(device, port);
+      Result<std::shared_ptr<Nic>> nic = Nic::open(device, port, way);
       const Status usable = nic.ok() ? (*nic)->check() : nic.status();
       if (usable.code() == Code::kConfig) break;  // no such port
       usable.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = usable);

@@ -14,6 +14,10 @@
 
 namespace kvlink::verbs {
 
+/// How queue pairs are connected: their addresses exchanged, or by the kernel's connection manager
+/// (verbs_cm.h).
+enum class Way : uint8_t { kByDevice, kDirect, kCm };
+
 /// Any thread; take_events() by one thread.
 class Nic {
  public:
@@ -27,7 +31,7 @@ class Nic {
   };
 
   /// `device` with `port` from 1. Refuses (kTransportUnavailable) a port without an address.
-  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port);
+  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port, Way way);
   Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port);
   Nic(const Nic&) = delete;
   Nic& operator=(const Nic&) = delete;
@@ -39,6 +43,10 @@ class Nic {
   uint8_t port() const { return port_; }
   const Limits& limits() const { return limits_; }
   bool ethernet() const { return ethernet_; }
+  /// Untested: no such driver was to be had. Connects by the manager alone; a read lands in one segment, of
+  /// memory that the network may write; its GID is no address.
+  bool iwarp() const { return iwarp_; }
+  bool by_cm() const { return by_cm_; }
   ibv_mtu mtu() const { return mtu_; }
   uint8_t gid_index() const { return gid_index_; }
   NicAddress address() const;
@@ -58,6 +66,7 @@ class Nic {
                           int access) const;
 
  private:
+  Status choose_way(ibv_transport_type transport, Way wish);
   Status find_limits();
   Status find_address();
   void lose(const std::string& why);
@@ -69,7 +78,7 @@ class Nic {
   const std::string device_, name_;
   const uint8_t port_;
   Limits limits_;
-  bool ethernet_ = false;
+  bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
   ibv_mtu mtu_ = IBV_MTU_1024;
 
   std::atomic<uint32_t> losses_{0};
@@ -81,6 +90,6 @@ class Nic {
 };
 
 /// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names);
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names, Way way);
 
 }  // namespace kvlink::verbs

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "clock.h"
+#include "host.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -20,7 +21,9 @@ namespace {
 constexpr int64_t kProbeS = 5;
 constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
 constexpr uint32_t kServedWrs = 4;     // a probe and a cut
-constexpr uint32_t kCqEntries = 4096;
+constexpr uint32_t kCqEntries = 16384;
+constexpr size_t kMostServed = kCqEntries / kServedWrs;  // or their completions would not all find room
+constexpr int64_t kExpectedNs = 30'000'000'000;          // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
 
 ibv_send_wr empty_write(uint64_t wr_id) {
@@ -33,20 +36,23 @@ ibv_send_wr empty_write(uint64_t wr_id) {
 
 }  // namespace
 
-Result<std::unique_ptr<Owner>> Owner::make(std::vector<std::shared_ptr<Nic>> nics, Patience patience) {
+Result<std::unique_ptr<Owner>> Owner::make(std::vector<std::shared_ptr<Nic>> nics,
+                                           std::vector<std::shared_ptr<CmPort>> cm_ports, Patience patience) {
   std::vector<std::unique_ptr<Cq>> cqs;
   for (const auto& nic : nics) {
     Result<std::unique_ptr<Cq>> cq = Cq::create(nic, kCqEntries, false);
     if (!cq.ok()) return cq.status();
     cqs.push_back(std::move(*cq));
   }
-  std::unique_ptr<Owner> owner(new Owner(std::move(nics), std::move(cqs), patience));
+  std::unique_ptr<Owner> owner(new Owner(std::move(nics), std::move(cm_ports), std::move(cqs), patience));
   if (Status status = owner->watch(); !status.ok()) return status;
   return owner;
 }
 
-Owner::Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::unique_ptr<Cq>> cqs, Patience patience)
+Owner::Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::shared_ptr<CmPort>> cm_ports,
+             std::vector<std::unique_ptr<Cq>> cqs, Patience patience)
     : nics_(std::move(nics)),
+      cm_ports_(std::move(cm_ports)),
       patience_(patience),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
@@ -58,7 +64,10 @@ Status Owner::watch() {
     epoll_event event{EPOLLIN, {.u64 = what}};
     watched = watched && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
   };
-  for (size_t nic = 0; nic < nics_.size(); ++nic) add(nics_[nic]->events_fd(), nic);
+  for (size_t nic = 0; nic < nics_.size(); ++nic) {
+    add(nics_[nic]->events_fd(), nic);
+    if (cm_ports_[nic]) add(cm_ports_[nic]->events_fd(), nics_.size() + nic);
+  }
   add(timer_.get(), kTimer);
   const itimerspec every{{kProbeS, 0}, {kProbeS, 0}};
   if (watched && timerfd_settime(timer_.get(), 0, &every, nullptr) == 0) return {};
@@ -66,19 +75,45 @@ Status Owner::watch() {
                              "raise ulimit -n");
 }
 
-Result<Reply> Owner::admit(uint64_t connection_id, const Hello& hello) {
+Result<std::string> Owner::admit(uint64_t connection_id, const Hello& hello) {
   if (hello.owner_nic >= nics_.size())
     return Status::AccessDenied("the reader asks for a port that there is not");
   const std::shared_ptr<Nic>& nic = nics_[hello.owner_nic];
   if (Status status = nic->check(); !status.ok()) return status;
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
+  if (served_.size() >= kMostServed) {
+    return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
+                               "give readers fewer lanes (KVLINK_LANES)");
+  }
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, *cqs_[hello.owner_nic], kServedWrs, 1);
   if (!qp.ok()) return qp.status();
+  if (const auto& cm = cm_ports_[hello.owner_nic]) {
+    CmReply reply = cm->address();
+    const std::string secret = random_bytes(reply.secret.size());
+    std::copy(secret.begin(), secret.end(), reply.secret.begin());
+    served_.push_back(
+        {connection_id, hello.owner_nic, std::move(*qp), false, reply.secret, now_ns() + kExpectedNs});
+    return reply.format();
+  }
   if (Status status = (*qp)->connect(hello.reader, patience_); !status.ok()) return status;
   const Reply reply{(*qp)->address()};
   served_.push_back({connection_id, hello.owner_nic, std::move(*qp)});
-  return reply;
+  return reply.format();
+}
+
+void Owner::welcome(size_t nic, CmCaller caller) {
+  const auto text = [](const Secret& secret) { return std::string_view(secret.data(), secret.size()); };
+  std::lock_guard lock(mutex_);
+  for (Served& served : served_) {
+    if (served.nic != nic || served.expected_ns == 0 ||
+        !same_secret(text(served.secret), text(caller.secret)))
+      continue;
+    served.expected_ns = 0;
+    const Status status = cm_ports_[nic]->accept(std::move(caller), *served.qp, patience_);
+    if (!status.ok()) served.qp->fail(IBV_EVENT_QP_FATAL);
+    return;
+  }
 }
 
 bool Owner::fence(uint64_t connection_id) {
@@ -94,7 +129,8 @@ bool Owner::fence(uint64_t connection_id) {
 }
 
 void Owner::cut(std::vector<Served> condemned) {
-  std::erase_if(condemned, [](const Served& served) { return served.qp->failed(); });
+  std::erase_if(condemned,
+                [](const Served& served) { return served.qp->failed() || served.expected_ns != 0; });
   for (const Served& served : condemned) served.qp->break_peer();
   size_t missing = condemned.size();
   for (const int64_t end = now_ns() + kCutNs; missing > 0 && now_ns() < end;) {
@@ -136,14 +172,17 @@ void Owner::take_answers() {
 
 void Owner::probe_readers() {
   for (Served& served : served_) {
-    if (served.probed || served.qp->failed()) continue;
+    if (served.probed || served.expected_ns != 0 || served.qp->failed()) continue;
     ibv_send_wr wr = empty_write(0);
     served.probed = served.qp->post(&wr).ok();
   }
 }
 
 void Owner::drop_failed() {
-  std::erase_if(served_, [](const Served& served) { return served.qp->failed(); });
+  const int64_t now = now_ns();
+  std::erase_if(served_, [now](const Served& served) {
+    return served.qp->failed() || (served.expected_ns != 0 && served.expected_ns < now);
+  });
 }
 
 void Owner::serve() {
@@ -154,6 +193,8 @@ void Owner::serve() {
     const uint64_t what = events[static_cast<size_t>(i)].data.u64;
     if (what < nics_.size()) {
       nics_[what]->take_events();  // without the lock: a queue pair under destruction waits for it
+    } else if (const uint64_t nic = what - nics_.size(); nic < nics_.size()) {
+      cm_ports_[nic]->take_events([this, nic](CmCaller caller) { welcome(nic, std::move(caller)); });
     } else {
       uint64_t times;
       probe = ::read(timer_.get(), &times, sizeof times) > 0;
@@ -170,6 +211,9 @@ void Owner::close() {
   if (std::exchange(closed_, true)) return;
   cut(std::exchange(served_, {}));
   cqs_.clear();
+  for (const auto& cm : cm_ports_) {
+    if (cm) cm->stop_listening();
+  }
 }
 
 }  // namespace kvlink::verbs

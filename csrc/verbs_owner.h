@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fd.h"
+#include "verbs_cm.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
@@ -16,10 +17,14 @@ namespace kvlink::verbs {
 /// Any thread may call anything but serve(), which belongs to one thread.
 class Owner {
  public:
-  static Result<std::unique_ptr<Owner>> make(std::vector<std::shared_ptr<Nic>> nics, Patience patience);
+  /// `cm_ports` has one for each NIC that is connected to by the connection manager, else null.
+  static Result<std::unique_ptr<Owner>> make(std::vector<std::shared_ptr<Nic>> nics,
+                                             std::vector<std::shared_ptr<CmPort>> cm_ports,
+                                             Patience patience);
   ~Owner() { close(); }
 
-  Result<Reply> admit(uint64_t connection_id, const Hello& hello);
+  /// The reply's blob.
+  Result<std::string> admit(uint64_t connection_id, const Hello& hello);
   /// On return no byte reaches a queue pair that was admitted under this id. True when there was one.
   bool fence(uint64_t connection_id);
 
@@ -32,11 +37,15 @@ class Owner {
     uint64_t connection_id;
     size_t nic;
     std::unique_ptr<Qp> qp;
-    bool probed = false;  // asked whether the reader is there, and not answered yet
+    bool probed = false;      // asked whether the reader is there, and not answered yet
+    Secret secret{};          // that its reader has to show
+    int64_t expected_ns = 0;  // until when; 0: it is connected
   };
 
-  Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::unique_ptr<Cq>> cqs, Patience patience);
+  Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::shared_ptr<CmPort>> cm_ports,
+        std::vector<std::unique_ptr<Cq>> cqs, Patience patience);
   Status watch();
+  void welcome(size_t nic, CmCaller caller);
   void probe_readers();
   void take_answers();
   void drop_failed();
@@ -44,6 +53,7 @@ class Owner {
   void cut(std::vector<Served> condemned);
 
   const std::vector<std::shared_ptr<Nic>> nics_;
+  const std::vector<std::shared_ptr<CmPort>> cm_ports_;
   const Patience patience_;
   UniqueFd epoll_, timer_;
 

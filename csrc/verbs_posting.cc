@@ -91,6 +91,7 @@ struct Regions {
     for (RemoteRegion& remote : remotes) remote.rkeys.assign(remote.bytes / verbs::kSliceBytes + 1, 7);
     for (size_t i = 0; i < locals.size(); ++i) {
       const uint64_t bytes = ends[i] - reinterpret_cast<uintptr_t>(locals[i].base);
+      locals[i].bytes = bytes;
       locals[i].lkeys.assign(bytes / verbs::kSliceBytes + 1, 7);
     }
   }

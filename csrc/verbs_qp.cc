@@ -170,9 +170,11 @@ std::string Qp::name() const {
 }
 
 Status Qp::why_failed() const {
-  const auto event = static_cast<ibv_event_type>(failed_.load(std::memory_order_acquire));
-  return Status::Unreachable(name() + " was cut by the other end or its NIC (" +
-                             nic_->api().event_type_str(event) + "): it closed, or a lease ran out");
+  const int event = failed_.load(std::memory_order_acquire);
+  const std::string how =
+      event == kHungUp ? "disconnected" : nic_->api().event_type_str(static_cast<ibv_event_type>(event));
+  return Status::Unreachable(name() + " was cut by the other end or its NIC (" + how +
+                             "): it closed or died, or a lease ran out");
 }
 
 Status failure(const Api& api, const ibv_wc& completion, const std::string& where) {

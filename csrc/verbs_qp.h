@@ -14,7 +14,7 @@ namespace kvlink::verbs {
 /// How patient a queue pair is; see ibv_modify_qp(3).
 struct Patience {
   uint8_t timeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet counts as lost
-  uint8_t retries = 7;   // then about half a second until a silent peer counts as gone
+  uint8_t retries = 6;   // then half a second until a silent peer counts as gone; soft-RoCE takes 7 for ever
 };
 
 /// One completion queue, with a descriptor to sleep on if asked for.
@@ -50,6 +50,13 @@ class Qp {
   /// Connects to the other end: both ends then use the smaller MTU and number of reads.
   Status connect(const QpAddress& peer, Patience patience);
   Status post(ibv_send_wr* first) const;
+  /// One step of a connection that somebody else makes; tie() tells what came of it.
+  Status modify(ibv_qp_attr& attributes, int mask, const char* to) const;
+  /// `link` is what the connection lasts with. It ends with this queue pair, and before it.
+  void tie(uint32_t peer_qpn, std::shared_ptr<void> link) {
+    peer_qpn_ = peer_qpn;
+    link_ = std::move(link);
+  }
   /// Makes the other end's queue pair fail now instead of at its next timeout, by a store that nothing
   /// allows.
   void break_peer();
@@ -65,14 +72,15 @@ class Qp {
 
   /// An asynchronous event ended it; any thread.
   void fail(ibv_event_type event) { failed_.store(event, std::memory_order_release); }
+  /// The other end disconnected it; any thread.
+  void hang_up() { failed_.store(kHungUp, std::memory_order_release); }
   bool failed() const { return failed_.load(std::memory_order_acquire) != kNoEvent; }
   Status why_failed() const;
 
  private:
-  static constexpr int kNoEvent = -1;
+  static constexpr int kNoEvent = -1, kHungUp = -2;
 
   explicit Qp(std::shared_ptr<Nic> nic) : nic_(std::move(nic)), qp_(nullptr, nic_->api().destroy_qp) {}
-  Status modify(ibv_qp_attr& attributes, int mask, const char* to) const;
 
   std::shared_ptr<Nic> nic_;
   std::atomic<int> failed_{kNoEvent};
@@ -80,6 +88,7 @@ class Qp {
   uint32_t peer_qpn_ = 0;
   uint32_t max_inline_bytes_ = 0;
   Owned<ibv_qp> qp_;
+  std::shared_ptr<void> link_;
 };
 
 /// What a completion with an error means, at which end, and what to do. `where` names the queue pair.

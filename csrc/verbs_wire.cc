@@ -12,10 +12,12 @@ namespace {
 constexpr uint32_t kAddressMagic = 0x3161'766b;  // "kva1"
 constexpr uint32_t kHelloMagic = 0x3168'766b;    // "kvh1"
 constexpr uint32_t kReplyMagic = 0x3172'766b;    // "kvr1"
+constexpr uint32_t kCmReplyMagic = 0x3163'766b;  // "kvc1"
 constexpr uint32_t kKeyMagic = 0x316b'766b;      // "kvk1"
 constexpr size_t kMaxNameBytes = 64;
 constexpr uint32_t k24Bits = 0xff'ffff;
-constexpr uint32_t kMaxMtu = 5;  // IBV_MTU_4096
+constexpr uint32_t kMaxMtu = 5;               // IBV_MTU_4096
+constexpr uint32_t kEthernet = 1, kByCm = 2;  // flags of a NicAddress
 
 void write(BlobWriter& to, const Gid& gid) { to.bytes({gid.data(), gid.size()}); }
 
@@ -53,7 +55,7 @@ std::string Address::format() const {
   BlobWriter to;
   to.u32(kAddressMagic).u32(static_cast<uint32_t>(nics.size()));
   for (const NicAddress& nic : nics) {
-    to.bytes(nic.name).u32(nic.ethernet).u32(nic.lid);
+    to.bytes(nic.name).u32((nic.ethernet ? kEthernet : 0) | (nic.by_cm ? kByCm : 0)).u32(nic.lid);
     write(to, nic.gid);
   }
   return to.take();
@@ -68,9 +70,12 @@ std::optional<Address> Address::parse(std::string_view blob) {
   for (uint32_t i = 0; i < count; ++i) {
     NicAddress nic;
     nic.name = from.bytes(kMaxNameBytes);
-    nic.ethernet = from.u32();
+    const uint32_t flags = from.u32();
+    nic.ethernet = flags & kEthernet;
+    nic.by_cm = flags & kByCm;
     nic.lid = from.u32();
-    if (!read(from, nic.gid) || nic.ethernet > 1 || nic.lid > UINT16_MAX || !printable(nic.name)) return {};
+    if (!read(from, nic.gid) || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || !printable(nic.name))
+      return {};
     address.nics.push_back(std::move(nic));
   }
   return from.done() ? std::optional(std::move(address)) : std::nullopt;
@@ -103,6 +108,23 @@ std::optional<Reply> Reply::parse(std::string_view blob) {
   BlobReader from(blob);
   Reply reply;
   if (from.u32() != kReplyMagic || !read(from, reply.owner) || !from.done()) return {};
+  return reply;
+}
+
+std::string CmReply::format() const {
+  BlobWriter to;
+  to.u32(kCmReplyMagic);
+  write(to, ip);
+  to.u32(port).bytes({secret.data(), secret.size()});
+  return to.take();
+}
+
+std::optional<CmReply> CmReply::parse(std::string_view blob) {
+  BlobReader from(blob);
+  CmReply reply;
+  if (from.u32() != kCmReplyMagic || !read(from, reply.ip)) return {};
+  reply.port = from.u32();
+  if (!read(from, reply.secret) || reply.port == 0 || reply.port > UINT16_MAX || !from.done()) return {};
   return reply;
 }
 

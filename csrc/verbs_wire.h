@@ -26,6 +26,7 @@ struct NicAddress {
   uint32_t ethernet = 0;
   uint32_t lid = 0;  // InfiniBand
   Gid gid{};
+  bool by_cm = false;  // is connected to by the connection manager: CmReply answers
 };
 
 struct Address {
@@ -58,6 +59,18 @@ struct Reply {
 
   std::string format() const;
   static std::optional<Reply> parse(std::string_view blob);
+};
+
+using Secret = std::array<char, 16>;
+
+/// Where the connection manager connects to, and what to show there.
+struct CmReply {
+  Gid ip{};  // as IPv6 has it
+  uint32_t port = 0;
+  Secret secret{};
+
+  std::string format() const;
+  static std::optional<CmReply> parse(std::string_view blob);
 };
 
 /// A region is registered in slices of equal size, the last one shorter, at each NIC by itself.

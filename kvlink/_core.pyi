@@ -149,6 +149,7 @@ class Engine:
         inline_bytes: int,
         num_lanes: int,
         nics: Sequence[str],
+        rdma_connect: str = "",
     ) -> None: ...
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def refuse(self, transport: str, why: str) -> None:
@@ -162,7 +163,7 @@ class Engine:
         dmabuf_fd: int = -1,
         dmabuf_offset: int = 0,
     ) -> int:
-        """`device`: GPU memory, which only NICs are given. The descriptor stays the caller's, until start() at least."""
+        """`device`: GPU memory, which only NICs are given. The descriptor is borrowed until start() returns."""
     def start(self) -> None: ...
     def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str]]:
         """(transport, address, pool keys, lease key, why refused or "") of each enabled transport."""

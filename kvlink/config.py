@@ -81,6 +81,12 @@ class WorkerConfig:
     nics: str = _setting(
         "KVLINK_NICS", "", "mlx5_0:1,mlx5_1 uses these NIC ports, ^mlx5_2 all but that; empty: the nearest"
     )
+    rdma_connect: str = _setting(
+        "KVLINK_RDMA_CONNECT",
+        "",
+        "how verbs connects: direct, or cm (rdma_cm; at both ends); empty: as the NIC needs",
+        choices=("", "direct", "cm"),
+    )
     gpudirect: str = _setting(
         "KVLINK_GPUDIRECT", "", "dma-buf,peermem,bounce: ways to lend GPU memory, best first; empty: all"
     )

@@ -39,6 +39,10 @@ class PathTaken:
     worker_id: str
     transport: str
     lanes: int
+    nics: tuple[str, ...]
+    """Pairs of ports that carry lanes, "mlx5_0:1->mlx5_1:1": this worker's and the owner's. Only of verbs."""
+    nics_left_out: tuple[str, ...]
+    """This worker's ports that carry none, each with its reason."""
     refused: tuple[Refusal, ...]
     num_ops: int
     num_bytes: int
@@ -48,8 +52,10 @@ class PathTaken:
 
     def __str__(self) -> str:
         """One sentence for a log."""
-        lanes = f"{self.lanes} lane(s)" + (", inline" if self.ran_inline else "")
+        lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
+        lanes += ", inline" if self.ran_inline else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
+        refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
         return (
             f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
             f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
@@ -59,10 +65,11 @@ class PathTaken:
 class Pull:
     """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
 
+    On a GPU they are there for its kernels once `wait` or `await` has returned: either asks the GPU to show them.
     Safe from any thread; `await` works on any event loop.
     """
 
-    __slots__ = ("_on_unsettled", "_parts", "_starting", "request_id")
+    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_starting", "request_id")
 
     def __init__(
         self,
@@ -70,11 +77,13 @@ class Pull:
         parts: list[Part] | None,
         starting: Starting | None,
         on_unsettled: Callable[[Part], None] | None,
+        on_landed: Callable[[], object] | None = None,
     ) -> None:
         self.request_id = request_id
         self._parts = parts
         self._starting = starting
         self._on_unsettled = on_unsettled
+        self._on_landed = on_landed
 
     def __repr__(self) -> str:
         """State in words."""
@@ -95,7 +104,7 @@ class Pull:
 
         Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
         """
-        parts = self._parts
+        parts = self._parts if self._on_landed is None else None
         if parts is not None and len(parts) == 1 and parts[0].transfer.state == SETTLED:
             return True  # a small warm pull: nothing to wait for, nothing to report
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -156,16 +165,22 @@ class Pull:
         return self._parts
 
     def _conclude(self) -> None:
-        """Raises what the pull failed with; has owners told of seats that were not settled one-sidedly."""
+        """Raises what the pull failed with; has owners told of what was not settled one-sidedly; flushes."""
         parts = self._parts
-        if parts is not None and all(part.transfer.state == SETTLED for part in parts):
-            return
-        error = self._error()
-        if error is not None:
-            raise error
+        if parts is None or any(part.transfer.state != SETTLED for part in parts):
+            error = self._error()
+            if error is not None:
+                raise error
+            self._report_unsettled()
+        flush = self._on_landed
+        if flush is not None:
+            flush()
+            self._on_landed = None
+
+    def _report_unsettled(self) -> None:
         if self._on_unsettled is not None:
             report, self._on_unsettled = self._on_unsettled, None
-            for part in parts or []:
+            for part in self._parts or []:
                 if part.transfer.state != SETTLED:
                     report(part)
 
@@ -187,13 +202,17 @@ class Pull:
 def _path_taken(part: Part) -> PathTaken:
     ticket, peer, transfer = part
     num_bytes, num_ops, *_, total_ns, ran_inline = transfer.stats()
+    paths = peer.connection.paths()
+    nics = tuple(dict.fromkeys(filter(None, paths)))
     predicted_us = peer.cost.predict_us(num_ops, num_bytes)
     if transfer.done() and num_bytes:
         peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
     return PathTaken(
         ticket.worker_id,
         peer.transport,
-        peer.connection.lanes,
+        len(paths),
+        nics,
+        peer.nics_left_out if nics else (),
         peer.refused,
         num_ops,
         num_bytes,

@@ -12,7 +12,8 @@ from kvlink import _core, errors
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.layout import KVLayout
-from kvlink.nics import MemoryPlace, nic_names
+from kvlink.loan import Loan, lend_to_nics
+from kvlink.nics import RefusedNic
 from kvlink.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
 
@@ -83,9 +84,22 @@ class Engine:
         self.pool = pool
         self.epoch = epoch
         transports = select(config.transports, available_transports())
-        by_nic = any(name.removeprefix("fault+") == "verbs" for name in transports)
-        self._core = _core.Engine(
-            epoch=epoch,
+        by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
+        self._loan = lend_to_nics(pool, config) if by_nic else Loan()
+        self._core = self._start(config, transports, by_nic)
+        refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
+        if refused and self._loan.by_dma_buf:  # which only the attempt could show
+            self._core.close()
+            self._loan = lend_to_nics(pool, config, nic_refuses_dma_buf=refused)
+            self._core = self._start(config, transports, by_nic)
+        self.on_forked: Callable[[], None] = lambda: None
+        self.on_landed = self._loan.flush
+        """To be called once the bytes of a pull have landed and before they are used; None: nothing is to do."""
+        _live.add(self)
+
+    def _start(self, config: WorkerConfig, transports: Sequence[str], by_nic: Sequence[str]) -> _core.Engine:
+        core = _core.Engine(
+            epoch=self.epoch,
             transports=transports,
             host=config.host,
             port=config.port,
@@ -94,16 +108,20 @@ class Engine:
             num_progress_threads=config.progress_threads,
             inline_bytes=config.inline_bytes,
             num_lanes=config.lanes,
-            nics=nic_names(MemoryPlace(), config.nics) if by_nic else (),
+            nics=self._loan.ports,
+            rdma_connect=config.rdma_connect,
         )
-        for region in pool.regions:
-            if region.memory is not None:
-                self._core.add_pool_region(region.memory)
-            else:
-                self._core.add_foreign_region(region.address, region.num_bytes, region.keeper)
-        self._core.start()
-        self.on_forked: Callable[[], None] = lambda: None
-        _live.add(self)
+        if self._loan.refused:
+            for name in by_nic:
+                core.refuse(name, self._loan.refused)
+        with self._loan.added(core, self.pool):
+            core.start()
+        return core
+
+    @property
+    def nics_left_out(self) -> tuple[RefusedNic, ...]:
+        """Ports that carry nothing for this pool, and why."""
+        return self._loan.left_out
 
     @property
     def core(self) -> _core.Engine:

@@ -59,6 +59,7 @@ class Peer:
     planner: Planner
     assignment: Assignment
     refused: tuple[Refusal, ...]
+    nics_left_out: tuple[str, ...]
     cost: FittedCost
     num_layers: int = field(init=False)  # these two are looked up for every pull
     seat: int = field(init=False)
@@ -251,7 +252,8 @@ class Peers:
             connection.close()
             raise
         cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
-        return Peer(card, name, connection, planner, assignment, tuple(refused), cost)
+        left_out = tuple(map(str, self.engine.nics_left_out))
+        return Peer(card, name, connection, planner, assignment, tuple(refused), left_out, cost)
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
         """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""

@@ -17,19 +17,22 @@ from kvlink.layout import KVLayout
 if TYPE_CHECKING:
     import torch
 
+_DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One contiguous piece of a pool. `keeper` keeps the memory alive."""
+    """One contiguous piece of a pool. `keeper` keeps the memory alive. `gpu`: CUDA's number of the device it is on."""
 
     address: int
     num_bytes: int
     keeper: object
     memory: _core.HostMemory | None
+    gpu: int | None = None
 
 
 class BlockPool:
-    """A paged KV cache in host memory: one or more regions, described by one layout.
+    """A paged KV cache in host memory or on one GPU: one or more regions, described by one layout.
 
     The pool must outlive its Worker; the Worker holds a reference. Blocks are read by peers while they are offered,
     and written by pulls; nothing else in kvlink touches them.
@@ -38,6 +41,10 @@ class BlockPool:
     def __init__(self, regions: Sequence[Region], layout: KVLayout) -> None:
         self.layout = layout
         self.regions = tuple(regions)
+        if len({region.gpu for region in regions}) > 1:
+            raise ConfigError(
+                "the regions of a pool are on several devices; make one pool, and Worker, per GPU"
+            )
         for index, needed in enumerate(layout.region_bytes()):
             have = self.regions[index].num_bytes if index < len(self.regions) else 0
             if have < needed:
@@ -57,17 +64,19 @@ class BlockPool:
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], layout: KVLayout) -> BlockPool:
-        """Lends memory that somebody else allocated: CPU torch tensors, numpy arrays, or anything with DLPack.
+        """Lends memory that somebody else allocated: torch tensors on the CPU or all on one CUDA device, numpy arrays,
+        or anything on the CPU with DLPack.
 
-        Region i of the layout is `tensors[i]`; offsets count from its first element. Such a pool is reached by cma and
-        tcp, not by shm. Raises ConfigError for tensors that are read-only, not on the CPU, or too small.
+        Region i of the layout is `tensors[i]`; offsets count from its first element. On the CPU such a pool is reached
+        by cma and tcp, not by shm; on a GPU by verbs only. NICs do not wait for CUDA streams: offer blocks once the
+        kernels that wrote them have ended. Raises ConfigError for tensors that are read-only, elsewhere, or too small.
         """
         return cls([_region_of(tensor) for tensor in tensors], layout)
 
     def __repr__(self) -> str:
         """State in words."""
         gib = sum(region.num_bytes for region in self.regions) / 2**30
-        kind = "kvlink's" if self.mappable else "lent"
+        kind = "kvlink's" if self.mappable else "lent" if self.gpu is None else f"cuda:{self.gpu}"
         return f"BlockPool({self.layout.num_blocks} blocks in {len(self.regions)} {kind} region(s), {gib:.3f} GiB)"
 
     @property
@@ -76,22 +85,40 @@ class BlockPool:
         return all(region.memory is not None for region in self.regions)
 
     def numpy(self, region: int = 0) -> npt.NDArray[np.uint8]:
-        """A writable view of one region's bytes, shape [bytes]. Copies nothing."""
+        """A writable view of one region's bytes, shape [bytes]. Copies nothing. Raises ConfigError on a GPU."""
+        if self.gpu is not None:
+            raise ConfigError(
+                f"numpy cannot view cuda:{self.gpu}; use pool.torch(), or copy it to the CPU first"
+            )
         return np.asarray(_Exported(self.regions[region]))
+
+    @property
+    def gpu(self) -> int | None:
+        """CUDA's number of the device that holds the pool, None for host memory."""
+        return self.regions[0].gpu if self.regions else None
 
     def torch(self, region: int = 0) -> torch.Tensor:
         """A view of one region as a uint8 tensor, shape [bytes]; use `.view(dtype)`. Copies nothing. Needs torch."""
         import torch
 
-        return torch.from_numpy(self.numpy(region))
+        keeper, num_bytes = self.regions[region].keeper, self.regions[region].num_bytes
+        if not isinstance(keeper, torch.Tensor):
+            return torch.from_numpy(self.numpy(region))
+        first = keeper.storage_offset() * keeper.element_size()
+        flat = torch.empty(0, dtype=torch.uint8, device=keeper.device)
+        return flat.set_(keeper.untyped_storage(), first, (num_bytes,), (1,))
 
     def __dlpack__(self, **options: Any) -> Any:
         """Region 0 as uint8, for `from_dlpack`."""
-        return self.numpy().__dlpack__(**options)
+        return self._first().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Host memory."""
-        return (1, 0)
+        """Where it is, as DLPack numbers devices."""
+        kind, number = self._first().__dlpack_device__()
+        return int(kind), int(number)
+
+    def _first(self) -> Any:
+        return self.numpy() if self.gpu is None else self.torch()
 
 
 class _Exported:
@@ -110,7 +137,12 @@ class _Exported:
 def _region_of(tensor: Any) -> Region:
     if hasattr(tensor, "untyped_storage"):
         return _region_of_torch(tensor)
-    array = tensor if isinstance(tensor, np.ndarray) else np.from_dlpack(tensor)
+    if isinstance(tensor, np.ndarray):
+        array = tensor
+    elif tensor.__dlpack_device__()[0] in _DLPACK_HOST:
+        array = np.from_dlpack(tensor)
+    else:
+        raise ConfigError("this array is on a device; give GPU memory as torch tensors (torch.from_dlpack)")
     if not array.flags.writeable:
         raise ConfigError("a pool needs writable memory; this array is read-only")
     extent = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
@@ -120,9 +152,10 @@ def _region_of(tensor: Any) -> Region:
 
 
 def _region_of_torch(tensor: torch.Tensor) -> Region:
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"host pools take CPU tensors, this one is on {tensor.device}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"pools take tensors on the CPU or on CUDA devices, this one is on {tensor.device}")
     if tensor.numel() == 0:
         raise ConfigError("a pool needs non-empty tensors")
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return Region(tensor.data_ptr(), extent * tensor.element_size(), tensor, None)
+    gpu = tensor.device.index if tensor.device.type == "cuda" else None
+    return Region(tensor.data_ptr(), extent * tensor.element_size(), tensor, None, gpu)

@@ -194,19 +194,20 @@ class Worker:
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
         want = Want(block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
         on_unsettled = self._settle_otherwise if settle else None
+        on_landed = self._engine.on_landed
         if isinstance(ticket, str):
             self._require_coordinator(f"request {ticket}: claiming by id")
             starting = self._start(partial(self._claim_and_connect, ticket), want)
-            return Pull(ticket, None, starting, on_unsettled)
+            return Pull(ticket, None, starting, on_unsettled, on_landed)
         if isinstance(ticket, Ticket):
             peer = self._peers.get(ticket.worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
-                return Pull(ticket.request_id, [Part(ticket, peer, transfer)], None, on_unsettled)
+                return Pull(ticket.request_id, [Part(ticket, peer, transfer)], None, on_unsettled, on_landed)
         tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
         starting = self._start(partial(connect_all, self._peers, tickets), want)
-        return Pull(tickets[0].request_id, None, starting, on_unsettled)
+        return Pull(tickets[0].request_id, None, starting, on_unsettled, on_landed)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""

@@ -18,8 +18,16 @@ _RAN = ("passed", "failed", "error", "xfailed", "xpassed")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _lane(item.nodeid) == "netns":
-            item.add_marker(pytest.mark.netns)
+        for marker in _markers(item):
+            item.add_marker(marker)
+
+
+def _markers(item: pytest.Item) -> set[str]:
+    """The transport suite over verbs runs where the softroce lane does."""
+    lane = _lane(item.nodeid)
+    callspec = getattr(item, "callspec", None)
+    over_verbs = lane == "transports" and callspec and "verbs" in callspec.params.values()
+    return {"softroce" if over_verbs else lane} & {"netns", "softroce", "gpu"}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

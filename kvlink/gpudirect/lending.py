@@ -82,13 +82,18 @@ class Lent:
         if fd >= 0:
             os.close(fd)
 
+    def needs_flush(self, scope: Ordering = Ordering.OWNER) -> bool:
+        """False: the GPU orders the writes itself, they do not go to the GPU, or (GPUs that offer no flush) only work
+        launched from now on sees them.
+        """
+        return self.decision.way is not Way.BOUNCE and self.gpu.ordering < scope and self.gpu.flush_from_host
+
     def flush_writes(self, scope: Ordering = Ordering.OWNER) -> bool:
         """Makes landed bytes visible to kernels that already run. Call once a batch, after its completions.
 
-        False: nothing to do, the GPU orders the writes itself, they did not go to the GPU, or (GPUs that offer no
-        flush) only work launched from now on sees them.
+        False: nothing to do, see needs_flush.
         """
-        if self.decision.way is Way.BOUNCE or self.gpu.ordering >= scope or not self.gpu.flush_from_host:
+        if not self.needs_flush(scope):
             return False
         self._driver.flush(self.gpu.ordinal, scope)
         return True

@@ -3,7 +3,7 @@
 
 from kvlink.nics.candidates import best_gid
 from kvlink.nics.choice import choose
-from kvlink.nics.local import nic_names, select_nics
+from kvlink.nics.local import select_nics, select_ports
 from kvlink.nics.pairing import pair
 from kvlink.nics.values import MemoryPlace, NicChoice, NicOffer, NicSelection, Rail, RefusedNic, port_name
 
@@ -16,8 +16,8 @@ __all__ = [
     "RefusedNic",
     "best_gid",
     "choose",
-    "nic_names",
     "pair",
     "port_name",
     "select_nics",
+    "select_ports",
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvlink.config import parse_nics
 from kvlink.nics.choice import choose
-from kvlink.nics.values import MemoryPlace, NicSelection, port_name
+from kvlink.nics.values import MemoryPlace, NicSelection, RefusedNic, port_name
 from kvlink.topology import discover
 
 
@@ -18,9 +18,12 @@ def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> N
     return choose(discover(root), place, spec)
 
 
-def nic_names(place: MemoryPlace, spec: str = "") -> list[str]:
-    """The chosen ports as csrc/verbs_nic.h takes them, best first."""
+def select_ports(
+    place: MemoryPlace, spec: str = "", root: Path = Path("/")
+) -> tuple[list[str], tuple[RefusedNic, ...]]:
+    """The chosen ports as csrc/verbs_nic.h takes them, best first, and the ports left out."""
     wish = parse_nics(spec)
     if wish.ports and not wish.excludes and all(port is not None for _, port in wish.ports):
-        return [port_name(*named) for named in wish.ports]  # who names ports outright is not advised on paths
-    return [port_name(nic.device, nic.port) for nic in select_nics(place, spec).chosen]
+        return [port_name(*named) for named in wish.ports], ()  # who names ports is not advised on paths
+    selection = select_nics(place, spec, root)
+    return [port_name(nic.device, nic.port) for nic in selection.chosen], selection.refused

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -28,6 +29,7 @@ struct Side {
     options.epoch = epoch;
     options.transports = {transport};
     options.transport.fault = fault;
+    if (const char* nics = std::getenv("KVLINK_NICS")) options.transport.nics = {nics};
     options.num_lanes = lanes;
     options.num_progress_threads = threads;
     auto made = Engine::make(options);
@@ -123,7 +125,12 @@ struct Pair {
   }
 };
 
-struct EngineTest : testing::TestWithParam<const char*> {};
+struct EngineTest : testing::TestWithParam<const char*> {
+  void SetUp() override {
+    const Status here = find_transport(GetParam())->probe();
+    if (!here.ok()) GTEST_SKIP() << here.what() << ": " << here.fix();
+  }
+};
 
 TEST_P(EngineTest, PullsSettlesAndGivesTheBlocksBack) {
   Pair pair(GetParam());
@@ -262,11 +269,13 @@ TEST_P(EngineTest, ExpiryIsReported) {
   EXPECT_EQ(ended[0].how, LeaseEnd::kExpired);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EngineTest, testing::Values("loopback", "shm", "cma", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, EngineTest, testing::Values("loopback", "shm", "cma", "verbs", "tcp"),
                          [](const auto& info) { return std::string(info.param); });
 
-TEST(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
-  Pair pair("tcp");
+struct EngineFenceTest : EngineTest {};
+
+TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
+  Pair pair(GetParam());
   const LeaseSeat seat = pair.grant(kSecond / 10);
   // The reader looks at the blocks but never settles: it announces itself and stays connected.
   PullRequest request;
@@ -297,6 +306,9 @@ TEST(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   ASSERT_TRUE(other && other->wait(kSecond));
   EXPECT_TRUE(other->status().ok()) << other->status().what();
 }
+
+INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, testing::Values("verbs", "tcp"),
+                         [](const auto& info) { return std::string(info.param); });
 
 TEST(EngineOptionsTest, RefusesNonsense) {
   EngineOptions options;

@@ -80,7 +80,7 @@ struct Fabric {
   std::vector<uint64_t> remote_hosts;
 
   void add_local(uint64_t host, uint64_t bytes, uint64_t iova) {
-    LocalRegion& region = locals.emplace_back(LocalRegion{at_address(host), iova, {}});
+    LocalRegion& region = locals.emplace_back(LocalRegion{at_address(host), bytes, iova, {}});
     for (uint64_t at = 0; at < bytes; at += kSliceBytes) {
       region.lkeys.push_back(reader.enlist(iova + at, std::min(kSliceBytes, bytes - at), host + at));
     }
@@ -378,6 +378,17 @@ TEST_F(VerbsCheck, RefusesWhatLeavesTheOwnersRegion) {
   EXPECT_TRUE(refused(UINT64_MAX, 1, 0));
   EXPECT_TRUE(refused(UINT64_MAX - 9, 10, 1));
   EXPECT_TRUE(refused(0, UINT32_MAX, 0));
+}
+
+TEST_F(VerbsCheck, RefusesSegmentsOutsideOurRegion) {
+  const auto refused = [this](uint64_t address, uint32_t bytes) {
+    return check({0, bytes, 0, 0, 1}, {{at_address(address), bytes, 0}}).code() == Code::kConfig;
+  };
+  EXPECT_FALSE(refused(0x10000 + 990, 10));
+  EXPECT_TRUE(refused(0x10000 + 991, 10));
+  EXPECT_TRUE(refused(0x10000 - 1, 10));
+  EXPECT_TRUE(refused(0x10000 + 1000, 1));
+  EXPECT_TRUE(refused(0, 10));
 }
 
 TEST_F(VerbsCheck, RefusesSegmentsThatDoNotFitTheirRead) {

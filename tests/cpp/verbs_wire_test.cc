@@ -247,7 +247,7 @@ TEST(VerbsWireBounds, QueuePairs) {
 TEST(VerbsWireBounds, Ports) {
   const std::string blob = Address{{{"n", 1, 7, kGid}}}.format();
   constexpr size_t kBehindName = 4 + 4 + 4 + 1;
-  expect_bounds<Address>(blob, {{kBehindName, 1}, {kBehindName + 4, 0xffff}});
+  expect_bounds<Address>(blob, {{kBehindName, 3}, {kBehindName + 4, 0xffff}});
   const auto with_nics = [](size_t count) { return Address{{count, NicAddress{"n", 1, 7, kGid}}}.format(); };
   EXPECT_FALSE(Address::parse(with_nics(0)));
   EXPECT_TRUE(Address::parse(with_nics(kMaxNics)));
@@ -255,6 +255,9 @@ TEST(VerbsWireBounds, Ports) {
   const auto with_name = [](size_t bytes) {
     return Address{{{std::string(bytes, 'n'), 1, 7, kGid}}}.format();
   };
+  for (const char* name : {"with space", "tab\t", "\x1b[31m", "\xff"}) {
+    EXPECT_FALSE(Address::parse(Address{{{name, 1, 7, kGid}}}.format()));
+  }
   EXPECT_TRUE(Address::parse(with_name(64)));
   EXPECT_FALSE(Address::parse(with_name(65)));
 }

@@ -18,7 +18,7 @@ NewPair = Callable[..., Pair]
 NewProcess = Callable[..., PeerProcess]
 
 MANY = range(1024)  # 16 MiB
-SLOW = "delay-data=50ms@every:1"  # a pull of MANY takes 0.1 s and more
+SLOW = "delay-data=150ms@every:1"  # a pull of MANY takes half a second and more
 
 
 def is_under_way(pull: Pull) -> bool:

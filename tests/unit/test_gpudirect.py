@@ -10,17 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_cuda import HOPPER, FakeCuda, at
 from fake_root import GPU, FakeRoot, bars
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.gpudirect import (
-    Allocation,
     CudaDriver,
     Decision,
     Facts,
-    Gpu,
     Kind,
     Ordering,
     Way,
@@ -46,38 +45,6 @@ GOOD = Facts(
     peermem=True,
     bar1_bytes=128 << 30,
 )
-HOPPER = Gpu(0, "0000:1b:00.0", True, True, False, Ordering.ALL_DEVICES, True)
-
-
-class FakeCuda:
-    """A driver whose memory is a list of allocations. Descriptors are real ones."""
-
-    def __init__(self, gpu: Gpu, *allocations: Allocation) -> None:
-        self.device = gpu
-        self.allocations = allocations
-        self.synced: list[int] = []
-        self.exported: list[tuple[int, int, bool]] = []
-        self.flushed: list[Ordering] = []
-        self.refuses_sync = False
-
-    def allocation(self, address: int) -> Allocation | None:
-        return next((a for a in self.allocations if a.base <= address < a.base + a.num_bytes), None)
-
-    def gpu(self, ordinal: int) -> Gpu:
-        assert ordinal == self.device.ordinal
-        return self.device
-
-    def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
-        self.exported.append((address, num_bytes, pcie))
-        return os.memfd_create("dma-buf")
-
-    def sync_memops(self, allocation: Allocation) -> None:
-        if self.refuses_sync:
-            raise TransportUnavailable("cuPointerSetAttribute: CUDA_ERROR_INVALID_VALUE")
-        self.synced.append(allocation.base)
-
-    def flush(self, gpu: int, scope: Ordering) -> None:
-        self.flushed.append(scope)
 
 
 @pytest.fixture
@@ -86,12 +53,6 @@ def root(tmp_path: Path) -> FakeRoot:
     machine.write("proc/sys/kernel/osrelease", "6.8.0-40-generic")
     machine.card(HOPPER.bus_id, GPU, resource=bars(16 * MIB, 128 << 30, 32 * MIB))
     return machine
-
-
-def at(
-    base: int, num_bytes: int, kind: Kind = Kind.CUDA_MALLOC, device: int = 0, capable: bool = True
-) -> Allocation:
-    return Allocation(base, num_bytes, device, kind, capable)
 
 
 def test_the_best_way_comes_first() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvlink.errors import ConfigError
-from kvlink.layout import Geometry, Order, Regions, dense
-from kvlink.pool import BlockPool
+from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
+from kvlink.pool import BlockPool, Region
 
 GEOMETRY = Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=8, block_tokens=4)
 ONE = dense(GEOMETRY)
@@ -44,6 +44,51 @@ def test_lent_torch_tensors_keep_their_address() -> None:
     pool = BlockPool.from_tensors(tensors, PER_LAYER)
     assert [region.address for region in pool.regions] == [tensor.data_ptr() for tensor in tensors]
     assert not pool.mappable
+
+
+def test_torch_view_of_a_lent_tensor_counts_from_its_first_element() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
+    whole = torch.zeros(ONE.region_bytes()[0] // 4 + 16, dtype=torch.float32)
+    pool = BlockPool.from_tensors([whole[16:]], ONE)
+    view = pool.torch()
+    assert (view.dtype, view.shape) == (torch.uint8, (ONE.region_bytes()[0],))
+    view.view(torch.float32)[0] = 2.5
+    assert whole[16] == 2.5
+    assert pool.numpy().view(np.float32)[0] == 2.5
+
+
+def on_gpu(gpu: int | None, layout: KVLayout = PER_LAYER) -> list[Region]:
+    """Addresses that are nobody's."""
+    return [Region(1 << 47, size, None, None, gpu) for size in layout.region_bytes()]
+
+
+def test_a_pool_is_on_one_device() -> None:
+    pool = BlockPool(on_gpu(3), PER_LAYER)
+    assert pool.gpu == 3
+    assert not pool.mappable
+    assert "2 cuda:3 region(s)" in repr(pool)
+    assert BlockPool.allocate(ONE).gpu is None
+    for other in (None, 2):
+        with pytest.raises(ConfigError, match="on several devices"):
+            BlockPool([on_gpu(3)[0], on_gpu(other)[1]], PER_LAYER)
+
+
+def test_a_gpu_pool_is_not_viewed_by_numpy() -> None:
+    with pytest.raises(ConfigError, match=r"numpy cannot view cuda:0; use pool\.torch"):
+        BlockPool(on_gpu(0), PER_LAYER).numpy()
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
+    with pytest.raises(ConfigError, match="this one is on meta"):
+        BlockPool.from_tensors([torch.zeros(ONE.region_bytes()[0], device="meta")], ONE)
+
+    class OnDevice:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    with pytest.raises(ConfigError, match="give GPU memory as torch tensors"):
+        BlockPool.from_tensors([OnDevice()], ONE)
 
 
 def test_lent_view_counts_from_its_first_element() -> None:

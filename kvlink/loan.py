@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NICs are given of a pool: the ports near it, and for the memory of a GPU the way that reaches it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from kvlink import _core
+from kvlink.config import WorkerConfig
+from kvlink.errors import TransportUnavailable
+from kvlink.gpudirect import CudaDriver, Decision, Driver, Lent, Way, lend, parse_ways
+from kvlink.nics import MemoryPlace, RefusedNic, select_ports
+from kvlink.pool import BlockPool, Region
+
+_log = logging.getLogger("kvlink.loan")
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """`refused` says why no NIC may have the pool; empty: they may. Only a GPU's regions have a `lent` each."""
+
+    ports: Sequence[str] = ()
+    """As csrc/verbs_nic.h takes them, best first."""
+    left_out: tuple[RefusedNic, ...] = ()
+    lent: tuple[Lent, ...] = ()
+    refused: str = ""
+
+    @property
+    def by_dma_buf(self) -> bool:
+        """Whether the NIC's driver may still refuse a descriptor."""
+        return any(each.decision.way is Way.DMA_BUF for each in self.lent)
+
+    @property
+    def flush(self) -> Callable[[], object] | None:
+        """To be called once the bytes of a pull have landed, before the GPU looks at them; None: needs none."""
+        one = next(iter(self.lent), None)  # all are on one GPU
+        return one.flush_writes if one and one.needs_flush() else None
+
+    @contextmanager
+    def added(self, core: _core.Engine, pool: BlockPool) -> Iterator[None]:
+        """Adds the pool's regions to `core`. Descriptors are open until the block ends: start it inside."""
+        with ExitStack() as stack:
+            lent = [stack.enter_context(each) for each in self.lent]
+            for region, how in zip_longest(pool.regions, lent):
+                _add(core, region, how)
+            yield
+
+
+def lend_to_nics(
+    pool: BlockPool,
+    config: WorkerConfig,
+    *,
+    make_driver: Callable[[], Driver] = CudaDriver,
+    nic_refuses_dma_buf: str = "",
+    root: Path = Path("/"),
+) -> Loan:
+    """Chooses ports by their distance to the pool, and prepares a GPU's memory for them.
+
+    `nic_refuses_dma_buf`: what a NIC answered to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
+    """
+    if pool.gpu is None:
+        return Loan(*select_ports(MemoryPlace(), config.nics, root))
+    ports: list[str] = []
+    left_out: tuple[RefusedNic, ...] = ()
+    try:
+        driver = make_driver()
+        place = MemoryPlace(gpu=driver.gpu(pool.gpu).bus_id)
+        ports, left_out = select_ports(place, config.nics, root)
+        if not ports:
+            raise TransportUnavailable(_none_near(place, left_out))
+        ways = parse_ways(config.gpudirect)
+        lent = _lend_all(driver, pool.regions, ways, nic_refuses_dma_buf, root)
+    except TransportUnavailable as error:
+        _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
+        return Loan(ports, left_out, refused=str(error))
+    for decision in dict.fromkeys(each.decision for each in lent):
+        level = logging.WARNING if decision.refused else logging.INFO
+        _log.log(level, "lent device=cuda:%d by=%s", pool.gpu, decision)
+    return Loan(ports, left_out, lent)
+
+
+def _lend_all(
+    driver: Driver, regions: Sequence[Region], ways: Sequence[Way], nic_refuses_dma_buf: str, root: Path
+) -> tuple[Lent, ...]:
+    lent: list[Lent] = []
+    with ExitStack() as unless_all:
+        for region in regions:
+            each = lend(
+                driver,
+                region.address,
+                region.num_bytes,
+                allowed=ways,
+                nic_refuses_dma_buf=nic_refuses_dma_buf,
+                root=root,
+            )
+            lent.append(unless_all.enter_context(each))
+            if each.decision.way is Way.BOUNCE:
+                raise _not_staged(each.decision)
+        unless_all.pop_all()
+    return tuple(lent)
+
+
+def _not_staged(decision: Decision) -> TransportUnavailable:
+    reasons = "".join(f"; not {each.way.value}: {each.reason}" for each in decision.refused)
+    fixes = dict.fromkeys(each.fix for each in decision.refused)
+    return TransportUnavailable(
+        f"GPU memory would have to be staged in host memory (bounce), which verbs cannot do yet{reasons}",
+        "; or ".join(fixes) or "allow dma-buf or peermem in KVLINK_GPUDIRECT",
+    )
+
+
+def _none_near(place: MemoryPlace, left_out: Sequence[RefusedNic]) -> str:
+    return f"no NIC serves GPU {place.gpu}: " + ("; ".join(map(str, left_out)) or "there is no RDMA device")
+
+
+def _add(core: _core.Engine, region: Region, lent: Lent | None) -> None:
+    if region.memory is not None:
+        core.add_pool_region(region.memory)
+        return
+    core.add_foreign_region(
+        region.address,
+        region.num_bytes,
+        region.keeper,
+        device=region.gpu is not None,
+        dmabuf_fd=lent.fd if lent else -1,
+        dmabuf_offset=lent.offset if lent else 0,
+    )

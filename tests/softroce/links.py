@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guest's links: rxeN is on nicN (see `devices`). What is done to one ends with its `with`."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_DEVICES = Path("/sys/class/infiniband")
+
+
+def netdev(device: str) -> str:
+    return "lo" if device == "rxe0" else device.replace("rxe", "nic")
+
+
+@contextlib.contextmanager
+def down(device: str) -> Iterator[None]:
+    """Its port is down, and whoever watches its async events hears it at once."""
+    _ip("link", "set", netdev(device), "down")
+    try:
+        yield
+    finally:
+        _ip("link", "set", netdev(device), "up")
+
+
+@contextlib.contextmanager
+def impaired(device: str, *discipline: str) -> Iterator[None]:
+    """`impaired("rxe1", "netem", "delay", "5ms")` slows what rxe1 sends to other devices."""
+    queue = ["tc", "qdisc", "add", "dev", netdev(device), "root"]
+    subprocess.run([*queue, *discipline], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*queue[:2], "del", *queue[3:]], check=True)
+
+
+def devices() -> set[str]:
+    return {device.name for device in _DEVICES.glob("*")}
+
+
+def active() -> set[str]:
+    """The devices whose port is up."""
+    return {device for device in devices() if "ACTIVE" in (_DEVICES / device / "ports/1/state").read_text()}
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

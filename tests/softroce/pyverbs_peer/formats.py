@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What peers of the verbs transport say to each other besides gRPC messages. Little-endian throughout.
+
+    address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, GID)
+    hello    "kvh1" | u32 port of the owner, counted in its address | queue pair
+    reply    "kvr1" | queue pair
+    key      "kvk1" | u32 writable? | u64 base, bytes, bytes of a slice | u32 ports | ports x slices x u32 rkey
+    queue pair: u32 number, first PSN, LID, MTU (1: 256 … 5: 4096), reads it starts, reads it answers, GID
+    GID      u32 16 | 16 bytes in network order
+
+Both ends use the lesser of their MTUs, and of what one starts and the other answers. A reader's queue pair allows
+remote writes: the owner makes sure that it lives by empty ones, and cuts it off by one of 8 bytes under key 0.
+
+Slots of the lease table, slot 0 being its header, are of 64 bytes: u64 nonce, ready, settled, reader, reserved.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SLOT_BYTES = 64
+NONCE, READY, SETTLED, READER = 0, 8, 16, 24
+"""Offsets in a slot."""
+TABLE_MAGIC = int.from_bytes(b"KVLease1", "little")
+
+_GID = struct.Struct("<I16s")
+_QP = struct.Struct("<6I")
+_PORT = struct.Struct("<II")
+_KEY = struct.Struct("<4sIQQQI")
+_TICKET = struct.Struct("<4sHHI")
+_TICKET_HEADER = struct.Struct("<QIIIBBHHHHHI")
+_SEAT = struct.Struct("<IQQ")
+
+
+class QueuePair(NamedTuple):
+    """One end, as the other end needs it."""
+
+    number: int
+    psn: int
+    lid: int
+    mtu: int
+    reads_out: int
+    reads_in: int
+    gid: bytes
+
+    def pack(self) -> bytes:
+        return _QP.pack(*self[:6]) + _GID.pack(16, self.gid)
+
+    @classmethod
+    def unpack(cls, blob: bytes) -> QueuePair:
+        gid_bytes, gid = _GID.unpack_from(blob, _QP.size)
+        assert (gid_bytes, len(blob)) == (16, _QP.size + _GID.size)
+        return cls(*_QP.unpack_from(blob), gid)
+
+
+def pack_hello(owner_port: int, reader: QueuePair) -> bytes:
+    return b"kvh1" + struct.pack("<I", owner_port) + reader.pack()
+
+
+def unpack_hello(blob: bytes) -> tuple[int, QueuePair]:
+    assert blob[:4] == b"kvh1"
+    return int.from_bytes(blob[4:8], "little"), QueuePair.unpack(blob[8:])
+
+
+def pack_reply(owner: QueuePair) -> bytes:
+    return b"kvr1" + owner.pack()
+
+
+def unpack_reply(blob: bytes) -> QueuePair:
+    assert blob[:4] == b"kvr1"
+    return QueuePair.unpack(blob[4:])
+
+
+class Port(NamedTuple):
+    """One way to an owner."""
+
+    name: str
+    is_ethernet: int
+    lid: int
+    gid: bytes
+
+
+def pack_address(ports: Sequence[Port]) -> bytes:
+    blob = b"kva1" + struct.pack("<I", len(ports))
+    for port in ports:
+        name = port.name.encode()
+        blob += struct.pack("<I", len(name)) + name
+        blob += _PORT.pack(port.is_ethernet, port.lid) + _GID.pack(16, port.gid)
+    return blob
+
+
+def unpack_address(blob: bytes) -> list[Port]:
+    magic, count = struct.unpack_from("<4sI", blob)
+    assert magic == b"kva1"
+    ports, at = [], 8
+    for _ in range(count):
+        (name_bytes,) = struct.unpack_from("<I", blob, at)
+        at += 4 + name_bytes
+        (_, gid) = _GID.unpack_from(blob, at + _PORT.size)
+        ports.append(Port(blob[at - name_bytes : at].decode(), *_PORT.unpack_from(blob, at), gid))
+        at += _PORT.size + _GID.size
+    assert at == len(blob)
+    return ports
+
+
+class Key(NamedTuple):
+    """A region that an owner lends. `rkeys` by port and slice."""
+
+    writable: int
+    base: int
+    num_bytes: int
+    slice_bytes: int
+    rkeys: tuple[tuple[int, ...], ...]
+
+    def pack(self) -> bytes:
+        flat = [rkey for of_port in self.rkeys for rkey in of_port]
+        return _KEY.pack(b"kvk1", *self[:4], len(self.rkeys)) + struct.pack(f"<{len(flat)}I", *flat)
+
+    @classmethod
+    def unpack(cls, blob: bytes) -> Key:
+        magic, *fields, num_ports = _KEY.unpack_from(blob)
+        assert magic == b"kvk1"
+        flat = struct.unpack(f"<{(len(blob) - _KEY.size) // 4}I", blob[_KEY.size :])
+        _, _, num_bytes, slice_bytes = fields
+        num_slices = -(-num_bytes // slice_bytes)
+        assert len(flat) == num_ports * num_slices
+        return cls(*fields, tuple(flat[port * num_slices :][:num_slices] for port in range(num_ports)))
+
+
+class Ticket(NamedTuple):
+    """What a reader needs of it. `seats` are (slot, nonce, settle nonce)."""
+
+    request_id: str
+    worker_id: str
+    epoch: int
+    agent: str
+    num_tokens: int
+    ready: int
+    seats: tuple[tuple[int, int, int], ...]
+    block_ids: tuple[int, ...]
+
+    def pack(self) -> str:
+        """Text. `ready` counts blocks."""
+        names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
+        num_blocks = len(self.block_ids)
+        body = _TICKET_HEADER.pack(
+            self.epoch, self.num_tokens, num_blocks, self.ready, 0, len(self.seats), 0, 1, *map(len, names), 60_000
+        )  # fmt: skip
+        body += b"".join(_SEAT.pack(*seat) for seat in self.seats) + b"".join(names)
+        body += struct.pack(f"<{num_blocks}I", *self.block_ids)
+        blob = _TICKET.pack(b"KVT1", _TICKET_HEADER.size, 1, zlib.crc32(body)) + body
+        return base64.urlsafe_b64encode(blob).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> Ticket:
+        blob = base64.urlsafe_b64decode(text)
+        magic, header_bytes, version, checksum = _TICKET.unpack_from(blob)
+        body = blob[_TICKET.size :]
+        assert (magic, version, checksum) == (b"KVT1", 1, zlib.crc32(body))
+        epoch, num_tokens, num_blocks, ready, _, num_seats, _, _, *sizes, _ = _TICKET_HEADER.unpack_from(body)
+        at = header_bytes + num_seats * _SEAT.size
+        seats = tuple(_SEAT.iter_unpack(body[header_bytes:at]))
+        names = []
+        for size in sizes:
+            names.append(body[at : at + size].decode())
+            at += size
+        block_ids = struct.unpack(f"<{num_blocks}I", body[at:])
+        return cls(names[0], names[1], epoch, names[2], num_tokens, ready, seats, block_ids)
