@@ -33,6 +33,7 @@ _BATCH = 32
 _SMALL_ITERS, _LARGE_ITERS = 2000, 30
 _VERIFY_EVERY = 8  # of large pulls, besides the first and the last
 _CPU_ROUNDS = 4
+_BARE_READS = 64
 _CPU_TAIL_S = 0.002  # the owner may still take note of a settle
 _MOST_BYTES = 512 << 20
 _LEAST_SECTION_BYTES = 64 << 20  # beyond the caches of a core
@@ -174,7 +175,15 @@ class _Bench:
             "limit_gib_per_s": gib / (limit_us / 1e6),
             "of_limit": limit_us / p50,
             **({"limit_us": limit_us, "overhead_us": p50 - limit_us} if alone else {}),
+            **({"bare_read_us": self._bare_read_us()} if alone and "ib_read_lat" in others else {}),
         }
+
+    def _bare_read_us(self) -> float:
+        """Of one block by our transport alone: what ib_read_lat measures, without plan, lease and Python."""
+        (peer,) = self._worker.peers()
+        to, size = self._worker.pool.regions[0].address, self._worker.pool.layout.block_bytes
+        reads = (peer.connection.time_read(0, index * size, to, size) for index in range(_BARE_READS))
+        return float(np.median(list(reads))) / 1000
 
     def _round(self, size: int, *, check: bool) -> None:
         plans = [self._draw(index, size) for index in range(len(self._ways))]

@@ -195,6 +195,13 @@ void register_connection(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("broken", &Connection::broken)
       .def_property_readonly("idle", &Connection::idle)
+      .def(
+          "time_read",
+          [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
+            const Segment segment{reinterpret_cast<std::byte*>(local), bytes, 0};
+            return take(self.time_read({offset, bytes, region, 0, 1}, segment));
+          },
+          py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
       .def("why_broken", &Connection::why_broken)
       .def("paths", &Connection::paths)
       .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());

@@ -170,17 +170,26 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   transfer->set_scratch(std::move(words), scratch_->region());
   const bool streaming = request.stream != StreamUnit::kNone;
   const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
+  const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
   if (small && lanes_.front()->run_inline(transfer, kInlineBudgetNs)) {
+    if (!transfer->done() && striped) submit(transfer, 1, lanes_.size());
     if (!transfer->done() || !lanes_.front()->idle()) thread_of(0).wake();
     if (lanes_.front()->unsent()) thread_of(0).wake_from_doze();
     return transfer;
   }
-  const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
-  for (size_t index = 0; index < (striped ? lanes_.size() : 1); ++index) {
+  submit(transfer, 0, striped ? lanes_.size() : 1);
+  return transfer;
+}
+
+void Connection::submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end) {
+  for (size_t index = first; index < end; ++index) {
     lanes_[index]->submit(transfer);
     thread_of(index).wake();
   }
-  return transfer;
+}
+
+Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) {
+  return lanes_.front()->time_read({std::span(&op, 1), &segment});
 }
 
 bool Connection::settle(uint32_t slot, uint64_t value) { return lanes_.front()->settle(slot, value); }

@@ -35,6 +35,8 @@ class Connection {
   /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
   bool settle(uint32_t slot, uint64_t value);
+  /// Nanoseconds of one bare read on the first lane, from post to completion, for benchmarks.
+  Result<int64_t> time_read(const ReadOp& op, const Segment& segment);
 
   /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
   bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
@@ -50,6 +52,7 @@ class Connection {
  private:
   struct Probe;  // of one lane while connecting
 
+  void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::string& lease_key, int64_t timeout_ns);
   void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);

@@ -92,6 +92,7 @@ class FaultEndpoint : public Endpoint {
   }
   Window window() const override { return inner_->window(); }
   bool ordered() const override { return inner_->ordered(); }
+  int64_t patience_ns() const override { return inner_->patience_ns(); }
   bool order_stalls() const override { return inner_->order_stalls(); }
   bool copies_in_poll() const override { return inner_->copies_in_poll(); }
   int wake_fd() const override { return wake_ ? wake_.get() : inner_->wake_fd(); }

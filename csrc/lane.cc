@@ -52,6 +52,7 @@ void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
   window_ = endpoint_->window();
   ordered_ = endpoint_->ordered();
   order_stalls_ = endpoint_->order_stalls();
+  patience_ns_ = endpoint_->patience_ns();
   wake_fd_ = endpoint_->wake_fd();
 }
 
@@ -121,7 +122,17 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
     collect(result, now_ns());
   }
   driven.active = !queue_.empty();
-  driven.wake_at_ns = give_up_ns_;
+  if (!broken() && patience_ns_ > 0 && asked_ns_ > 0) {
+    const int64_t gone_at = asked_ns_ + patience_ns_;
+    driven.wake_at_ns = gone_at;
+    if (now >= gone_at) {
+      break_down(
+          Status::Unreachable("the owner's NIC answered nothing for " +
+                              std::to_string(patience_ns_ / 1'000'000) + " ms; its port or host is gone"),
+          now);
+    }
+  }
+  driven.wake_at_ns = std::min(driven.wake_at_ns, give_up_ns_);
   for (const auto& transfer : queue_) {
     if (!transfer->stopping()) driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
     const int64_t peek_at = transfer->peek_at_ns();
@@ -272,6 +283,27 @@ bool Lane::settle(uint32_t slot, uint64_t value) {
   return !broken();
 }
 
+Result<int64_t> Lane::time_read(const Chunk& chunk) {
+  std::lock_guard lock(mutex_);
+  if (broken()) return why_broken_;
+  const int64_t start = now_ns();
+  const uint64_t token = claim_token(nullptr, {});
+  Status status = endpoint_->post_read(token, chunk);
+  const auto ended = [&] {
+    return std::any_of(ended_.begin(), ended_.end(), [token](const auto& one) { return one.token == token; });
+  };
+  while (status.ok() && !ended() && now_ns() - start < kRecallNs) status = endpoint_->poll(ended_).status;
+  const int64_t took = now_ns() - start;
+  if (status.ok() && !ended()) status = Status::Timeout("a bare read took longer than 200 ms");
+  if (!status.ok()) {
+    break_down(status, now_ns());
+    return status;
+  }
+  PollResult result;
+  collect(result, now_ns());
+  return took;
+}
+
 void Lane::give_up(const Status& why) {
   if (broken()) return;
   why_broken_ = why;
@@ -308,7 +340,7 @@ std::string Lane::why_broken() const {
 
 void Lane::disown(uint64_t token) {
   posted_[token].transfer = nullptr;
-  --num_awaited_;
+  if (--num_awaited_ == 0) asked_ns_ = 0;
   unsent_.store(true, std::memory_order_release);
 }
 
@@ -329,6 +361,7 @@ void Lane::release(uint64_t token) {
   num_awaited_ -= posted_[token].transfer != nullptr;
   posted_[token] = {};
   --num_posted_;
+  if (num_awaited_ == 0) asked_ns_ = 0;
   if (!recalled) return;
   give_up_ns_ = INT64_MAX;
   for (const Posted& posted : posted_) {

@@ -47,6 +47,9 @@ class Lane {
   /// Posts a settle that nobody waits for. False: the lane is broken.
   bool settle(uint32_t slot, uint64_t value);
 
+  /// Nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle lane.
+  Result<int64_t> time_read(const Chunk& chunk);
+
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::string why_broken() const;
   bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
@@ -84,6 +87,7 @@ class Lane {
   Window window_;
   bool ordered_ = false;
   bool order_stalls_ = false;
+  int64_t patience_ns_ = 0;
   int wake_fd_ = -1;
   uint32_t lease_region_ = 0;
   uint64_t connection_id_ = 0;

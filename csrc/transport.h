@@ -98,6 +98,8 @@ class Endpoint {
   virtual bool ordered() const = 0;
   /// It is so for reads of kReadWrite regions alone, and what is posted behind one waits with it.
   virtual bool order_stalls() const { return false; }
+  /// Whoever answers nothing for this long is gone, however long a pull would wait; 0: it may just be slow.
+  virtual int64_t patience_ns() const { return 0; }
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   virtual bool copies_in_poll() const = 0;
 

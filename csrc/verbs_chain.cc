@@ -39,13 +39,13 @@ Chain::Chain(const ChainLimits& limits)
     : limits_(limits), wrs_(limits.wrs), sges_(size_t{limits.wrs} * limits.sges_per_wr) {
   for (uint32_t i = 0; i < limits.wrs; ++i) {
     wrs_[i].sg_list = &sges_[size_t{i} * limits.sges_per_wr];
-    wrs_[i].opcode = IBV_WR_RDMA_READ;
   }
 }
 
 uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
-                     const std::vector<LocalRegion>& locals, const std::vector<RemoteRegion>& remotes) {
-  room = std::min(room, limits_.wrs);
+                     const std::vector<LocalRegion>& locals, const std::vector<RemoteRegion>& remotes,
+                     uint32_t used) {
+  room = std::min(room, limits_.wrs - used);
   uint32_t num_wrs = 0;
   for (; num_wrs < room && at.op < chunk.ops.size(); ++num_wrs) {
     const ReadOp& op = chunk.ops[at.op];
@@ -53,8 +53,9 @@ uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
     const uint64_t offset = op.offset + at.in_op;
     const uint64_t in_slice = remote.slice_bytes - offset % remote.slice_bytes;
     const uint64_t most = std::min({uint64_t{op.bytes} - at.in_op, limits_.bytes_per_wr, in_slice});
-    ibv_send_wr& wr = wrs_[num_wrs];
+    ibv_send_wr& wr = wrs_[used + num_wrs];
     wr.next = &wr + 1;
+    wr.opcode = IBV_WR_RDMA_READ;
     wr.send_flags = 0;
     wr.wr.rdma.remote_addr = remote.iova + offset;
     wr.wr.rdma.rkey = remote.rkeys[offset / remote.slice_bytes];
@@ -63,11 +64,25 @@ uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
   return num_wrs;
 }
 
+void Chain::add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint64_t& value) {
+  ibv_send_wr& wr = wrs_[used];
+  wr.next = &wr + 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_INLINE;
+  wr.wr.rdma.remote_addr = address;
+  wr.wr.rdma.rkey = rkey;
+  wr.sg_list[0] = {reinterpret_cast<uintptr_t>(&value), sizeof value, 0};
+  wr.num_sge = 1;
+}
+
+void Chain::signal(uint32_t index, uint64_t wr_id) {
+  wrs_[index].send_flags |= IBV_SEND_SIGNALED;
+  wrs_[index].wr_id = wr_id;
+}
+
 void Chain::sign(uint32_t num_wrs, uint64_t wr_id) {
-  ibv_send_wr& last = wrs_[num_wrs - 1];
-  last.next = nullptr;
-  last.send_flags = IBV_SEND_SIGNALED;
-  last.wr_id = wr_id;
+  wrs_[num_wrs - 1].next = nullptr;
+  signal(num_wrs - 1, wr_id);
 }
 
 Status check(const ReadOp& op, const Segment* segments, const std::vector<LocalRegion>& locals,

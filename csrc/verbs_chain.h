@@ -45,13 +45,20 @@ class Chain {
  public:
   explicit Chain(const ChainLimits& limits);
 
-  /// Refills the chain from `at` on with at most `room` reads, and returns their number; the last one alone
-  /// is signalled, under `wr_id`. A run of the owner becomes as few reads as the limits allow. REQUIRES
-  /// check() of every operation.
+  /// Fills the chain behind its first `used` requests with at most `room` reads from `at` on, and returns
+  /// their number. A run of the owner becomes as few reads as the limits allow. REQUIRES check() of every
+  /// operation.
   uint32_t fill(const Chunk& chunk, ChainCursor& at, uint32_t room, const std::vector<LocalRegion>& locals,
-                const std::vector<RemoteRegion>& remotes);
-  ibv_send_wr* first() { return wrs_.data(); }
+                const std::vector<RemoteRegion>& remotes, uint32_t used = 0);
+  /// Puts a store of `value` behind them. It is copied when the chain is posted.
+  void add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint64_t& value);
+  /// It starts only once all before it have ended.
+  void fence(uint32_t index) { wrs_[index].send_flags |= IBV_SEND_FENCE; }
+  void signal(uint32_t index, uint64_t wr_id);
+  /// Ends the chain and signals its last request.
   void sign(uint32_t num_wrs, uint64_t wr_id);
+  ibv_send_wr* first() { return wrs_.data(); }
+  uint32_t capacity() const { return limits_.wrs; }
 
  private:
   const ChainLimits limits_;

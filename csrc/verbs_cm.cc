@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "verbs_cm.h"
 
-#include <arpa/inet.h>
+#include <endian.h>
 #include <fcntl.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 
 #include "clock.h"
 #include "verbs_cm_api.h"
+#include "verbs_ip.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
@@ -21,70 +20,13 @@ namespace {
 constexpr int kBacklog = 1024;
 constexpr uint8_t kRnrForever = 7;
 constexpr uint8_t kMostRetries = 7;  // what the messages say; Patience is what the queue pairs do
-constexpr char kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, '\xff', '\xff'};
 
 using Channel = std::unique_ptr<rdma_event_channel, decltype(&::rdma_destroy_event_channel)>;
 using Id = Owned<rdma_cm_id>;
 
 int ms(int64_t ns) { return static_cast<int>(std::clamp<int64_t>(ns / 1'000'000, 1, INT32_MAX)); }
 
-bool is_v4(const Gid& ip) { return std::memcmp(ip.data(), kMapped, sizeof kMapped) == 0; }
-
-/// An IP address and port as the kernel wants them.
-struct SocketAddress {
-  sockaddr_storage storage{};
-
-  SocketAddress(const Gid& ip, uint16_t port) {
-    if (is_v4(ip)) {
-      auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
-      v4.sin_family = AF_INET;
-      v4.sin_port = htons(port);
-      std::memcpy(&v4.sin_addr, ip.data() + sizeof kMapped, sizeof v4.sin_addr);
-    } else {
-      auto& v6 = reinterpret_cast<sockaddr_in6&>(storage);
-      v6.sin6_family = AF_INET6;
-      v6.sin6_port = htons(port);
-      std::memcpy(&v6.sin6_addr, ip.data(), sizeof v6.sin6_addr);
-    }
-  }
-  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
-};
-
-std::string text(const Gid& ip) {
-  char buffer[INET6_ADDRSTRLEN] = {};
-  is_v4(ip) ? ::inet_ntop(AF_INET, ip.data() + sizeof kMapped, buffer, sizeof buffer)
-            : ::inet_ntop(AF_INET6, ip.data(), buffer, sizeof buffer);
-  return buffer;
-}
-
-std::string text(const CmReply& at) { return text(at.ip) + " port " + std::to_string(at.port); }
-
-/// This machine's addresses: first the one that `nic` is known by, then IPv4's. None that needs a scope.
-std::vector<Gid> addresses(const Nic& nic) {
-  std::vector<Gid> found;
-  ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return found;
-  for (const ifaddrs* at = all; at; at = at->ifa_next) {
-    if (!at->ifa_addr || !(at->ifa_flags & IFF_UP)) continue;
-    Gid ip{};
-    if (at->ifa_addr->sa_family == AF_INET) {
-      std::memcpy(ip.data(), kMapped, sizeof kMapped);
-      std::memcpy(ip.data() + sizeof kMapped, &reinterpret_cast<sockaddr_in*>(at->ifa_addr)->sin_addr, 4);
-    } else if (at->ifa_addr->sa_family == AF_INET6) {
-      const in6_addr& v6 = reinterpret_cast<sockaddr_in6*>(at->ifa_addr)->sin6_addr;
-      if (IN6_IS_ADDR_LINKLOCAL(&v6)) continue;
-      std::memcpy(ip.data(), &v6, ip.size());
-    } else {
-      continue;
-    }
-    found.push_back(ip);
-  }
-  ::freeifaddrs(all);
-  const Gid known = nic.address().gid;
-  std::stable_partition(found.begin(), found.end(), is_v4);
-  std::stable_partition(found.begin(), found.end(), [&](const Gid& ip) { return ip == known; });
-  return found;
-}
+std::string text(const CmReply& at) { return ip_text(at.ip) + " port " + std::to_string(at.port); }
 
 Result<Channel> open_channel(const CmApi& api) {
   Channel channel(api.create_event_channel(), api.destroy_event_channel);
@@ -158,13 +100,16 @@ bool RdmaCmPort::leads_here(const rdma_cm_id& id) const {
 
 /// What leads to a port, only the manager knows for every kind of NIC.
 Status RdmaCmPort::listen() {
-  for (const Gid& ip : addresses(*nic_)) {
+  std::vector<Gid> ips = local_ips();
+  const Gid known = nic_->address().gid;  // with RoCE one of them
+  std::stable_partition(ips.begin(), ips.end(), [&](const Gid& ip) { return ip == known; });
+  for (const Gid& ip : ips) {
     Id id = make_id(channel_.get(), nullptr);
     if (!id) return failed("getting an identifier of the connection manager", errno);
     if (api_.bind_addr(id.get(), SocketAddress(ip, 0).get()) != 0 || !leads_here(*id)) continue;
-    if (api_.listen(id.get(), kBacklog) != 0) return failed("listening at " + text(ip), errno);
+    if (api_.listen(id.get(), kBacklog) != 0) return failed("listening at " + ip_text(ip), errno);
     address_.ip = ip;
-    address_.port = ntohs(api_.get_src_port(id.get()));
+    address_.port = be16toh(api_.get_src_port(id.get()));
     listener_ = std::move(id);
     return {};
   }

@@ -37,7 +37,7 @@ class CmPort {
   virtual CmReply address() const = 0;
   /// Readable when take_events() has something to do.
   virtual int events_fd() const = 0;
-  /// REQUIRES of `arrived` nothing: no event is held while it runs.
+  /// No event is held while `arrived` runs: it may wait for whoever destroys queue pairs.
   virtual void take_events(const Arrived& arrived) = 0;
   /// The owner's half: `qp` may be read through once the caller has heard.
   virtual Status accept(CmCaller caller, Qp& qp, Patience patience) = 0;

@@ -23,7 +23,7 @@ Result<CmApi> load() {
       library.load(api.resolve_addr, "rdma_resolve_addr") &&
       library.load(api.resolve_route, "rdma_resolve_route") && library.load(api.connect, "rdma_connect") &&
       library.load(api.establish, "rdma_establish") && library.load(api.accept, "rdma_accept") &&
-      library.load(api.reject, "rdma_reject") && library.load(api.init_qp_attr, "rdma_init_qp_attr") &&
+      library.load(api.init_qp_attr, "rdma_init_qp_attr") &&
       library.load(api.get_cm_event, "rdma_get_cm_event") &&
       library.load(api.ack_cm_event, "rdma_ack_cm_event") && library.load(api.event_str, "rdma_event_str");
   if (complete) return api;

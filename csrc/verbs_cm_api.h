@@ -22,7 +22,6 @@ struct CmApi {
   decltype(&::rdma_connect) connect;
   decltype(&::rdma_establish) establish;
   decltype(&::rdma_accept) accept;
-  decltype(&::rdma_reject) reject;
   decltype(&::rdma_init_qp_attr) init_qp_attr;
   decltype(&::rdma_get_cm_event) get_cm_event;
   decltype(&::rdma_ack_cm_event) ack_cm_event;

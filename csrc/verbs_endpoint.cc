@@ -10,13 +10,14 @@ namespace kvlink::verbs {
 namespace {
 
 // What one queue pair has under way: enough for 400 Gb/s over 20 us with four of them; small enough that
-// several share a pull evenly to its end.
-constexpr Window kWindow{.chunk_bytes = 512 << 10, .chunk_ops = 256, .depth = 4, .stripe_bytes = 1 << 20};
+// several share a pull evenly to its end. Lanes that get nothing of a small one stand by for one that breaks.
+constexpr Window kWindow{.chunk_bytes = 512 << 10, .chunk_ops = 256, .depth = 4, .stripe_bytes = 0};
 
 constexpr uint32_t kChainWrs = 64;        // one doorbell
 constexpr uint64_t kReadBytes = 1 << 20;  // largest work request: longer runs are split
-constexpr uint32_t kRoomForWrites = 16;   // that reads leave in the send queue
 constexpr int kPollBatch = 16;
+// No thread of the owner takes part in a read: several times what its NIC may take to give a packet up.
+constexpr int64_t kPatienceNs = 3'000'000'000;
 constexpr int64_t kGoodbyeNs = 2'000'000;  // round trips of any fabric
 constexpr int64_t kFlushNs =
     100'000'000;  // a halted queue pair flushes in microseconds; a broken NIC never does
@@ -48,6 +49,7 @@ class VerbsEndpoint final : public Endpoint {
   // it have landed, which saves the way to the CPU and back.
   bool ordered() const override { return true; }
   bool order_stalls() const override { return true; }
+  int64_t patience_ns() const override { return kPatienceNs; }
   bool copies_in_poll() const override { return false; }
   int wake_fd() const override { return cq_ ? cq_->wake_fd() : -1; }
 
@@ -66,14 +68,18 @@ class VerbsEndpoint final : public Endpoint {
     uint64_t last_wr = 0;  // its number; 0: not all is posted
     uint64_t first_wr = 0;
     bool fenced = false;
+    uint32_t region = 0;  // from here on of a write, which has no operations
+    uint64_t offset = 0, value = 0;
   };
 
   uint64_t under_way() const { return num_posted_ - num_completed_; }
   Status connect(std::string_view reply, int64_t timeout_ns);
-  Status pump();
+  uint32_t add(Post& post, uint32_t used, uint32_t room);
+  void pump();
   Status check_alive() const;
   void take(const ibv_wc& completion);
   void retire(std::vector<Completion>& ended);
+  void say_goodbye();
   void wait_until_flushed(int64_t most_ns);
 
   const uint32_t owner_nic_;
@@ -130,7 +136,7 @@ Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   }
   const bool fenced = remotes_[chunk.ops.front().region].access == Access::kReadWrite;
   posts_.push_back({.token = token, .chunk = chunk, .fenced = fenced});
-  return pump();
+  return {};
 }
 
 Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
@@ -143,45 +149,39 @@ Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offse
     return Status::AccessDenied("a write at offset " + std::to_string(offset) + " leaves region " +
                                 std::to_string(region) + " or is not aligned");
   }
-  if (under_way() == max_wrs_) return Status::Unreachable(qp_->name() + " does not send: its queue is full");
-  ibv_sge source{reinterpret_cast<uintptr_t>(&value), sizeof value, 0};
-  ibv_send_wr wr{};
-  wr.wr_id = num_posted_ + 1;
-  wr.sg_list = &source;
-  wr.num_sge = 1;
-  wr.opcode = IBV_WR_RDMA_WRITE;
-  wr.send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
-  wr.wr.rdma.remote_addr = to.iova + offset;
-  wr.wr.rdma.rkey = to.rkeys[offset / to.slice_bytes];
-  if (Status status = qp_->post(&wr); !status.ok()) return status;
-  ++num_posted_;
-  // It may have overtaken reads that wait for room: they are asked for later, so it counts as before them.
-  posts_.insert(posts_.begin() + static_cast<ptrdiff_t>(num_full_),
-                {.token = token, .last_wr = num_posted_, .first_wr = num_posted_});
-  ++num_full_;
+  posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
   return {};
 }
 
-/// Posts what the send queue has room for.
-Status VerbsEndpoint::pump() {
-  while (num_full_ < posts_.size() && under_way() + kRoomForWrites < max_wrs_) {
-    Post& post = posts_[num_full_];
-    const auto room = static_cast<uint32_t>(max_wrs_ - kRoomForWrites - under_way());
-    const uint32_t num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_);
-    const uint64_t last = num_posted_ + num_wrs;
-    chain_.sign(num_wrs, last);
-    if (post.fenced) chain_.first()->send_flags |= IBV_SEND_FENCE;
-    if (Status status = qp_->post(chain_.first()); !status.ok()) {
-      broken_ = status;
-      return status;
-    }
-    if (post.first_wr == 0) post.first_wr = num_posted_ + 1;
-    num_posted_ = last;
-    if (post.at.op < post.chunk.ops.size()) continue;
-    post.last_wr = last;
-    ++num_full_;
+/// Puts as much of a post into the chain as there is room for, and returns the number of work requests.
+uint32_t VerbsEndpoint::add(Post& post, uint32_t used, uint32_t room) {
+  if (post.first_wr == 0) post.first_wr = num_posted_ + used + 1;
+  const bool begins = post.at.op == 0 && post.at.in_op == 0;
+  uint32_t num_wrs = 1;
+  if (post.chunk.ops.empty()) {
+    const RemoteRegion& to = remotes_[post.region];
+    chain_.add_write(used, to.iova + post.offset, to.rkeys[post.offset / to.slice_bytes], post.value);
+  } else {
+    num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_, used);
   }
-  return {};
+  if (post.fenced && begins) chain_.fence(used);
+  if (post.at.op < post.chunk.ops.size()) return num_wrs;
+  post.last_wr = num_posted_ + used + num_wrs;
+  chain_.signal(used + num_wrs - 1, post.last_wr);
+  ++num_full_;
+  return num_wrs;
+}
+
+/// Posts what the send queue has room for, everything that waits under one doorbell.
+void VerbsEndpoint::pump() {
+  while (broken_.ok() && num_full_ < posts_.size() && under_way() < max_wrs_) {
+    const auto room = std::min(chain_.capacity(), static_cast<uint32_t>(max_wrs_ - under_way()));
+    uint32_t used = 0;
+    while (used < room && num_full_ < posts_.size()) used += add(posts_[num_full_], used, room - used);
+    chain_.sign(used, num_posted_ + used);
+    broken_ = qp_->post(chain_.first());
+    num_posted_ += used;
+  }
 }
 
 Status VerbsEndpoint::check_alive() const {
@@ -211,6 +211,7 @@ void VerbsEndpoint::retire(std::vector<Completion>& ended) {
 
 PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
   if (!broken_.ok()) return {broken_, false};
+  pump();
   bool progressed = false;
   for (;;) {
     const bool stashed = num_stashed_ > 0;
@@ -223,12 +224,13 @@ PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
   if (progressed && std::exchange(armed_, false)) cq_->take_events();
   retire(ended);
   if (broken_.ok()) broken_ = check_alive();
-  if (broken_.ok()) static_cast<void>(pump());
+  pump();
   return {broken_, progressed};
 }
 
 bool VerbsEndpoint::arm() {
-  if (!broken_.ok() || num_stashed_ > 0) return false;
+  const bool can_post = num_full_ < posts_.size() && under_way() < max_wrs_;
+  if (!broken_.ok() || num_stashed_ > 0 || can_post) return false;
   if (armed_ || under_way() == 0) return true;
   cq_->arm();
   armed_ = true;
@@ -264,16 +266,23 @@ void VerbsEndpoint::wait_until_flushed(int64_t most_ns) {
   }
 }
 
+/// Sends the settles that wait, and spares the owner finding out by itself. Not with reads under way: they
+/// must not land any more.
+void VerbsEndpoint::say_goodbye() {
+  if (std::any_of(posts_.begin(), posts_.end(), [](const Post& post) { return !post.chunk.ops.empty(); }))
+    return;
+  const int64_t end = now_ns() + kGoodbyeNs;
+  std::vector<Completion> ended;
+  while (!posts_.empty() && broken_.ok() && now_ns() < end) static_cast<void>(poll(ended));
+  if (!posts_.empty() || !broken_.ok()) return;
+  qp_->break_peer();
+  while (cq_->poll(completions_.data(), kPollBatch) == 0 && now_ns() < end) {
+  }
+}
+
 void VerbsEndpoint::close() {
   if (!qp_) return;
-  const bool quiet = under_way() == 0 && broken_.ok() && !qp_->failed();
-  if (connected_ && quiet) {
-    // So that the owner need not find out by itself.
-    qp_->break_peer();
-    const int64_t end = now_ns() + kGoodbyeNs;
-    while (cq_->poll(completions_.data(), kPollBatch) == 0 && now_ns() < end) {
-    }
-  }
+  if (connected_ && broken_.ok() && !qp_->failed()) say_goodbye();
   qp_->halt();
   wait_until_flushed(kFlushNs);
   posts_.clear();

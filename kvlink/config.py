@@ -52,7 +52,7 @@ class Setting:
             unit = f" {self.unit}" if self.unit else ""
             raise ConfigError(f"{self.env}={value} must be {bounds}{unit} ({self.meaning})")
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.env}={value!r} must be one of {', '.join(self.choices)}")
+            raise ConfigError(f"{self.env}={value!r} must be one of {', '.join(filter(None, self.choices))}")
 
     def _within(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)

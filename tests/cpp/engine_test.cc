@@ -61,7 +61,8 @@ struct Pair {
   std::shared_ptr<const Planner> planner;
   uint64_t next_lease = 1;
 
-  explicit Pair(const std::string& transport, const std::string& fault = {}, uint32_t lanes = 0,
+  /// Plans of faults count reads: each lane begins with one of its own.
+  explicit Pair(const std::string& transport, const std::string& fault = {}, uint32_t lanes = 1,
                 uint32_t threads = 1)
       : owner(7, transport), reader(8, (fault.empty() ? "" : "fault+") + transport, fault, lanes, threads) {
     std::mt19937_64 random(1);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import secrets
 import time
@@ -35,7 +36,7 @@ __all__ = [
 PEERS_READ = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_READ
 PEERS_READ_WRITE = PEERS_READ | e.IBV_ACCESS_REMOTE_WRITE
 
-_DEPTH = 32  # work requests under way on one queue pair
+_DEPTH = 64  # work requests under way on one queue pair
 _STATUS = {
     int(getattr(e, name)): name for name in dir(e) if name.startswith("IBV_WC_") and name.endswith("_ERR")
 }
@@ -89,12 +90,12 @@ class Memory:
         self.bytes = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
         self.address = self.bytes.ctypes.data
         self.slice_bytes = slice_bytes or num_bytes
-        self._slices = [
+        self.regions = [
             MR(nic.pd, min(self.slice_bytes, num_bytes - at), access, address=self.address + at)
             for at in range(0, num_bytes, self.slice_bytes)
         ]
-        self.rkeys = tuple(region.rkey for region in self._slices)
-        self.lkey = self._slices[0].lkey
+        self.rkeys = tuple(region.rkey for region in self.regions)
+        self.lkey = self.regions[0].lkey
 
     def words(self) -> np.ndarray:
         """The same memory as u64."""
@@ -110,6 +111,13 @@ class Read(NamedTuple):
     rkey: int
     num_bytes: int
 
+    def request(self) -> SendWR:
+        request = SendWR(
+            opcode=e.IBV_WR_RDMA_READ, num_sge=1, sg=[SGE(self.local, self.num_bytes, self.lkey)]
+        )
+        request.set_wr_rdma(self.rkey, self.remote)
+        return request
+
 
 class Connection:
     """A queue pair."""
@@ -121,7 +129,7 @@ class Connection:
         attributes = QPAttr(port_num=1)
         # Peers make sure that we live by empty writes.
         attributes.qp_access_flags = e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE
-        init = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
+        init = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
         self._qp = QP(nic.pd, init, attributes)
         self._psn = secrets.randbits(24)
 
@@ -158,9 +166,16 @@ class Connection:
         for first in range(0, len(reads), _DEPTH):
             batch = reads[first : first + _DEPTH]
             for read in batch:
-                pieces = [SGE(read.local, read.num_bytes, read.lkey)]
-                self._post(e.IBV_WR_RDMA_READ, pieces, read.remote, read.rkey)
+                self._qp.post_send(read.request())
             self._finish(len(batch))
+
+    def post(self, requests: Sequence[SendWR]) -> None:
+        """One chain behind one doorbell, at most _DEPTH long; used up. Returns when the last is done. WorkRefused."""
+        for request, following in itertools.pairwise(requests):
+            request.next_wr = following
+            request.send_flags = 0
+        self._qp.post_send(requests[0])
+        self._finish(1)
 
     def write(self, remote: int, rkey: int, value: int, source: Memory) -> None:
         """Stores 8 bytes; `source` lends its first word for it. Raises WorkRefused."""

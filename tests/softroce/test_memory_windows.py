@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory windows of type 2B, which kvlink does without: what they keep, what they break, and what they cost.
+
+The kernel's soft-RoCE checks a window's key, queue pair, rights and state, but holds a read against the bounds of the
+region beneath it, not of the window (seen on 6.1): the test of the bounds asserts what each device does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+try:
+    from softroce.pyverbs_peer.nic import PEERS_READ, Connection, Memory, Nic, Read, WorkRefused
+    from softroce.pyverbs_peer.windows import LENT_BY_WINDOWS, Limits, Window
+except ImportError as error:
+    pytest.skip(
+        f"pyverbs cannot be imported ({error}): sudo apt-get install python3-pyverbs, and use the "
+        "distribution's own version of Python",
+        allow_module_level=True,
+    )
+
+KIB = 1024
+BLOCK = 32 * KIB  # 16 tokens of one plane of Llama-70B
+NUM_BLOCKS = 64
+PIECES = 40_960  # of 4,096 tokens of it: 256 blocks of 160 planes
+POISON = 0xA5
+
+
+class Lending:
+    """An owner's memory that only windows open, and its readers', on one device. Ends with all it made."""
+
+    def __init__(self, device: str) -> None:
+        self._open = ExitStack()
+        self._nic = Nic(device)
+        self._open.callback(self._nic.close)
+        self.limits = Limits.of(self._nic)
+        self.lent = Memory(self._nic, NUM_BLOCKS * BLOCK, LENT_BY_WINDOWS)
+        self.lent.bytes[:] = np.random.default_rng(2026).integers(0, 256, NUM_BLOCKS * BLOCK, np.uint8)
+        self.into = Memory(self._nic, NUM_BLOCKS * BLOCK, PEERS_READ)
+        self.into.bytes[:] = POISON
+
+    def connect(self) -> tuple[Connection, Connection]:
+        """The owner's end and the reader's."""
+        owner, reader = Connection(self._nic), Connection(self._nic)
+        self._open.callback(owner.close)
+        self._open.callback(reader.close)
+        owner.connect(reader.address())
+        reader.connect(owner.address())
+        return owner, reader
+
+    def window(self, block: int, num_bytes: int = BLOCK) -> Window:
+        """Not bound yet."""
+        window = Window(self._nic, self.lent, block * BLOCK, num_bytes)
+        self._open.callback(window.close)
+        return window
+
+    def read(self, rkey: int, offset: int, num_bytes: int = BLOCK) -> Read:
+        """To the same place in `into`."""
+        return Read(self.into.address + offset, self.into.lkey, self.lent.address + offset, rkey, num_bytes)
+
+    def landed(self) -> list[int]:
+        """Offsets of bytes that are no longer poison. The contents have as much of it as chance gives."""
+        return np.flatnonzero(self.into.bytes != POISON).tolist()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+@pytest.fixture
+def lending(device: str) -> Iterator[Lending]:
+    lending = Lending(device)
+    if not lending.limits.has_windows:
+        lending.close()
+        pytest.skip(f"{device} has no memory windows of type 2B")
+    yield lending
+    lending.close()
+
+
+def refused(reader: Connection, read: Read) -> str:
+    with pytest.raises(WorkRefused) as caught:
+        reader.read([read])
+    return str(caught.value.status)
+
+
+def test_a_window_opens_one_block(lending: Lending) -> None:
+    owner, reader = lending.connect()
+    window = lending.window(3)
+    owner.post([window.bind])
+    reader.read([lending.read(window.rkey, 3 * BLOCK)])
+    block = slice(3 * BLOCK, 4 * BLOCK)
+    assert np.array_equal(lending.into.bytes[block], lending.lent.bytes[block])
+
+
+def test_a_window_that_nothing_binds_opens_nothing(lending: Lending) -> None:
+    _, reader = lending.connect()
+    assert refused(reader, lending.read(lending.window(3).rkey, 3 * BLOCK)) == "IBV_WC_REM_ACCESS_ERR"
+    assert lending.landed() == []
+
+
+def test_a_revoked_window_ends_a_late_read_and_its_connection_with_it(lending: Lending) -> None:
+    """Revoking is no milder than fencing: the reader's other windows die with the queue pair that was refused."""
+    owner, late = lending.connect()
+    revoked, other = lending.window(3), lending.window(4)
+    owner.post([revoked.bind, other.bind])
+    bystanders_owner, bystander = lending.connect()
+    bystanders = lending.window(5)
+    bystanders_owner.post([bystanders.bind])
+
+    owner.post([revoked.revoke])
+    assert refused(late, lending.read(revoked.rkey, 3 * BLOCK)) == "IBV_WC_REM_ACCESS_ERR"
+    assert refused(late, lending.read(other.rkey, 4 * BLOCK)) == "IBV_WC_WR_FLUSH_ERR"
+    assert lending.landed() == []
+    bystander.read([lending.read(bystanders.rkey, 5 * BLOCK)])
+    block = slice(5 * BLOCK, 6 * BLOCK)
+    assert np.array_equal(lending.into.bytes[block], lending.lent.bytes[block])
+
+
+def test_a_window_is_for_one_queue_pair(lending: Lending) -> None:
+    owner, _ = lending.connect()
+    _, stranger = lending.connect()
+    window = lending.window(3)
+    owner.post([window.bind])
+    assert refused(stranger, lending.read(window.rkey, 3 * BLOCK)) == "IBV_WC_REM_ACCESS_ERR"
+    assert lending.landed() == []
+
+
+def test_a_window_to_read_is_not_to_write(lending: Lending) -> None:
+    owner, reader = lending.connect()
+    window = lending.window(3)
+    owner.post([window.bind])
+    before = lending.lent.bytes.copy()
+    with pytest.raises(WorkRefused, match="IBV_WC_REM_ACCESS_ERR"):
+        reader.write(lending.lent.address + 3 * BLOCK, window.rkey, 1, lending.into)
+    assert np.array_equal(lending.lent.bytes, before)
+
+
+@pytest.mark.parametrize("offset", [2 * BLOCK, 4 * BLOCK, 3 * BLOCK + 64], ids=["before", "behind", "across"])
+def test_reads_outside_a_window(lending: Lending, offset: int) -> None:
+    owner, reader = lending.connect()
+    window = lending.window(3)
+    owner.post([window.bind])
+    if lending.limits.is_soft_roce:
+        reader.read([lending.read(window.rkey, offset)])
+        span = slice(offset, offset + BLOCK)
+        assert np.array_equal(lending.into.bytes[span], lending.lent.bytes[span])
+    else:
+        assert refused(reader, lending.read(window.rkey, offset)) == "IBV_WC_REM_ACCESS_ERR"
+        assert lending.landed() == []
+
+
+def test_reads_outside_the_region_of_a_window_are_refused(lending: Lending) -> None:
+    owner, reader = lending.connect()
+    window = lending.window(NUM_BLOCKS - 1)
+    owner.post([window.bind])
+    last_block = lending.read(window.rkey, (NUM_BLOCKS - 1) * BLOCK)
+    assert refused(reader, last_block._replace(remote=last_block.remote + 64)) == "IBV_WC_REM_ACCESS_ERR"
+    assert lending.landed() == []
+
+
+def test_a_window_reaches_no_further_than_one_region(lending: Lending) -> None:
+    owner, _ = lending.connect()
+    with pytest.raises(WorkRefused, match="IBV_WC_MW_BIND_ERR"):
+        owner.post([lending.window(NUM_BLOCKS - 1, 2 * BLOCK).bind])
+
+
+def test_what_windows_cost(lending: Lending, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asserts that all windows of a chain open, and that the last is closed again; prints what that took."""
+    owner, reader = lending.connect()
+    costs = defaultdict[str, list[float]](list)
+    for _ in range(9):
+        windows = [lending.window(block) for block in range(NUM_BLOCKS)]
+        costs["bind"].append(us_each(owner, [window.bind for window in windows]))
+        for name, size in ("READ of 4 KiB", 4 * KIB), ("READ of 32 KiB", BLOCK):
+            lending.into.bytes[:] = POISON
+            reads = [lending.read(one.rkey, block * BLOCK, size) for block, one in enumerate(windows)]
+            costs[name].append(us_each(reader, [read.request() for read in reads]))
+        assert np.array_equal(lending.into.bytes, lending.lent.bytes)
+        costs["revoke"].append(us_each(owner, [window.revoke for window in windows]))
+    assert (
+        refused(reader, lending.read(windows[-1].rkey, (NUM_BLOCKS - 1) * BLOCK)) == "IBV_WC_REM_ACCESS_ERR"
+    )
+    with capsys.disabled():
+        print(f"\n{device} has at most {lending.limits.max_windows} windows; {report(costs)}")
+
+
+def us_each(connection: Connection, requests: Sequence[Any]) -> float:
+    started = time.perf_counter()
+    connection.post(requests)
+    return 1e6 * (time.perf_counter() - started) / len(requests)
+
+
+def report(costs: dict[str, list[float]]) -> str:
+    lines = [f"µs each in chains of {NUM_BLOCKS}: median (least to most)"]
+    for name, figures in costs.items():
+        lines.append(f"  {name:14} {median(figures):8.2f} ({min(figures):.2f} to {max(figures):.2f})")
+    window_us = median(costs["bind"]) + median(costs["revoke"])
+    reads_us = PIECES * median(costs["READ of 32 KiB"])
+    for count in 256, PIECES:
+        lines.append(f"  {count} windows take {count * window_us / reads_us:.3%} of {PIECES} such READs")
+    return "\n".join(lines)
