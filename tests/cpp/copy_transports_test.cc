@@ -238,7 +238,8 @@ TEST_P(CopyTransport, NeverTakesARecycledBlockForAGoodOne) {
                       block_bytes);
     int num_valid = 0, num_stale = 0;
     // By the clock: the recycler may not run for a while on a loaded machine.
-    for (const int64_t end = now_ns() + 10'000'000'000; now_ns() < end && (num_valid < 500 || num_stale < 500);) {
+    for (const int64_t end = now_ns() + 10'000'000'000;
+         now_ns() < end && (num_valid < 500 || num_stale < 500);) {
       ASSERT_TRUE(reader.read(before, 1).ok());
       // Both at once, as the engine does on an ordered endpoint.
       ASSERT_TRUE(reader.endpoint->post_read(2, data.chunk()).ok());

@@ -203,6 +203,8 @@ def report(costs: dict[str, list[float]]) -> str:
         lines.append(f"  {name:14} {median(figures):8.2f} ({min(figures):.2f} to {max(figures):.2f})")
     window_us = median(costs["bind"]) + median(costs["revoke"])
     reads_us = PIECES * median(costs["READ of 32 KiB"])
-    for count in 256, PIECES:
-        lines.append(f"  {count} windows take {count * window_us / reads_us:.3%} of {PIECES} such READs")
+    lines.extend(
+        f"  {count} windows take {count * window_us / reads_us:.3%} of {PIECES} such READs"
+        for count in (256, PIECES)
+    )
     return "\n".join(lines)
