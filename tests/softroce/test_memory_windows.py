@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory windows of type 2B, which kvlink does without: what they keep, what they break, and what they cost.
 
-The kernel's soft-RoCE checks a window's key, queue pair, rights and state, but holds a read against the bounds of the
-region beneath it, not of the window (seen on 6.1): the test of the bounds asserts what each device does.
+The kernel's soft-RoCE (6.1) checks a window's key, queue pair, rights and state, but holds a read against the
+bounds of the region beneath it, not of the window: the test of the bounds asserts what each device does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Lending:
         return Read(self.into.address + offset, self.into.lkey, self.lent.address + offset, rkey, num_bytes)
 
     def landed(self) -> list[int]:
-        """Offsets of bytes that are no longer poison. The contents have as much of it as chance gives."""
+        """Offsets of bytes that are no longer poison."""
         return np.flatnonzero(self.into.bytes != POISON).tolist()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def test_a_window_that_nothing_binds_opens_nothing(lending: Lending) -> None:
 
 
 def test_a_revoked_window_ends_a_late_read_and_its_connection_with_it(lending: Lending) -> None:
-    """Revoking is no milder than fencing: the reader's other windows die with the queue pair that was refused."""
+    """No milder than fencing: the reader's other windows die with the queue pair that was refused."""
     owner, late = lending.connect()
     revoked, other = lending.window(3), lending.window(4)
     owner.post([revoked.bind, other.bind])
@@ -199,12 +199,12 @@ def us_each(connection: Connection, requests: Sequence[Any]) -> float:
 
 def report(costs: dict[str, list[float]]) -> str:
     lines = [f"µs each in chains of {NUM_BLOCKS}: median (least to most)"]
-    for name, figures in costs.items():
-        lines.append(f"  {name:14} {median(figures):8.2f} ({min(figures):.2f} to {max(figures):.2f})")
+    lines += [f"  {name:14} {median(us):8.2f} ({min(us):.2f} to {max(us):.2f})" for name, us in costs.items()]
     window_us = median(costs["bind"]) + median(costs["revoke"])
-    reads_us = PIECES * median(costs["READ of 32 KiB"])
-    lines.extend(
-        f"  {count} windows take {count * window_us / reads_us:.3%} of {PIECES} such READs"
-        for count in (256, PIECES)
-    )
+    for name in "READ of 4 KiB", "READ of 32 KiB":
+        reads_us = PIECES * median(costs[name])
+        lines += [
+            f"  {count} windows take {count * window_us / reads_us:.3%} of {PIECES} times {name}"
+            for count in (256, PIECES)
+        ]
     return "\n".join(lines)
