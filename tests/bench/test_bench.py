@@ -17,7 +17,7 @@ from kvlink.layout import dense
 HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",
-    "cpu_s_per_gib", "verified", "verified_pulls", "limit", "limit_gib_per_s", "of_limit",
+    "cpu_s_per_gib", "verified", "verified_pulls", "limit", "limit_gib_per_s", "of_limit", "read_us",
 }  # fmt: skip
 
 
