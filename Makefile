@@ -88,13 +88,13 @@ test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fin
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns
 
-# KVLINK_TEST_RDMA=mlx5_0: over that device, without a guest. In the guest everything is ten times slower or more.
+# RDMA_TESTS="tests/softroce/test_guest.py": only these. KVLINK_TEST_RDMA=mlx5_0: over that device, without a guest. In the guest everything is ten times slower or more.
 .PHONY: test-rdma
 test-rdma: export KVLINK_NICS ?= $(or $(KVLINK_TEST_RDMA),rxe0:1)
 test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over the device KVLINK_TEST_RDMA
 	run=; if [ -z "$(KVLINK_TEST_RDMA)" ] && .ci/system-packages $(PYTHON) rdma && tests/softroce/guest --prepare; \
 	then run="tests/softroce/guest --"; fi; \
-	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane; else pytest -m "softroce and not slow"; fi
+	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane $(RDMA_TESTS); else pytest -m "softroce and not slow"; fi
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment, use it there

@@ -193,8 +193,8 @@ void Transfer::on_slot(int64_t now) {
     stop(Status::Stale("the lease ended before the read did"));
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
-  } else if (in_flight_ > 0) {
-    // The endpoint broke its promise of order: this look proves nothing about data that has not landed yet.
+  } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {
+    // Not all data has landed (an endpoint broke its promise of order): this look proves nothing.
     phase_ = Phase::kRead;
     lanes_used_ = ~0ull;
   } else if (phase_ == Phase::kValidate) {
@@ -250,6 +250,7 @@ void Transfer::dropped(const Step& step, int64_t now) {
   if (done()) return;
   if (step.kind == Step::Kind::kReads) {
     redo_.push_back(step);
+    if (phase_ == Phase::kValidate) phase_ = Phase::kRead;  // the look behind these reads was lost with them
   } else if (step.kind == Step::Kind::kSettle) {
     settle_ended(Status::Unreachable("the connection broke before the settle left"), now);
   } else {

@@ -83,6 +83,30 @@ TEST_F(TransferTest, OrderedLanePostsTheSlotReadBehindTheData) {
   EXPECT_EQ(transfer->next(kOneOp, true, 0, 2).kind, Kind::kSettle);
 }
 
+TEST_F(TransferTest, ALaneThatBreaksUnderDataAndSlotReadHasBothReadAgain) {
+  for (const bool slot_first : {false, true}) {
+    auto transfer = start();
+    transfer->attach();  // a second lane stands by
+    const Step data = transfer->next({1 << 20, 64, 8}, true, 0, 1);
+    const Step slot = transfer->next(kOneOp, true, 0, 1);
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    transfer->dropped(slot_first ? slot : data, 2);
+    transfer->dropped(slot_first ? data : slot, 2);
+    transfer->detach(Status::Unreachable("the lane broke"), 2);
+    const Step again = transfer->next({1 << 20, 64, 8}, true, 1, 3);
+    ASSERT_EQ(again.kind, Kind::kReads);
+    EXPECT_EQ(again.num_ops, data.num_ops);
+    transfer->ended(again, {}, 4);
+    const Step look = transfer->next(kOneOp, true, 1, 5);
+    ASSERT_EQ(look.kind, Kind::kSlot);
+    slot_says(kNonce);
+    transfer->ended(look, {}, 6);
+    EXPECT_EQ(transfer->next(kOneOp, true, 1, 7).kind, Kind::kSettle);
+    EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
+    transfer->refuse(Status::Cancelled("the test ends"), 8);
+  }
+}
+
 TEST_F(TransferTest, TwoOrderedLanesPromiseNothingToEachOther) {
   auto transfer = start();
   const Step a = transfer->next(kOneOp, true, 0, 1), b = transfer->next(kOneOp, true, 1, 1),
