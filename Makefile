@@ -88,7 +88,8 @@ test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fin
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns
 
-# RDMA_TESTS="tests/softroce/test_guest.py": only these. KVLINK_TEST_RDMA=mlx5_0: over that device, without a guest. In the guest everything is ten times slower or more.
+# RDMA_TESTS="tests/softroce/test_guest.py": only these. KVLINK_TEST_RDMA=mlx5_0: over that device, without a guest,
+# where all is ten times slower.
 .PHONY: test-rdma
 test-rdma: export KVLINK_NICS ?= $(or $(KVLINK_TEST_RDMA),rxe0:1)
 test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over the device KVLINK_TEST_RDMA
