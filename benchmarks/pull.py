@@ -174,6 +174,7 @@ class _Bench:
             "limit": limit,
             "limit_gib_per_s": gib / (limit_us / 1e6),
             "of_limit": limit_us / p50,
+            **({"of_memcpy": float(np.median(others["memcpy"])) / p50} if "memcpy" in others else {}),
             **({"limit_us": limit_us, "overhead_us": p50 - limit_us} if alone else {}),
             **({"bare_read_us": self._bare_read_us()} if alone and "ib_read_lat" in others else {}),
         }
