@@ -11,7 +11,7 @@
 namespace kvlink::verbs {
 
 /// Registered in slices: one registration of more than 3.5 to 4 GiB was seen to slow writes into it by a
-/// third (FACTS 2.5), and slices can be registered in parallel.
+/// third, and slices can be registered in parallel.
 inline constexpr uint64_t kSliceBytes = uint64_t{2} << 30;
 
 enum class Rights : uint8_t {
