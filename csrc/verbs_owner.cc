@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <span>
 
 #include "clock.h"
 #include "host.h"
@@ -134,14 +135,21 @@ void Owner::cut(std::vector<Served> condemned) {
   for (const Served& served : condemned) served.qp->break_peer();
   size_t missing = condemned.size();
   for (const int64_t end = now_ns() + kCutNs; missing > 0 && now_ns() < end;) {
-    for (const auto& cq : cqs_) {
-      std::array<ibv_wc, 16> answers;
-      const int count = cq->poll(answers.data(), static_cast<int>(answers.size()));
-      for (int i = 0; i < count; ++i) {
-        const uint32_t qpn = answers[static_cast<size_t>(i)].qp_num;
-        const bool ended = answers[static_cast<size_t>(i)].status != IBV_WC_SUCCESS;
-        const auto is_it = [qpn](const Served& served) { return served.qp->qpn() == qpn; };
-        if (ended && std::any_of(condemned.begin(), condemned.end(), is_it)) --missing;
+    missing -= std::min(missing, take_answers(condemned));
+  }
+  for (const Served& served : condemned) served.qp->halt();
+}
+
+/// Takes note of what probes and cuts came to. Returns how many of the condemned have ended.
+size_t Owner::take_answers(std::span<const Served> condemned) {
+  size_t num_ended = 0;
+  for (const auto& cq : cqs_) {
+    std::array<ibv_wc, 16> answers;
+    for (int count; (count = cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
+      for (const ibv_wc& answer : std::span(answers).first(static_cast<size_t>(count))) {
+        const auto is_it = [&answer](const Served& served) { return served.qp->qpn() == answer.qp_num; };
+        const bool ended = answer.status != IBV_WC_SUCCESS;
+        num_ended += ended && std::any_of(condemned.begin(), condemned.end(), is_it);
         for (Served& served : served_) {
           if (!is_it(served)) continue;
           served.probed = false;
@@ -150,24 +158,7 @@ void Owner::cut(std::vector<Served> condemned) {
       }
     }
   }
-  for (const Served& served : condemned) served.qp->halt();
-}
-
-void Owner::take_answers() {
-  for (const auto& cq : cqs_) {
-    std::array<ibv_wc, 16> answers;
-    int count;
-    while ((count = cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0) {
-      for (int i = 0; i < count; ++i) {
-        const ibv_wc& answer = answers[static_cast<size_t>(i)];
-        for (Served& served : served_) {
-          if (served.qp->qpn() != answer.qp_num) continue;
-          served.probed = false;
-          if (answer.status != IBV_WC_SUCCESS) served.qp->fail(IBV_EVENT_QP_FATAL);
-        }
-      }
-    }
-  }
+  return num_ended;
 }
 
 void Owner::probe_readers() {
@@ -201,7 +192,7 @@ void Owner::serve() {
     }
   }
   std::lock_guard lock(mutex_);
-  take_answers();
+  take_answers({});
   drop_failed();
   if (probe) probe_readers();
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "fd.h"
@@ -47,7 +48,7 @@ class Owner {
   Status watch();
   void welcome(size_t nic, CmCaller caller);
   void probe_readers();
-  void take_answers();
+  size_t take_answers(std::span<const Served> condemned);
   void drop_failed();
   /// Tells the readers, waits a moment for them to know, and destroys the queue pairs.
   void cut(std::vector<Served> condemned);
