@@ -268,6 +268,16 @@ void register_engine(py::module_& m) {
           },
           py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
       .def(
+          "grant_at",
+          [](Engine& self, uint64_t lease, const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& seats,
+             uint64_t ready, double ttl_s) {
+            std::vector<LeaseSeat> chosen;
+            for (const auto& [slot, nonce, settle_nonce] : seats)
+              chosen.push_back({slot, nonce, settle_nonce});
+            check(self.grant_at(lease, chosen, ready, to_ns(ttl_s)));
+          },
+          py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
           "set_ready",
           [](Engine& self, uint64_t lease, uint64_t ready) { return self.leases().set_ready(lease, ready); },
           py::arg("lease"), py::arg("ready"))
@@ -277,6 +287,18 @@ void register_engine(py::module_& m) {
             return self.leases().extend(lease, to_ns(ttl_s), now_ns());
           },
           py::arg("lease"), py::arg("ttl_s"))
+      .def(
+          "set_ttl",
+          [](Engine& self, uint64_t lease, double ttl_s) {
+            return self.leases().set_ttl(lease, to_ns(ttl_s), now_ns());
+          },
+          py::arg("lease"), py::arg("ttl_s"))
+      .def(
+          "renew",
+          [](Engine& self, uint32_t slot, uint64_t nonce) {
+            return self.leases().renew(slot, nonce, now_ns());
+          },
+          py::arg("slot"), py::arg("settle_nonce"))
       .def(
           "abort", [](Engine& self, uint64_t lease) { return self.leases().abort(lease); }, py::arg("lease"))
       .def(

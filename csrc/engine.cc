@@ -210,6 +210,13 @@ Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, u
   return seats;
 }
 
+Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns) {
+  if (closing_) return Status::Config("this worker is closed");
+  Status status = leases_->grant_at(lease, seats, ready, ttl_ns, now_ns());
+  if (owner_asleep_) wake_owner();
+  return status;
+}
+
 void Engine::wake_owner() {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));

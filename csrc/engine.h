@@ -64,6 +64,7 @@ class Engine {
   LeaseTable& leases() { return *leases_; }
   /// grant() through here so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
+  Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
   /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers
   /// fenced.
   std::vector<EndedLease> take_ended();

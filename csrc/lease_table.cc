@@ -8,11 +8,17 @@
 #include <new>
 
 namespace kvlink {
+namespace {
+
+bool settles(uint64_t settle_nonce, uint64_t settled) { return (settled ^ settle_nonce) <= kMaxSeats; }
+
+}  // namespace
 
 LeaseTable::LeaseTable(std::span<std::byte> memory, uint64_t epoch)
     : slots_(reinterpret_cast<LeaseSlot*>(memory.data())) {
   const auto num_slots = static_cast<uint32_t>(memory.size() / sizeof(LeaseSlot));
   new (memory.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, num_slots, {}};
+  lease_of_slot_.resize(num_slots);
   for (uint32_t index = num_slots - 1; index > 0; --index) {
     new (&slots_[index]) LeaseSlot{};
     free_.push_back(index);
@@ -29,7 +35,7 @@ uint64_t LeaseTable::fresh_nonce() {
     }
     const uint64_t nonce = random_.back();
     random_.pop_back();
-    if (nonce != 0) return nonce;
+    if (nonce > kMaxSeats) return nonce;  // 0 means free, and no settle nonce looks settled at once
   }
 }
 
@@ -43,24 +49,51 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
-  Lease granted{{}, now_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
+  Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
-    const LeaseSeat seat{free_.back(), fresh_nonce(), fresh_nonce()};
+    seats.push_back({free_.back(), fresh_nonce(), fresh_nonce()});
     free_.pop_back();
-    LeaseSlot& shared = slot(seat.slot);
-    // A late store of an earlier reader may still hit `settled`: it carries a settle nonce that ended.
-    shared.settled.store(0, std::memory_order_relaxed);
-    shared.reader.store(0, std::memory_order_relaxed);
-    shared.ready.store(ready, std::memory_order_relaxed);
-    shared.nonce.store(seat.nonce, std::memory_order_release);
-    granted.seats.push_back({seat.slot, seat.settle_nonce, true});
-    seats.push_back(seat);
+    open_seat(granted, seats.back(), ready);
   }
-  leases_.emplace(lease, std::move(granted));
+  add(lease, std::move(granted));
+  return seats;
+}
+
+Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
+                            int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
+  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  std::vector<uint32_t> left = free_;
+  for (const LeaseSeat& seat : seats) {
+    if (seat.nonce <= kMaxSeats || seat.settle_nonce <= kMaxSeats || std::erase(left, seat.slot) == 0) {
+      return Status::Config("lease slot " + std::to_string(seat.slot) +
+                            " is taken or does not exist, or a nonce of it is not random");
+    }
+  }
+  free_ = std::move(left);
+  Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
+  for (const LeaseSeat& seat : seats) open_seat(granted, seat, ready);
+  add(lease, std::move(granted));
+  return {};
+}
+
+void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) {
+  LeaseSlot& shared = slot(seat.slot);
+  // A late store of an earlier reader may still hit `settled`: it carries a settle nonce that ended.
+  shared.settled.store(0, std::memory_order_relaxed);
+  shared.reader.store(0, std::memory_order_relaxed);
+  shared.ready.store(ready, std::memory_order_relaxed);
+  shared.nonce.store(seat.nonce, std::memory_order_release);
+  lease.seats.push_back({seat.slot, seat.settle_nonce, true});
+}
+
+void LeaseTable::add(uint64_t id, Lease lease) {
+  for (const Seat& seat : lease.seats) lease_of_slot_[seat.slot] = id;
+  leases_.emplace(id, std::move(lease));
   num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
   ++counts_.granted;
-  return seats;
 }
 
 bool LeaseTable::set_ready(uint64_t lease, uint64_t ready) {
@@ -82,6 +115,23 @@ bool LeaseTable::extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
   return true;
 }
 
+bool LeaseTable::set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  const auto found = leases_.find(lease);
+  if (found == leases_.end()) return false;
+  found->second.ttl_ns = ttl_ns;
+  found->second.deadline_ns = now_ns + ttl_ns;
+  return true;
+}
+
+bool LeaseTable::renew(uint32_t index, uint64_t settle_nonce, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  Lease* const lease = lease_at(index, settle_nonce);
+  if (lease == nullptr) return false;
+  lease->deadline_ns = std::max(lease->deadline_ns, now_ns + lease->ttl_ns);
+  return true;
+}
+
 bool LeaseTable::abort(uint64_t lease) {
   std::lock_guard lock(mutex_);
   const auto found = leases_.find(lease);
@@ -99,16 +149,21 @@ void LeaseTable::abort_all() {
   }
 }
 
-bool LeaseTable::settle(uint32_t index, uint64_t settle_nonce) {
+bool LeaseTable::settle(uint32_t index, uint64_t settled) {
   std::lock_guard lock(mutex_);
-  for (auto& [id, lease] : leases_) {
-    for (const Seat& seat : lease.seats) {
-      if (seat.slot != index || !seat.open || seat.settle_nonce != settle_nonce) continue;
-      slot(index).settled.store(settle_nonce, std::memory_order_release);
-      return true;
-    }
+  if (lease_at(index, settled) == nullptr) return false;
+  slot(index).settled.store(settled, std::memory_order_release);
+  return true;
+}
+
+/// The lease with an open seat at the slot that `settled` settles, or null.
+LeaseTable::Lease* LeaseTable::lease_at(uint32_t index, uint64_t settled) {
+  const auto found = leases_.find(index < lease_of_slot_.size() ? lease_of_slot_[index] : 0);
+  if (found == leases_.end()) return nullptr;
+  for (const Seat& seat : found->second.seats) {
+    if (seat.slot == index && seat.open && settles(seat.settle_nonce, settled)) return &found->second;
   }
-  return false;
+  return nullptr;
 }
 
 void LeaseTable::end_seat(Seat& seat) {
@@ -120,19 +175,28 @@ void LeaseTable::end_seat(Seat& seat) {
   free_.push_back(seat.slot);
 }
 
+/// Ends the seats whose readers have settled, and those that a reader said nobody will take.
+void LeaseTable::end_settled(Lease& lease) {
+  for (Seat& seat : lease.seats) {
+    const uint64_t settled = slot(seat.slot).settled.load(std::memory_order_acquire);
+    if (!seat.open || !settles(seat.settle_nonce, settled)) continue;
+    end_seat(seat);
+    const uint64_t num_readers = settled ^ seat.settle_nonce;
+    if (num_readers == 0) continue;
+    for (size_t unused = num_readers; unused < lease.seats.size(); ++unused) end_seat(lease.seats[unused]);
+  }
+}
+
 void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
   std::lock_guard lock(mutex_);
   for (auto it = leases_.begin(); it != leases_.end();) {
     Lease& lease = it->second;
+    end_settled(lease);
     bool open = false;
     for (Seat& seat : lease.seats) {
-      if (!seat.open) continue;
-      LeaseSlot& shared = slot(seat.slot);
-      if (shared.settled.load(std::memory_order_acquire) == seat.settle_nonce) {
-        end_seat(seat);
-      } else if (now_ns >= lease.deadline_ns) {
+      if (seat.open && now_ns >= lease.deadline_ns) {
         lease.how = LeaseEnd::kExpired;
-        const uint64_t reader = shared.reader.load(std::memory_order_acquire);
+        const uint64_t reader = slot(seat.slot).reader.load(std::memory_order_acquire);
         if (reader != 0) lease.readers.push_back(reader);
         end_seat(seat);
       }

@@ -41,12 +41,14 @@ struct LeaseTableHeader {
 };
 static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
 
-/// One reader's part of a lease, as it goes into the ticket.
+/// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
+/// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
 struct LeaseSeat {
   uint32_t slot = 0;
   uint64_t nonce = 0;
   uint64_t settle_nonce = 0;
 };
+inline constexpr uint64_t kMaxSeats = 255;
 
 enum class LeaseEnd : uint8_t { kSettled, kExpired, kAborted };
 
@@ -72,16 +74,24 @@ class LeaseTable {
   /// Takes one slot per reader. kConfig when the table is full (nothing is taken then).
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns,
                                        int64_t now_ns);
+  /// As grant(), at seats that the caller chose: a server's scheduler writes the tickets of its workers.
+  /// kConfig when a slot is taken or does not exist (nothing is taken then).
+  Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
+                  int64_t now_ns);
   /// Publishes how many units are written. Never goes back. False: no such lease.
   bool set_ready(uint64_t lease, uint64_t ready);
   /// Pushes the deadline to now + ttl. False: no such lease.
   bool extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
+  /// Sets the deadline to now + ttl, sooner or later than it was. False: no such lease.
+  bool set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
+  /// A reader asks for time: pushes the deadline to now + the lease's ttl. False: wrong slot or nonce.
+  bool renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns);
   /// Ends every seat now. The lease is reported by the next sweep. False: no such lease.
   bool abort(uint64_t lease);
   /// Ends every lease: the owner is closing, and what readers fetch from now on must not pass for valid.
   void abort_all();
-  /// Settles on behalf of a reader whose data path is gone. False: wrong slot or nonce.
-  bool settle(uint32_t slot, uint64_t settle_nonce);
+  /// Stores `settled` on behalf of a reader whose data path is gone. False: wrong slot or value.
+  bool settle(uint32_t slot, uint64_t settled);
   /// Ends seats that were settled or ran out and appends the leases all of whose seats have ended.
   /// On return their nonces are 0: their blocks may be written again (after fencing `readers`).
   void sweep(int64_t now_ns, std::vector<EndedLease>& ended);
@@ -97,18 +107,23 @@ class LeaseTable {
   };
   struct Lease {
     std::vector<Seat> seats;
-    int64_t granted_ns, deadline_ns;
+    int64_t granted_ns, ttl_ns, deadline_ns;
     LeaseEnd how;
     std::vector<uint64_t> readers;
   };
 
   LeaseSlot& slot(uint32_t index) { return slots_[index]; }
+  void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
+  void add(uint64_t id, Lease lease);
   void end_seat(Seat& seat);
+  void end_settled(Lease& lease);
+  Lease* lease_at(uint32_t slot, uint64_t settled);
   uint64_t fresh_nonce();
 
   mutable std::mutex mutex_;
   LeaseSlot* slots_;
   std::vector<uint32_t> free_;
+  std::vector<uint64_t> lease_of_slot_;  // the last one that had it
   std::unordered_map<uint64_t, Lease> leases_;
   std::vector<uint64_t> random_;  // drawn from the kernel in batches
   LeaseCounts counts_;

@@ -52,10 +52,9 @@ class ControlDirectory:
             raise PeerUnreachable(f"worker {card.worker_id}: {error}") from None
         return reply.connection_id, reply.replies
 
-    async def settle(self, ticket: Ticket, seat: int) -> None:
+    async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
         """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
-        chosen = ticket.seats[seat]
-        order = SettleOrder(ticket.worker_id, ticket.epoch, chosen.slot, chosen.settle_nonce)
+        order = SettleOrder(ticket.worker_id, ticket.epoch, slot, settled)
         try:
             await self._agent(ticket.agent).settle(order)
         except CoordinatorError:

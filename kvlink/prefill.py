@@ -22,7 +22,8 @@ _COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing gro
 @dataclass(frozen=True, slots=True)
 class _Offered:
     lease: int
-    ticket: Ticket
+    ticket: Ticket | None
+    """None: somebody else wrote it."""
 
 
 class Offers:
@@ -91,6 +92,26 @@ class Offers:
             self._requests[lease] = request_id
         return ticket
 
+    def grant_at(self, request_id: str, seats: Sequence[LeaseSeat], ttl_s: float) -> None:
+        """Takes a lease at seats that the caller chose, for a ticket that the caller writes: so a scheduler answers
+        a request without asking its workers, all of which hold the same seats. Its event follows as an offer's.
+
+        seats: their slots must be free (1 to KVLINK_LEASE_SLOTS), their nonces random. Raises ConfigError.
+        """
+        lease = next(self._lease_ids)
+        with self._lock:
+            if request_id in self._by_request:
+                raise ConfigError(f"request {request_id} is offered already")
+            rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
+            self._engine.core.grant_at(lease, rows, 0, ttl_s)
+            self._by_request[request_id] = _Offered(lease, None)
+            self._requests[lease] = request_id
+
+    def set_ttl(self, request_id: str, ttl_s: float) -> None:
+        """Lets an offer end `ttl_s` seconds from now, sooner or later than it would. Raises UnknownRequest."""
+        if not self._engine.core.set_ttl(self._lease_of(request_id), ttl_s):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
     def set_ready(self, request_id: str, ready: int) -> None:
         """See `Worker.set_ready`."""
         if not self._engine.core.set_ready(self._lease_of(request_id), ready):
@@ -124,7 +145,7 @@ class Offers:
     def tickets(self) -> list[Ticket]:
         """Tickets of the live offers."""
         with self._lock:
-            return [offered.ticket for offered in self._by_request.values()]
+            return [offered.ticket for offered in self._by_request.values() if offered.ticket]
 
     def _lease_of(self, request_id: str) -> int:
         with self._lock:

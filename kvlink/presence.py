@@ -16,25 +16,27 @@ from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
 
 Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
-SettleOwn = Callable[[int, int], bool]
+OnSeat = Callable[[int, int], bool]
 
 
 class Presence:
     """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
 
-    def __init__(self, config: WorkerConfig, accept: Accept, settle_own: SettleOwn) -> None:
+    def __init__(self, config: WorkerConfig, accept: Accept, settle_own: OnSeat, renew_own: OnSeat) -> None:
         self._settle_own = settle_own
         self._client = CoordinatorClient(config.coordinator) if config.coordinator else None
-        self._agent = WorkerAgent(accept, settle_own)
+        self._agent = WorkerAgent(accept, settle_own, renew_own)
         self._session: Session | None = None
         self.directory = ControlDirectory(self._client)
 
     @classmethod
-    async def open(cls, config: WorkerConfig, accept: Accept, settle_own: SettleOwn) -> Presence:
+    async def open(
+        cls, config: WorkerConfig, accept: Accept, settle_own: OnSeat, renew_own: OnSeat
+    ) -> Presence:
         """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
         if config.host in ("0.0.0.0", "::"):
             raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
-        presence = cls(config, accept, settle_own)
+        presence = cls(config, accept, settle_own, renew_own)
         await presence._agent.start(config.host, config.agent_port)
         return presence
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvlink.engine import Transfer
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.peers import Peer, Peers
-from kvlink.ticket import Ticket
+from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.types import ReadyUnit
 
 _BLOCKS = ReadyUnit.BLOCKS
@@ -42,6 +42,12 @@ class Part(NamedTuple):
         self.transfer.cancel()
         self.transfer.wait(-1)
 
+    def settle(self) -> bool:
+        """Without waiting. False: the connection is broken."""
+        seat = self.ticket.seats[self.peer.seat]
+        settled = settled_value(self.ticket, seat, self.peer.assignment.num_seats)
+        return self.peer.connection.settle(seat.slot, settled)
+
 
 Connected = list[tuple[Ticket, Peer]]
 Starting = concurrent.futures.Future[list[Part]]
@@ -67,9 +73,14 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
     return peer.connection.pull(
         peer.planner, ticket.block_ids, into, begin, end, first_layer, end_layer,
-        seat.slot, seat.nonce, seat.settle_nonce if settle else 0,
+        seat.slot, seat.nonce, settled_value(ticket, seat, peer.assignment.num_seats) if settle else 0,
         0 if ticket.ready >= units else _STREAM[ticket.ready_unit], timeout_s,
     )  # fmt: skip
+
+
+def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
+    """What settles a seat, and with it those that the ticket has beyond its readers."""
+    return seat.settle_nonce if len(ticket.seats) == num_readers else seat.settle_nonce ^ num_readers
 
 
 def _within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:

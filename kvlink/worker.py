@@ -26,7 +26,16 @@ from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Offers
 from kvlink.presence import Presence
-from kvlink.starting import Connected, Part, Starting, Want, connect_all, start, start_connected
+from kvlink.starting import (
+    Connected,
+    Part,
+    Starting,
+    Want,
+    connect_all,
+    settled_value,
+    start,
+    start_connected,
+)
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import LeaseBell
@@ -80,19 +89,21 @@ class Worker:
                 self.config,
                 accept=lambda transport, hellos: self._engine.accept(transport, hellos),
                 settle_own=lambda slot, nonce: self._engine.core.settle_own(slot, nonce),
+                renew_own=lambda slot, nonce: self._engine.core.renew(slot, nonce),
             )
             self._presence = self._control.run(presence, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
             self._opened = opened.pop_all()
-        self._offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
-        self._offers.on_ended = self._forget
+        self.offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
+        """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
+        self.offers.on_ended = self._forget
         self._peers = Peers(self._engine, self._presence.directory)
         _open.add(self)
 
     def __repr__(self) -> str:
         """State in words."""
-        state = "closed" if self._closed else f"{len(self._offers)} offers, {len(self._peers.all())} peers"
+        state = "closed" if self._closed else f"{len(self.offers)} offers, {len(self._peers.all())} peers"
         return f"Worker({self.worker_id!r} epoch {self.card.epoch} at {self.card.agent}: {state})"
 
     def __enter__(self) -> Worker:
@@ -129,7 +140,7 @@ class Worker:
         """
         if publish:
             self._require_coordinator(f"request {request_id}: publish=True")
-        ticket = self._offers.offer(
+        ticket = self.offers.offer(
             request_id,
             block_ids,
             num_tokens=num_tokens,
@@ -144,26 +155,26 @@ class Worker:
 
     def set_ready(self, request_id: str, ready: int) -> None:
         """Tells streaming readers that `ready` units are written. Never goes back. Raises UnknownRequest."""
-        self._offers.set_ready(request_id, ready)
+        self.offers.set_ready(request_id, ready)
 
     def extend(self, request_id: str, ttl_s: float) -> None:
         """Lets an offer live at least `ttl_s` seconds from now. Raises UnknownRequest."""
-        self._offers.extend(request_id, ttl_s)
+        self.offers.extend(request_id, ttl_s)
 
     def abort(self, request_id: str) -> None:
         """Ends an offer now; a read under way turns stale. Its event follows. Raises UnknownRequest."""
-        self._offers.abort(request_id)
+        self.offers.abort(request_id)
 
     def events(self) -> list[LeaseEvent]:
         """Offers that ended since the last call: their blocks may be written again. Never blocks."""
-        return self._offers.events()
+        return self.offers.events()
 
     async def watch_events(self) -> AsyncIterator[LeaseEvent]:
         """Yields offers as they end, on the running event loop."""
         bell = LeaseBell(self._engine)
         try:
             while True:
-                for event in self._offers.events():
+                for event in self.offers.events():
                     yield event
                 await bell.rung()
         finally:
@@ -281,7 +292,9 @@ class Worker:
         self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
 
     def _settle_otherwise(self, part: Part) -> None:
-        job = self._presence.directory.settle(part.ticket, part.peer.assignment.seat)
+        seat = part.ticket.seats[part.peer.seat]
+        settled = settled_value(part.ticket, seat, part.peer.assignment.num_seats)
+        job = self._presence.directory.settle(part.ticket, seat.slot, settled)
         self._in_background(job, "settle", part.ticket.request_id)
 
 

@@ -8,7 +8,7 @@ from kvlink.control.handoff_stream import HandoffStream
 from kvlink.control.limits import Limits
 from kvlink.control.session import Session, SessionState
 from kvlink.control.thread import ControlThread
-from kvlink.control.values import Claim, ConnectReply, CoordinatorStatus, Offer, SettleOrder
+from kvlink.control.values import Claim, ConnectReply, CoordinatorStatus, Offer, Renewal, SettleOrder
 
 __all__ = [
     "DEFAULT_PORT",
@@ -22,6 +22,7 @@ __all__ = [
     "HandoffStream",
     "Limits",
     "Offer",
+    "Renewal",
     "Session",
     "SessionState",
     "SettleOrder",

@@ -9,26 +9,28 @@ from collections.abc import Callable
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.refusal import Reason, Refused, named
 from kvlink.control.server import Host
-from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, SettleOrder
+from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
 from kvlink.types import WorkerCard
 
 Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
 """(transport, hellos) -> (connection id, replies). On its own thread: may block, may raise KVLinkError."""
-Settle = Callable[[int, int], bool]
-"""(slot, settle nonce) -> whether a seat was settled. Called on the event loop: must not block."""
+OnSeat = Callable[[int, int], bool]
+"""(slot, settle nonce) -> whether there is such a seat. Called on the event loop: must not block."""
 
 
 class WorkerAgent:
     """Listens from `start` on; refuses callers until `publish`. Belongs to the event loop that starts it."""
 
-    def __init__(self, accept: Accept, settle: Settle, reflect: bool = False) -> None:
+    def __init__(self, accept: Accept, settle: OnSeat, renew: OnSeat, reflect: bool = False) -> None:
         self._accept = accept
         self._settle = settle
+        self._renew = renew
         self._card: WorkerCard | None = None
         self._host = Host(reflect)
         self._host.unary(Calls.GET_CARD, self._get_card)
         self._host.unary(Calls.CONNECT, self._connect)
         self._host.unary(Calls.SETTLE_SEAT, self._settle_seat)
+        self._host.unary(Calls.RENEW_SEATS, self._renew_seats)
         self.address = ""
 
     def __repr__(self) -> str:
@@ -78,3 +80,7 @@ class WorkerAgent:
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)
         return self._settle(order.slot, order.settle_nonce)
+
+    async def _renew_seats(self, renewal: Renewal) -> list[int]:
+        self._check_me(renewal.worker_id, renewal.epoch)
+        return [slot for slot, nonce in renewal.seats if not self._renew(slot, nonce)]

@@ -27,6 +27,7 @@ from kvlink.control.values import (
     Nothing,
     Offer,
     Push,
+    Renewal,
     SettleOrder,
     WorkerChanges,
     WorkerEpoch,
@@ -193,8 +194,12 @@ class AgentClient(_Client):
         return await self._channel.call(AgentCalls.CONNECT, request, timeout_s or self._timeout_s)
 
     async def settle(self, order: SettleOrder) -> bool:
-        """Fallback when the data path is gone. False: the seat had ended already, or the nonce is wrong."""
+        """Without the data path. False: the seat had ended already, or the nonce is wrong."""
         return await self._channel.call(AgentCalls.SETTLE_SEAT, order, self._timeout_s)
+
+    async def renew(self, renewal: Renewal) -> list[int]:
+        """Asks for time for at most 1,024 seats. Returns the slots whose leases have ended."""
+        return await self._channel.call(AgentCalls.RENEW_SEATS, renewal, self._timeout_s)
 
 
 def _apply(known: dict[str, WorkerCard], change: WorkerChange) -> None:

@@ -62,6 +62,14 @@ class SettleOrder(NamedTuple):
     settle_nonce: int
 
 
+class Renewal(NamedTuple):
+    """Asks an owner for time: (slot, settle nonce) of seats whose readers still wait."""
+
+    worker_id: str
+    epoch: int
+    seats: list[tuple[int, int]]
+
+
 class PushKind(Enum):
     """What the coordinator tells a worker through its keep-alive stream."""
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from control.cards import make_card
 
-from kvlink.control import AgentClient, SettleOrder, WorkerAgent
+from kvlink.control import AgentClient, Renewal, SettleOrder, WorkerAgent
 from kvlink.errors import (
     AccessDenied,
     ConfigError,
@@ -29,7 +29,7 @@ def accept(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
 
 @pytest.fixture
 async def agent() -> AsyncIterator[WorkerAgent]:
-    agent = WorkerAgent(accept, lambda slot, nonce: (slot, nonce) == (7, 70))
+    agent = WorkerAgent(accept, lambda slot, nonce: (slot, nonce) == (7, 70), lambda slot, nonce: slot == 7)
     await agent.start()
     agent.publish(make_card(epoch=4))
     yield agent
@@ -57,6 +57,13 @@ async def test_it_settles_seats(client: AgentClient) -> None:
     assert await client.settle(SettleOrder("prefill", 4, 7, 71)) is False
 
 
+async def test_it_renews_seats(client: AgentClient) -> None:
+    assert await client.renew(Renewal("prefill", 4, [(7, 70), (8, 80), (9, 90)])) == [8, 9]
+    assert await client.renew(Renewal("prefill", 4, [])) == []
+    with pytest.raises(ConfigError, match="number of seats"):
+        await client.renew(Renewal("prefill", 4, [(7, 70)] * 1025))
+
+
 async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, agent: WorkerAgent) -> None:
     with pytest.raises(UnknownRequest, match="worker 'prefill' restarted: epoch 3 asked, 4 running"):
         await client.connect("prefill", 3, "tcp", [b""])
@@ -80,7 +87,7 @@ async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen:
     def refuse(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
         raise error
 
-    agent = WorkerAgent(refuse, lambda slot, nonce: False)
+    agent = WorkerAgent(refuse, lambda slot, nonce: False, lambda slot, nonce: False)
     agent.publish(make_card())
     async with AgentClient(await agent.start()) as client:
         with pytest.raises(seen) as caught:
@@ -91,7 +98,7 @@ async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen:
 
 
 async def test_a_worker_that_is_still_starting_is_asked_again() -> None:
-    agent = WorkerAgent(accept, lambda slot, nonce: False)
+    agent = WorkerAgent(accept, lambda slot, nonce: False, lambda slot, nonce: False)
     async with AgentClient(await agent.start(), timeout_s=0.2) as client:
         with pytest.raises(CoordinatorUnavailable, match="starting or closing"):
             await client.card()

@@ -119,7 +119,7 @@ def test_interpreter_exit_with_everything_open_is_silent(
         thread = ControlThread()
         async def start():
             client = CoordinatorClient({coordinator_process().address!r})
-            agent = WorkerAgent(lambda *a: (1, []), lambda *a: True)
+            agent = WorkerAgent(lambda *a: (1, []), lambda *a: True, lambda *a: True)
             await agent.start()
             session = await Session.join(client, make_card(agent=agent.address), print)
             stream = client.handoffs()

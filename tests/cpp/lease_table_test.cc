@@ -124,6 +124,69 @@ TEST_F(LeaseTableTest, ReadyNeverGoesBack) {
   EXPECT_FALSE(table.set_ready(9, 1));
 }
 
+TEST_F(LeaseTableTest, AReaderSaysHowManyCome) {
+  const auto seats = *table.grant(1, 4, 0, kTtl, 0);
+  memory[seats[0].slot].settled = seats[0].settle_nonce ^ 2;
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_NE(memory[seats[1].slot].nonce, 0u);
+  EXPECT_EQ(memory[seats[2].slot].nonce, 0u);
+  EXPECT_EQ(memory[seats[3].slot].nonce, 0u);
+  memory[seats[1].slot].settled = seats[1].settle_nonce ^ 2;
+  const auto gone = sweep(2);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
+}
+
+TEST_F(LeaseTableTest, TheOnlyReaderEndsALeaseOfManySeats) {
+  const auto seats = *table.grant(1, 4, 0, kTtl, 0);
+  EXPECT_FALSE(table.settle(seats[0].slot, seats[0].settle_nonce ^ (kMaxSeats + 1)));
+  EXPECT_TRUE(table.settle(seats[0].slot, seats[0].settle_nonce ^ 1));
+  EXPECT_EQ(sweep(1).size(), 1u);
+}
+
+TEST_F(LeaseTableTest, SeatsThatTheCallerChose) {
+  const std::array<LeaseSeat, 2> seats{{{3, 1000, 2000}, {1, 3000, 4000}}};
+  ASSERT_TRUE(table.grant_at(1, seats, 5, kTtl, 0).ok());
+  EXPECT_EQ(memory[3].nonce, 1000u);
+  EXPECT_EQ(memory[1].ready, 5u);
+  EXPECT_EQ(table.counts(0).granted, 1u);
+  for (const LeaseSeat& other : *table.grant(2, 2, 0, kTtl, 0))
+    EXPECT_TRUE(other.slot == 2 || other.slot == 4);
+  memory[3].settled = 2000 ^ 1;
+  EXPECT_EQ(sweep(1).size(), 1u);
+  EXPECT_TRUE(table.grant_at(3, seats, 0, kTtl, 2).ok());
+}
+
+TEST_F(LeaseTableTest, ChosenSeatsThatCannotBeHadTakeNothing) {
+  const uint32_t taken = (*table.grant(1, 1, 0, kTtl, 0))[0].slot;
+  const uint32_t free = taken == 1 ? 2 : 1;
+  for (const LeaseSeat& wrong :
+       {LeaseSeat{taken, 1000, 2000}, LeaseSeat{0, 1000, 2000}, LeaseSeat{9, 1000, 2000},
+        LeaseSeat{free, 1000, 2000}, LeaseSeat{3, 0, 2000}, LeaseSeat{3, 1000, 7}}) {
+    EXPECT_EQ(table.grant_at(2, std::array{LeaseSeat{free, 1000, 2000}, wrong}, 0, kTtl, 0).code(),
+              Code::kConfig);
+  }
+  EXPECT_TRUE(table.grant(3, 3, 0, kTtl, 0).ok());
+}
+
+TEST_F(LeaseTableTest, ATimeToLiveCanBeCutShort) {
+  ASSERT_TRUE(table.grant(1, 1, 0, 100 * kTtl, 0).ok());
+  EXPECT_TRUE(table.set_ttl(1, kTtl, kTtl));
+  EXPECT_FALSE(table.set_ttl(2, kTtl, kTtl));
+  EXPECT_TRUE(sweep(2 * kTtl - 1).empty());
+  EXPECT_EQ(sweep(2 * kTtl)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, AReaderRenewsByTheLeasesOwnTimeToLive) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  EXPECT_TRUE(table.renew(seat.slot, seat.settle_nonce, kTtl - 1));
+  EXPECT_FALSE(table.renew(seat.slot, seat.nonce, kTtl));
+  EXPECT_FALSE(table.renew(99, seat.settle_nonce, kTtl));
+  EXPECT_TRUE(sweep(2 * kTtl - 2).empty());
+  EXPECT_EQ(sweep(2 * kTtl - 1).size(), 1u);
+  EXPECT_FALSE(table.renew(seat.slot, seat.settle_nonce, 2 * kTtl));
+}
+
 TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
   ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
   EXPECT_TRUE(table.extend(1, kTtl, kTtl / 2));

@@ -28,6 +28,7 @@ from kvlink.control.values import (
     Push,
     PushKind,
     RefusedHandoff,
+    Renewal,
     SettleOrder,
     WorkerEpoch,
 )
@@ -126,6 +127,11 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (AgentCalls.CONNECT.reply, st.builds(ConnectReply, U64, st.lists(BLOBS, min_size=1, max_size=8))),
     (AgentCalls.SETTLE_SEAT.request, SETTLES),
     (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
+    (
+        AgentCalls.RENEW_SEATS.request,
+        st.builds(Renewal, NAMES, U64, st.lists(st.tuples(U32, U64), max_size=8)),
+    ),
+    (AgentCalls.RENEW_SEATS.reply, st.lists(U32, max_size=8)),
 ]
 METHODS = [
     method

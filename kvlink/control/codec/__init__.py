@@ -36,3 +36,4 @@ class AgentCalls:
     GET_CARD = Method(SERVICE, "GetCard", calls.GET_CARD, CARD)
     CONNECT = Method(SERVICE, "Connect", calls.CONNECT, calls.CONNECTED)
     SETTLE_SEAT = Method(SERVICE, "SettleSeat", calls.SETTLE_SEAT, calls.SEAT_SETTLED)
+    RENEW_SEATS = Method(SERVICE, "RenewSeats", calls.RENEW_SEATS, calls.SEATS_ENDED)

@@ -14,6 +14,7 @@ from kvlink.control.values import (
     Membership,
     Push,
     PushKind,
+    Renewal,
     SettleOrder,
     WorkerChanges,
     WorkerEpoch,
@@ -103,6 +104,28 @@ def _read_connected(message: agent.ConnectReply) -> ConnectReply:
     return reply
 
 
+def _write_renewal(renewal: Renewal) -> agent.RenewSeatsRequest:
+    check_name("worker_id", renewal.worker_id)
+    check_within("number of seats", len(renewal.seats), 0, limits.MAX_BATCH_OPS)
+    slots, nonces = zip(*renewal.seats, strict=True) if renewal.seats else ((), ())
+    return agent.RenewSeatsRequest(
+        worker_id=renewal.worker_id, epoch=renewal.epoch, slots=slots, settle_nonces=nonces
+    )
+
+
+def _read_renewal(message: agent.RenewSeatsRequest) -> Renewal:
+    check_name("worker_id", message.worker_id)
+    check_within("number of seats", len(message.slots), 0, limits.MAX_BATCH_OPS)
+    check_within("number of nonces", len(message.settle_nonces), len(message.slots), len(message.slots))
+    seats = list(zip(message.slots, message.settle_nonces, strict=True))
+    return Renewal(message.worker_id, message.epoch, seats)
+
+
+def _read_ended(message: agent.RenewSeatsReply) -> list[int]:
+    check_within("number of ended seats", len(message.ended), 0, limits.MAX_BATCH_OPS)
+    return list(message.ended)
+
+
 JOIN = codec(pb.JoinRequest, _write_join, _read_join)
 MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply, _check_membership))
 BEAT = codec(pb.Beat, *plain(WorkerEpoch, pb.Beat, _check_worker))
@@ -126,4 +149,8 @@ SEAT_SETTLED: Codec[bool] = codec(
     agent.SettleSeatReply,
     lambda settled: agent.SettleSeatReply(settled=settled),
     lambda message: message.settled,
+)
+RENEW_SEATS = codec(agent.RenewSeatsRequest, _write_renewal, _read_renewal)
+SEATS_ENDED: Codec[list[int]] = codec(
+    agent.RenewSeatsReply, lambda ended: agent.RenewSeatsReply(ended=ended), _read_ended
 )
