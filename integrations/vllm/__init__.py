@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvlink in vLLM: `--kv-transfer-config '{"kv_connector":"KVLinkConnector","kv_role":"kv_both"}'`.
+
+`connector` is what vLLM loads; it splits into `scheduler` (in the engine's process, decides) and `worker` (beside the
+model, moves bytes). `handover` is what rides on the router's message.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Makes the connector known by name. vLLM calls it in every process (entry point vllm.general_plugins)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if (
+        "KVLinkConnector" not in KVConnectorFactory._registry
+    ):  # it may be called twice, registering twice raises
+        KVConnectorFactory.register_connector(
+            "KVLinkConnector", "kvlink.integrations.vllm.connector", "KVLinkConnector"
+        )

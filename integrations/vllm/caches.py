@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV caches as a kvlink pool: where every layer lies, and which layers share a block table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvlink.errors import ConfigError
+from kvlink.layout import KVLayout, Plane, heads_of
+from kvlink.pool import BlockPool
+
+if TYPE_CHECKING:
+    import torch
+
+_MODEL_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "vocab_size",
+    "sliding_window",
+    "rope_theta",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """One rank's caches. Layers are numbered group by group: group g has layers `groups[g]`, half open."""
+
+    pool: BlockPool
+    groups: tuple[tuple[int, int], ...]
+    kernel_blocks: int
+    """Blocks of the pool that make one block of the scheduler."""
+    token_unit: int
+    """Tokens of vLLM that are one of the pool's layout: those of a block, where only whole blocks can be moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This worker among its server's. `total_heads`: KV heads of the whole model, 1 for MLA."""
+
+    tp_rank: int
+    tp_size: int
+    total_heads: int
+
+
+def model_text(config: Any, layer_groups: Sequence[Sequence[str]]) -> str:
+    """What both ends of a hand-over must agree on, readable; not the path of the model nor vLLM's version."""
+    parts = ["/".join(getattr(config, "architectures", None) or ["?"])]
+    parts += [
+        f"{name}={getattr(config, name)}" for name in _MODEL_FIELDS if getattr(config, name, None) is not None
+    ]
+    parts.append("groups=" + "+".join(str(len(names)) for names in layer_groups))
+    return " ".join(parts)
+
+
+def caches_of(
+    tensors: Mapping[str, torch.Tensor],
+    layer_groups: Sequence[Sequence[str]],
+    num_blocks: int,
+    rank: Rank,
+    model: str,
+) -> Caches:
+    """Describes the caches of the layers that are transferred.
+
+    tensors: by layer, [blocks, heads, tokens, K and V of one head], in any order of strides; `num_blocks` of the
+    scheduler may be cut into smaller ones of the kernels. Layers without a group share another's cache.
+    Raises ConfigError, naming the layer, for caches that no single layout describes.
+    """
+    names = [name for group in layer_groups for name in group]
+    shapes = {name: _shape(name, tensors[name]) for name in names}
+    first = shapes[names[0]]
+    for name, shape in shapes.items():
+        if shape != first:
+            raise ConfigError(
+                f"layer {name} has cache {shape}, {names[0]} {first}: one layout cannot describe both"
+            )
+    if first.blocks % num_blocks:
+        raise ConfigError(f"{first.blocks} cache blocks are no multiple of the scheduler's {num_blocks}")
+    storages, planes = _planes([tensors[name] for name in names])
+    total = rank.total_heads
+    held = heads_of(total, rank.tp_rank, rank.tp_size)
+    if held[1] - held[0] != first.heads:
+        total = (
+            first.heads * rank.tp_size
+        )  # a backend packs heads its own way: only equal ranks understand it
+        held = heads_of(total, rank.tp_rank, rank.tp_size)
+    layout = KVLayout(
+        model=model,
+        dtype=first.dtype,
+        block_tokens=first.tokens,
+        total_heads=total,
+        first_head=held[0],
+        num_heads=first.heads,
+        row_bytes=first.row_bytes,
+        block_stride=first.block_stride,
+        token_stride=first.token_stride,
+        head_stride=first.head_stride,
+        num_blocks=first.blocks,
+        planes=planes,
+        tp_rank=rank.tp_rank,
+        tp_size=rank.tp_size,
+    )
+    ends = [sum(map(len, layer_groups[: index + 1])) for index in range(len(layer_groups))]
+    groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    pool = BlockPool.from_tensors(storages, layout)
+    return Caches(pool, groups, first.blocks // num_blocks, first.token_unit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    blocks: int
+    heads: int
+    tokens: int
+    row_bytes: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    dtype: str
+    token_unit: int
+
+
+def _shape(name: str, tensor: torch.Tensor) -> _Shape:
+    if tensor.dim() != 4 or tensor.stride(3) != 1:
+        raise ConfigError(
+            f"layer {name}: kvlink takes caches [blocks, heads, tokens, content] with adjoining content, this one "
+            f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        )
+    blocks, heads, tokens, content = tensor.shape
+    item = tensor.element_size()
+    block_stride, head_stride, token_stride, _ = (stride * item for stride in tensor.stride())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.device.type != "cpu":
+        return _Shape(blocks, heads, tokens, content * item, block_stride, head_stride, token_stride, dtype, 1)
+    # The kernels for CPUs mix the tokens of one head's page as their vectors need it.
+    if tensor.stride(2) != content:
+        raise ConfigError(f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}")
+    return _Shape(blocks, heads, 1, tokens * content * item, block_stride, head_stride, 0, dtype, tokens)
+
+
+def _planes(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Plane, ...]]:
+    """Every allocation once, as bytes, and where the layers lie in them. Layers may lie upon each other."""
+    import torch
+
+    regions: dict[int, int] = {}
+    storages: list[torch.Tensor] = []
+    planes = []
+    for layer, tensor in enumerate(tensors):
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in regions:
+            regions[address] = len(storages)
+            storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        planes.append(Plane(regions[address], layer, tensor.data_ptr() - address))
+    return storages, tuple(planes)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads (0.32, 0.33). It translates; `scheduler` and `worker` do the work."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvlink.errors import ConfigError
+
+from .caches import Rank, caches_of, model_text
+from .handover import Greeting
+from .orders import Orders
+from .scheduler import Scheduling
+from .settings import Settings
+from .slots import SlotGroups
+from .stats import KVLinkMetrics, KVLinkStats
+from .worker import Serving
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass
+class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Of one step."""
+
+    orders: Orders
+
+
+@dataclass
+class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Of one rank."""
+
+    greeting: Greeting
+
+
+@dataclass
+class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Ranks that started anew, after sleep."""
+
+    greetings: dict[int, Greeting] = field(default_factory=dict)
+
+    def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
+        """Of several ranks."""
+        return KVLinkWorkerMetadata(self.greetings | other.greetings)
+
+
+class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Prefill lends blocks, decode pulls them by one-sided reads. Raises ConfigError for what cannot be served."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check_parallelism(vllm_config.parallel_config)
+        _check_groups(kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = _at_this_host(Settings.of(transfer.kv_connector_extra_config))
+        self._engine_id = str(transfer.engine_id)
+        self._rank = _rank_of(vllm_config, role)
+        self._scheduling: Scheduling | None = None
+        self._serving: Serving | None = None
+        self._tensors: dict[str, Any] = {}
+        self._greetings: dict[int, Greeting] = {}
+        self._woken: dict[int, Greeting] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduling = Scheduling(
+                self._engine_id,
+                SlotGroups(self._settings.worker.lease_slots, self._settings.seats),
+                kv_cache_config.select_transfer_block_ids,
+                self._settings.worker.lease_s,
+                self._rank,
+                transfer.is_kv_producer,
+            )
+
+    # In the worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Lends the caches to peers, from now on."""
+        self._tensors = kv_caches
+        self.restore_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """As before `unregister_kv_caches`, as a new worker: what was offered before is gone."""
+        if self._serving is not None:
+            return
+        groups = [group.layer_names for group in self._kv_cache_config.transfer_groups]
+        model = model_text(self._vllm_config.model_config.hf_text_config, groups)
+        caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
+        self._serving = Serving(f"{self._engine_id}-{self._rank.tp_rank}", caches, self._settings.worker)
+        self._woken = {self._rank.tp_rank: self._serving.greeting}
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep: nothing touches the caches any more. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.close()
+
+    def get_handshake_metadata(self) -> KVLinkHandshake | None:
+        """For the scheduler's side."""
+        return None if self._serving is None else KVLinkHandshake(self._serving.greeting)
+
+    def bind_connector_metadata(self, connector_metadata: KVLinkMetadata) -> None:
+        """Before the step: pulls start now, not after the forward that vLLM starts them behind."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._serving is not None:
+            self._serving.carry_out(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """They have started."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request is scheduled once all its layers are here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Readers come for the blocks where they lie."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What ended since the last step."""
+        if self._serving is None:
+            return KVConnectorTransferResults()
+        results = self._serving.results()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The same for callers of the older name."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> KVLinkWorkerMetadata | None:
+        """Only after this rank started anew."""
+        woken, self._woken = self._woken, {}
+        return KVLinkWorkerMetadata(woken) if woken else None
+
+    def get_kv_connector_stats(self) -> KVLinkStats | None:
+        """Since the last step."""
+        data = self._serving.take_tally() if self._serving is not None else None
+        return None if data is None else KVLinkStats(data=data)
+
+    # In the scheduler's process.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVLinkHandshake]) -> None:
+        """Where this server's workers are, by rank."""
+        self._greet({rank: one.greeting for rank, one in metadata.items()})
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A hand-over restores every group that is transferred."""
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def on_new_request(self, request: Any) -> None:
+        """Keeps its lease at the prefill server alive while it waits."""
+        self._decides.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The tokens that the prefill server has and we have not."""
+        return self._decides.num_matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans the load, or the lease of a request that will be handed over."""
+        self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
+        """For this step."""
+        return KVLinkMetadata(self._decides.take_orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported."""
+        self._decides.received(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        self._decides.sent(connector_output.finished_sending or ())
+        started = connector_output.kv_connector_worker_meta
+        if isinstance(started, KVLinkWorkerMetadata):
+            self._greet(started.greetings)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a model with one."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks stay until they were fetched, and what tells the decode server how."""
+        return self._decides.finished(request, block_ids, request.status in _COMPLETE)
+
+    # In either.
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        self.unregister_kv_caches()
+        if self._scheduling is not None:
+            self._scheduling.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLinkStats:
+        """From what crossed processes."""
+        return KVLinkStats(data=data) if data is not None else KVLinkStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVLinkMetrics:
+        """For /metrics."""
+        return KVLinkMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _decides(self) -> Scheduling:
+        assert self._scheduling is not None, "called in a worker's process"
+        return self._scheduling
+
+    def _greet(self, greetings: dict[int, Greeting]) -> None:
+        self._greetings |= greetings
+        self._decides.set_ranks(greeting for _, greeting in sorted(self._greetings.items()))
+
+
+def _rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
+    size = vllm_config.parallel_config.tensor_parallel_size
+    model = vllm_config.model_config
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if role is KVConnectorRole.SCHEDULER:
+        return Rank(0, size, heads)
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return Rank(get_tensor_model_parallel_rank(), size, heads)
+
+
+def _check_parallelism(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"KVLinkConnector does not serve {name}={getattr(parallel, name)} yet; set it to 1"
+            )
+
+
+def _check_groups(kv_cache_config: Any) -> None:
+    for group in kv_cache_config.transfer_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+                raise ConfigError(
+                    f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
+                    "and others): only attention whose cache has one row a token"
+                )
+
+
+def _at_this_host(settings: Settings) -> Settings:
+    """Peers on other hosts need an address of this one; vLLM's own setting serves where kvlink's is not given."""
+    host = os.environ.get("VLLM_HOST_IP", "")
+    if not host or os.environ.get("KVLINK_HOST") or settings.worker.host != "127.0.0.1":
+        return settings
+    return replace(settings, worker=replace(settings.worker, host=host))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill server tells a decode server about one request, inside `kv_transfer_params`.
+
+Routers pass the dict on and may turn numbers into floats: everything of ours is text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlink.errors import ConfigError
+from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
+
+KEY = "kvlink"
+_MAX_OWNERS, _MAX_GROUPS = 1024, 256
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The kvlink worker of one tensor-parallel rank."""
+
+    worker_id: str
+    epoch: int
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What one rank's worker tells the scheduler's side at the start."""
+
+    owner: Owner
+    block_tokens: int
+    """Tokens of vLLM in a block of the pool; `kernel_blocks` of its blocks make one of the scheduler."""
+    kernel_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A prefilled request, pinned under one lease that every rank holds at the same seats."""
+
+    request_id: str
+    owners: tuple[Owner, ...]
+    """By tensor-parallel rank."""
+    seats: tuple[LeaseSeat, ...]
+    groups: tuple[array[int], ...]
+    """Block ids of each cache group, from token 0 on; 0: no block, out of a sliding window."""
+    block_tokens: int
+    """Tokens in one of these blocks."""
+    num_tokens: int
+    prompt: str
+    """`prompt_digest` of the tokens."""
+    ttl_s: float
+
+    def tickets(self, group: int, token_unit: int) -> list[Ticket]:
+        """One of each owner, for all blocks of one cache group. `token_unit`: as in Caches."""
+        num_tokens = len(self.groups[group]) * self.block_tokens // token_unit
+        return [self._ticket(rank, group, num_tokens) for rank in range(len(self.owners))]
+
+    def _ticket(self, rank: int, group: int, num_tokens: int) -> Ticket:
+        owner, blocks = self.owners[rank], self.groups[group]
+        return Ticket(
+            request_id=self.request_id,
+            worker_id=owner.worker_id,
+            epoch=owner.epoch,
+            agent=owner.agent,
+            seats=self.seats,
+            block_ids=blocks,
+            num_tokens=num_tokens,
+            ready=len(blocks),
+            tp_rank=rank,
+            tp_size=len(self.owners),
+            ttl_s=self.ttl_s,
+        )
+
+    def to_params(self) -> dict[str, Any]:
+        """The value of KEY in `kv_transfer_params`."""
+        return {
+            "ticket": self._ticket(0, 0, self.num_tokens).to_text(),
+            "block_tokens": str(self.block_tokens),
+            "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
+            "groups": [_text_of(blocks) for blocks in self.groups[1:]],
+            "prompt": self.prompt,
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Handover:
+        """Parses what a router passed on. Raises ConfigError for anything that `to_params` cannot have written."""
+        try:
+            return _parse(params[KEY])
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise ConfigError(f"kv_transfer_params carry no hand-over of kvlink: {error!r}") from None
+
+
+def prompt_digest(tokens: Sequence[int], features: Sequence[str] = ()) -> str:
+    """Binds a hand-over to its prompt: token ids, and names of what else went into the cache (images, adapters)."""
+    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=_DIGEST_BYTES)
+    for feature in features:
+        digest.update(b"\0" + feature.encode())
+    return digest.hexdigest()
+
+
+def expanded(blocks: Sequence[int], ratio: int) -> array[int]:
+    """Block ids of the scheduler as those of a layout whose blocks are `ratio` times smaller. 0 stays no block."""
+    if ratio == 1:
+        return array("I", blocks)
+    return array("I", (block * ratio + part if block else 0 for block in blocks for part in range(ratio)))
+
+
+def _text_of(blocks: array[int]) -> str:
+    return base64.b64encode(
+        blocks.tobytes()
+    ).decode()  # both ends are little-endian: CUDA and x86 know no other
+
+
+def _blocks_of(text: str) -> array[int]:
+    if len(text) > MAX_BLOCKS * 6:
+        raise ValueError("too many blocks")
+    blocks = array("I")
+    blocks.frombytes(base64.b64decode(text, validate=True))
+    return blocks
+
+
+def _parse(given: Mapping[str, Any]) -> Handover:
+    first = Ticket.from_text(given["ticket"])
+    owners, groups, prompt = given["owners"], given["groups"], given["prompt"]
+    if not 1 <= len(owners) <= _MAX_OWNERS or len(groups) > _MAX_GROUPS:
+        raise ValueError("too many ranks or cache groups")
+    if not isinstance(prompt, str) or len(prompt) != 2 * _DIGEST_BYTES:
+        raise ValueError("no digest of the prompt")
+    block_tokens = int(given["block_tokens"])
+    if first.num_tokens < 1 or not 1 <= block_tokens < 2**32:
+        raise ValueError("no tokens, or blocks of an impossible size")
+    return Handover(
+        request_id=first.request_id,
+        owners=tuple(Owner(str(worker), int(epoch), str(agent)) for worker, epoch, agent in owners),
+        seats=first.seats,
+        groups=(first.block_ids, *map(_blocks_of, groups)),
+        block_tokens=block_tokens,
+        num_tokens=first.num_tokens,
+        prompt=prompt,
+        ttl_s=first.ttl_s,
+    )

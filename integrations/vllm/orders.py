@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side tells the workers' side in one step. Values only; vLLM pickles them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from kvlink.ticket import LeaseSeat
+
+from .handover import Handover
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pull a request's blocks into ours. `refused`: do not, and report that it failed."""
+
+    request_id: str
+    handover: Handover | None
+    groups: tuple[array[int], ...]
+    """Our block ids of each cache group, from token 0 on; 0: no block."""
+    first_token: int
+    """Tokens before it are here already."""
+    num_tokens: int
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class Orders:
+    """Carried out in this order: a slot that is withdrawn may be granted again."""
+
+    withdrawn: list[str] = field(default_factory=list)
+    """Requests whose leases end now; their blocks are free already."""
+    granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)
+    """Requests that will be handed over: take a lease at these seats."""
+    handed_over: dict[str, float] = field(default_factory=dict)
+    """Requests whose tickets are out, and their time to live in seconds from now."""
+    loads: list[Load] = field(default_factory=list)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases at prefill servers whose requests wait here: renewed from arrival on, given back when nobody will read.
+
+Lives in the scheduler's process, on kvlink's control thread; the scheduler itself never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvlink.control import AgentClient, ControlThread, Renewal, SettleOrder
+from kvlink.errors import KVLinkError
+
+from .handover import Handover, Owner
+
+_log = logging.getLogger("vllm.kvlink")
+
+_TICK_S = 1.0
+_BATCH = 1024  # seats of one renewal, as the agent takes
+_CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Watched:
+    handover: Handover
+    due: float
+    """By time.monotonic()."""
+
+    @property
+    def every_s(self) -> float:
+        return self.handover.ttl_s / 3
+
+
+class RemoteLeases:
+    """Safe from any thread. A renewal that fails is tried again at the next tick; the reader finds out what became."""
+
+    def __init__(self) -> None:
+        self._control = ControlThread.shared()
+        self._agents: dict[str, AgentClient] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._ticking = self._control.submit(self._tick_for_ever())
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def watch(self, request_id: str, handover: Handover) -> None:
+        """Renews from the next tick on. A request that is read within a tick costs nothing."""
+        self._watched[request_id] = _Watched(handover, time.monotonic())
+
+    def forget(self, request_id: str) -> None:
+        """The request is being read, or will not be. Idempotent."""
+        self._watched.pop(request_id, None)
+
+    def release(self, handover: Handover, ranks: Iterable[int]) -> None:
+        """Nobody reads from these ranks: they get their blocks back, in the background."""
+        for owner in map(handover.owners.__getitem__, ranks):
+            self._in_background(self._release(owner, handover))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ticking.cancel()
+        with contextlib.suppress(KVLinkError):
+            self._control.run(self._close_agents(), _CLOSE_S)
+
+    def _in_background(self, job: Coroutine[Any, Any, None]) -> None:
+        with contextlib.suppress(KVLinkError):  # the process is ending
+            self._control.submit(job)
+
+    # On the control thread.
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            due = [watched for watched in list(self._watched.values()) if watched.due <= now]
+            by_owner: dict[Owner, list[tuple[int, int]]] = defaultdict(list)
+            for watched in due:
+                watched.due = now + watched.every_s
+                for owner in watched.handover.owners:
+                    by_owner[owner].extend((seat.slot, seat.settle_nonce) for seat in watched.handover.seats)
+            await asyncio.gather(*(self._renew(owner, seats) for owner, seats in by_owner.items()))
+
+    async def _renew(self, owner: Owner, seats: list[tuple[int, int]]) -> None:
+        try:
+            for first in range(0, len(seats), _BATCH):
+                renewal = Renewal(owner.worker_id, owner.epoch, seats[first : first + _BATCH])
+                await self._agent(owner.agent).renew(renewal)
+        except KVLinkError as error:
+            _log.warning("leases not renewed worker=%s error=%s", owner.worker_id, error)
+
+    async def _release(self, owner: Owner, handover: Handover) -> None:
+        seat = handover.seats[0]
+        # One reader in all: with its seat all others end.
+        order = SettleOrder(owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce ^ 1)
+        try:
+            await self._agent(owner.agent).settle(order)
+        except KVLinkError as error:
+            _log.warning("blocks not given back request=%s error=%s", handover.request_id, error)
+
+    def _agent(self, address: str) -> AgentClient:
+        agent = self._agents.get(address)
+        if agent is None:
+            agent = self._agents[address] = AgentClient(address)
+        return agent
+
+    async def _close_agents(self) -> None:
+        while self._agents:
+            await self._agents.popitem()[1].close()

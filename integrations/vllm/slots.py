@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which lease slots of the workers are free. The scheduler chooses them, so that it can write tickets by itself."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+
+from kvlink.ticket import LeaseSeat
+
+_SMALLEST_NONCE = 256  # csrc/lease_table.h: smaller ones are not random
+
+
+class SlotGroups:
+    """Groups of `seats` slots each, the longest unused first: a late write of an earlier reader has long arrived."""
+
+    def __init__(self, num_slots: int, seats: int) -> None:
+        self._seats = seats
+        self._free = deque(range(1, num_slots - seats + 1, seats))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self) -> tuple[LeaseSeat, ...] | None:
+        """Seats with fresh nonces, or None when every slot is taken."""
+        if not self._free:
+            return None
+        first = self._free.popleft()
+        return tuple(LeaseSeat(first + index, _nonce(), _nonce()) for index in range(self._seats))
+
+    def give_back(self, seats: tuple[LeaseSeat, ...]) -> None:
+        """The leases of these seats have ended on every worker."""
+        self._free.append(seats[0].slot)
+
+
+def _nonce() -> int:
+    return secrets.randbelow(2**64 - _SMALLEST_NONCE) + _SMALLEST_NONCE

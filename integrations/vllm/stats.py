@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's numbers in vLLM's log line ("KV Transfer metrics: …") and in its /metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+_SAMPLES = ("transfer_s", "noticed_s", "post_s", "num_bytes", "num_ops")
+_BY_NAME = ("transports", "failures")
+_SUMS = ("expired",)
+_GAUGES = ("leases", "oldest_lease_s")
+
+_SECONDS = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
+_BYTES = [float(1 << shift) for shift in range(12, 36, 2)]
+_OPS = [1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
+
+_HISTOGRAMS = {
+    "transfer_s": (
+        "vllm:kvlink_transfer_seconds",
+        "Load of a request: call until all of it was valid.",
+        _SECONDS,
+    ),
+    "noticed_s": (
+        "vllm:kvlink_load_noticed_seconds",
+        "Load of a request: call until vLLM heard of it.",
+        _SECONDS,
+    ),
+    "post_s": (
+        "vllm:kvlink_post_seconds",
+        "What starting a load took of the worker's main thread.",
+        _SECONDS,
+    ),
+    "num_bytes": ("vllm:kvlink_transfer_bytes", "Bytes of a load.", _BYTES),
+    "num_ops": ("vllm:kvlink_transfer_operations", "Reads that a load was merged into.", _OPS),
+}
+_COUNTERS = {
+    "transports": ("vllm:kvlink_transfers_total", "Loads by the transport that carried them.", "transport"),
+    "failures": (
+        "vllm:kvlink_failed_loads_total",
+        "Loads refused or failed: no byte of them was used.",
+        "reason",
+    ),
+}
+
+
+class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
+    """`data` as kvlink.integrations.vllm.tally.Tally.take makes it."""
+
+    data: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Nothing has happened."""
+        self.data = {
+            **{name: [] for name in _SAMPLES},
+            **{name: {} for name in _BY_NAME},
+            **dict.fromkeys((*_SUMS, *_GAUGES), 0),
+        }
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds what another rank, or a later step, has seen. Gauges: of the rank that has most."""
+        for name in _SAMPLES:
+            self.data[name].extend(other.data[name])
+        for name in _BY_NAME:
+            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
+        for name in _SUMS:
+            self.data[name] += other.data[name]
+        for name in _GAUGES:
+            self.data[name] = max(self.data[name], other.data[name])
+        return self
+
+    def is_empty(self) -> bool:
+        """Gauges alone are worth no line in the log."""
+        return not any(self.data[name] for name in (*_SAMPLES, *_BY_NAME, *_SUMS))
+
+    def reduce(self) -> dict[str, int | float | str]:
+        """For the log."""
+        data = self.data
+        row: dict[str, int | float | str] = {"Loads": len(data["transfer_s"])}
+        if data["transfer_s"]:
+            times_ms, posts_us = np.array(data["transfer_s"]) * 1e3, np.array(data["post_s"]) * 1e6
+            total = sum(data["num_bytes"])
+            row |= {
+                "p50 load (ms)": round(float(np.median(times_ms)), 3),
+                "p99 load (ms)": round(float(np.percentile(times_ms, 99)), 3),
+                "p50 post (us)": round(float(np.median(posts_us)), 1),
+                "MiB per load": round(total / 2**20 / len(times_ms), 3),
+                "GiB/s": round(total / 2**30 / max(float(times_ms.sum()) / 1e3, 1e-9), 3),
+                "Paths": _listed(data["transports"]),
+            }
+        if data["failures"]:
+            row["Failed loads"] = _listed(data["failures"])
+        row["Leases expired"] = data["expired"]
+        return row
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return " ".join(f"{name}:{count}" for name, count in sorted(counts.items()))
+
+
+class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Prometheus objects, one set of each engine of the process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        names = list(labelnames)
+        self._histograms = {
+            key: self._histogram_cls(name=name, documentation=what, buckets=buckets, labelnames=names)
+            for key, (name, what, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            key: self._counter_cls(name=name, documentation=what, labelnames=[*names, label])
+            for key, (name, what, label) in _COUNTERS.items()
+        }
+        self._expired = self._counter_cls(
+            name="vllm:kvlink_expired_leases_total",
+            documentation="Prefilled requests that nobody fetched within their lease.",
+            labelnames=names,
+        )
+        self._leases = self._gauge_cls(
+            name="vllm:kvlink_active_leases",
+            documentation="Prefilled requests that wait for their readers.",
+            labelnames=names,
+        )
+        self._oldest = self._gauge_cls(
+            name="vllm:kvlink_oldest_lease_seconds",
+            documentation="Age of the oldest of them.",
+            labelnames=names,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Takes in what `KVLinkStats.data` says."""
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for key, histogram in self._histograms.items():
+            for value in transfer_stats_data[key]:
+                histogram.labels(*labels).observe(value)
+        for key, counter in self._counters.items():
+            for name, count in transfer_stats_data[key].items():
+                counter.labels(*labels, name).inc(count)
+        self._expired.labels(*labels).inc(transfer_stats_data["expired"])
+        self._leases.labels(*labels).set(transfer_stats_data["leases"])
+        self._oldest.labels(*labels).set(transfer_stats_data["oldest_lease_s"])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank did since it was last asked. Values only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One request that was loaded."""
+
+    seconds: float
+    """From the call until all was valid."""
+    noticed_s: float
+    """From the call until vLLM asked and heard of it."""
+    post_s: float
+    """That the call took of the worker's main thread."""
+    num_bytes: int
+    num_ops: int
+    transports: list[str]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts and samples; `take` starts anew."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Loads that failed, by reason: stale, unreachable, or the name of the exception."""
+    expired: int = 0
+    """Requests of ours that nobody fetched within their lease."""
+    _paths: set[tuple[str, str]] = field(default_factory=set)
+
+    def is_new_path(self, worker_id: str, transport: str) -> bool:
+        """Whether this is the first transfer from a peer by this transport: worth a line in the log."""
+        path = (worker_id, transport)
+        if path in self._paths:
+            return False
+        self._paths.add(path)
+        return True
+
+    def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
+        """Plain data for vLLM's statistics; None when nothing happened."""
+        if not (self.transfers or self.failures or self.expired or leases):
+            return None
+        transfers, self.transfers = self.transfers, []
+        failures, self.failures = self.failures, Counter()
+        expired, self.expired = self.expired, 0
+        return {
+            "transfer_s": [transfer.seconds for transfer in transfers],
+            "noticed_s": [transfer.noticed_s for transfer in transfers],
+            "post_s": [transfer.post_s for transfer in transfers],
+            "num_bytes": [transfer.num_bytes for transfer in transfers],
+            "num_ops": [transfer.num_ops for transfer in transfers],
+            "transports": dict(Counter(name for transfer in transfers for name in transfer.transports)),
+            "failures": dict(failures),
+            "expired": expired,
+            "leases": leases,
+            "oldest_lease_s": oldest_s,
+        }
