@@ -135,10 +135,14 @@ def _shape(name: str, tensor: torch.Tensor) -> _Shape:
     block_stride, head_stride, token_stride, _ = (stride * item for stride in tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.device.type != "cpu":
-        return _Shape(blocks, heads, tokens, content * item, block_stride, head_stride, token_stride, dtype, 1)
+        return _Shape(
+            blocks, heads, tokens, content * item, block_stride, head_stride, token_stride, dtype, 1
+        )
     # The kernels for CPUs mix the tokens of one head's page as their vectors need it.
     if tensor.stride(2) != content:
-        raise ConfigError(f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}")
+        raise ConfigError(
+            f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}"
+        )
     return _Shape(blocks, heads, 1, tokens * content * item, block_stride, head_stride, 0, dtype, tokens)
 
 

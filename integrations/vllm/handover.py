@@ -119,6 +119,23 @@ def _text_of(blocks: array[int]) -> str:
     ).decode()  # both ends are little-endian: CUDA and x86 know no other
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} where text belongs")
+    return value
+
+
+def _list(value: Any, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"no list of at most {most}")
+    return value
+
+
+def _owner(value: Any) -> Owner:
+    worker_id, epoch, agent = map(_text, _list(value, 3))
+    return Owner(worker_id, int(epoch), agent)
+
+
 def _blocks_of(text: str) -> array[int]:
     if len(text) > MAX_BLOCKS * 6:
         raise ValueError("too many blocks")
@@ -128,22 +145,17 @@ def _blocks_of(text: str) -> array[int]:
 
 
 def _parse(given: Mapping[str, Any]) -> Handover:
-    first = Ticket.from_text(given["ticket"])
-    owners, groups, prompt = given["owners"], given["groups"], given["prompt"]
-    if not 1 <= len(owners) <= _MAX_OWNERS or len(groups) > _MAX_GROUPS:
-        raise ValueError("too many ranks or cache groups")
-    if not isinstance(prompt, str) or len(prompt) != 2 * _DIGEST_BYTES:
-        raise ValueError("no digest of the prompt")
-    block_tokens = int(given["block_tokens"])
-    if first.num_tokens < 1 or not 1 <= block_tokens < 2**32:
-        raise ValueError("no tokens, or blocks of an impossible size")
+    first = Ticket.from_text(_text(given["ticket"]))
+    owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
+    groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], _MAX_GROUPS)))
+    block_tokens, prompt = int(_text(given["block_tokens"])), _text(given["prompt"])
+    if (
+        not owners
+        or first.num_tokens < 1
+        or not 1 <= block_tokens < 2**32
+        or len(prompt) != 2 * _DIGEST_BYTES
+    ):
+        raise ValueError("no owners, no tokens, blocks of an impossible size, or no digest")
     return Handover(
-        request_id=first.request_id,
-        owners=tuple(Owner(str(worker), int(epoch), str(agent)) for worker, epoch, agent in owners),
-        seats=first.seats,
-        groups=(first.block_ids, *map(_blocks_of, groups)),
-        block_tokens=block_tokens,
-        num_tokens=first.num_tokens,
-        prompt=prompt,
-        ttl_s=first.ttl_s,
+        first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s
     )

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-overs between two servers' connectors: the right bytes, or a refusal that is counted; never anything else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: skip
+
+from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.handover import KEY
+
+PROMPT = list(range(100, 110))  # two whole blocks and a half
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    with Server("p") as prefill, Server("d") as decode:
+        yield prefill, decode
+
+
+def same(decode: Server, prefill: Server, pairs: list[tuple[int, int]], layers: tuple[str, ...]) -> bool:
+    return all(
+        decode.block(layer, ours).equal(prefill.block(layer, theirs))
+        for layer in layers
+        for ours, theirs in pairs
+    )
+
+
+def gone(server: Server) -> bool:
+    """No lease is left, and every slot is free again."""
+    return len(server.scheduling._slots) == 15 and not server.scheduling._seats
+
+
+def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    stays, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    assert stays
+    assert params
+    assert (params["do_remote_prefill"], params["do_remote_decode"], params["remote_num_tokens"]) == (
+        True,
+        False,
+        10,
+    )
+    assert decode.load(request("x", PROMPT, params | {"unknown": 1}), [5, 6, 7]) == (10, True)
+    decode.step_until(lambda: "x" in decode.received)
+    assert not decode.failed
+    assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("layer.0", "layer.1"))
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+    assert decode.ranks[0].take_tally()["transports"] == {"loopback": 1}  # type: ignore[index]
+
+
+def test_what_is_cached_here_is_not_pulled(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    before = decode.block("layer.0", 5).clone()
+    assert decode.load(request("x", PROMPT, params), [5, 6, 7], computed=BLOCK_TOKENS) == (6, True)
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.block("layer.0", 5).equal(before)
+    assert same(decode, prefill, [(6, 9), (7, 1)], ("layer.0", "layer.1"))
+
+
+def test_all_cached_here_gives_the_blocks_back_unread(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT[:8], ASK_PREFILL), [3, 9])
+    assert decode.load(request("x", PROMPT[:8], params), [5, 6], computed=8) == (0, False)
+    decode.step()
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert not decode.received
+
+
+def test_a_second_use_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    prefill.step_until(lambda: "r" in prefill.sent)
+    decode.load(request("y", PROMPT, params), [8, 9, 10])
+    decode.step_until(lambda: "y" in decode.received)
+    assert decode.failed == {"y"}
+    assert decode.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
+
+
+def test_an_expired_lease_is_refused() -> None:
+    with Server("p", lease_s=0.05) as prefill, Server("d") as decode:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        prefill.step_until(lambda: "r" in prefill.sent)
+        decode.load(request("x", PROMPT, params), [5, 6, 7])
+        decode.step_until(lambda: "x" in decode.received)
+        assert decode.failed == {"x"}
+        assert prefill.ranks[0].take_tally()["expired"] == 1  # type: ignore[index]
+
+
+def test_a_swapped_hand_over_is_refused_and_stays_for_its_own_reader(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    other = [*PROMPT[:-1], 1]
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    decode.load(request("x", other, params), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+    assert decode.scheduling.counts["refused_prompts"] == 1
+    decode.load(request("y", PROMPT, params), [8, 9, 10])
+    decode.step_until(lambda: "y" in decode.received)
+    assert decode.failed == {"x"}
+    assert same(decode, prefill, [(8, 3), (9, 9), (10, 1)], ("layer.0",))
+
+
+@pytest.mark.parametrize("spoilt", [{KEY: {"ticket": "AAAA"}}, {KEY: "x"}, {KEY: [1]}])
+def test_a_spoilt_hand_over_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    assert params
+    decode.load(request("x", PROMPT, params | spoilt), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+
+
+def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    for rank in prefill.ranks:
+        rank.close()
+    prefill.start()
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+
+
+def test_without_a_hand_over_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
+    _, decode = servers
+    assert decode.load(request("x", PROMPT, {"do_remote_prefill": True}), [5, 6, 7]) == (0, False)
+    assert decode.load(request("y", PROMPT, None), [8, 9, 10]) == (0, False)
+    decode.step()
+    assert decode.scheduling.counts["not_offered"] == 1
+    assert not decode.received
+
+
+def test_an_aborted_prefill_hands_nothing_over(servers: tuple[Server, Server]) -> None:
+    prefill, _ = servers
+    assert prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1], complete=False) == (False, None)
+    prefill.step()
+    assert gone(prefill)
+    assert prefill.ranks[0]._worker.lease_counts().active == 0
+    assert not prefill.sent
+
+
+def test_a_decode_request_that_ends_early_gives_the_blocks_back(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    rejected = request("x", PROMPT, params)
+    decode.scheduling.on_new_request(rejected)
+    assert decode.scheduling.finished(rejected, ([],), False) == (False, None)
+    prefill.step_until(lambda: "r" in prefill.sent)
+
+
+def test_a_waiting_request_keeps_its_lease() -> None:
+    with Server("p", lease_s=1.5) as prefill, Server("d") as decode:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        waiting = request("x", PROMPT, params)
+        decode.scheduling.on_new_request(waiting)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            prefill.step()
+            time.sleep(0.05)
+        assert not prefill.sent
+        count, _ = decode.scheduling.num_matched(waiting, 0)
+        decode.scheduling.allocated(waiting, ([5, 6, 7],), count)
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)])
+def test_other_tensor_parallel_degrees(theirs: int, ours: int) -> None:
+    with Server("p", theirs) as prefill, Server("d", ours) as decode:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        decode.load(request("x", PROMPT, params), [5, 6, 7])
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("layer.0", "layer.1"))
+        prefill.step_until(lambda: "r" in prefill.sent)
+        assert gone(prefill)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
+def test_replicated_heads(theirs: int, ours: int) -> None:
+    """MLA: every rank holds the same; ranks that nobody reads from wait for nobody."""
+    with Server("p", theirs, heads=1) as prefill, Server("d", ours, heads=1) as decode:
+        prefill.caches = [prefill.caches[0]] * theirs
+        for rank in prefill.ranks:
+            rank.close()
+        prefill.start()
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        decode.load(request("x", PROMPT, params), [5, 6, 7])
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        for tensors in decode.caches:
+            assert tensors["layer.1"][6].equal(prefill.caches[0]["layer.1"][9])
+        prefill.step_until(lambda: "r" in prefill.sent)
+
+
+def test_sliding_windows_have_their_own_blocks() -> None:
+    """Group 1 keeps only the last blocks: 0 stands for what either side's window has left behind."""
+    groups = (("full.0", "full.1"), ("window.0",))
+    with Server("p", groups=groups) as prefill, Server("d", groups=groups) as decode:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1], [0, 4, 2])
+        untouched = decode.block("window.0", 0).clone()
+        decode.load(request("x", PROMPT, params), [5, 6, 7], [0, 0, 8])
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("full.0", "full.1"))
+        assert same(decode, prefill, [(8, 2)], ("window.0",))
+        assert decode.block("window.0", 0).equal(untouched)
+        prefill.step_until(lambda: "r" in prefill.sent)
+        assert gone(prefill)
+
+
+def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with Server("p", model="Llama layers=2") as prefill, Server("d", model="Llama layers=4") as decode:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        decode.load(request("x", PROMPT, params), [5, 6, 7])
+        decode.step_until(lambda: "x" in decode.received)
+        assert decode.failed == {"x"}
+        assert "model differs: 'Llama layers=4' here, 'Llama layers=2' there" in caplog.text
+        prefill.step_until(lambda: "r" in prefill.sent)
+
+
+def test_caches_that_no_layout_describes_are_refused_by_layer() -> None:
+    with Server("p") as server:
+        tensors = dict(server.caches[0])
+    rank = Rank(0, 1, 4)
+    tensors["layer.1"] = tensors["layer.1"][:, :2]
+    with pytest.raises(ConfigError, match=r"layer layer\.1 has cache"):
+        caches_of(tensors, [["layer.0", "layer.1"]], 16, rank, "m")
+    with pytest.raises(ConfigError, match=r"layer layer\.0: kvlink takes caches"):
+        caches_of({"layer.0": tensors["layer.0"].flatten()}, [["layer.0"]], 16, rank, "m")
+    with pytest.raises(ConfigError, match="tokens must adjoin"):
+        caches_of(
+            {"layer.0": tensors["layer.0"].transpose(1, 2).contiguous().transpose(1, 2)},
+            [["layer.0"]],
+            16,
+            rank,
+            "m",
+        )

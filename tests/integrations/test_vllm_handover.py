@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rides on the router's message: there and back as JSON, and foreign dicts are refused."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
+from kvlink.integrations.vllm.slots import SlotGroups
+
+from kvlink.errors import ConfigError
+from kvlink.ticket import LeaseSeat
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+NAMES = st.text(min_size=1, max_size=20)
+BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
+HANDOVERS = st.builds(
+    Handover,
+    request_id=NAMES,
+    owners=st.lists(st.builds(Owner, NAMES, U64, NAMES), min_size=1, max_size=4).map(tuple),
+    seats=st.lists(st.builds(LeaseSeat, U32, U64, U64), min_size=1, max_size=4).map(tuple),
+    groups=st.lists(BLOCKS, min_size=1, max_size=4).map(tuple),
+    block_tokens=st.integers(1, 4096),
+    num_tokens=st.integers(1, 2**31),
+    prompt=st.binary(min_size=16, max_size=16).map(bytes.hex),
+    ttl_s=st.integers(1, 86400).map(float),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+)
+SAMPLE = Handover(
+    "r", (Owner("w", 2**63, "127.0.0.1:1"),), (LeaseSeat(1, 2**64 - 1, 2**63),), (array("I", [4, 0, 7]),), 16, 33,
+    prompt_digest([1, 2]), 30.0,
+)  # fmt: skip
+
+
+@given(HANDOVERS)
+def test_it_survives_a_router(handover: Handover) -> None:
+    passed_on = json.loads(json.dumps({KEY: handover.to_params(), "other": None}))
+    assert Handover.from_params(passed_on) == handover
+
+
+def test_nothing_in_it_is_a_number() -> None:
+    """Routers in other languages read every number as a double."""
+
+    def numbers(value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return [number for item in value.values() for number in numbers(item)]
+        if isinstance(value, list):
+            return [number for item in value for number in numbers(item)]
+        return [] if isinstance(value, str) else [value]
+
+    assert numbers(SAMPLE.to_params()) == []
+
+
+@given(JSON)
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="no hand-over of kvlink"):
+        Handover.from_params({KEY: value})
+
+
+@given(st.sampled_from(sorted(SAMPLE.to_params())), JSON)
+def test_a_field_that_is_not_ours_is_refused_or_harmless(field: str, value: Any) -> None:
+    params = SAMPLE.to_params() | {field: value}
+    try:
+        handover = Handover.from_params({KEY: params})
+    except ConfigError:
+        return
+    assert handover.to_params().keys() == params.keys()
+    assert handover.owners
+    assert len(handover.prompt) == 32
+
+
+def test_tickets_cover_whole_blocks() -> None:
+    [ticket] = SAMPLE.tickets(0, token_unit=1)
+    assert (ticket.num_tokens, ticket.block_ids.tolist(), ticket.ready) == (48, [4, 0, 7], 3)
+    assert SAMPLE.tickets(0, token_unit=16)[0].num_tokens == 3
+
+
+def test_the_digest_tells_prompts_apart() -> None:
+    digests = {
+        prompt_digest([1, 2]),
+        prompt_digest([2, 1]),
+        prompt_digest([1, 2, 0]),
+        prompt_digest([1, 2], ["image"]),
+        prompt_digest([1, 2], ["ima", "ge"]),
+    }
+    assert len(digests) == 5
+
+
+def test_no_block_stays_no_block() -> None:
+    assert expanded([0, 3], 2).tolist() == [0, 0, 6, 7]
+    assert expanded([0, 3], 1).tolist() == [0, 3]
+
+
+def test_slots_are_used_in_turn_and_never_twice() -> None:
+    groups = SlotGroups(num_slots=10, seats=3)
+    taken = [groups.take() for _ in range(4)]
+    assert taken[3] is None
+    first, second, third = taken[0], taken[1], taken[2]
+    assert first and second and third
+    assert sorted(seat.slot for seats in (first, second, third) for seat in seats) == list(range(1, 10))
+    groups.give_back(second)
+    groups.give_back(first)
+    again = groups.take()
+    assert again
+    assert [seat.slot for seat in again] == [seat.slot for seat in second]
+    assert {seat.nonce for seat in again}.isdisjoint(seat.nonce for seat in second)
+    assert min(min(seat.nonce, seat.settle_nonce) for seat in again) > 255

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's two halves without vLLM around them: steps as its engine makes them, over real kvlink workers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvlink import WorkerConfig
+from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.scheduler import Scheduling
+from kvlink.integrations.vllm.slots import SlotGroups
+from kvlink.integrations.vllm.worker import Serving
+
+NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8
+NULLS = {name: None for name in ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")}
+ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **NULLS}
+
+
+@dataclass
+class Server:
+    """A server of `tp_size` ranks with one cache of each layer; `groups` are layers that share a block table."""
+
+    name: str
+    tp_size: int = 1
+    groups: tuple[tuple[str, ...], ...] = (("layer.0", "layer.1"),)
+    transports: str = "loopback"
+    lease_s: float = 30.0
+    model: str = "tiny"
+    heads: int = HEADS
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.config = WorkerConfig(
+            transports=self.transports, lease_slots=64, lease_s=self.lease_s, timeout_s=5.0
+        )
+        self.caches = [self._rank_caches() for _ in range(self.tp_size)]
+        self.scheduling = Scheduling(
+            self.name,
+            SlotGroups(64, 4),
+            lambda blocks: tuple(blocks),
+            self.lease_s,
+            Rank(0, self.tp_size, self.heads),
+        )
+        self.start()
+
+    def start(self) -> None:
+        self.ranks = [
+            Serving(
+                f"{self.name}-{rank}",
+                caches_of(tensors, self.groups, NUM_BLOCKS, Rank(rank, self.tp_size, self.heads), self.model),
+                self.config,
+            )
+            for rank, tensors in enumerate(self.caches)
+        ]
+        self.scheduling.set_ranks(rank.greeting for rank in self.ranks)
+
+    def close(self) -> None:
+        self.scheduling.close()
+        for rank in self.ranks:
+            rank.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _rank_caches(self) -> dict[str, torch.Tensor]:
+        shape = (NUM_BLOCKS, max(1, self.heads // self.tp_size), BLOCK_TOKENS, HEAD_BYTES)
+        return {
+            name: torch.randint(0, 255, shape, dtype=torch.uint8) for group in self.groups for name in group
+        }
+
+    def block(self, layer: str, block: int) -> torch.Tensor:
+        """All heads of one block: [heads, tokens, bytes]."""
+        return torch.cat([tensors[layer][block] for tensors in self.caches])
+
+    def step(self) -> None:
+        """One step of the engine."""
+        orders = self.scheduling.take_orders()
+        for rank in self.ranks:
+            rank.carry_out(orders)
+        results = [rank.results() for rank in self.ranks]
+        self.failed.update(*(result.failed for result in results))
+        self._count("sent", [result.sent for result in results])
+        self._count("received", [result.received for result in results])
+
+    def _count(self, name: str, sets: list[set[str]]) -> None:
+        """A transfer is over once every rank has said so, as vLLM counts."""
+        counts: Counter[str] = self.__dict__.setdefault(f"_{name}", Counter())
+        for one in sets:
+            counts.update(one)
+        done = {request_id for request_id, count in counts.items() if count == self.tp_size}
+        for request_id in done:
+            del counts[request_id]
+        getattr(self, name).update(done)
+        if done and name == "sent":
+            self.scheduling.sent(done)
+        if done and name == "received":
+            self.scheduling.received(done, self.failed)
+
+    def step_until(self, done: Any, within_s: float = 10.0) -> None:
+        """Steps, a millisecond apart as an idle engine's are."""
+        deadline = time.monotonic() + within_s
+        while not done():
+            assert time.monotonic() < deadline, f"{self.name}: {self.sent=} {self.received=} {self.failed=}"
+            self.step()
+            time.sleep(0.001)
+
+    # What requests go through.
+
+    def prefill(
+        self, request: Any, *groups: list[int], complete: bool = True
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Arrives, is scheduled and computed, and ends after its first token."""
+        self.scheduling.on_new_request(request)
+        assert self.scheduling.num_matched(request, 0) == (0, False)
+        self.scheduling.allocated(request, groups, 0)
+        self.step()
+        request.num_computed_tokens = request.num_prompt_tokens
+        ended = self.scheduling.finished(request, groups, complete)
+        self.step()
+        return ended
+
+    def load(self, request: Any, *groups: list[int], computed: int = 0) -> tuple[int, bool]:
+        """Arrives and is given blocks; `step_until` waits for what was asked for."""
+        self.scheduling.on_new_request(request)
+        count, in_background = self.scheduling.num_matched(request, computed)
+        self.scheduling.allocated(request, groups, count)
+        return count, in_background
+
+
+def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -> Any:
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        num_computed_tokens=0,
+        kv_transfer_params=dict(params) if params is not None else None,
+        mm_features=None,
+        lora_request=None,
+    )
