@@ -18,7 +18,7 @@ from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.integrations.vllm.worker import Serving
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8
-NULLS = {name: None for name in ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")}
+NULLS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **NULLS}
 
 
