@@ -13,7 +13,8 @@ from kvlink.errors import ConfigError
 
 _log = logging.getLogger("vllm.kvlink")
 
-_SLOTS = 1 << 15
+# Pulls never run on the thread that calls us: it has a model to run.
+_DEFAULTS = {"lease_slots": 1 << 15, "inline_bytes": 0}
 _SEATS = 8
 
 
@@ -41,6 +42,6 @@ class Settings:
         if not isinstance(seats, int) or not 1 <= seats <= 255:
             raise ConfigError(f"kv_connector_extra_config: seats={seats!r} must be 1 to 255")
         try:
-            return cls(WorkerConfig.from_env(**({"lease_slots": _SLOTS} | ours)), seats)
+            return cls(WorkerConfig.from_env(**(_DEFAULTS | ours)), seats)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None

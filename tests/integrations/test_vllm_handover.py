@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
-from kvlink.integrations.vllm.slots import SlotGroups
 
 from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
+from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.ticket import LeaseSeat
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -104,7 +104,9 @@ def test_slots_are_used_in_turn_and_never_twice() -> None:
     taken = [groups.take() for _ in range(4)]
     assert taken[3] is None
     first, second, third = taken[0], taken[1], taken[2]
-    assert first and second and third
+    assert first
+    assert second
+    assert third
     assert sorted(seat.slot for seats in (first, second, third) for seat in seats) == list(range(1, 10))
     groups.give_back(second)
     groups.give_back(first)

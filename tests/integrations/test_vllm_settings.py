@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_connector_extra_config` wins over the environment; what is wrong in it is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.settings import Settings
+
+
+def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVLINK_LEASE_S", raising=False)
+    settings = Settings.of({})
+    assert (settings.seats, settings.worker.inline_bytes, settings.worker.lease_s) == (8, 0, 30.0)
+    assert settings.worker.lease_slots > 1000 * settings.seats
+
+
+def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINK_LEASE_S", "7")
+    monkeypatch.setenv("KVLINK_TRANSPORTS", "tcp")
+    settings = Settings.of({"lease_s": 5, "seats": 2})
+    assert (settings.seats, settings.worker.lease_s, settings.worker.transports) == (2, 5, "tcp")
+
+
+@pytest.mark.parametrize("extra", [{"seats": 0}, {"seats": "8"}, {"lease_s": -1}, {"nics": "a b"}])
+def test_nonsense_is_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Settings.of(extra)
+
+
+def test_unknown_names_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    Settings.of({"lease": 5})
+    assert "kvlink does not know lease" in caplog.text
