@@ -114,6 +114,7 @@ Status check_planes_apart(const Layout& layout, std::string_view who) {
     for (size_t j = i + 1; j < planes.size() && planes[j].region == planes[i].region; ++j) {
       const uint64_t distance = planes[j].offset - planes[i].offset;
       if (distance >= extent) break;
+      if (distance == 0 && planes[i].layer != planes[j].layer) continue;
       if (rows_touch(static_cast<int64_t>(distance), dims, 0, layout.row_bytes)) {
         return refuse(who, "planes at offsets " + std::to_string(planes[i].offset) + " and " +
                                std::to_string(planes[j].offset) + " of region " +

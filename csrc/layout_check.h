@@ -13,7 +13,8 @@ namespace kvlink {
 /// kConfig names the field; `who` starts the sentence ("reader layout").
 Status check_layout(const Layout& layout, std::string_view who, std::span<const uint64_t> region_bytes);
 
-/// Refuses planes that share bytes, as a destination must not have. REQUIRES check_layout passed.
+/// Refuses planes that share bytes, as a destination must not have; but not layers upon each other, whose
+/// blocks come from one table in turn (cache groups): a plan takes one of them. REQUIRES check_layout passed.
 Status check_planes_apart(const Layout& layout, std::string_view who);
 
 /// kLayoutMismatch with the first field in which the two ends describe different caches.

@@ -96,6 +96,20 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
   return repeated != 0;
 }
 
+/// Layers upon each other, each with the next one there.
+std::vector<std::pair<uint32_t, uint32_t>> overlaid(std::vector<Plane> planes) {
+  const auto key = [](const Plane& plane) { return std::tuple(plane.region, plane.offset, plane.layer); };
+  std::sort(planes.begin(), planes.end(), [&](auto& a, auto& b) { return key(a) < key(b); });
+  std::vector<std::pair<uint32_t, uint32_t>> pairs;
+  for (size_t i = 1; i < planes.size(); ++i) {
+    const Plane &before = planes[i - 1], &plane = planes[i];
+    if (before.region == plane.region && before.offset == plane.offset) {
+      pairs.emplace_back(before.layer, plane.layer);
+    }
+  }
+  return pairs;
+}
+
 class PlannerImpl final : public Planner {
  public:
   PlannerImpl(Layout reader, Layout owner, const std::vector<MemoryRange>& local_regions,
@@ -115,6 +129,7 @@ class PlannerImpl final : public Planner {
       return std::tie(a.remote_region, a.remote) < std::tie(b.remote_region, b.remote);
     });
     all_ = arrange_in_blocks(std::move(planes));
+    overlaid_ = overlaid(reader_.planes);
     const uint32_t narrow = std::min(owner_.block_tokens, reader_.block_tokens);
     usual_pieces_ = static_cast<double>(pieces_of(narrow).count());
     most_pieces_ = std::max(usual_pieces_, static_cast<double>(pieces_of(1).count()));
@@ -147,6 +162,13 @@ class PlannerImpl final : public Planner {
     if (scope.layers.end > num_layers_ && scope.layers.end != UINT32_MAX) {
       return Status::Config("layers: the range ends at " + std::to_string(scope.layers.end) +
                             " but there are " + std::to_string(num_layers_));
+    }
+    for (const auto& [upper, lower] : overlaid_) {
+      if (scope.layers.begin <= upper && lower < scope.layers.end) {
+        return Status::Config(
+            "layers " + std::to_string(upper) + " and " + std::to_string(lower) +
+            " lie upon each other at the reader; pull the layers of one cache group at a time");
+      }
     }
     if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;
     if (Status list = check_list("reader_blocks", reader_blocks, reader_, tokens); !list.ok()) return list;
@@ -256,7 +278,8 @@ class PlannerImpl final : public Planner {
   Layout reader_, owner_;
   uint32_t num_heads_;
   uint32_t num_layers_ = 0;
-  double usual_pieces_ = 0, most_pieces_ = 0;  // of one span of one plane
+  std::vector<std::pair<uint32_t, uint32_t>> overlaid_;  // layers that must not be in one pull
+  double usual_pieces_ = 0, most_pieces_ = 0;            // of one span of one plane
   Arrangement all_;
 };
 

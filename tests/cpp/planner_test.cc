@@ -116,13 +116,34 @@ TEST(Planner, RefusesExactlyTheReadersWhosePlanesShareBytes) {
     Pool owner = random.pool(shape), reader = owner;
     Plane& moved = reader.layout.planes.back();
     moved.offset = random.between(0, moved.offset);
-    const bool shared = share_bytes(reader);
+    const bool upon_another_layer =
+        std::any_of(reader.layout.planes.begin(), reader.layout.planes.end(), [&](const Plane& other) {
+          return other.offset == moved.offset && other.region == moved.region && other.layer != moved.layer;
+        });
+    const bool shared = !upon_another_layer && share_bytes(reader);
     if (shared) expect_refused(make(reader, owner).status(), Code::kConfig, "share bytes");
     if (!shared) must_make(reader, owner);
     num_shared += shared;
   }
   EXPECT_GT(num_shared, 500) << "the test must see both answers often";
   EXPECT_LT(num_shared, 3500);
+}
+
+TEST(Planner, LayersUponEachOtherArePulledOneAtATime) {
+  Pool owner = packed({.num_layers = 2}, kNhd), reader = owner;
+  for (Plane& plane : reader.layout.planes) {
+    if (plane.layer == 1)
+      plane.offset = reader.layout.planes[&plane - reader.layout.planes.data() - 2].offset;
+  }
+  const auto planner = must_make(reader, owner);
+  const std::vector<uint32_t> blocks{0};
+  Plan plan;
+  expect_refused(planner->plan(blocks, blocks, {}, plan), Code::kConfig,
+                 "layers 0 and 1 lie upon each other");
+  for (uint32_t layer : {0, 1}) {
+    EXPECT_TRUE(planner->plan(blocks, blocks, {.layers = {layer, layer + 1}}, plan).ok());
+    EXPECT_GT(plan.bytes, 0u);
+  }
 }
 
 TEST(Planner, NamesTheFieldInWhichTheEndsDiffer) {
