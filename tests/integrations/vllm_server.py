@@ -74,10 +74,10 @@ class Server:
         self.close()
 
     def _rank_caches(self) -> dict[str, torch.Tensor]:
+        """The groups lie upon each other, as vLLM has them: a block belongs to one group at a time."""
         shape = (NUM_BLOCKS, max(1, self.heads // self.tp_size), BLOCK_TOKENS, HEAD_BYTES)
-        return {
-            name: torch.randint(0, 255, shape, dtype=torch.uint8) for group in self.groups for name in group
-        }
+        layers = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in max(self.groups, key=len)]
+        return {name: layers[index] for group in self.groups for index, name in enumerate(group)}
 
     def block(self, layer: str, block: int) -> torch.Tensor:
         """All heads of one block: [heads, tokens, bytes]."""
