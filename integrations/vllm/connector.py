@@ -179,7 +179,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
         """For this step."""
-        return KVLinkMetadata(self._decides.take_orders())
+        return KVLinkMetadata(
+            self._decides.take_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""

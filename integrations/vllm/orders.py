@@ -36,3 +36,5 @@ class Orders:
     handed_over: dict[str, float] = field(default_factory=dict)
     """Requests whose tickets are out, and their time to live in seconds from now."""
     loads: list[Load] = field(default_factory=list)
+    idle: bool = False
+    """Nothing is computed in this step: the engine would sleep a millisecond behind it."""

@@ -166,9 +166,10 @@ class Scheduling:
 
     # Both.
 
-    def take_orders(self) -> Orders:
-        """What the workers are told in this step."""
+    def take_orders(self, *, idle: bool = False) -> Orders:
+        """What the workers are told in this step. `idle`: it computes nothing."""
         orders, self._orders = self._orders, Orders()
+        orders.idle = idle
         return orders
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ from .tally import Tally, Transfer
 _log = logging.getLogger("vllm.kvlink")
 
 _UNTIL_HANDED_OVER_S = 86400.0
+_IDLE_S = 0.001
+"""A load that ends this soon is noticed one step earlier. vLLM sleeps as long between steps that compute nothing."""
 
 
 class Results(NamedTuple):
@@ -55,6 +57,7 @@ class Serving:
         self._out: set[str] = set()  # leases whose tickets are out
         self._ended: set[str] = set()  # before we heard that their tickets were out
         self._sent: set[str] = set()
+        self._patience_s = 0.0
         self.tally = Tally()
         card = self._worker.card
         owner = Owner(card.worker_id, card.epoch, card.agent)
@@ -68,6 +71,7 @@ class Serving:
 
     def carry_out(self, orders: Orders) -> None:
         """Before the step. Microseconds, but for the first pull from a new peer, which connects in the background."""
+        self._patience_s = _IDLE_S if orders.idle else 0.0
         for request_id in orders.withdrawn:
             self._withdraw(request_id)
         for request_id, seats in orders.granted.items():
@@ -79,8 +83,10 @@ class Serving:
             self._start(load)
 
     def results(self) -> Results:
-        """After the step. Never waits."""
+        """After the step. Waits only in a step that is idle, and then for a millisecond."""
         self._collect_ended()
+        if self._loading and self._patience_s:
+            self._wait(self._patience_s)
         sent, self._sent = self._sent, set()
         failed, self._failed = self._failed, set()
         received = set(failed)
@@ -189,6 +195,13 @@ class Serving:
         ours = _leading_gaps(load.groups[group]) * self.greeting.block_tokens * self._caches.kernel_blocks
         theirs = _leading_gaps(load.handover.groups[group]) * load.handover.block_tokens
         return max(load.first_token, ours, theirs), load.num_tokens
+
+    def _wait(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        for loading in self._loading.values():
+            for pull in loading.pulls:
+                with contextlib.suppress(KVLinkError):  # _conclude reports it
+                    pull.wait(max(deadline - time.monotonic(), 0))
 
     def _conclude(self, request_id: str, loading: _Loading) -> bool:
         """False: not all of it is valid."""

@@ -85,7 +85,7 @@ class Server:
 
     def step(self) -> None:
         """One step of the engine."""
-        orders = self.scheduling.take_orders()
+        orders = self.scheduling.take_orders(idle=True)
         for rank in self.ranks:
             rank.carry_out(orders)
         results = [rank.results() for rank in self.ranks]
