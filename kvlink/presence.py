@@ -15,28 +15,30 @@ from kvlink.host import this_host
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
 
-Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
-OnSeat = Callable[[int, int], bool]
+OwnEngine = Callable[[], Engine]
+"""The engine that runs now."""
 
 
 class Presence:
     """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
 
-    def __init__(self, config: WorkerConfig, accept: Accept, settle_own: OnSeat, renew_own: OnSeat) -> None:
-        self._settle_own = settle_own
+    def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
+        self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
         self._client = CoordinatorClient(config.coordinator) if config.coordinator else None
-        self._agent = WorkerAgent(accept, settle_own, renew_own)
+        self._agent = WorkerAgent(
+            lambda transport, hellos: engine().accept(transport, hellos),
+            settle=self._settle_own,
+            renew=lambda slot, nonce: engine().core.renew(slot, nonce),
+        )
         self._session: Session | None = None
         self.directory = ControlDirectory(self._client)
 
     @classmethod
-    async def open(
-        cls, config: WorkerConfig, accept: Accept, settle_own: OnSeat, renew_own: OnSeat
-    ) -> Presence:
+    async def open(cls, config: WorkerConfig, engine: OwnEngine) -> Presence:
         """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
         if config.host in ("0.0.0.0", "::"):
             raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
-        presence = cls(config, accept, settle_own, renew_own)
+        presence = cls(config, engine)
         await presence._agent.start(config.host, config.agent_port)
         return presence
 

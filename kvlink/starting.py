@@ -44,9 +44,12 @@ class Part(NamedTuple):
 
     def settle(self) -> bool:
         """Without waiting. False: the connection is broken."""
+        return self.peer.connection.settle(*self.settling())
+
+    def settling(self) -> tuple[int, int]:
+        """The slot, and what its owner must find there to give the blocks back."""
         seat = self.ticket.seats[self.peer.seat]
-        settled = settled_value(self.ticket, seat, self.peer.assignment.num_seats)
-        return self.peer.connection.settle(seat.slot, settled)
+        return seat.slot, settled_value(self.ticket, seat, self.peer.assignment.num_seats)
 
 
 Connected = list[tuple[Ticket, Peer]]

@@ -84,13 +84,7 @@ class Worker:
             self._control = ControlThread.shared()
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
-            # Through `self`: _join may replace the engine.
-            presence = Presence.open(
-                self.config,
-                accept=lambda transport, hellos: self._engine.accept(transport, hellos),
-                settle_own=lambda slot, nonce: self._engine.core.settle_own(slot, nonce),
-                renew_own=lambda slot, nonce: self._engine.core.renew(slot, nonce),
-            )
+            presence = Presence.open(self.config, lambda: self._engine)  # which _join may replace
             self._presence = self._control.run(presence, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
@@ -292,9 +286,7 @@ class Worker:
         self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
 
     def _settle_otherwise(self, part: Part) -> None:
-        seat = part.ticket.seats[part.peer.seat]
-        settled = settled_value(part.ticket, seat, part.peer.assignment.num_seats)
-        job = self._presence.directory.settle(part.ticket, seat.slot, settled)
+        job = self._presence.directory.settle(part.ticket, *part.settling())
         self._in_background(job, "settle", part.ticket.request_id)
 
 
