@@ -32,7 +32,6 @@ from kvlink.starting import (
     Starting,
     Want,
     connect_all,
-    settled_value,
     start,
     start_connected,
 )
