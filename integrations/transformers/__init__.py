@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands requests over between processes that run continuous batching of Hugging Face transformers.
+
+See integrations/transformers.md for how to use it and what each failure looks like.
+"""
+
+from __future__ import annotations
+
+from .handoff import HandoffStats, KVLinkHandoff
+from .handover import Handover
+
+__all__ = ["HandoffStats", "Handover", "KVLinkHandoff"]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam to continuous batching: its parts by name, the generation thread, and block tables kvlink holds.
+
+Block tables belong to the generation thread. Whatever changes them runs there, between two batches, as a job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from kvlink.errors import ConfigError
+
+from .support import check_manager, full_attention_allocator
+
+_log = logging.getLogger("kvlink.transformers")
+
+
+class Batching:
+    """One manager's parts. `hook` methods until `unhook`; a job posted meanwhile runs before the next batch."""
+
+    def __init__(self, manager: Any) -> None:
+        check_manager(manager)
+        self.manager = manager
+        with self.paused():
+            if manager.batch_processor is None:
+                manager.batch_processor = manager._create_batch_processor()
+        self.processor = manager.batch_processor
+        self.scheduler = self.processor.scheduler
+        self.cache = self.processor.cache
+        self.outputs = manager.output_router
+        self.allocator = full_attention_allocator(self.processor)
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._hooked: list[tuple[Any, str]] = []
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Keeps the generation thread between two batches."""
+        pause: AbstractContextManager[Any] = (
+            self.manager.pause() if self.manager.is_running() else nullcontext()
+        )
+        return pause
+
+    def check_accepting(self) -> None:
+        """Raises ConfigError when a request that is given now would never run."""
+        if self.manager.batch_processor is not self.processor:
+            raise ConfigError("the manager was stopped and its cache is gone: make a new KVLinkHandoff")
+        if reason := self.manager.background_thread_status.can_accept_new_requests():
+            raise ConfigError(f"the manager takes no requests: {reason}")
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Runs `job` on the generation thread. Safe from any thread."""
+        self._jobs.put(job)
+        self.manager._wake_up_loop.set()
+
+    def run_jobs(self) -> None:
+        """On the generation thread, or while it stands."""
+        while not self._jobs.empty():
+            _run(self._jobs.get_nowait())
+
+    def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if somebody else did."""
+        if name in vars(owner):
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} is replaced already: one KVLinkHandoff a manager"
+            )
+        setattr(owner, name, partial(replacement, getattr(owner, name)))
+        self._hooked.append((owner, name))
+
+    def unhook(self) -> None:
+        """Puts the originals back. Idempotent."""
+        while self._hooked:
+            delattr(*self._hooked.pop())
+
+
+def _run(job: Callable[[], None]) -> None:
+    try:
+        job()
+    except Exception:  # transformers would end all requests for it
+        _log.exception("a job of a hand-over failed")
+
+
+class HeldBlocks:
+    """Block tables that no request of transformers has, so that nothing there writes or frees them.
+
+    On the generation thread only.
+    """
+
+    def __init__(self, batching: Batching) -> None:
+        self._table: dict[str, list[int]] = batching.allocator.block_table
+        self._free: Callable[[str], None] = batching.cache.free_blocks
+        self._names = (f"kvlink-{number}" for number in itertools.count())
+        self.num_tables = 0
+
+    def take(self, request_id: str) -> list[int]:
+        """Takes a request's table out of transformers' hands."""
+        self.num_tables += 1
+        return self._table.pop(request_id)
+
+    def give(self, request_id: str, table: list[int]) -> None:
+        """Makes a table that was taken a request's."""
+        self.num_tables -= 1
+        self._table[request_id] = table
+
+    def free(self, table: list[int]) -> None:
+        """Gives a table's blocks up: to the free ones, or to the cached ones that prefixes are looked up in."""
+        name = next(self._names)
+        self.give(name, table)
+        self._free(name)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two verbs of a hand-over: `prefill` in one process, `submit` in the other."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from kvlink import BlockPool, Ticket, Worker, WorkerConfig
+from kvlink.control import ControlThread
+from kvlink.errors import ConfigError
+
+from .batching import Batching, HeldBlocks
+from .handover import Handover
+from .incoming import Incoming
+from .outgoing import Outgoing
+from .support import layout_of, request_types
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """Counts since the start; `held_tables` is of now: block tables that wait for a lease's end or for bytes."""
+
+    offered: int
+    settled: int
+    expired: int
+    aborted: int
+    pulled: int
+    pulled_bytes: int
+    recomputed: int
+    refused: int
+    held_tables: int
+
+
+class KVLinkHandoff:
+    """Hands requests of a continuous batching manager over, in both directions. Safe from any thread.
+
+    manager: from `model.init_continuous_batching`, warmed up if it is to be, running or not. Restarting it after
+    `stop(keep_for_next_session=True)` is fine; otherwise close this first.
+    worker_id, coordinator, transports, config: as `kvlink.Worker` takes them.
+    model: free text that both ends must share, such as name and revision; the architecture's name if empty.
+    Raises ConfigError, naming what is missing, for versions and models that cannot be handed over.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        worker_id: str,
+        *,
+        model: str = "",
+        coordinator: str | None = None,
+        transports: str | None = None,
+        config: WorkerConfig | None = None,
+    ) -> None:
+        self._batching = Batching(manager)
+        cache, allocator = self._batching.cache, self._batching.allocator
+        layout = layout_of(allocator, cache.cache_tensor, manager.model.config.get_text_config(), model)
+        self._numbers = itertools.count()
+        self._refusing, self._num_refused = threading.Lock(), 0
+        with ExitStack() as opened:
+            pool = BlockPool.from_tensors([cache.cache_tensor], layout)
+            # One thread starts all pulls and sees them end: none may hold it.
+            config = replace(config or WorkerConfig.from_env(), inline_bytes=0)
+            self.worker = opened.enter_context(
+                Worker(pool, worker_id, coordinator=coordinator, transports=transports, config=config)
+            )
+            self._background = ControlThread("kvlink-handoff")
+            opened.callback(self._background.close)
+            self._held = HeldBlocks(self._batching)
+            self._outgoing = Outgoing(self._batching, self.worker, self._held)
+            self._incoming = Incoming(self._batching, self.worker, self._held, self._background)
+            opened.callback(self._batching.unhook)
+            with self._batching.paused():
+                self._hook()
+            self._background.submit(self._watch_leases())
+            opened.pop_all()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        """State in words."""
+        return f"KVLinkHandoff({'closed' if self._closed else self.worker!r}: {self.stats()})"
+
+    def __enter__(self) -> KVLinkHandoff:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prefill(
+        self, prompt: Sequence[int], request_id: str | None = None, **logit_processor_kwargs: Any
+    ) -> Future[Handover]:
+        """Computes a prompt and its first token, and offers the blocks until they are settled or the lease ends.
+
+        The future gives the Handover, or the TransferError that says why there is none; the manager's own results do
+        not show the request. Raises ConfigError.
+        """
+        return self._outgoing.prefill(prompt, request_id, logit_processor_kwargs)
+
+    def submit(
+        self,
+        handover: Handover,
+        request_id: str | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> str:
+        """Pulls a request's blocks in the background, then generates; returns the request's id at once.
+
+        Results come from the manager, as for `manager.add_request`, whose arguments these are; the first token is
+        the first of them, and counts. When the blocks cannot be had the prompt is computed here instead.
+        Raises ConfigError, and starts nothing, for a hand-over that is malformed or mixed up with another.
+        """
+        defaults = self._batching.manager.generation_config
+        try:
+            state = request_types()[0](
+                request_id=f"handover-{next(self._numbers)}" if request_id is None else request_id,
+                initial_tokens=list(handover.prompt),
+                max_new_tokens=defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
+                eos_token_id=defaults.eos_token_id if eos_token_id is None else eos_token_id,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+                logit_processor_kwargs=logit_processor_kwargs,
+            )
+            self._incoming.submit(state, handover.open_ticket(), handover)
+        except ConfigError:
+            with self._refusing:
+                self._num_refused += 1
+            raise
+        return str(state.request_id)
+
+    def abort(self, handover: Handover) -> None:
+        """Ends an offer of this process now; its blocks come back. Raises UnknownRequest, ConfigError."""
+        self.worker.abort(Ticket.from_text(handover.ticket).request_id)
+
+    def stats(self) -> HandoffStats:
+        """What became of the hand-overs so far."""
+        leases = self.worker.lease_counts()
+        return HandoffStats(
+            offered=leases.granted,
+            settled=leases.settled,
+            expired=leases.expired,
+            aborted=leases.aborted,
+            pulled=self._incoming.num_pulled,
+            pulled_bytes=self._incoming.num_bytes,
+            recomputed=self._incoming.num_recomputed,
+            refused=self._num_refused,
+            held_tables=self._held.num_tables,
+        )
+
+    def close(self) -> None:
+        """Ends offers and pulls, and leaves the manager as it was. What was under way is recomputed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.worker.close()
+        self._background.close()
+        with self._batching.paused():
+            self._batching.run_jobs()
+            self._batching.unhook()
+            self._outgoing.close()
+            self._incoming.close()
+
+    def _hook(self) -> None:
+        hook, parts = self._batching.hook, self._batching
+        hook(parts.processor, "prepare_next_batch", self._prepare)
+        hook(parts.scheduler, "schedule_batch", self._schedule)
+        hook(parts.cache, "free_blocks", self._free)
+        hook(parts.outputs, "deliver", self._deliver)
+        hook(parts.outputs, "deliver_batch", self._deliver_batch)
+
+    async def _watch_leases(self) -> None:
+        async for event in self.worker.watch_events():
+            self._batching.post(partial(self._outgoing.ended, event))
+
+    # On the generation thread, instead of methods of transformers.
+
+    def _prepare(self, prepare: Callable[[], bool]) -> bool:
+        self._batching.run_jobs()
+        self._incoming.admit()
+        return prepare()
+
+    def _free(self, free: Callable[[str, bool], None], request_id: str, no_cache: bool = False) -> None:
+        if not self._outgoing.keep(request_id):
+            self._incoming.forget(request_id)
+            free(request_id, no_cache)
+
+    def _deliver(self, deliver: Callable[[Any], None], output: Any) -> None:
+        if not self._outgoing.deliver(output):
+            deliver(output)
+
+    def _deliver_batch(self, deliver_batch: Callable[[list[Any]], None], outputs: list[Any]) -> None:
+        deliver_batch([output for output in outputs if not self._outgoing.deliver(output)])
+
+    def _schedule(self, schedule: Callable[..., Any], *budgets: int) -> Any:
+        """A cache that is full only because kvlink holds blocks is no error: they come back."""
+        scheduled = schedule(*budgets)
+        if scheduled[0] is None and self._waits_for_blocks():
+            if self._batching.cache.evict_cached_blocks():
+                scheduled = schedule(*budgets)
+            if scheduled[0] is None:
+                scheduled = ([], *scheduled[1:])
+        return scheduled
+
+    def _waits_for_blocks(self) -> bool:
+        """Of two starved requests transformers preempts one."""
+        return self._held.num_tables > 0 and len(self._batching.scheduler.starved_requests) < 2

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode side: blocks first, in the background; the request joins the batch once they are complete.
+
+While its blocks are on their way a request is active and pending: the manager knows of it, so that it can be
+cancelled and keeps a stopping manager from leaving, and no scheduler puts it into a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvlink import Pull, Ticket, Worker
+from kvlink.control import ControlThread
+from kvlink.errors import Cancelled, ConfigError
+
+from .batching import Batching, HeldBlocks
+from .handover import Handover
+from .support import request_types
+
+_log = logging.getLogger("kvlink.transformers")
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """`num_matched` tokens at the start of the prompt were found in this process's own cache."""
+
+    state: Any
+    ticket: Ticket
+    handover: Handover
+    table: list[int] = field(default_factory=list)
+    num_matched: int = 0
+    pull: Pull | None = None
+    cancelled: bool = False
+
+
+class Incoming:
+    """Requests that another process prefilled."""
+
+    def __init__(
+        self, batching: Batching, worker: Worker, held: HeldBlocks, background: ControlThread
+    ) -> None:
+        self._batching = batching
+        self._scheduler, self._cache = batching.scheduler, batching.cache
+        self._worker = worker
+        self._held = held
+        self._background = background
+        self._status = request_types()[1]
+        self._waiting: deque[_Arrival] = deque()
+        self._arrivals: dict[str, _Arrival] = {}
+        self._pulling: set[_Arrival] = set()
+        self.num_pulled = self.num_recomputed = self.num_bytes = 0
+
+    def submit(self, state: Any, ticket: Ticket, handover: Handover) -> None:
+        """Raises ConfigError for a request that could never run here. Everything else happens later."""
+        self._batching.check_accepting()
+        self._batching.processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
+        request_id = state.request_id
+        if request_id in self._scheduler.active_requests or request_id in self._scheduler.waiting_requests:
+            raise ConfigError(f"request {request_id} runs here already")
+        layout, num_tokens = self._worker.pool.layout, len(handover.prompt)
+        if ticket.num_tokens != num_tokens or not num_tokens:
+            raise ConfigError(
+                f"the ticket of {ticket.request_id} is of {ticket.num_tokens} tokens, not {num_tokens}"
+            )
+        if layout.num_blocks_for(num_tokens + 1) > self._batching.allocator.num_blocks:
+            raise ConfigError(
+                f"request {request_id}: {num_tokens} tokens do not fit the cache; raise num_blocks"
+            )
+        self._batching.post(partial(self._arrive, _Arrival(state, ticket, handover)))
+
+    # On the generation thread.
+
+    def admit(self) -> None:
+        """Starts the pulls of arrivals that blocks are free for, in order."""
+        while self._waiting and (self._waiting[0].cancelled or self._allocate(self._waiting[0])):
+            arrival = self._waiting.popleft()
+            if not arrival.cancelled:
+                self._background.submit(self._pull(arrival))
+
+    def forget(self, request_id: str) -> None:
+        """The request was cancelled or failed. Its blocks come back when no byte lands in them any more."""
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            arrival.cancelled = True
+            self._background.loop.call_soon_threadsafe(_cancel, arrival)
+
+    def close(self) -> None:
+        """Recomputes what has not arrived, or fails it when nobody generates. No pull is under way any more."""
+        closed = Cancelled("the hand-off was closed")
+        if not self._batching.manager.is_running():
+            while self._arrivals:
+                request_id, arrival = self._arrivals.popitem()
+                self._batching.outputs.fail_and_deliver(arrival.state, closed)
+                self._scheduler.finish_request(request_id)
+        for arrival in [*self._pulling, *self._waiting]:
+            self._land(arrival, closed)
+        self._waiting.clear()
+
+    def _arrive(self, arrival: _Arrival) -> None:
+        self._scheduler.active_requests[arrival.state.request_id] = arrival.state
+        self._arrivals[arrival.state.request_id] = arrival
+        self._waiting.append(arrival)
+
+    def _allocate(self, arrival: _Arrival) -> bool:
+        state, num_tokens = arrival.state, len(arrival.handover.prompt)
+        is_roomy = self._scheduler._try_to_meet_safety_margin()
+        if not is_roomy and len(self._scheduler.active_requests) > len(self._arrivals):
+            return False  # leave what is left to those that generate, as the scheduler does
+        arrival.num_matched = self._cache.search_prefix_match(state.request_id, state.initial_tokens)
+        state.position_offset = arrival.num_matched
+        num_missing = num_tokens - arrival.num_matched
+        stored = self._cache.can_store_request_tokens(state, num_missing) or (
+            self._cache.evict_cached_blocks() and self._cache.can_store_request_tokens(state, num_missing)
+        )
+        if stored:
+            arrival.table = self._held.take(state.request_id)
+            self._pulling.add(arrival)
+        elif arrival.num_matched:
+            self._held.free(self._held.take(state.request_id))
+        return bool(stored)
+
+    def _land(self, arrival: _Arrival, error: Exception | None) -> None:
+        request_id = arrival.state.request_id
+        is_wanted = self._arrivals.get(request_id) is arrival
+        if arrival in self._pulling:
+            self._pulling.remove(arrival)
+            if is_wanted and error is None:
+                self._adopt(arrival)
+            else:
+                self._held.free(arrival.table)
+        if is_wanted:
+            del self._arrivals[request_id]
+            self._join(arrival, error)
+
+    def _join(self, arrival: _Arrival, error: Exception | None) -> None:
+        state, request_id = arrival.state, arrival.state.request_id
+        state.position_offset = len(arrival.handover.prompt)
+        state.remaining_prefill_tokens = []
+        state.status = self._status.DECODING
+        ended = state.update_and_check_completion(
+            arrival.handover.first_token, arrival.handover.first_logprob
+        )
+        if ended or error is not None:
+            self._scheduler.finish_request(request_id)
+        if error is not None:
+            self.num_recomputed += 1
+            _log.warning(
+                "recomputes request=%s ticket=%s error=%r", request_id, arrival.ticket.request_id, error
+            )
+            if not ended:
+                self._scheduler.add_waiting_request(state.create_equivalent_initial_request())
+        if ended or state.streaming:
+            self._batching.outputs.deliver(state.to_generation_output())
+
+    def _adopt(self, arrival: _Arrival) -> None:
+        block_tokens = self._batching.allocator.tokens_per_page
+        num_full = len(arrival.handover.prompt) // block_tokens - arrival.num_matched // block_tokens
+        self._held.give(arrival.state.request_id, arrival.table)
+        # From here on other prompts with the same start find these blocks.
+        self._cache.mark_complete_blocks(arrival.state, {self._batching.allocator.layer_type: num_full})
+        self.num_pulled += 1
+
+    # On the background thread.
+
+    async def _pull(self, arrival: _Arrival) -> None:
+        error: Exception | None = None
+        num_tokens = len(arrival.handover.prompt)
+        blocks = array("I", arrival.table[: self._worker.pool.layout.num_blocks_for(num_tokens)])
+        try:
+            if not arrival.cancelled:
+                arrival.pull = self._worker.pull(
+                    arrival.ticket, blocks, tokens=(arrival.num_matched, num_tokens)
+                )
+                self.num_bytes += (await arrival.pull).num_bytes
+                _log_path(arrival.state.request_id, arrival.pull)
+        except Exception as failed:
+            error = failed
+        self._batching.post(partial(self._land, arrival, error))
+
+
+def _log_path(request_id: str, pull: Pull) -> None:
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("pulled request=%s %s", request_id, "; ".join(map(str, pull.explain())))
+
+
+def _cancel(arrival: _Arrival) -> None:
+    if arrival.pull is not None:
+        arrival.pull.cancel()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side: a finished request keeps its blocks until the lease of its offer ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlink import LeaseEvent, Worker
+from kvlink.errors import Cancelled, ConfigError, TransferError
+
+from .batching import Batching, HeldBlocks
+from .handover import Handover, check_tokens, fingerprint
+from .support import request_types
+
+_MAX_NAME_BYTES = 400  # the ticket's has at most 512, with a number and a hash
+
+
+@dataclass(slots=True)
+class _Prefill:
+    prompt: tuple[int, ...]
+    future: Future[Handover] = field(default_factory=Future)
+    outcome: Handover | Exception | None = None
+
+
+class Outgoing:
+    """Requests that this process prefills for another."""
+
+    def __init__(self, batching: Batching, worker: Worker, held: HeldBlocks) -> None:
+        self._batching = batching
+        self._worker = worker
+        self._held = held
+        self._status = request_types()[1]
+        self._numbers = itertools.count()
+        self._prefills: dict[str, _Prefill] = {}
+        self._offered: dict[str, list[int]] = {}
+
+    def prefill(
+        self, prompt: Sequence[int], request_id: str | None, options: dict[str, Any]
+    ) -> Future[Handover]:
+        """See `KVLinkHandoff.prefill`."""
+        self._batching.check_accepting()
+        request_id = f"prefill-{next(self._numbers)}" if request_id is None else request_id
+        prefill = _Prefill(tuple(map(int, prompt)))
+        check_tokens(prefill.prompt)
+        if not prefill.prompt or len(request_id.encode()) > _MAX_NAME_BYTES:
+            raise ConfigError(f"a prefill needs a token and a request id of at most {_MAX_NAME_BYTES} bytes")
+        prefill.future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
+        if self._prefills.setdefault(request_id, prefill) is not prefill:
+            raise ConfigError(f"request {request_id} is being prefilled already")
+        try:
+            added = self._batching.manager.add_request(
+                list(prefill.prompt), request_id, max_new_tokens=1, **options
+            )
+            if added is None:
+                raise ConfigError(f"the manager did not take request {request_id}")
+        except BaseException:
+            self._prefills.pop(request_id, None)
+            raise
+        return prefill.future
+
+    # On the generation thread.
+
+    def keep(self, request_id: str) -> bool:
+        """Offers the blocks of a request that is being freed. False: it is not handed over, they may go."""
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            return False
+        state = self._batching.scheduler.active_requests.get(request_id)
+        if state is None:
+            self._prefills.pop(request_id)
+            prefill.future.set_exception(Cancelled(f"request {request_id} was cancelled"))
+            return False
+        if state.status != self._status.FINISHED or request_id not in self._batching.allocator.block_table:
+            return False  # preempted: it comes back
+        table = self._held.take(request_id)
+        try:
+            prefill.outcome = self._offer(request_id, prefill.prompt, state, table)
+        except Exception as error:
+            prefill.outcome = error
+            self._held.free(table)
+        return True
+
+    def deliver(self, output: Any) -> bool:
+        """Resolves the future that an output belongs to. False: it is another request's."""
+        prefill = self._prefills.pop(output.request_id, None)
+        if prefill is None:
+            return False
+        if isinstance(prefill.outcome, Handover):
+            prefill.future.set_result(prefill.outcome)
+        else:
+            failure = TransferError(f"request {output.request_id} was not prefilled: {output.error}")
+            prefill.future.set_exception(prefill.outcome or failure)
+        return True
+
+    def ended(self, event: LeaseEvent) -> None:
+        """An offer ended: its blocks are transformers' again."""
+        self._held.free(self._offered.pop(event.request_id))
+
+    def close(self) -> None:
+        """Gives all blocks back. The worker is closed: nobody reads them any more."""
+        while self._offered:
+            self._held.free(self._offered.popitem()[1])
+        while self._prefills:
+            request_id, prefill = self._prefills.popitem()
+            prefill.future.set_exception(Cancelled(f"request {request_id}: the hand-off was closed"))
+
+    def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handover:
+        first_token = state.to_generation_output().generated_tokens[0]
+        logprob = state.logprobs[0] if state.logprobs else None
+        name = f"{request_id}#{next(self._numbers)}{fingerprint(prompt, first_token)}"
+        num_blocks = self._worker.pool.layout.num_blocks_for(len(prompt))
+        ticket = self._worker.offer(name, table[:num_blocks], num_tokens=len(prompt))
+        self._offered[name] = table
+        return Handover(ticket.to_text(), prompt, first_token, logprob)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with continuous batching, driven by lines of JSON: `python batching_peer.py OPTIONS`.
+
+A request is {"do": command, **arguments}; the answer {"ok": value} or {"error": [kind, message]}. OPTIONS is a JSON
+object: worker_id (none: a plain process without kvlink), page_size, num_blocks, config of the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_NEW = 16
+_WAIT_S = 60.0
+
+
+class BatchingProcess:
+    """The test's end of one such process."""
+
+    def __init__(self, worker_id: str | None = None, **options: Any) -> None:
+        command = [sys.executable, str(Path(__file__)), json.dumps({"worker_id": worker_id, **options})]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Raises RuntimeError with the kind and message of what the command raised."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the process ended with {self._process.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(": ".join(answer["error"]))
+        return answer["ok"]
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def end(self) -> None:
+        """Asks it to end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def close(self) -> None:
+        """Waits until it has ended. Raises AssertionError when it did not end well."""
+        try:
+            assert self._process.wait(timeout=60) == 0
+        finally:
+            self.kill()
+
+
+class Commands:
+    """One method a command."""
+
+    def __init__(
+        self,
+        worker_id: str | None,
+        page_size: int = 16,
+        num_blocks: int = 64,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        from transformers import GenerationConfig
+        from transformers.generation import ContinuousBatchingConfig
+
+        from kvlink import WorkerConfig
+        from kvlink.demo.model import TinyLlama
+        from kvlink.integrations.transformers import KVLinkHandoff
+
+        self.network = TinyLlama().network
+        self.manager = self.network.init_continuous_batching(
+            GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=-1),
+            ContinuousBatchingConfig(page_size=page_size, num_blocks=num_blocks, max_batch_tokens=64),
+        )
+        self.make_handoff = lambda: KVLinkHandoff(
+            self.manager, worker_id, config=WorkerConfig(**config or {})
+        )
+        self.handoff = self.make_handoff() if worker_id else None
+        self.prefills: list[Any] = []
+        self.manager.start()
+
+    def close(self) -> None:
+        if self.handoff is not None:
+            self.handoff.close()
+        self.manager.stop()
+
+    def generate(self, prompt: list[int], request_id: str, **options: Any) -> list[int]:
+        """Without a hand-over."""
+        self.manager.add_request(prompt, request_id, **options)
+        return self.tokens(request_id)
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Starts prefills."""
+        self.prefills = [self.handoff.prefill(prompt) for prompt in prompts]
+
+    def ready(self) -> list[str]:
+        """Hand-overs of the prefills that have ended by now."""
+        return [future.result().to_json() for future in self.prefills if future.done()]
+
+    def prefill(self, prompt: list[int]) -> str:
+        return self.handoff.prefill(prompt).result(_WAIT_S).to_json()
+
+    def submit(self, handover: str, **options: Any) -> str:
+        from kvlink.integrations.transformers import Handover
+
+        return self.handoff.submit(Handover.from_json(handover), **options)
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Of a request that has finished, waiting for it."""
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            output = self.manager.get_result(request_id, timeout=0.1)
+            if output is not None and output.is_finished():
+                assert output.error is None, output.error
+                return output.generated_tokens
+        raise TimeoutError(f"{request_id} did not finish")
+
+    def cancel(self, request_id: str) -> None:
+        self.manager.cancel_request(request_id)
+
+    def abort(self, handover: str) -> None:
+        from kvlink.integrations.transformers import Handover
+
+        self.handoff.abort(Handover.from_json(handover))
+
+    def spoil(self, handover: str) -> None:
+        """Negates what the ticket's blocks hold."""
+        import torch
+
+        from kvlink import Ticket
+
+        blocks = list(Ticket.from_text(json.loads(handover)["ticket"]).block_ids)
+        allocator = self.manager.batch_processor.cache.cache_allocators["full_attention"]
+        with self.manager.pause():
+            allocator._copy_view.view(torch.float32)[blocks] *= -1
+
+    def stats(self) -> dict[str, int]:
+        from dataclasses import asdict
+
+        return asdict(self.handoff.stats())
+
+    def used(self) -> int:
+        """Sectors that somebody holds; blocks kept for their prefixes count as free."""
+        cache = self.manager.batch_processor.cache
+        with self.manager.pause():
+            cache.evict_cached_blocks()
+            cache.pool.try_to_free_sectors()
+            return cache.num_sectors - cache.pool.num_free_sectors
+
+    def reopen(self) -> None:
+        """Another hand-off for the same manager, which generates all the while."""
+        self.handoff.close()
+        self.handoff = self.make_handoff()
+
+    def restart(self) -> None:
+        self.manager.stop(keep_for_next_session=True)
+        self.manager.start()
+
+
+def main() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr
+    commands = Commands(**json.loads(sys.argv[1]))
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = {"ok": getattr(commands, request.pop("do"))(**request)}
+            except Exception as error:
+                answer = {"error": [type(error).__name__, str(error)]}
+            print(json.dumps(answer), file=out, flush=True)
+    finally:
+        commands.close()
+
+
+if __name__ == "__main__":
+    main()

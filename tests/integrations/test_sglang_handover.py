@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of SGLang's backend in one process, over real workers and memory; only SGLang's servers are missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlink.config import WorkerConfig
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.integrations.sglang.caches import (
+    AuxRows,
+    Buffers,
+    Cache,
+    Rank,
+    grouped,
+    item_layout,
+    open_caches,
+    page_layout,
+)
+from kvlink.integrations.sglang.incoming import Incoming
+from kvlink.integrations.sglang.messages import Chunk, Want
+from kvlink.integrations.sglang.outgoing import Outgoing, Written
+
+LAYERS, HEADS, HEAD_BYTES, PAGE, PAGES, SLOTS = 3, 4, 32, 16, 40, 6
+STATE_BYTES = 96
+ROOM = 77
+
+
+class Server:
+    """The memory of one rank as SGLang lists it: K and V of every layer, and one state of two layers."""
+
+    def __init__(self, role: str, tp_rank: int = 0, tp_size: int = 1, **config: Any) -> None:
+        rng = np.random.default_rng(tp_rank + (role == "prefill"))
+        heads = HEADS // tp_size
+        self.kv = [
+            rng.integers(0, 256, (PAGES, PAGE, heads, HEAD_BYTES), np.uint8) for _ in range(2 * LAYERS)
+        ]
+        self.states = [rng.integers(0, 256, (SLOTS, STATE_BYTES), np.uint8) for _ in range(2)]
+        rank = Rank(f"{role}{tp_rank}", "tiny", "uint8", PAGE, HEADS, tp_rank, tp_size)
+        states = [("mamba", buffers_of(self.states))] if tp_size == 1 else []
+        self.caches = open_caches(buffers_of(self.kv), states, rank, WorkerConfig(**config))
+        self.outgoing, self.incoming = Outgoing(self.caches), Incoming(self.caches)
+        self.want = Want(ROOM, 0, "127.0.0.1", 1, HEADS, tp_rank, tp_size, 1, 0, False)
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.worker.close()
+
+    def expect(self, pages: list[int], slots: list[int], num_ranks: int = 1) -> Want:
+        self.incoming.expect(ROOM, np.array(pages), [np.array(slots)], num_ranks)
+        return replace(self.want, generation=self.incoming.generation(ROOM))
+
+
+def buffers_of(arrays: list[np.ndarray]) -> list[Buffers]:
+    return grouped(
+        [a.ctypes.data for a in arrays], [a.nbytes for a in arrays], [a[0].nbytes for a in arrays], "test"
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def started(*args: Any, **kwargs: Any) -> Server:
+        servers.append(Server(*args, **kwargs))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+def send(
+    prefill: Server, wants: list[Want], pages: list[int], *, first: int = 0, tokens: int | None = None,
+    last: bool = True, slots: list[int] | None = None, rank: int = 0,
+) -> list[Chunk]:  # fmt: skip
+    states = [np.array(slots)] if slots else []
+    written = Written(np.array(pages), tokens or len(pages) * PAGE, states, last)
+    tickets = prefill.outgoing.offer(ROOM, written, wants)
+    aux = (b"first token",) if last else ()
+    return [
+        Chunk(ROOM, want.generation, rank, first, len(pages), last, tuple(its), aux)
+        for want, its in zip(wants, tickets, strict=True)
+    ]
+
+
+def wait_for(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.001)
+    return result
+
+
+def delivered(prefill: Server) -> bool:
+    assert [problem for _, problem in prefill.outgoing.ended() if problem] == []
+    return prefill.outgoing.delivered(ROOM)
+
+
+def same(ours: list[np.ndarray], theirs: list[np.ndarray], here: list[int], there: list[int]) -> bool:
+    return all((a[here] == b[there]).all() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_chunks_and_state_arrive_and_settling_them_is_the_acknowledgement(
+    start: Callable[..., Server],
+) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    untouched = [plane[9:].copy() for plane in decode.kv]
+    want = decode.expect([3, 1, 8, 5], [2])
+    for chunk in send(prefill, [want], [10, 11], last=False):
+        decode.incoming.arrived(chunk)
+    assert decode.incoming.poll(ROOM) is None
+    assert not delivered(prefill)
+    for chunk in send(prefill, [want], [30, 12], first=2, slots=[4]):
+        decode.incoming.arrived(chunk)
+    assert wait_for(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    wait_for(lambda: delivered(prefill))
+    assert same(decode.kv, prefill.kv, [3, 1, 8, 5], [10, 11, 30, 12])
+    assert same(decode.states, prefill.states, [2], [4])
+    assert all((plane[9:] == before).all() for plane, before in zip(decode.kv, untouched, strict=True))
+
+
+def test_the_last_chunk_may_overtake_another(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    want = decode.expect([1, 2], [0])
+    [early] = send(prefill, [want], [10], last=False)
+    [late] = send(prefill, [want], [11], first=1)
+    decode.incoming.arrived(late)
+    time.sleep(0.05)
+    assert decode.incoming.poll(ROOM) is None
+    decode.incoming.arrived(early)
+    assert wait_for(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    assert same(decode.kv, prefill.kv, [1, 2], [10, 11])
+
+
+def test_a_prompt_that_decode_has_cached_needs_no_page(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([], [])], [])
+    assert delivered(prefill)
+    decode.incoming.arrived(chunk)
+    assert decode.incoming.poll(ROOM) == (b"first token",)
+
+
+@pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1)])
+def test_ranks_of_another_degree_read_their_heads(
+    start: Callable[..., Server], owners: int, readers: int
+) -> None:
+    prefill = [start("prefill", rank, owners) for rank in range(owners)]
+    decode = [start("decode", rank, readers) for rank in range(readers)]
+    wants = [rank.expect([3, 4], [], owners) for rank in decode]
+    for number, owner in enumerate(prefill):
+        for reader, chunk in zip(
+            decode, send(owner, wants, [20, 21], tokens=PAGE + 1, rank=number), strict=True
+        ):
+            reader.incoming.arrived(chunk)
+    for reader in decode:
+        wait_for(lambda reader=reader: reader.incoming.poll(ROOM))
+    for owner in prefill:
+        wait_for(lambda owner=owner: delivered(owner))
+    for plane in range(2 * LAYERS):
+        ours = np.concatenate([reader.kv[plane][[3, 4]] for reader in decode], axis=2).reshape(
+            -1, HEADS, HEAD_BYTES
+        )
+        theirs = np.concatenate([owner.kv[plane][[20, 21]] for owner in prefill], axis=2).reshape(ours.shape)
+        assert (ours[: PAGE + 1] == theirs[: PAGE + 1]).all()
+
+
+def test_pages_given_up_by_prefill_are_never_taken_for_valid(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1, 2], [0])], [10, 11])
+    prefill.outgoing.end(ROOM)
+    for plane in prefill.kv:
+        plane[[10, 11]] = 0  # another request's
+    decode.incoming.arrived(chunk)
+    with pytest.raises(KVLinkError, match="lease"):
+        wait_for(lambda: decode.incoming.poll(ROOM))
+    assert list(prefill.outgoing.ended()) == []
+
+
+def test_a_ticket_used_again_is_refused(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1], [0])], [10])
+    decode.incoming.arrived(chunk)
+    wait_for(lambda: decode.incoming.poll(ROOM))
+    wait_for(lambda: delivered(prefill))
+    again = decode.expect([2], [0])
+    decode.incoming.arrived(replace(chunk, generation=again.generation))
+    with pytest.raises(KVLinkError):
+        wait_for(lambda: decode.incoming.poll(ROOM))
+
+
+def test_chunks_of_an_earlier_attempt_are_dropped(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1], [0])], [10])
+    decode.incoming.drop(ROOM)
+    decode.incoming.arrived(chunk)
+    decode.expect([2], [0])
+    decode.incoming.arrived(chunk)
+    before = [plane[[1, 2]].copy() for plane in decode.kv]
+    time.sleep(0.05)
+    assert decode.incoming.poll(ROOM) is None
+    assert same(decode.kv, before, [1, 2], [0, 1])
+
+
+def test_nothing_lands_after_a_drop(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    for round_ in range(20):
+        [chunk] = send(prefill, [decode.expect(list(range(20)), [0])], list(range(20, 40)))
+        decode.incoming.arrived(chunk)
+        decode.incoming.drop(ROOM)
+        for plane in decode.kv:
+            plane[:20] = round_
+        time.sleep(0.002)
+        assert all((plane[:20] == round_).all() for plane in decode.kv)
+        prefill.outgoing.end(ROOM)
+
+
+def test_a_room_may_end_whose_settled_offers_nobody_has_looked_at(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1], [0])], [10])
+    decode.incoming.arrived(chunk)
+    wait_for(lambda: decode.incoming.poll(ROOM))
+    worker = prefill.caches[0].worker
+    wait_for(lambda: worker.lease_counts().settled == 1)
+    for number in range(64):  # now and then the worker looks by itself when it makes offers
+        worker.offer(f"other {number}", [0])
+    prefill.outgoing.end(ROOM)
+    assert list(prefill.outgoing.ended()) == []
+
+
+def test_a_reader_that_never_comes_costs_the_lease_and_no_more(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill", lease_s=0.05), start("decode")
+    send(prefill, [decode.expect([1], [0])], [10])
+    [(room, problem)] = wait_for(lambda: list(prefill.outgoing.ended()))
+    assert room == ROOM
+    assert "expired" in problem
+
+
+def test_more_pages_or_caches_than_decode_has_are_refused(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1, 2], [0])], [10, 11])
+    wrong = {
+        "decode has 2": replace(chunk, first_page=1),
+        "cache 9": replace(chunk, tickets=((9, chunk.tickets[0][1]),)),
+        "offers 2 items": replace(chunk, num_pages=1),
+    }
+    for words, bad in wrong.items():
+        generation = decode.expect([1, 2], [0]).generation
+        decode.incoming.arrived(replace(bad, generation=generation))
+        with pytest.raises(ConfigError, match=words):
+            decode.incoming.poll(ROOM)
+
+
+def test_states_are_read_by_ranks_of_the_same_degree_only() -> None:
+    alone, of_two = (Rank("r", "m", "d", PAGE, HEADS, 0, tp_size) for tp_size in (1, 2))
+    state = Buffers((64,), (6400,), 100)
+    assert item_layout(state, alone, "swa").difference(item_layout(state, of_two, "swa")) == (
+        "dtype differs: 'swa of tp_size 1' here, 'swa of tp_size 2' there"
+    )
+
+
+def test_another_model_is_named_before_a_byte_is_read(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [layout] = [cache.worker.pool.layout for cache in prefill.caches if cache.component is None]
+    assert layout.difference(replace(layout, model="other")) == "model differs: 'tiny' here, 'other' there"
+    too_few = start("decode", 0, 1)
+    caches = [Cache(None, too_few.caches[1].worker)]
+    incoming = Incoming(caches)
+    incoming.expect(ROOM, np.array([1]), [], 1)
+    [chunk] = send(prefill, [replace(decode.want, generation=incoming.generation(ROOM))], [3])
+    incoming.arrived(chunk)
+    with pytest.raises(KVLinkError, match="differs"):
+        wait_for(lambda: incoming.poll(ROOM))
+
+
+def test_buffers_that_no_memory_can_have_are_named() -> None:
+    with pytest.raises(ConfigError, match="KV cache: 1 addresses, 1 lengths, 2 item lengths"):
+        grouped([64], [64], [1, 2], "KV cache")
+    with pytest.raises(ConfigError, match="no items of 128 bytes"):
+        grouped([64], [64], [128], "KV cache")
+    with pytest.raises(ConfigError, match="100 bytes are not 16 tokens of 4 heads"):
+        page_layout(Buffers((64,), (6400,), 100), Rank("r", "m", "d", PAGE, HEADS, 0, 1))
+
+
+def test_metadata_rows_are_copied_and_compared() -> None:
+    ours, theirs = np.zeros((3, 8), np.uint8), np.arange(24, dtype=np.uint8).reshape(3, 8)
+    AuxRows([ours.ctypes.data], [8]).write(1, AuxRows([theirs.ctypes.data], [8]).read(2))
+    assert ours.tolist() == [[0] * 8, [16, 17, 18, 19, 20, 21, 22, 23], [0] * 8]
+    with pytest.raises(ConfigError, match=r"rows of \[4\] bytes came, here they have \[8\]"):
+        AuxRows([ours.ctypes.data], [8]).write(0, [b"four"])

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests handed over between two processes of transformers' continuous batching give the tokens of one."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
+transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+allocators = pytest.importorskip(
+    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
+)
+if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
+    pytest.skip("transformers is older than 5.19", allow_module_level=True)
+
+from batching_peer import NUM_NEW, BatchingProcess  # noqa: E402
+from transports.processes import eventually  # noqa: E402
+
+from kvlink import Ticket  # noqa: E402
+from kvlink.demo.model import TinyLlama  # noqa: E402
+from kvlink.errors import ConfigError  # noqa: E402
+from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
+from kvlink.integrations.transformers.support import check_manager  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # several processes import torch, on a machine that may be busy
+
+BLOCK = 16
+SLOW_PULLS = {"transports": "fault+tcp", "fault": "delay-data=100ms@every:1"}
+
+_numbers = iter(range(10**6))
+
+
+class Peers:
+    """`plain` knows nothing of kvlink and says what the tokens are. `small` has few blocks, of half the size."""
+
+    def __init__(self) -> None:
+        self.plain = BatchingProcess()
+        self.prefill = BatchingProcess("prefill")
+        self.decode = BatchingProcess("decode")
+        self.small = BatchingProcess("small", page_size=BLOCK // 2, num_blocks=16, config=SLOW_PULLS)
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = self.plain.call("generate", prompt=prompt, request_id=f"plain-{next(_numbers)}")
+        assert len(tokens) == NUM_NEW
+        return tokens
+
+    def decoded(self, handover: str, **options: Any) -> list[int]:
+        request_id = self.decode.call("submit", handover=handover, **options)
+        tokens: list[int] = self.decode.call("tokens", request_id=request_id)
+        return tokens
+
+    def close(self) -> None:
+        with ExitStack() as each:
+            for peer in vars(self).values():
+                each.callback(peer.close)
+                peer.end()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    peers = Peers()
+    yield peers
+    peers.close()
+
+
+@pytest.fixture(autouse=True)
+def all_blocks_come_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nobody holds a block after a test, whatever happened in it."""
+    yield
+    if "peers" not in request.fixturenames:
+        return
+    peers = request.getfixturevalue("peers")
+    for peer in (peers.prefill, peers.decode, peers.small):
+        eventually(lambda peer=peer: peer.call("used") == 0)
+        assert peer.call("stats")["held_tables"] == 0
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    """Another one each time: nobody has it cached."""
+    return random.Random(next(_numbers)).choices(range(256), k=num_tokens)
+
+
+def blocks_of(handover: str) -> list[int]:
+    return list(Ticket.from_text(json.loads(handover)["ticket"]).block_ids)
+
+
+def gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {name: after[name] - before[name] for name in before if after[name] != before[name]}
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK + 5, 300])
+def test_tokens_are_those_of_a_single_process(peers: Peers, num_tokens: int) -> None:
+    prompt = prompt_of(num_tokens)
+    before = peers.decode.call("stats")
+    handover = peers.prefill.call("prefill", prompt=prompt)
+    assert peers.decoded(handover) == peers.expected(prompt)
+    change = gained(before, peers.decode.call("stats"))
+    assert change["pulled"] == 1
+    assert (
+        change["pulled_bytes"] == num_tokens * 4 * 2 * 4 * 64 * 4
+    )  # layers, K and V, heads, dimension, float32
+    assert "recomputed" not in change
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK + 5])
+def test_wrong_blocks_change_the_tokens(peers: Peers, num_tokens: int) -> None:
+    """So that equal tokens prove right blocks."""
+    prompt = prompt_of(num_tokens)
+    handover = peers.prefill.call("prefill", prompt=prompt)
+    peers.prefill.call("spoil", handover=handover)
+    assert peers.decoded(handover) != peers.expected(prompt)
+
+
+def test_an_aborted_offer_is_recomputed(peers: Peers) -> None:
+    prompt = prompt_of(40)
+    before = peers.decode.call("stats")
+    handover = peers.prefill.call("prefill", prompt=prompt)
+    peers.prefill.call("abort", handover=handover)
+    eventually(lambda: peers.prefill.call("used") == 0)
+    assert peers.decoded(handover) == peers.expected(prompt)
+    assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
+
+
+def test_a_second_use_of_a_hand_over_is_recomputed(peers: Peers) -> None:
+    """By then the owner's blocks are another request's, and the lease says so."""
+    prompt = prompt_of(40)
+    handover = peers.prefill.call("prefill", prompt=prompt)
+    expected = peers.expected(prompt)
+    assert peers.decoded(handover) == expected
+    eventually(lambda: peers.prefill.call("used") == 0)
+    usurper = peers.prefill.call("prefill", prompt=prompt_of(40))
+    assert set(blocks_of(usurper)) & set(blocks_of(handover))
+    peers.decode.call("used")  # forgets the prompt's blocks
+    before = peers.decode.call("stats")
+    assert peers.decoded(handover) == expected
+    assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
+    peers.prefill.call("abort", handover=usurper)
+
+
+def test_an_owner_that_died_is_recomputed(peers: Peers) -> None:
+    prompt = prompt_of(40)
+    doomed = BatchingProcess("doomed")
+    handover = doomed.call("prefill", prompt=prompt)
+    doomed.kill()
+    before = peers.decode.call("stats")
+    assert peers.decoded(handover) == peers.expected(prompt)
+    assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
+
+
+def test_a_swapped_ticket_is_refused(peers: Peers) -> None:
+    prompts = [prompt_of(40), prompt_of(40)]
+    texts = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+    ours, theirs = map(json.loads, texts)
+    before = peers.decode.call("stats")
+    mixed = [{**ours, "ticket": theirs["ticket"]}, {**ours, "first_token": (ours["first_token"] + 1) % 256}]
+    for handover in mixed:
+        with pytest.raises(RuntimeError, match=r"ConfigError: .* made for another prompt or first token"):
+            peers.decode.call("submit", handover=json.dumps(handover))
+    assert gained(before, peers.decode.call("stats")) == {"refused": 2}
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert peers.decoded(text) == peers.expected(prompt)
+
+
+def test_what_decode_has_cached_is_not_pulled(peers: Peers) -> None:
+    start = prompt_of(3 * BLOCK)
+    prompts = [start + prompt_of(10), start + prompt_of(21)]
+    pulled = []
+    for prompt in prompts:
+        before = peers.decode.call("stats")
+        assert peers.decoded(peers.prefill.call("prefill", prompt=prompt)) == peers.expected(prompt)
+        pulled.append(gained(before, peers.decode.call("stats"))["pulled_bytes"])
+    assert pulled[0] == pulled[1] // 21 * len(prompts[0])
+
+
+def test_the_first_token_may_be_the_last(peers: Peers) -> None:
+    prompt = prompt_of(20)
+    first, second, *_ = peers.expected(prompt)
+    assert peers.decoded(peers.prefill.call("prefill", prompt=prompt), max_new_tokens=1) == [first]
+    assert peers.decoded(peers.prefill.call("prefill", prompt=prompt), eos_token_id=first) == [first]
+    handover = peers.prefill.call("prefill", prompt=prompt)
+    assert peers.decoded(handover, eos_token_id=second) == [first, second]
+
+
+def test_more_hand_overs_than_blocks_wait_for_each_other(peers: Peers) -> None:
+    """Each takes 5 to 7 of 16 blocks, of another size than the owner's; none may starve those that generate."""
+    prompts = [prompt_of(40) for _ in range(6)]
+    handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+    before = peers.small.call("stats")
+    request_ids = [peers.small.call("submit", handover=handover) for handover in handovers]
+    found = [peers.small.call("tokens", request_id=request_id) for request_id in request_ids]
+    assert found == [peers.expected(prompt) for prompt in prompts]
+    assert gained(before, peers.small.call("stats"))["pulled"] == 6
+
+
+def test_a_prefill_that_finds_no_blocks_waits_for_a_lease_to_end(peers: Peers) -> None:
+    prompts = [prompt_of(50) for _ in range(4)]
+    peers.small.call("begin", prompts=prompts)
+    eventually(lambda: len(peers.small.call("ready")) == 2)
+    time.sleep(0.3)  # for a third, were it to come, or for transformers to give up
+    for index, prompt in enumerate(prompts):
+        eventually(lambda index=index: len(peers.small.call("ready")) > index)
+        assert peers.decoded(peers.small.call("ready")[index]) == peers.expected(prompt)
+
+
+def test_a_request_can_be_cancelled_while_its_blocks_are_pulled(peers: Peers) -> None:
+    before = peers.small.call("stats")
+    handover = peers.prefill.call("prefill", prompt=prompt_of(40))
+    request_id = peers.small.call("submit", handover=handover)
+    eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
+    peers.small.call("cancel", request_id=request_id)
+    eventually(lambda: peers.small.call("stats")["held_tables"] == 0)
+    assert gained(before, peers.small.call("stats")) == {}
+    peers.prefill.call("abort", handover=handover)
+
+
+def test_a_manager_that_stops_first_ends_what_it_was_given(peers: Peers) -> None:
+    prompt = prompt_of(40)
+    request_id = peers.small.call("submit", handover=peers.prefill.call("prefill", prompt=prompt))
+    eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
+    peers.small.call("restart")
+    assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompt)
+
+
+def test_closing_recomputes_what_is_on_its_way(peers: Peers) -> None:
+    """And leaves a manager that goes on, and that another hand-off may take over."""
+    prompts = [prompt_of(40), prompt_of(40)]
+    handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+    request_id = peers.small.call("submit", handover=handovers[0], request_id="on its way")
+    eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
+    peers.small.call("reopen")
+    assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompts[0])
+    request_id = peers.small.call("submit", handover=handovers[1])
+    assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompts[1])
+    assert peers.small.call("stats")["pulled"] == 1
+    peers.prefill.call("abort", handover=handovers[0])
+
+
+def test_other_attention_types_are_refused_by_name() -> None:
+    model = TinyLlama().network
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 2
+    model.config.sliding_window = 32
+    config = transformers.generation.ContinuousBatchingConfig(
+        page_size=BLOCK, num_blocks=8, max_batch_tokens=16
+    )
+    manager = model.init_continuous_batching(continuous_batching_config=config)
+    with pytest.raises(ConfigError, match="also has sliding_attention"):
+        KVLinkHandoff(manager, "refused")
+
+
+def test_what_another_version_lacks_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"transformers .* lacks .*ContinuousBatchingManager\.pause.* ran with"
+    ):
+        check_manager(object())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ticket": 5},
+        {"ticket": "KVT1"},
+        {"prompt": "text"},
+        {"prompt": [1, -1]},
+        {"prompt": [1, 2**40]},
+        {"prompt": [1, True]},
+        {"first_token": None},
+        {"first_logprob": "0"},
+        {"surplus": 1},
+    ],
+)
+def test_a_malformed_hand_over_is_refused(change: dict[str, Any]) -> None:
+    fields = {"ticket": "", "prompt": [1], "first_token": 2, "first_logprob": None, **change}
+    with pytest.raises(ConfigError, match=r"not a|token ids"):
+        Handover.from_json(json.dumps(fields)).open_ticket()
