@@ -20,7 +20,7 @@ LAYOUT = dense(Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=8,
 
 
 @pytest.fixture(params=["loopback", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     config = WorkerConfig(transports=request.param, lease_slots=32)
     with (
         Worker(BlockPool.allocate(LAYOUT), "owner", config=config) as owner,
@@ -28,7 +28,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
     ):
         rng = np.random.default_rng(1)
         owner.pool.numpy()[:] = rng.integers(1, 255, owner.pool.numpy().size, np.uint8)
-        yield owner, reader
+        workers = [owner, reader]
+        yield workers
+        workers.clear()  # pytest keeps what a fixture gave until after the leak check
+    del owner, reader
 
 
 def seats(*slots: int) -> tuple[LeaseSeat, ...]:
@@ -48,7 +51,7 @@ def ended(owner: Worker, within_s: float = 5.0) -> list[LeaseEvent]:
     return events
 
 
-def test_the_only_reader_gives_all_seats_back(pair: tuple[Worker, Worker]) -> None:
+def test_the_only_reader_gives_all_seats_back(pair: list[Worker]) -> None:
     owner, reader = pair
     chosen = seats(3, 4, 5, 6)
     owner.offers.grant_at("r", chosen, ttl_s=60)
@@ -61,7 +64,7 @@ def test_the_only_reader_gives_all_seats_back(pair: tuple[Worker, Worker]) -> No
     owner.offers.grant_at("r", chosen, ttl_s=60)  # the slots are free again, and so is the name
 
 
-def test_a_request_in_two_pulls_is_settled_once(pair: tuple[Worker, Worker]) -> None:
+def test_a_request_in_two_pulls_is_settled_once(pair: list[Worker]) -> None:
     owner, reader = pair
     chosen = seats(1, 2)
     owner.offers.grant_at("r", chosen, ttl_s=60)
@@ -73,7 +76,7 @@ def test_a_request_in_two_pulls_is_settled_once(pair: tuple[Worker, Worker]) -> 
     assert [event.how for event in ended(owner)] == [LeaseEnd.SETTLED]
 
 
-def test_before_the_grant_and_after_the_end_nothing_passes(pair: tuple[Worker, Worker]) -> None:
+def test_before_the_grant_and_after_the_end_nothing_passes(pair: list[Worker]) -> None:
     owner, reader = pair
     chosen = seats(7)
     ticket = ticket_of(owner, "r", chosen)
@@ -86,7 +89,7 @@ def test_before_the_grant_and_after_the_end_nothing_passes(pair: tuple[Worker, W
         reader.pull(ticket, into=[0, 2]).wait(10)
 
 
-def test_seats_that_are_taken_are_refused(pair: tuple[Worker, Worker]) -> None:
+def test_seats_that_are_taken_are_refused(pair: list[Worker]) -> None:
     owner, _ = pair
     owner.offers.grant_at("a", seats(1, 2), ttl_s=60)
     for wrong in (seats(2), seats(0), seats(4096), ()):
