@@ -27,7 +27,7 @@ def _markers(item: pytest.Item) -> set[str]:
     lane = _lane(item.nodeid)
     callspec = getattr(item, "callspec", None)
     over_verbs = lane == "transports" and callspec and "verbs" in callspec.params.values()
-    return {"softroce" if over_verbs else lane} & {"netns", "softroce", "gpu"}
+    return {"softroce" if over_verbs else lane} & {"engines", "netns", "softroce", "gpu"}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

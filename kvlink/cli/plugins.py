@@ -15,7 +15,10 @@ from kvlink.errors import ConfigError
 
 GROUP = "kvlink.commands"
 
-_SUMMARIES = {"kvlink.benchmarks:app": "Measure pulls, migrations, plans and the coordinator."}
+_SUMMARIES = {
+    "kvlink.benchmarks:app": "Measure pulls, migrations, plans and the coordinator.",
+    "kvlink.cli.router:app": "Route completions between prefill and decode servers, for demos and tests.",
+}
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang hands requests over through kvlink: `--disaggregation-transfer-backend kvlink`. See integrations/sglang.md.
+
+backend        SGLang's classes for it, derived from their common ones
+outgoing       prefill's side: pages of requests, offered chunk by chunk
+incoming       decode's side: the pulls of each request
+messages       what the two sides say to each other over SGLang's control sockets
+caches         SGLang's buffers as kvlink pools
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAME = "kvlink"
+
+
+def register() -> None:
+    """Makes the backend known to SGLang, which calls this at the start of each of its processes.
+
+    SGLang's set of backends is closed. Its enumeration asks `_missing_` for names that it does not know, and its
+    plug-ins may wrap `get_kv_class`.
+    """
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    ours = object.__new__(TransferBackend)
+    ours._name_, ours._value_ = _NAME.upper(), _NAME
+    TransferBackend._missing_ = classmethod(lambda cls, value: ours if value == _NAME else None)
+    add_disagg_transfer_backend_choices([_NAME])
+
+    def get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend is not ours:
+            return original(transfer_backend, class_type)
+        from .backend import class_of
+
+        return class_of(class_type)
+
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of which model a scheduler process of SGLang has, read from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+
+from kvlink.errors import ConfigError
+
+from .caches import Rank
+
+_MODEL_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "vocab_size",
+    "sliding_window",
+    "rope_theta",
+)
+
+
+def rank_of(manager: Any) -> Rank:
+    """Of the process of this CommonKVManager. Raises ConfigError for what kvlink cannot hand over."""
+    _refuse_unsupported(manager)
+    config = ModelConfig.from_server_args(manager.server_args)
+    role = manager.disaggregation_mode.value
+    data_rank = manager.system_dp_rank or manager.attn_dp_rank
+    return Rank(
+        name=f"sglang-{role}@{manager.local_ip}:{get_serving().port}/dp{data_rank}tp{manager.attn_tp_rank}",
+        model=_model_text(config),
+        dtype=manager.kv_cache_dtype_str,
+        page_tokens=manager.kv_args.page_size,
+        total_heads=1 if manager.is_mla_backend else config.get_total_num_kv_heads(),
+        tp_rank=manager.attn_tp_rank,
+        tp_size=manager.attn_tp_size,
+        gpu=manager.kv_args.gpu_id if get_device().device.startswith("cuda") else None,
+    )
+
+
+def _model_text(config: Any) -> str:
+    """What both servers must agree on, readable; not the path of the model nor SGLang's version."""
+    values = {name: getattr(config.hf_text_config, name, None) for name in _MODEL_FIELDS}
+    known = [f"{name}={value}" for name, value in values.items() if value is not None]
+    return " ".join(["/".join(config.hf_config.architectures or ["?"]), *known])
+
+
+def _refuse_unsupported(manager: Any) -> None:
+    wanted = {
+        "pipeline parallelism (--pp-size)": get_parallel().pp_size > 1,
+        "context parallelism (--attn-cp-size, --dcp-size)": manager.attn_cp_size > 1 or manager.dcp_size > 1,
+        "a sharded KV cache (--enable-kv-cache-sharding)": manager.kv_shard_size > 1,
+        "a draft model's KV cache (speculative decoding)": manager.kv_args.num_draft_entries > 0,
+    }
+    for what, is_wanted in wanted.items():
+        if is_wanted:
+            raise ConfigError(
+                f"--disaggregation-transfer-backend kvlink cannot do {what}; take another backend"
+            )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each side is asked, out of what the client asked. The hand-off itself is opaque: it is carried, never read."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Body: TypeAlias = dict[str, Any]
+
+HANDOFF = "kv_transfer_params"
+_ASK_FOR_A_HANDOFF: Body = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Meaningless or refused together with a single token that is not streamed.
+_ONLY_FOR_DECODE = ("stream_options", "min_tokens")
+_NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
+
+
+def prefill_body(body: Body) -> Body:
+    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a hand-off."""
+    asked = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
+    return asked | {
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        HANDOFF: dict(_ASK_FOR_A_HANDOFF),
+    }
+
+
+def decode_body(body: Body, handoff: Body | None) -> Body:
+    """The client's body; with the hand-off, or without any when decode is to compute the prompt itself."""
+    asked = {key: value for key, value in body.items() if key != HANDOFF}
+    return asked | {HANDOFF: handoff} if handoff else asked
+
+
+def handoff_of(answer: Any) -> Body | None:
+    """What prefill's answer says about where the blocks are; None when it says nothing."""
+    handoff = answer.get(HANDOFF) if isinstance(answer, dict) else None
+    return handoff if isinstance(handoff, dict) and handoff else None
+
+
+def one_handoff_suffices(body: Body) -> bool:
+    """Whether the request is one prompt with one continuation, whose logits over the prompt nobody wants."""
+    if body.get("n", 1) not in (1, None) or body.get("best_of", 1) not in (1, None):
+        return False
+    if any(body.get(key) is not None and body[key] is not False for key in _NEED_THE_PROMPT_COMPUTED):
+        return False
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return not several

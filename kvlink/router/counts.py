@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+Event = Literal[
+    "handed_over",
+    "not_suited",
+    "without_handoff",
+    "without_prefill",
+    "decode_retried",
+    "refused",
+]
+_MEANINGS: dict[Event, str] = {
+    "handed_over": "requests whose hand-off went to decode",
+    "not_suited": "requests that one hand-off cannot serve; decode computed them alone",
+    "without_handoff": "prefill answers without a hand-off; decode computed the prompt again",
+    "without_prefill": "requests that found no prefill server; decode computed them alone",
+    "decode_retried": "requests that a decode server did not begin to answer; the next one was asked",
+    "refused": "requests answered with 503 because nobody could take them",
+}
+
+
+class Counts(Counter[Event]):
+    """One number an event since the start."""
+
+    def prometheus(self) -> str:
+        """The text of /metrics."""
+        lines = []
+        for event, meaning in _MEANINGS.items():
+            name = f"kvlink_router_{event}_total"
+            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} counter", f"{name} {self[event]}"]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy: prefill computes one token, its hand-off goes to decode, whose answer streams back as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+
+from aiohttp import web
+
+from kvlink.router.bodies import Body, decode_body, handoff_of, one_handoff_suffices, prefill_body
+from kvlink.router.counts import Counts
+from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream
+
+_log = logging.getLogger("kvlink.router")
+
+_OURS = (
+    "Accept-Encoding",
+    "Connection",
+    "Content-Length",
+    "Content-Type",
+    "Expect",
+    "Host",
+    "Transfer-Encoding",
+)
+_KEPT_OF_ANSWERS = ("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id")
+
+
+class Refused(Exception):
+    """Prefill answered with an error about the request. Decode would refuse it too, so the client gets that answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"prefill answered {answer.status}")
+        self.answer = answer
+
+
+class Proxy:
+    """Handlers for aiohttp. `recompute`: without any prefill server decode computes prompts, instead of a 503."""
+
+    def __init__(self, prefill: Upstream, decode: Upstream, recompute: bool = True) -> None:
+        self.counts = Counts()
+        self._prefill = prefill
+        self._decode = decode
+        self._recompute = recompute
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """/v1/completions and /v1/chat/completions. Cancelled when the client goes away."""
+        try:
+            body = await request.json()
+        except ValueError as error:
+            return _error(400, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "the body is not a JSON object")
+        headers = request.headers.copy()
+        for name in _OURS:
+            headers.popall(name, None)
+        headers.setdefault("X-Request-Id", uuid.uuid4().hex)
+        try:
+            return await self._complete(request, body, headers)
+        except Refused as refused:
+            return _whole(refused.answer)
+        except NotServed as nobody:
+            self.counts["refused"] += 1
+            _log.warning("request=%s refused: %s", headers["X-Request-Id"], nobody)
+            return _error(503, str(nobody))
+
+    async def _complete(
+        self, request: web.Request, body: Body, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
+        """No two decode servers see the same hand-off: one that died may have used it up."""
+        tried: list[str] = []
+        reason, handoff, fresh = "no decode server is up", None, False
+        while (url := self._decode.ring.choose(time.monotonic(), tried)) is not None:
+            if not fresh:
+                handoff = await self._hand_off(request.path, body, headers)
+            answering = self._decode.stream(url, request.path, decode_body(body, handoff), headers)
+            try:
+                async with answering as (answer, rest):
+                    return await _passed_on(request, answer, rest)
+            except NotServed as error:
+                tried.append(url)
+                reason, fresh = str(error), error.untouched
+                self.counts["decode_retried"] += 1
+        raise NotServed(reason, untouched=True)
+
+    async def _hand_off(self, path: str, body: Body, headers: Mapping[str, str]) -> Body | None:
+        """Prefill's hand-off; None when decode is to compute the prompt. Raises NotServed, Refused."""
+        if not one_handoff_suffices(body):
+            self.counts["not_suited"] += 1
+            return None
+        try:
+            answer = await self._prefill.ask_any("POST", path, prefill_body(body), headers)
+        except NotServed:
+            if not self._recompute:
+                raise
+            self.counts["without_prefill"] += 1
+            return None
+        return self._handoff_in(answer, headers)
+
+    def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
+        if answer.status != 200:
+            raise Refused(answer)
+        try:
+            handoff = handoff_of(json.loads(answer.begin))
+        except ValueError:
+            handoff = None
+        self.counts["handed_over" if handoff else "without_handoff"] += 1
+        if not handoff:
+            _log.warning("request=%s prefill gave no hand-off, decode computes it", headers["X-Request-Id"])
+        return handoff
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """/v1/models of a decode server."""
+        try:
+            return _whole(await self._decode.ask_any("GET", request.path))
+        except NotServed as error:
+            return _error(503, str(error))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 when a request would be served now; says who is up."""
+        now_s = time.monotonic()
+        up = {
+            side.role: [url for url in side.ring.urls if side.ring.available(url, now_s)]
+            for side in (self._prefill, self._decode)
+        }
+        serves = up["decode"] and (up["prefill"] or self._recompute)
+        return web.json_response(up, status=200 if serves else 503)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Counts for Prometheus."""
+        return web.Response(text=self.counts.prometheus())
+
+
+async def _passed_on(request: web.Request, answer: Answer, rest: AsyncIterator[bytes]) -> web.StreamResponse:
+    """When the answer breaks off, the client's connection breaks too: it must not look complete."""
+    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
+    await response.prepare(request)
+    try:
+        await response.write(answer.begin)
+        async for piece in rest:
+            await response.write(piece)
+        await response.write_eof()
+    except BROKEN as error:
+        _log.warning("an answer broke off: %s: %s", type(error).__name__, error)
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def _whole(answer: Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.begin, headers=_kept(answer))
+
+
+def _kept(answer: Answer) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _KEPT_OF_ANSWERS if name in answer.headers}
+
+
+def _error(status: int, message: str) -> web.Response:
+    """As OpenAI's API says errors."""
+    return web.json_response(
+        {"error": {"message": message, "type": "router_error", "code": status}}, status=status
+    )

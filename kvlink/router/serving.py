@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as a server, and as a process that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from aiohttp import ClientSession, TCPConnector, web
+
+from kvlink.errors import KVLinkError
+from kvlink.router.choice import Ring
+from kvlink.router.proxy import Proxy
+from kvlink.router.upstream import Upstream
+
+_MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, images in a chat
+_PROBE_EVERY_S = 2.0
+_END_S = 5.0
+
+
+async def serve(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    host: str,
+    port: int,
+    recompute: bool,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError when it cannot listen."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with routing(prefill, decode, host, port, recompute) as address:
+        on_ready(address)
+        await stop.wait()
+
+
+@asynccontextmanager
+async def routing(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    recompute: bool = True,
+) -> AsyncIterator[str]:
+    """Routes between servers named by their base URLs; yields its own. `port` 0: any; `recompute`: see Proxy."""
+    # A connection of its own for each request: one that was kept may just be closed by the server, and what is
+    # lost then cannot be told from a server that died with the request.
+    async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
+        sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
+        runner = web.AppRunner(
+            _application(Proxy(*sides, recompute)),
+            handler_cancellation=True,  # a client that hangs up ends its requests to the servers
+            access_log=None,
+            shutdown_timeout=_END_S,
+        )
+        await runner.setup()
+        probing = asyncio.create_task(_probe(sides))
+        try:
+            yield await _listen(runner, host, port)
+        finally:
+            probing.cancel()
+            with suppress(asyncio.CancelledError):
+                await probing
+            await runner.cleanup()
+
+
+def _application(proxy: Proxy) -> web.Application:
+    app = web.Application(client_max_size=_MOST_BODY_BYTES)
+    app.add_routes(
+        [
+            web.post("/v1/completions", proxy.complete),
+            web.post("/v1/chat/completions", proxy.complete),
+            web.get("/v1/models", proxy.models),
+            web.get("/health", proxy.health),
+            web.get("/metrics", proxy.metrics),
+        ]
+    )
+    return app
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise KVLinkError(
+            f"the router cannot listen on {host}:{port}: {error.strerror}; give another --port"
+        ) from error
+    return f"http://{host}:{runner.addresses[0][1]}"
+
+
+async def _probe(sides: Sequence[Upstream]) -> None:
+    while True:
+        await asyncio.gather(*(side.probe() for side in sides))
+        await asyncio.sleep(_PROBE_EVERY_S)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the servers behind the router. Every failure that a neighbour might not share is one exception."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout
+
+from kvlink.router.bodies import Body
+from kvlink.router.choice import Ring
+
+BROKEN = (ClientError, OSError, TimeoutError)
+"""What aiohttp raises when a server is not there, or no longer."""
+
+# Answers of something that is not ready to serve, rather than about the request.
+_NOT_SERVING = (502, 503, 504)
+_PROBE_S = 10.0
+# Computing a long prompt may take minutes and a stream may pause: only a connection that breaks ends a request.
+_PATIENT = ClientTimeout(total=None, sock_connect=3.0)
+
+
+class NotServed(Exception):
+    """A server did not begin to answer. `untouched`: it never saw the request."""
+
+    def __init__(self, reason: str, untouched: bool) -> None:
+        super().__init__(reason)
+        self.untouched = untouched
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A server's answer, and as much of its body as has been read."""
+
+    status: int
+    headers: Mapping[str, str]
+    begin: bytes
+
+
+class Upstream:
+    """The servers of one role."""
+
+    def __init__(self, role: str, ring: Ring, session: ClientSession) -> None:
+        self.role = role
+        self.ring = ring
+        self._session = session
+
+    async def ask_any(
+        self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """A whole answer of the first server that gives one. Raises NotServed, by the last that did not."""
+        tried: list[str] = []
+        last = NotServed(f"no {self.role} server is up", untouched=True)
+        while (url := self.ring.choose(time.monotonic(), tried)) is not None:
+            tried.append(url)
+            try:
+                return await self._ask(method, url, path, body, headers)
+            except NotServed as error:
+                last = error
+        raise last
+
+    async def _ask(
+        self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
+    ) -> Answer:
+        async with self._open(method, url, path, body, headers) as response:
+            whole = await self._read(url, response, whole=True)
+        return Answer(response.status, response.headers, whole)
+
+    @asynccontextmanager
+    async def stream(
+        self, url: str, path: str, body: Body, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
+        """An answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
+
+        Whoever leaves early closes the connection, upon which the server aborts the request.
+        """
+        async with self._open("POST", url, path, body, headers) as response:
+            begin = await self._read(url, response, whole=False)
+            yield Answer(response.status, response.headers, begin), response.content.iter_any()
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
+    ) -> AsyncIterator[ClientResponse]:
+        try:
+            response = await self._session.request(
+                method, url + path, json=body, headers=headers, timeout=_PATIENT
+            )
+        except BROKEN as error:
+            raise self._gone(url, error, untouched=isinstance(error, ClientConnectorError)) from error
+        try:
+            yield response
+        finally:
+            response.close()
+
+    async def _read(self, url: str, response: ClientResponse, whole: bool) -> bytes:
+        """The body, or what comes first of it; only then has the server begun to answer."""
+        try:
+            body = await (response.read() if whole else response.content.readany())
+        except BROKEN as error:
+            raise self._gone(url, error, untouched=False) from error
+        if response.status in _NOT_SERVING:
+            raise self._gone(url, f"answered {response.status}", untouched=False)
+        self.ring.succeeded(url)
+        return body
+
+    def _gone(self, url: str, error: object, untouched: bool) -> NotServed:
+        self.ring.failed(url, time.monotonic())
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
+        return NotServed(f"{self.role} {url}: {reason}", untouched)
+
+    async def probe(self) -> None:
+        """Asks all servers whether they are alive."""
+        await asyncio.gather(*map(self._probe, self.ring.urls))
+
+    async def _probe(self, url: str) -> None:
+        try:
+            async with self._session.get(f"{url}/health", timeout=ClientTimeout(_PROBE_S)) as response:
+                alive = response.status == 200
+        except BROKEN:
+            alive = False
+        if alive:
+            self.ring.succeeded(url)
+        else:
+            self.ring.failed(url, time.monotonic())

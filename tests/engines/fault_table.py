@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault table: what a client gets when something goes wrong, with kvlink's connector and with NIXL's.
+
+    python tests/engines/fault_table.py [--connectors KVLinkConnector,NixlConnector] [--policy fail] [--only reuse,swap]
+
+Each connector has two servers of its own with the same flags, one after the other. Ends with 1 when a client got wrong
+tokens from kvlink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from connectors import pair_of
+from faults import SCENARIOS, Outcome, play
+from references import references_for
+
+MODEL = "llama"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--connectors", default="KVLinkConnector,NixlConnector")
+    parser.add_argument(
+        "--policy", choices=("fail", "recompute"), default="fail", help="of vLLM, for failed loads"
+    )
+    parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios, with commas")
+    parser.add_argument("--json", action="store_true", help="JSON lines, as they come")
+    options = parser.parse_args()
+    connectors, names = options.connectors.split(","), options.only.split(",")
+    table: dict[str, dict[str, Outcome]] = {}
+    references = references_for(MODEL)
+    try:
+        for connector in connectors:
+            with pair_of(connector, MODEL, options.policy) as pair:
+                for name in names:
+                    outcome = table.setdefault(name, {})[connector] = play(SCENARIOS[name], pair, references)
+                    said = {"scenario": name, "connector": connector, "policy": options.policy}
+                    said |= {"outcome": str(outcome), "noticed": outcome.noticed}
+                    print(json.dumps(said) if options.json else f"{name}, {connector}: {outcome}", flush=True)
+    finally:
+        references.close()
+    if not options.json:
+        print(f"\nLoad failure policy: {options.policy}.\n\n{markdown(table, connectors)}")
+    return any(
+        not outcome.safe
+        for row in table.values()
+        for name, outcome in row.items()
+        if name == "KVLinkConnector"
+    )
+
+
+def markdown(table: dict[str, dict[str, Outcome]], connectors: list[str]) -> str:
+    """A row a scenario; two columns a connector: what the client got, whose metrics moved."""
+    head = ["scenario", *(cell for name in connectors for cell in (name, "noticed by"))]
+    rows = [head, ["---"] * len(head)]
+    for name, outcomes in table.items():
+        what = " ".join((SCENARIOS[name].__doc__ or "").split())
+        row = [f"**{name}**: {what}"]
+        for connector in connectors:
+            outcome = outcomes[connector]
+            row += [str(outcome), "; ".join(outcome.noticed) or "nobody"]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens that a hand-over must not change.
+
+Kept in a file that the next run reads: servers start at the first prompt that is not in there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from connectors import pair_of
+from pair import Answer, Tokens, ask, flags
+from servers import ENGINES, MODELS, running, vllm
+
+Answering = Callable[[Sequence[int]], Answer]
+
+
+class References:
+    """NUM_NEW greedy tokens after each prompt. `answering` is entered when one is not known yet."""
+
+    def __init__(self, model: str, answering: AbstractContextManager[Answering]) -> None:
+        weights = hashlib.sha256((MODELS / model / "model.safetensors").read_bytes()).hexdigest()[:16]
+        self._file = ENGINES / "references" / f"{model}-{weights}.json"
+        self._known: dict[str, Tokens] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._answering = answering
+        self._answer: Answering | None = None
+        self._stack = ExitStack()
+
+    def __call__(self, tokens: Sequence[int]) -> Tokens:
+        key = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+        if key not in self._known:
+            if self._answer is None:
+                self._answer = self._stack.enter_context(self._answering)
+            answer = self._answer(tokens)
+            assert answer.tokens is not None, answer.body
+            self._known[key] = answer.tokens
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self._known))
+        return self._known[key]
+
+    def close(self) -> None:
+        """Ends what was started. Idempotent."""
+        self._stack.close()
+
+
+def references_for(model: str) -> References:
+    """From one plain server; for MLA from two with NIXL between them.
+
+    On CPUs vLLM prefills and decodes MLA in different arithmetic: a server that computed the prompt itself answers
+    with other tokens than one that received the very same cache, which decodes the prompt's last token.
+    """
+    return References(model, _two_with_nixl(model) if model == "deepseek" else _one_alone(model))
+
+
+@contextmanager
+def _one_alone(model: str) -> Iterator[Answering]:
+    with running([vllm("plain", model, flags=flags(model))]) as (server,):
+        yield lambda tokens: ask(server.url, model, tokens)
+
+
+@contextmanager
+def _two_with_nixl(model: str) -> Iterator[Answering]:
+    with pair_of("NixlConnector", model) as pair:
+        yield lambda tokens: pair.continued(tokens, pair.hand_off(tokens))

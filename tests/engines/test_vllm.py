@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real vLLM servers, a router, greedy tokens: those of one plain server, whatever happens on the way."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from faults import SCENARIOS, Outcome, play
+from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, prompt, stream
+from references import References
+from servers import Server, post
+
+pytestmark = pytest.mark.timeout(900)  # a session's first test starts two or three servers
+
+BLOCK_TOKENS = 128
+LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 300, CHUNK_TOKENS + 200, 4000)
+ALL_MODELS = pytest.mark.pairs(*({"model": model} for model in ("llama", "qwen3", "gemma3")))
+SETTLE_S = 30.0
+
+
+@ALL_MODELS
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_any_length(pair: Pair, references: References, routed: Server, num_tokens: int) -> None:
+    tokens = prompt("any length", num_tokens)
+    answer = ask(routed.url, pair.model, tokens)
+    assert (answer.status, answer.tokens) == (200, references(tokens))
+    assert routed.metric("kvlink_router_handed_over_total") == 1
+
+
+@pytest.mark.pairs({"model": "deepseek"})
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 300, CHUNK_TOKENS + 200])
+def test_latent_caches(pair: Pair, references: References, num_tokens: int) -> None:
+    """MLA: the tokens are those that the same bytes give after another connector has moved them."""
+    tokens = prompt("latent", num_tokens)
+    assert pair.continued(tokens, pair.hand_off(tokens)).tokens == references(tokens)
+
+
+@ALL_MODELS
+def test_many_at_once(pair: Pair, references: References, routed: Server) -> None:
+    prompts = [prompt(f"one of many: {i}", 40 + 97 * i) for i in range(8)]
+    expected = [references(tokens) for tokens in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda tokens: ask(routed.url, pair.model, tokens), prompts))
+    assert [answer.tokens for answer in answers] == expected
+
+
+@ALL_MODELS
+def test_shared_prefixes(pair: Pair, references: References, routed: Server) -> None:
+    """What decode has cached already is not moved again; what differs is."""
+    shared = prompt("shared", 5 * BLOCK_TOKENS)
+    prompts = [shared + prompt(f"tail {i}", 30 + 60 * i) for i in range(3)]
+    prompts += [prompts[0], prompts[2] + prompt("longer", 200)]
+    for tokens in prompts:
+        assert ask(routed.url, pair.model, tokens).tokens == references(tokens)
+
+
+def test_a_stream(pair: Pair, references: References, routed: Server) -> None:
+    tokens = prompt("a stream", 333)
+    events = stream(routed.url, pair.model, tokens)
+    assert len(events) > 1
+    assert [token for event in events for token in event] == references(tokens)
+
+
+def test_a_chat(pair: Pair, routed: Server) -> None:
+    """The same text straight to decode, which then computes it itself."""
+    body = {
+        "model": pair.model,
+        "messages": [{"role": "user", "content": " ".join(f"t{token}" for token in prompt("chat", 200))}],
+        "max_completion_tokens": NUM_NEW,
+        "temperature": 0,
+    }
+    answers = [post(f"{url}/v1/chat/completions", body) for url in (routed.url, pair.decode.url)]
+    assert [status for status, _ in answers] == [200, 200]
+    texts = {answer["choices"][0]["message"]["content"] for _, answer in answers}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("hang_up_after", [0, 1])
+def test_clients_that_hang_up(pair: Pair, references: References, hang_up_after: int) -> None:
+    """While decode pulls, and while it answers. All blocks come back; who follows is served."""
+    tokens = prompt(f"hangs up {hang_up_after}", 4000)
+    for _ in range(3):
+        stream(pair.decode.url, pair.model, tokens, hang_up_after, kv_transfer_params=pair.hand_off(tokens))
+    assert pair.settles(SETTLE_S)
+    after = prompt("after those who hung up", 500)
+    assert pair.continued(after, pair.hand_off(after)).tokens == references(after)
+
+
+def test_nobody_comes_for_a_handoff(pair: Pair) -> None:
+    """Its blocks come back when the lease ends."""
+    pair.hand_off(prompt("nobody comes", 2000))
+    assert pair.usage(pair.prefill) > 0
+    assert pair.settles(SETTLE_S)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_faults_never_give_wrong_tokens(pair: Pair, references: References, name: str) -> None:
+    outcome: Outcome = play(SCENARIOS[name], pair, references)
+    if pair.connector == "NixlConnector" and not outcome.safe:
+        pytest.xfail(f"{name}: {outcome}; noticed by {outcome.noticed or 'nobody'}")
+    assert outcome.safe, outcome
+    tokens = prompt(f"after {name}", 300)
+    assert pair.continued(tokens, pair.hand_off(tokens)).tokens == references(tokens)
+    assert pair.settles(SETTLE_S)
+
+
+def test_decode_dies(pair: Pair, references: References) -> None:
+    """In the middle of an answer. Prefill's blocks come back, and the next decode server is served."""
+    tokens = prompt("decode dies", 2000)
+    stream(pair.decode.url, pair.model, tokens, hang_up_after=1, kv_transfer_params=pair.hand_off(tokens))
+    waiting = pair.hand_off(prompt("decode is dead", 2000))
+    pair.decode.kill()
+    assert waiting
+    pair.decode = pair.decode.restarted().wait()
+    assert pair.settles(SETTLE_S)
+    assert pair.continued(tokens, pair.hand_off(tokens)).tokens == references(tokens)
+
+
+def test_nothing_is_left_of_500_requests(pair: Pair, references: References, routed: Server) -> None:
+    prompts = [prompt(f"one of 500: {i % 20}", 20 + 31 * (i % 20)) for i in range(500)]
+    expected = {tuple(tokens): references(tokens) for tokens in prompts[:20]}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda tokens: ask(routed.url, pair.model, tokens), prompts))
+    wrong = [
+        i
+        for i, (tokens, answer) in enumerate(zip(prompts, answers, strict=True))
+        if answer.tokens != expected[tuple(tokens)]
+    ]
+    assert not wrong
+    assert pair.settles(SETTLE_S)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that speaks an engine's HTTP, without the engine: remembers what it was asked, answers as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+HANDOFF = {"do_remote_prefill": True, "remote_host": "h", "of_another_connector": {"deep": [1, None]}}
+PIECES = [b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
+
+
+class FakeEngine:
+    """`die` says when the connection breaks: at once, after the headers, or after the first piece of a stream."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.status = 200
+        self.handoff: dict[str, Any] | None = HANDOFF
+        self.die = ""
+        self.hang = False
+        self.aborted = asyncio.Event()
+        self.arrived = asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[FakeEngine]:
+        """Listens while entered; leaving refuses connections on that port."""
+        app = web.Application()
+        app.add_routes(
+            [
+                web.post("/v1/{kind:.*}", self._complete),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+            ]
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await site.stop()
+            await asyncio.sleep(0.02)  # what asyncio is just accepting, the runner does not know yet
+            await runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        self.headers.append(request.headers)
+        self.arrived.set()
+        if self.die == "at once":
+            _cut(request)
+        if self.status != 200:
+            return web.json_response({"error": {"message": f"{self.name} says no"}}, status=self.status)
+        try:
+            if self.hang:
+                await asyncio.sleep(60)
+            return await self._answer(request, body)
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            answer = {"model": self.name, "choices": [{"text": "ab"}]}
+            if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+                answer["kv_transfer_params"] = self.handoff
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        if self.die == "after the headers":
+            _cut(request)
+        for piece in PIECES:
+            await response.write(piece)
+            if self.die == "after a piece":
+                await asyncio.sleep(0.05)
+                _cut(request)
+            await asyncio.sleep(0.01)
+        await response.write_eof()
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": self.name}]})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+
+def _cut(request: web.Request) -> None:
+    """As a process that is killed: the connection is reset in the middle of whatever it was."""
+    assert request.transport is not None
+    request.transport.abort()
+    raise ConnectionResetError
+
+
+def events(body: bytes) -> list[Any]:
+    """The objects of a server-sent stream; raises when it has no proper end."""
+    *pieces, end = [part.removeprefix("data: ") for part in body.decode().strip().split("\n\n")]
+    assert end == "[DONE]"
+    return [json.loads(piece) for piece in pieces]

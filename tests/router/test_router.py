@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router between real HTTP servers: what each side is asked, what the client gets, and who dies when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
+
+from aiohttp import ClientError, ClientSession
+from fake_engine import HANDOFF, FakeEngine, events
+
+from kvlink.router.serving import routing
+
+BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+class Place:
+    """Two prefill servers, two decode servers, a router, a client."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.prefill = [FakeEngine("p0"), FakeEngine("p1")]
+        self.decode = [FakeEngine("d0"), FakeEngine("d1")]
+        self._ends: dict[str, AsyncExitStack] = {}
+        self._stack = stack
+
+    async def start(self, recompute: bool = True) -> Place:
+        for engine in (*self.prefill, *self.decode):
+            end = self._ends[engine.name] = await self._stack.enter_async_context(AsyncExitStack())
+            await end.enter_async_context(engine.serving())
+        router = routing([p.url for p in self.prefill], [d.url for d in self.decode], recompute=recompute)
+        self.client = await self._stack.enter_async_context(
+            ClientSession(await self._stack.enter_async_context(router))
+        )
+        return self
+
+    async def kill(self, engine: FakeEngine) -> None:
+        await self._ends[engine.name].aclose()
+
+    async def post(self, body: Any = BODY, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+        async with self.client.post(path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def counts(self) -> dict[str, int]:
+        async with self.client.get("/metrics") as answer:
+            lines = [line.split() for line in (await answer.text()).splitlines() if not line.startswith("#")]
+        values = {name.removeprefix("kvlink_router_").removesuffix("_total"): int(n) for name, n in lines}
+        return {name: value for name, value in values.items() if value}
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def place(stack: AsyncExitStack) -> Place:
+    return await Place(stack).start()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_prefill_then_decode_with_its_handoff(place: Place, path: str, body: Any) -> None:
+    status, answer = await place.post(body, path, **{"X-Request-Id": "r1", "Authorization": "Bearer k"})
+    assert (status, answer["choices"]) == (200, [{"text": "ab"}])
+    (asked,) = place.prefill[0].asked
+    assert (asked["max_tokens"], asked["max_completion_tokens"], asked["stream"]) == (1, 1, False)
+    assert asked["kv_transfer_params"]["do_remote_decode"] is True
+    assert place.decode[0].asked == [body | {"kv_transfer_params": HANDOFF}]
+    for engine in (place.prefill[0], place.decode[0]):
+        assert engine.headers[0]["X-Request-Id"] == "r1"
+        assert engine.headers[0]["Authorization"] == "Bearer k"
+    assert await place.counts() == {"handed_over": 1}
+
+
+async def test_both_sides_share_a_request_id_that_nobody_gave(place: Place) -> None:
+    await place.post()
+    (given,) = {engine.headers[0]["X-Request-Id"] for engine in (place.prefill[0], place.decode[0])}
+    assert len(given) == 32
+
+
+async def test_a_stream_arrives_piece_by_piece(place: Place) -> None:
+    async with place.client.post("/v1/completions", json=BODY | {"stream": True}) as answer:
+        assert answer.content_type == "text/event-stream"
+        first = await answer.content.readany()
+        assert b"[DONE]" not in first
+        assert events(first + await answer.read()) == [{"text": "a"}, {"text": "b"}]
+    assert place.prefill[0].asked[0]["stream"] is False
+
+
+async def test_servers_take_turns(place: Place) -> None:
+    for _ in range(4):
+        await place.post()
+    assert [len(engine.asked) for engine in (*place.prefill, *place.decode)] == [2, 2, 2, 2]
+
+
+async def test_without_a_handoff_decode_computes_the_prompt(place: Place) -> None:
+    place.prefill[0].handoff = None
+    assert (await place.post())[0] == 200
+    assert place.decode[0].asked == [BODY]
+    assert await place.counts() == {"without_handoff": 1}
+
+
+async def test_several_continuations_do_not_share_a_handoff(place: Place) -> None:
+    assert (await place.post(BODY | {"n": 2}))[0] == 200
+    assert [engine.asked for engine in place.prefill] == [[], []]
+    assert place.decode[0].asked == [BODY | {"n": 2}]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
+async def test_what_prefill_refuses_is_refused(place: Place, status: int) -> None:
+    place.prefill[0].status = status
+    assert await place.post() == (status, {"error": {"message": "p0 says no"}})
+    assert [engine.asked for engine in place.decode] == [[], []]
+
+
+async def test_decodes_error_passes_through(place: Place) -> None:
+    place.decode[0].status = 500
+    assert await place.post() == (500, {"error": {"message": "d0 says no"}})
+
+
+@pytest.mark.parametrize("how", ["killed", "dies at once", "not ready"])
+async def test_the_next_prefill_server_is_asked(place: Place, how: str) -> None:
+    if how == "killed":
+        await place.kill(place.prefill[0])
+    elif how == "dies at once":
+        place.prefill[0].die = "at once"
+    else:
+        place.prefill[0].status = 503
+    for _ in range(2):
+        assert (await place.post())[0] == 200
+    assert len(place.prefill[1].asked) == 2
+    assert (await place.counts())["handed_over"] == 2
+
+
+async def test_without_prefill_decode_computes_the_prompt(place: Place) -> None:
+    for engine in place.prefill:
+        await place.kill(engine)
+    assert (await place.post())[0] == 200
+    assert place.decode[0].asked == [BODY]
+    assert (await place.counts())["without_prefill"] == 1
+
+
+async def test_without_prefill_and_without_leave_to_recompute_it_is_503(stack: AsyncExitStack) -> None:
+    place = await Place(stack).start(recompute=False)
+    for engine in place.prefill:
+        await place.kill(engine)
+    status, answer = await place.post()
+    assert status == 503
+    assert "prefill" in answer["error"]["message"]
+    assert (await place.client.get("/health")).status == 503
+
+
+async def test_a_decode_server_that_is_gone_leaves_its_handoff_to_the_next(place: Place) -> None:
+    await place.kill(place.decode[0])
+    assert (await place.post())[0] == 200
+    assert len(place.prefill[0].asked) == 1
+    assert place.decode[1].asked == [BODY | {"kv_transfer_params": HANDOFF}]
+
+
+@pytest.mark.parametrize("when", ["at once", "after the headers"])
+async def test_a_handoff_that_a_dead_server_saw_is_not_used_again(place: Place, when: str) -> None:
+    place.decode[0].die = when
+    async with place.client.post("/v1/completions", json=BODY | {"stream": True}) as answer:
+        assert answer.status == 200
+        assert events(await answer.read()) == [{"text": "a"}, {"text": "b"}]
+    assert len(place.decode[0].asked) == len(place.decode[1].asked) == 1
+    assert sum(len(engine.asked) for engine in place.prefill) == 2
+    assert (await place.counts())["decode_retried"] == 1
+
+
+async def test_without_decode_it_is_503_and_prefill_is_not_asked(place: Place) -> None:
+    for engine in place.decode:
+        await place.kill(engine)
+    statuses = [(await place.post())[0] for _ in range(2)]
+    assert statuses == [503, 503]
+    assert sum(len(engine.asked) for engine in place.prefill) <= 1  # before the router knew
+    assert (await place.client.get("/v1/models")).status == 503
+
+
+async def test_a_stream_that_breaks_does_not_look_complete(place: Place) -> None:
+    place.decode[0].die = "after a piece"
+    async with place.client.post("/v1/completions", json=BODY | {"stream": True}) as answer:
+        assert answer.status == 200
+        with pytest.raises(ClientError):
+            await answer.read()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_client_that_hangs_up_ends_its_request(place: Place, role: str) -> None:
+    engine: FakeEngine = getattr(place, role)[0]
+    engine.hang = True
+    asking = asyncio.create_task(place.post())
+    await engine.arrived.wait()
+    asking.cancel()
+    await asyncio.wait_for(engine.aborted.wait(), 10)
+
+
+async def test_one_that_came_back_is_used_again(place: Place, stack: AsyncExitStack) -> None:
+    gone = place.prefill[0]
+    port = int(gone.url.rpartition(":")[2])
+    await place.kill(gone)
+    await place.post()
+    await stack.enter_async_context(gone.serving(port))
+    for _ in range(300):
+        await place.post()
+        if gone.asked:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail("not one request in half a minute went to it")
+
+
+async def test_models_and_health(place: Place) -> None:
+    async with place.client.get("/v1/models") as answer:
+        assert (await answer.json())["data"] == [{"id": "d0"}]
+    async with place.client.get("/health") as answer:
+        up = await answer.json()
+    assert up == {"prefill": [p.url for p in place.prefill], "decode": [d.url for d in place.decode]}
+
+
+@pytest.mark.parametrize("body", ["{", "[1]"])
+async def test_a_body_that_is_no_request(place: Place, body: str) -> None:
+    async with place.client.post("/v1/completions", data=body) as answer:
+        assert answer.status == 400
+        assert "body" in (await answer.json())["error"]["message"]
