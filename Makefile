@@ -24,7 +24,7 @@ demo: build ## prefill in one process, decode in another, over every transport
 
 .PHONY: test
 test: lint test-cpp ## lint, C++ tests, Python tests: all that a change must pass
-	pytest -m "not netns and not softroce and not slow"
+	pytest -m "not engines and not netns and not softroce and not slow"
 
 .PHONY: build
 build: $(VENV)/.built ## .venv/ with kvlink installed in place
@@ -95,7 +95,15 @@ test-rdma: export KVLINK_NICS ?= $(or $(KVLINK_TEST_RDMA),rxe0:1)
 test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over the device KVLINK_TEST_RDMA
 	run=; if [ -z "$(KVLINK_TEST_RDMA)" ] && .ci/system-packages $(PYTHON) rdma && tests/softroce/guest --prepare; \
 	then run="tests/softroce/guest --"; fi; \
-	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane $(RDMA_TESTS); else pytest -m "softroce and not slow"; fi
+	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane $(RDMA_TESTS); else pytest -m softroce; fi
+
+# ENGINES_TESTS="tests/engines/test_vllm.py -k llama": only these.
+.PHONY: test-engines
+test-engines: build $(VENV)/.checked ## two real inference servers, a router, faults: tens of minutes, 24 GiB of memory
+	.ci/engines vllm $(PYTHON)
+	.ci/engines sglang $(PYTHON)
+	build/engines/vllm/bin/python tests/engines/models.py build/engines/models
+	pytest -m engines $(ENGINES_TESTS)
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment, use it there

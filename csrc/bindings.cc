@@ -212,8 +212,10 @@ void register_engine(py::module_& m) {
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
-                       const std::vector<std::string>& nics, const std::string& rdma_connect) {
-             const TransportOptions how{host, port, fault, nics, rdma_connect};
+                       const std::vector<std::pair<std::string, uint32_t>>& nics,
+                       const std::string& rdma_connect) {
+             TransportOptions how{host, port, fault, {}, rdma_connect};
+             for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
              return std::shared_ptr<Engine>(take(Engine::make(
                  {epoch, transports, how, num_lease_slots, num_progress_threads, inline_bytes, num_lanes})));
            }),

@@ -214,7 +214,8 @@ bool Lane::post_steps(int64_t now) {
   while (without_work < queue_.size()) {
     const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
     // The slot read and the settle are not data: they never wait for room in the window.
-    const Window room = num_posted_ < window_.depth ? window_ : Window{0, 0, 0};
+    const bool full = num_posted_ >= window_.depth || bytes_under_way_ >= window_.bytes;
+    const Window room = full ? Window{0, 0, 0} : window_;
     const bool ordered = ordered_ && (!order_stalls_ || queue_.size() == 1);
     const Step step = transfer->next(room, ordered, index_, now);
     if (step.kind == Step::Kind::kNone) {
@@ -346,6 +347,7 @@ void Lane::disown(uint64_t token) {
 
 uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step) {
   ++num_posted_;
+  bytes_under_way_ += step.bytes;
   num_awaited_ += transfer != nullptr;
   if (transfer && asked_ns_ == 0) asked_ns_ = now_ns();
   for (uint64_t token = 0;; ++token) {
@@ -359,6 +361,7 @@ uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step)
 void Lane::release(uint64_t token) {
   const bool recalled = posted_[token].recalled_ns != 0;
   num_awaited_ -= posted_[token].transfer != nullptr;
+  bytes_under_way_ -= posted_[token].step.bytes;
   posted_[token] = {};
   --num_posted_;
   if (num_awaited_ == 0) asked_ns_ = 0;

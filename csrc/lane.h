@@ -104,7 +104,8 @@ class Lane {
   size_t turn_ = 0;  // round robin over the queue
   std::vector<Posted> posted_;
   uint32_t num_posted_ = 0;
-  uint32_t num_awaited_ = 0;        // of them, those that a transfer waits for
+  uint32_t num_awaited_ = 0;  // of them, those that a transfer waits for
+  uint64_t bytes_under_way_ = 0;
   int64_t give_up_ns_ = INT64_MAX;  // when reads that cannot be called back end with the connection
   int64_t asked_ns_ = 0;            // when the owner was asked for what it has not answered since; 0: nothing
   int32_t spin_credit_ = 0;         // negative: so many waits go without spinning

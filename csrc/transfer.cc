@@ -157,13 +157,14 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
     lanes_used_ |= 1ull << lane;
     return step;
   }
-  Step step{Step::Kind::kNone, next_op_, 0};
-  uint64_t bytes = 0, segments = 0;
+  Step step{Step::Kind::kNone, next_op_};
+  uint64_t segments = 0;
   for (; next_op_ < plan_.ops.size() && step.num_ops < window.chunk_ops; ++next_op_, ++step.num_ops) {
     const ReadOp& op = plan_.ops[next_op_];
-    bytes += op.bytes;
     segments += op.num_segments;
-    if (step.num_ops > 0 && (bytes > window.chunk_bytes || segments > window.chunk_ops)) break;
+    const bool full = step.bytes + op.bytes > window.chunk_bytes || segments > window.chunk_ops;
+    if (step.num_ops > 0 && full) break;
+    step.bytes += op.bytes;
   }
   if (step.num_ops == 0) return step;
   step.kind = Step::Kind::kReads;
@@ -179,7 +180,7 @@ void Transfer::ended(const Step& step, const Status& status, int64_t now) {
   } else if (!status.ok()) {
     stop(status);
   } else if (step.kind == Step::Kind::kReads) {
-    for (const ReadOp& op : chunk(step).ops) stats_.bytes += op.bytes;
+    stats_.bytes += step.bytes;
     stats_.read_ns = now - started_ns_ - stats_.plan_ns;
   } else if (!stopping_) {
     on_slot(now);

@@ -50,6 +50,7 @@ struct Step {
   enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
   Kind kind = Kind::kNone;
   uint32_t first_op = 0, num_ops = 0;
+  uint64_t bytes = 0;  // of kReads
 };
 
 enum class TransferState : uint8_t {

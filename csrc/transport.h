@@ -77,6 +77,7 @@ struct Window {
   uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
   uint32_t depth = 1;               // posts outstanding
   uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
+  uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
 };
 
 /// The reader's end of one connection. Not thread safe: the engine serialises every call.
@@ -91,7 +92,8 @@ class Endpoint {
   /// Returns the index by which ReadOp::region names this region of the owner.
   virtual Result<uint32_t> import_region(std::string_view remote_key) = 0;
 
-  /// The ports it goes from and to, "mlx5_0:1->mlx5_1:1", where it is tied to some. Constant.
+  /// The ports it goes from and to, "mlx5_0:1->mlx5_1:1", where it is tied to some; " 75%" behind it is the
+  /// part of the bytes under way that its ports may have where there are others. Constant.
   virtual std::string path() const { return {}; }
   virtual Window window() const = 0;
   /// A post is executed at the owner only after every earlier post of this endpoint has been.
@@ -166,12 +168,18 @@ class Transport {
   virtual void close() = 0;
 };
 
+/// A port to use, and what its link and the way from it to the memory can carry.
+struct NicOption {
+  std::string port;  // "mlx5_0:1"
+  uint32_t mbps = 1;
+};
+
 struct TransportOptions {
-  std::string host = "127.0.0.1";      // address that listening sockets bind
-  uint16_t port = 0;                   // 0: any
-  std::string fault;                   // plan of the fault transport, see fault.cc
-  std::vector<std::string> nics = {};  // "mlx5_0:1", best first; none: every active port
-  std::string rdma_connect = {};       // "direct" or "cm" (rdma_cm); empty: what the NIC needs
+  std::string host = "127.0.0.1";    // address that listening sockets bind
+  uint16_t port = 0;                 // 0: any
+  std::string fault;                 // plan of the fault transport, see fault.cc
+  std::vector<NicOption> nics = {};  // best first; none: every active port
+  std::string rdma_connect = {};     // "direct" or "cm" (rdma_cm); empty: what the NIC needs
 };
 
 /// One row of the table in transports.cc.

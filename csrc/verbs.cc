@@ -1,19 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // verbs: RDMA READ over reliable connected queue pairs, libibverbs opened at run time.
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 
 #include "transports.h"
 #include "verbs_endpoint.h"
 #include "verbs_memory.h"
 #include "verbs_owner.h"
+#include "verbs_rails.h"
 
 namespace kvlink {
 namespace verbs {
 namespace {
 
 // One queue pair keeps at most 16 reads under way: with blocks of 4 KiB over 5 us that is 13 GB/s.
-constexpr uint32_t kQpsPerPair = 4;
+constexpr size_t kQpsPerRail = 4;
+constexpr size_t kMaxLanes = 64;  // of one connection
+
+/// As Endpoint::path has it.
+std::string path_of(const Nic& nic, const NicAddress& there, const Rail& rail, const std::vector<Rail>& all) {
+  std::string path = nic.name() + "->" + there.name;
+  if (all.size() == 1) return path;
+  double mbps = 0;
+  for (const Rail& each : all) mbps += each.mbps;
+  return path.append(" ").append(std::to_string(std::lround(100 * rail.mbps / mbps))).append("%");
+}
 
 class Region final : public MemoryRegion {
  public:
@@ -42,11 +54,7 @@ class VerbsTransport final : public Transport {
         patience_(patience) {}
   ~VerbsTransport() override { close(); }
 
-  std::string address() const override {
-    Address address;
-    for (const auto& nic : nics_) address.nics.push_back(nic->address());
-    return address.format();
-  }
+  std::string address() const override { return own_address().format(); }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     auto memory = enlist(range, access == Access::kRead ? Rights::kPeersRead : Rights::kPeersReadWrite);
@@ -84,6 +92,7 @@ class VerbsTransport final : public Transport {
     return memory;
   }
   std::vector<LocalRegion> locals(size_t nic) const;
+  Address own_address() const;
 
   const std::vector<std::shared_ptr<Nic>> nics_;
   const std::vector<std::shared_ptr<CmPort>> cm_ports_;  // of nics_, null for those connected directly
@@ -101,33 +110,32 @@ std::vector<LocalRegion> VerbsTransport::locals(size_t nic) const {
   return regions;
 }
 
-uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
-  const auto address = Address::parse(owner_address);
-  if (!address) return 1;  // open() says what is wrong
-  return kQpsPerPair * static_cast<uint32_t>(std::max(nics_.size(), address->nics.size()));
+Address VerbsTransport::own_address() const {
+  Address address;
+  for (const auto& nic : nics_) address.nics.push_back(nic->address());
+  return address;
 }
 
-/// Lane i goes from our i-th port to the owner's i-th one, in rounds: rails stay rails when both have as
-/// many.
+uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
+  const auto address = Address::parse(owner_address);
+  const size_t rails = address ? pair(own_address().nics, address->nics).size() : 0;
+  if (rails == 0) return 1;  // open() says what is wrong
+  return static_cast<uint32_t>(rails * std::clamp(kMaxLanes / rails, size_t{1}, kQpsPerRail));
+}
+
+/// Lane i runs on the i-th rail, in rounds; lane 0, which carries small pulls alone, on the widest.
 Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_address, uint32_t lane) {
   const auto address = Address::parse(owner_address);
   if (!address) return Status::Unavailable("the owner's RDMA address is malformed", {});
-  const size_t own = lane % nics_.size();
-  if (Status status = nics_[own]->check(); !status.ok()) return status;
-  const auto owners = static_cast<uint32_t>(lane % address->nics.size());
-  const NicAddress& there = address->nics[owners];
-  if (there.ethernet != nics_[own]->address().ethernet) {
-    return Status::Unavailable(nics_[own]->name() + " and the owner's " + there.name +
-                                   " are on different kinds of fabric (Ethernet and InfiniBand)",
-                               "name the ports that belong together in KVLINK_NICS");
-  }
-  if (there.by_cm != nics_[own]->by_cm()) {
-    const auto way = [](bool by_cm) { return by_cm ? " through rdma_cm" : " directly"; };
-    return Status::Unavailable(nics_[own]->name() + " connects" + way(!there.by_cm) + ", and the owner's " +
-                                   there.name + way(there.by_cm),
-                               "set KVLINK_RDMA_CONNECT to the same at both ends");
-  }
-  return open_endpoint(nics_[own], cm_ports_[own], {owners, there.name}, locals(own), patience_);
+  const Address own = own_address();
+  const std::vector<Rail> rails = pair(own.nics, address->nics);
+  if (rails.empty()) return why_apart(own.nics.front(), address->nics.front());
+  const Rail& rail = rails[lane % rails.size()];
+  const std::shared_ptr<Nic>& nic = nics_[rail.local];
+  if (Status status = nic->check(); !status.ok()) return status;
+  const std::string path = path_of(*nic, address->nics[rail.remote], rail, rails);
+  return open_endpoint(nic, cm_ports_[rail.local], {rail.remote, path, rail.mbps / rails.front().mbps},
+                       locals(rail.local), patience_);
 }
 
 Result<Way> parse_way(const std::string& name) {

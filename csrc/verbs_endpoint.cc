@@ -9,9 +9,22 @@
 namespace kvlink::verbs {
 namespace {
 
-// What one queue pair has under way: enough for 400 Gb/s over 20 us with four of them; small enough that
-// several share a pull evenly to its end. Lanes that get nothing of a small one stand by for one that breaks.
-constexpr Window kWindow{.chunk_bytes = 512 << 10, .chunk_ops = 256, .depth = 4, .stripe_bytes = 0};
+// What one queue pair of the widest rail has under way: enough for 400 Gb/s over 20 us with four of them;
+// posted in parts small enough that several share a pull evenly to its end. Lanes that get nothing of a small
+// one stand by for one that breaks.
+constexpr double kWindowBytes = 2 << 20;
+constexpr double kChunkOps = 256;
+constexpr uint32_t kDepth = 4;
+constexpr uint32_t kLeastChunk = 16 << 10;
+
+Window window_of(double width) {
+  const double bytes = kWindowBytes * width;
+  return {.chunk_bytes = std::max(static_cast<uint32_t>(bytes / kDepth), kLeastChunk),
+          .chunk_ops = std::max(static_cast<uint32_t>(kChunkOps * width), 1u),
+          .depth = kDepth,
+          .stripe_bytes = 0,
+          .bytes = static_cast<uint64_t>(bytes)};
+}
 
 constexpr uint32_t kChainWrs = 64;        // one doorbell
 constexpr uint64_t kReadBytes = 1 << 20;  // largest work request: longer runs are split
@@ -24,11 +37,11 @@ constexpr int64_t kFlushNs =
 
 class VerbsEndpoint final : public Endpoint {
  public:
-  VerbsEndpoint(const OwnerNic& owner, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp,
-                std::shared_ptr<CmPort> cm, const ChainLimits& limits, uint32_t max_wrs,
-                std::vector<LocalRegion> locals, Patience patience)
-      : owner_nic_(owner.index),
-        path_(qp->nic()->name() + "->" + owner.name),
+  VerbsEndpoint(Route route, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, std::shared_ptr<CmPort> cm,
+                const ChainLimits& limits, uint32_t max_wrs, std::vector<LocalRegion> locals,
+                Patience patience)
+      : route_(std::move(route)),
+        window_(window_of(route_.width)),
         cq_(std::move(cq)),
         qp_(std::move(qp)),
         cm_(std::move(cm)),
@@ -39,12 +52,12 @@ class VerbsEndpoint final : public Endpoint {
         losses_(qp_->nic()->losses()) {}
   ~VerbsEndpoint() override { close(); }
 
-  std::string hello() const override { return Hello{owner_nic_, qp_->address()}.format(); }
+  std::string hello() const override { return Hello{route_.owner_nic, qp_->address()}.format(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
-  std::string path() const override { return path_; }
-  Window window() const override { return kWindow; }
+  std::string path() const override { return route_.path; }
+  Window window() const override { return window_; }
   // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those before
   // it have landed, which saves the way to the CPU and back.
   bool ordered() const override { return true; }
@@ -82,8 +95,8 @@ class VerbsEndpoint final : public Endpoint {
   void say_goodbye();
   void wait_until_flushed(int64_t most_ns);
 
-  const uint32_t owner_nic_;
-  const std::string path_;
+  const Route route_;
+  const Window window_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
   const std::shared_ptr<CmPort> cm_;
@@ -120,11 +133,11 @@ Status VerbsEndpoint::connect(std::string_view reply, int64_t timeout_ns) {
 
 Result<uint32_t> VerbsEndpoint::import_region(std::string_view remote_key) {
   auto key = RemoteKey::parse(remote_key);
-  if (!key || owner_nic_ >= key->rkeys.size()) {
+  if (!key || route_.owner_nic >= key->rkeys.size()) {
     return Status::AccessDenied("the key of a region of the owner is malformed");
   }
   remotes_.push_back(
-      {key->access, key->base, key->bytes, key->slice_bytes, std::move(key->rkeys[owner_nic_])});
+      {key->access, key->base, key->bytes, key->slice_bytes, std::move(key->rkeys[route_.owner_nic])});
   return static_cast<uint32_t>(remotes_.size() - 1);
 }
 
@@ -295,7 +308,7 @@ void VerbsEndpoint::close() {
 }  // namespace
 
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
-                                                OwnerNic owner, std::vector<LocalRegion> locals,
+                                                Route route, std::vector<LocalRegion> locals,
                                                 Patience patience) {
   const Nic::Limits& limits = nic->limits();
   const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
@@ -305,8 +318,9 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::s
   if (!cq.ok()) return cq.status();
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);
   if (!qp.ok()) return qp.status();
-  return std::unique_ptr<Endpoint>(new VerbsEndpoint(owner, std::move(*cq), std::move(*qp), std::move(cm),
-                                                     chain, limits.max_wrs, std::move(locals), patience));
+  return std::unique_ptr<Endpoint>(new VerbsEndpoint(std::move(route), std::move(*cq), std::move(*qp),
+                                                     std::move(cm), chain, limits.max_wrs, std::move(locals),
+                                                     patience));
 }
 
 }  // namespace kvlink::verbs

@@ -15,15 +15,16 @@
 
 namespace kvlink::verbs {
 
-/// A port of the owner: its index in Address::nics, and its name.
-struct OwnerNic {
-  uint32_t index = 0;
-  std::string name;
+/// The way to one port of the owner.
+struct Route {
+  uint32_t owner_nic = 0;  // index in Address::nics
+  std::string path;        // see Endpoint::path
+  double width = 1;        // of the bytes that the widest may have under way
 };
 
 /// `cm` connects it, or when null the addresses in hello and reply do.
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
-                                                OwnerNic owner, std::vector<LocalRegion> locals,
+                                                Route route, std::vector<LocalRegion> locals,
                                                 Patience patience);
 
 }  // namespace kvlink::verbs

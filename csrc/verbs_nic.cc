@@ -77,7 +77,7 @@ Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
 
 }  // namespace
 
-Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, Way way) {
+Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, uint32_t mbps, Way way) {
   const Result<const Api*> loaded = verbs::api();
   if (!loaded.ok()) return loaded.status();
   const Api& api = **loaded;
@@ -100,20 +100,22 @@ Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, 
   }
   const int flags = ::fcntl(context->async_fd, F_GETFL);
   ::fcntl(context->async_fd, F_SETFL, flags | O_NONBLOCK);
-  auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), device, port);
+  auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), device, port, mbps);
   if (Status status = nic->choose_way(found->transport_type, way); !status.ok()) return status;
   if (Status status = nic->find_limits(); !status.ok()) return status;
   if (Status status = nic->find_address(); !status.ok()) return status;
   return nic;
 }
 
-Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port)
+Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port,
+         uint32_t mbps)
     : api_(api),
       context_(std::move(context)),
       pd_(std::move(pd)),
       device_(std::move(device)),
       name_(device_ + ":" + std::to_string(port)),
-      port_(port) {}
+      port_(port),
+      mbps_(mbps) {}
 
 Status Nic::choose_way(ibv_transport_type transport, Way wish) {
   iwarp_ = transport == IBV_TRANSPORT_IWARP;
@@ -176,7 +178,7 @@ Status Nic::find_address() {
 
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
-  return {name_, ethernet_, lid_, gid_, by_cm_};
+  return {name_, ethernet_, lid_, gid_, by_cm_, mbps_};
 }
 
 Status Nic::check() const {
@@ -251,17 +253,17 @@ ibv_mr* Nic::register_memory(const MemoryRange& range, uint64_t offset, uint64_t
   return api_.reg_dmabuf_mr(pd_.get(), range.dmabuf_offset + offset, bytes, iova, range.dmabuf_fd, access);
 }
 
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names, Way way) {
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted, Way way) {
   std::vector<std::shared_ptr<Nic>> nics;
-  for (const std::string& name : names) {
-    const auto parsed = parse_name(name);
+  for (const NicOption& option : wanted) {
+    const auto parsed = parse_name(option.port);
     if (!parsed.ok()) return parsed.status();
-    Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second, way);
+    Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second, option.mbps, way);
     if (!nic.ok()) return nic.status();
     if (Status status = (*nic)->check(); !status.ok()) return status;
     nics.push_back(std::move(*nic));
   }
-  if (!names.empty()) return nics;
+  if (!wanted.empty()) return nics;
 
   const Result<const Api*> loaded = api();
   if (!loaded.ok()) return loaded.status();
@@ -272,7 +274,7 @@ Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::strin
   for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
     const std::string device = (*loaded)->get_device_name(list.devices[i]);
     for (uint8_t port = 1; nics.size() < kMaxNics; ++port) {
-      Result<std::shared_ptr<Nic>> nic = Nic::open(device, port, way);
+      Result<std::shared_ptr<Nic>> nic = Nic::open(device, port, NicOption{}.mbps, way);
       const Status usable = nic.ok() ? (*nic)->check() : nic.status();
       if (usable.code() == Code::kConfig) break;  // no such port
       usable.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = usable);

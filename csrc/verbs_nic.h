@@ -31,8 +31,9 @@ class Nic {
   };
 
   /// `device` with `port` from 1. Refuses (kTransportUnavailable) a port without an address.
-  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port, Way way);
-  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port);
+  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port, uint32_t mbps, Way way);
+  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port,
+      uint32_t mbps);
   Nic(const Nic&) = delete;
   Nic& operator=(const Nic&) = delete;
 
@@ -77,6 +78,7 @@ class Nic {
   Owned<ibv_pd> pd_;
   const std::string device_, name_;
   const uint8_t port_;
+  const uint32_t mbps_;
   Limits limits_;
   bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
   ibv_mtu mtu_ = IBV_MTU_1024;
@@ -90,6 +92,6 @@ class Nic {
 };
 
 /// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<std::string>& names, Way way);
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted, Way way);
 
 }  // namespace kvlink::verbs

@@ -198,9 +198,11 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
       return Status::AccessDenied(what +
                                   "the owner's NIC refuses the key or the range; the owner restarted or "
                                   "revoked it");
+    case IBV_WC_LOC_QP_OP_ERR:  // rxe's, when its link goes down under a request
+      return Status::Unreachable(what +
+                                 "this process's own NIC could not carry it out; its link may be down");
     case IBV_WC_LOC_PROT_ERR:
     case IBV_WC_LOC_LEN_ERR:
-    case IBV_WC_LOC_QP_OP_ERR:
     case IBV_WC_LOC_ACCESS_ERR:
     case IBV_WC_MW_BIND_ERR:
       return Status::AccessDenied(what + "this process's own NIC refuses the local memory or the request");

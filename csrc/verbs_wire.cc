@@ -55,7 +55,10 @@ std::string Address::format() const {
   BlobWriter to;
   to.u32(kAddressMagic).u32(static_cast<uint32_t>(nics.size()));
   for (const NicAddress& nic : nics) {
-    to.bytes(nic.name).u32((nic.ethernet ? kEthernet : 0) | (nic.by_cm ? kByCm : 0)).u32(nic.lid);
+    to.bytes(nic.name)
+        .u32((nic.ethernet ? kEthernet : 0) | (nic.by_cm ? kByCm : 0))
+        .u32(nic.lid)
+        .u32(nic.mbps);
     write(to, nic.gid);
   }
   return to.take();
@@ -74,7 +77,9 @@ std::optional<Address> Address::parse(std::string_view blob) {
     nic.ethernet = flags & kEthernet;
     nic.by_cm = flags & kByCm;
     nic.lid = from.u32();
-    if (!read(from, nic.gid) || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || !printable(nic.name))
+    nic.mbps = from.u32();
+    if (!read(from, nic.gid) || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || nic.mbps == 0 ||
+        !printable(nic.name))
       return {};
     address.nics.push_back(std::move(nic));
   }

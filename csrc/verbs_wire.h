@@ -27,6 +27,7 @@ struct NicAddress {
   uint32_t lid = 0;  // InfiniBand
   Gid gid{};
   bool by_cm = false;  // is connected to by the connection manager: CmReply answers
+  uint32_t mbps = 1;   // of its link, what the way to the memory leaves
 };
 
 struct Address {

@@ -150,7 +150,7 @@ class Engine:
         num_progress_threads: int,
         inline_bytes: int,
         num_lanes: int,
-        nics: Sequence[str],
+        nics: Sequence[tuple[str, int]],
         rdma_connect: str = "",
     ) -> None: ...
     def add_pool_region(self, memory: HostMemory) -> int: ...

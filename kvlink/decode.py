@@ -40,7 +40,8 @@ class PathTaken:
     transport: str
     lanes: int
     nics: tuple[str, ...]
-    """Pairs of ports that carry lanes, "mlx5_0:1->mlx5_1:1": this worker's and the owner's. Only of verbs."""
+    """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1", and when there are
+    several the part of the bytes under way that each may have, as in "mlx5_0:1->mlx5_1:1 75%". Only of verbs."""
     nics_left_out: tuple[str, ...]
     """This worker's ports that carry none, each with its reason."""
     refused: tuple[Refusal, ...]

@@ -24,8 +24,8 @@ _log = logging.getLogger("kvlink.loan")
 class Loan:
     """`refused` says why no NIC may have the pool; empty: they may. Only a GPU's regions have a `lent` each."""
 
-    ports: Sequence[str] = ()
-    """As csrc/verbs_nic.h takes them, best first."""
+    ports: Sequence[tuple[str, int]] = ()
+    """As csrc/transport.h takes them, with their Mb/s, best first."""
     left_out: tuple[RefusedNic, ...] = ()
     lent: tuple[Lent, ...] = ()
     refused: str = ""
@@ -65,7 +65,7 @@ def lend_to_nics(
     """
     if pool.gpu is None:
         return Loan(*select_ports(MemoryPlace(), config.nics, root))
-    ports: list[str] = []
+    ports: list[tuple[str, int]] = []
     left_out: tuple[RefusedNic, ...] = ()
     try:
         driver = make_driver()

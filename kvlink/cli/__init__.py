@@ -39,11 +39,14 @@ def options(
 def demo(
     transport: Annotated[str, typer.Option(help="One or more names with commas, or all.")] = "all",
     as_json: Json = False,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Multiplies every deadline, for slow machines.")
+    ] = 1.0,
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run."""
     from kvlink.demo import run
 
-    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json))
+    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience))
 
 
 @app.command()

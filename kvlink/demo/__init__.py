@@ -2,7 +2,7 @@
 """The main job, end to end: a transformer prefills in one process and decodes in another; tokens are equal.
 
 `run` is the router and the judge. It starts a coordinator, a prefill and a decode process, sends prompts from
-one to the other, and compares the tokens with a run of the same model on a cache that never moved.
+one to the other, and compares the tokens with a run of the same model, in a fourth, on a cache that never moved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvlink.errors import ConfigError
 __all__ = ["run"]
 
 
-def run(transports: Sequence[str] | None = None, json: bool = False) -> int:
+def run(transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0) -> int:
     """Prints one row a transport: a table, or JSON lines. None tries all that this machine has.
+    `patience` multiplies every deadline, for slow machines.
 
     Returns 0, or 1 when any row's tokens differ or its transport fails. Raises ConfigError for names that
     do not exist and when torch or transformers is not installed.
@@ -26,4 +27,4 @@ def run(transports: Sequence[str] | None = None, json: bool = False) -> int:
         raise ConfigError(f"the demo needs {' and '.join(missing)}: pip install 'kvlink[demo]'")
     from kvlink.demo.show import show
 
-    return show(transports, json)
+    return show(transports, json, patience)

@@ -1,48 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three processes of the demo, and which of them plays which role."""
+"""The processes of the demo, and which of them plays which role."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
 from types import TracebackType
 
-from kvlink.demo.processes import Child
+from kvlink.demo.processes import Child, Family
+from kvlink.demo.text import Expected
 
 _START_S = 120.0  # importing torch and transformers from a cold disk
 
 
 class Cluster:
-    """A coordinator, a prefill and a decode process. They start at once; use as a context manager."""
+    """A coordinator, a prefill, a decode and a reference process. They start at once; use as a context manager.
 
-    def __init__(self) -> None:
-        with ExitStack() as stack:
-            self._coordinator, self._prefill, self._decode = (
-                stack.enter_context(closing(Child(name))) for name in ("coordinator", "prefill", "decode")
-            )
-            self._children = stack.pop_all()
+    `patience` multiplies every deadline.
+    """
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self.patience = patience
+        self._family = Family(("coordinator", "prefill", "decode", "reference"), patience)
+        self._children: list[Child] = []
+        self._expected: Expected = {}
 
     def wait_ready(self) -> str:
         """Returns the coordinator's address once all have started. Raises ChildError."""
-        for child in (self._coordinator, self._prefill, self._decode):
-            child.wait_ready(_START_S)
-        self._coordinator.call("coordinator", "open")
-        return str(self._coordinator.call("coordinator", "address")["address"])
+        self._children = self._family.wait_ready(_START_S)
+        coordinator, *_, reference = self._children
+        reference.call("reference", "open")
+        reference.ask("reference", "tokens")
+        coordinator.call("coordinator", "open")
+        return str(coordinator.call("coordinator", "address")["address"])
 
     def hosts(self, transport: str) -> tuple[Child, Child]:
         """Who plays prefill and who decode. Loopback ends at the process, so there one plays both."""
+        _, prefill, decode, _ = self._children
         alone = transport.removeprefix("fault+") == "loopback"
-        return self._prefill, self._prefill if alone else self._decode
+        return prefill, prefill if alone else decode
+
+    def expected(self) -> Expected:
+        """The tokens of the single-process run, which runs from `wait_ready` on. Raises ChildError."""
+        if not self._expected:
+            self._expected = self._children[-1].answer("reference tokens")
+        return self._expected
 
     def pids(self) -> list[int]:
         """Of the children."""
-        return [child.pid for child in (self._coordinator, self._prefill, self._decode)]
+        return [child.pid for child in self._children]
 
     def __enter__(self) -> Cluster:
-        """Nothing to do: the children run since construction."""
+        """Nothing to do: the children are on their way since construction."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends all children."""
-        self._children.close()
+        self._family.close()

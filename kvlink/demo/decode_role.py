@@ -20,7 +20,8 @@ _TIMEOUT_S = 20.0
 class DecodeRole:
     """One transport's decode worker."""
 
-    def __init__(self, transport: str, coordinator: str) -> None:
+    def __init__(self, transport: str, coordinator: str, patience: float = 1.0) -> None:
+        self._timeout_s = _TIMEOUT_S * patience
         self._model = TinyLlama()
         self._station = Station("decode", transport, coordinator)
 
@@ -62,7 +63,7 @@ class DecodeRole:
 
     def _pull(self, request_id: str, ticket: str | None, block_ids: list[int]) -> Pull:
         source = Ticket.from_text(ticket) if ticket else request_id
-        pull = self._station.worker.pull(source, into=block_ids, timeout_s=_TIMEOUT_S)
+        pull = self._station.worker.pull(source, into=block_ids, timeout_s=self._timeout_s)
         pull.wait()
         return pull
 

@@ -28,7 +28,8 @@ class _Held:
 class PrefillRole:
     """One transport's prefill worker."""
 
-    def __init__(self, transport: str, coordinator: str) -> None:
+    def __init__(self, transport: str, coordinator: str, patience: float = 1.0) -> None:
+        self._ttl_s = _TTL_S * patience
         self._model = TinyLlama()
         self._station = Station("prefill", transport, coordinator)
         self._offers: dict[str, _Held] = {}
@@ -49,7 +50,7 @@ class PrefillRole:
         self._offers |= dict.fromkeys(request_ids, held)
         tickets = [
             self._station.worker.offer(
-                request_id, held.block_ids, num_tokens=len(tokens), ttl_s=_TTL_S, publish=publish
+                request_id, held.block_ids, num_tokens=len(tokens), ttl_s=self._ttl_s, publish=publish
             ).to_text()
             for request_id in request_ids
         ]

@@ -11,43 +11,53 @@ from statistics import median
 from kvlink.demo.messages import Reply
 from kvlink.demo.processes import Child, ChildError
 from kvlink.demo.table import Row, failed
-from kvlink.demo.text import PROMPTS
+from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected
 
-NUM_NEW_TOKENS = 32
 NUM_TIMED_PULLS = 20
 STEPS = len(PROMPTS) + NUM_TIMED_PULLS
 _ENDED_S = 10.0
 _GIB = 1 << 30
 
-Expected = dict[str, list[int]]
-"""Prompt name to the tokens of the single-process run."""
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One transport between the two roles. `step` is called STEPS times, for progress."""
+    """One transport between the two roles. `step` is called STEPS times, for progress.
+
+    `patience` multiplies every deadline.
+    """
 
     transport: str
     prefill: Child
     decode: Child
     step: Callable[[], None]
+    patience: float = 1.0
 
-    def try_out(self, coordinator: str, expected: Expected) -> Row:
-        """The whole demonstration over this transport. A failure becomes the row's error."""
+    def try_out(self, coordinator: str, expected: Callable[[], Expected]) -> Row:
+        """The whole demonstration over this transport. A failure becomes the row's error.
+
+        `expected` is waited for before anything is timed.
+        """
         try:
             with ExitStack() as stack:
                 for role, child in (("prefill", self.prefill), ("decode", self.decode)):
-                    child.call(role, "open", transport=self.transport, coordinator=coordinator)
+                    child.call(
+                        role,
+                        "open",
+                        transport=self.transport,
+                        coordinator=coordinator,
+                        patience=self.patience,
+                    )
                     stack.callback(_close, child, role)
                 return self._row(expected)
         except ChildError as error:
             return failed(self.transport, str(error))
 
-    def _row(self, expected: Expected) -> Row:
+    def _row(self, expected: Callable[[], Expected]) -> Row:
         problems: list[str] = []
         # Every other prompt's ticket travels with us, the rest are claimed at the coordinator.
         replies = {name: self._continue(name, i % 2 == 0, problems) for i, name in enumerate(PROMPTS)}
-        different = [name for name, reply in replies.items() if reply["tokens"] != expected[name]]
+        wanted = expected()
+        different = [name for name, reply in replies.items() if reply["tokens"] != wanted[name]]
         problems += [f"other tokens than the single-process run for {name!r}" for name in different]
         longest = max(PROMPTS, key=lambda name: len(PROMPTS[name]))
         num_bytes, p50_us = self._measure(longest, problems)
@@ -101,7 +111,7 @@ class Route:
         return pulls[0]["bytes"], median(pull["us"] for pull in pulls)
 
     def _check_ends(self, problems: list[str]) -> None:
-        ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S)
+        ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S * self.patience)
         if any(ended.values()):
             problems.append(
                 f"prefill had {ended['unsettled']} unsettled offers, {ended['leaked_blocks']} leaked blocks"

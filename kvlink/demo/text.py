@@ -29,6 +29,12 @@ PROMPTS: dict[str, str] = {
 }
 """Name to text. They cover a partial only block, a full last block, and a last block of one token."""
 
+NUM_NEW_TOKENS = 32
+"""Generated per prompt."""
+
+Expected = dict[str, list[int]]
+"""Prompt name to the tokens of the single-process run."""
+
 
 def tokenize(text: str) -> list[int]:
     """UTF-8 bytes as token ids (0…255)."""

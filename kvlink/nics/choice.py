@@ -45,6 +45,15 @@ def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelecti
     return NicSelection(_weighted(usable), tuple(refused))
 
 
+def weigh(topology: Topology, place: MemoryPlace, ports: Sequence[str]) -> tuple[NicChoice, ...]:
+    """The ports of these names as they are, whether they can be used or not. Leaves out what is not there.
+
+    Raises ConfigError for a GPU that is not there.
+    """
+    found = {candidate.name: candidate for candidate in candidates(topology, place)}
+    return _weighted([found[name] for name in ports if name in found])
+
+
 def _apply(wish: NicNames, found: Sequence[Candidate]) -> tuple[list[Candidate], list[RefusedNic]]:
     """What KVLINK_NICS lets through, in its order, and what it does not."""
     if not wish.ports:

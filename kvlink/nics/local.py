@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvlink.config import parse_nics
-from kvlink.nics.choice import choose
-from kvlink.nics.values import MemoryPlace, NicSelection, RefusedNic, port_name
+from kvlink.nics.choice import choose, weigh
+from kvlink.nics.values import MemoryPlace, NicSelection, RefusedNic, port_and_mbps, port_name
 from kvlink.topology import discover
 
 
@@ -20,10 +20,12 @@ def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> N
 
 def select_ports(
     place: MemoryPlace, spec: str = "", root: Path = Path("/")
-) -> tuple[list[str], tuple[RefusedNic, ...]]:
-    """The chosen ports as csrc/verbs_nic.h takes them, best first, and the ports left out."""
+) -> tuple[list[tuple[str, int]], tuple[RefusedNic, ...]]:
+    """The chosen ports with their Mb/s, as csrc/transport.h takes them, best first, and the ports left out."""
     wish = parse_nics(spec)
     if wish.ports and not wish.excludes and all(port is not None for _, port in wish.ports):
-        return [port_name(*named) for named in wish.ports], ()  # who names ports is not advised on paths
+        names = [port_name(*named) for named in wish.ports]
+        known = dict(map(port_and_mbps, weigh(discover(root, gids=False), place, names)))
+        return [(name, known.get(name, 1)) for name in names], ()  # who names ports is not advised on paths
     selection = select_nics(place, spec, root)
-    return [port_name(nic.device, nic.port) for nic in selection.chosen], selection.refused
+    return [port_and_mbps(nic) for nic in selection.chosen], selection.refused

@@ -19,7 +19,7 @@ class MemoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class NicChoice:
-    """A port to use. Weights compare with each other only; they are Gb/s scaled by what the path leaves."""
+    """A port to use. `weight` is in Gb/s: what the path leaves of the link."""
 
     device: str
     port: int
@@ -52,33 +52,12 @@ class NicSelection:
     chosen: tuple[NicChoice, ...]
     refused: tuple[RefusedNic, ...]
 
-    def offers(self) -> tuple[NicOffer, ...]:
-        """What peers are told, in the same order."""
-        return tuple(
-            NicOffer(nic.device, nic.port, nic.link_layer, nic.rate_gbps, nic.weight) for nic in self.chosen
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NicOffer:
-    """A port as a worker publishes it. The order in which it lists them numbers the rails."""
-
-    device: str
-    port: int
-    link_layer: LinkLayer
-    rate_gbps: float
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rail:
-    """One local and one remote port, as indices into the two lists. Weights compare within one pairing."""
-
-    local: int
-    remote: int
-    weight: float
-
 
 def port_name(device: str, port: int | None) -> str:
     """As KVLINK_NICS writes it: mlx5_0:1, or mlx5_0 for every port."""
     return device if port is None else f"{device}:{port}"
+
+
+def port_and_mbps(nic: NicChoice) -> tuple[str, int]:
+    """As csrc/transport.h takes it."""
+    return port_name(nic.device, nic.port), max(round(1000 * nic.weight), 1)

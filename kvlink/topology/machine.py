@@ -31,8 +31,11 @@ class Topology:
         return self.nodes[0].id if len(self.nodes) == 1 else None
 
 
-def discover(root: Path = Path("/")) -> Topology:
-    """Reads the tree under `root`. Absent files give zeros and "unknown", never an error."""
+def discover(root: Path = Path("/"), *, gids: bool = True) -> Topology:
+    """Reads the tree under `root`. Absent files give zeros and "unknown", never an error.
+
+    `gids=False` leaves out the GIDs of the NICs, which are up to a thousand files a port.
+    """
     processors, nodes = cpu.cpus(root), cpu.numa_nodes(root)
     only_node = nodes[0].id if len(nodes) == 1 else None
     return Topology(
@@ -43,5 +46,5 @@ def discover(root: Path = Path("/")) -> Topology:
         nodes=nodes,
         caches=processors.caches,
         gpus=pci.gpus(root, only_node),
-        nics=rdma.devices(root, only_node),
+        nics=rdma.devices(root, only_node, gids),
     )

@@ -94,12 +94,12 @@ class RdmaDevice:
     ports: tuple[RdmaPort, ...]
 
 
-def devices(root: Path, only_node: int | None) -> tuple[RdmaDevice, ...]:
-    """Every device in human order of its name."""
-    return tuple(_device(root, name, only_node) for name in names(root, DEVICES))
+def devices(root: Path, only_node: int | None, gids: bool = True) -> tuple[RdmaDevice, ...]:
+    """Every device in human order of its name; without `gids` its ports seem to have none."""
+    return tuple(_device(root, name, only_node, gids) for name in names(root, DEVICES))
 
 
-def _device(root: Path, name: str, only_node: int | None) -> RdmaDevice:
+def _device(root: Path, name: str, only_node: int | None, with_gids: bool) -> RdmaDevice:
     at = f"{DEVICES}/{name}"
     # Only soft devices have `parent`, the interface they ride on; that one's card is not theirs.
     upper = read(root, f"{at}/parent")
@@ -110,13 +110,14 @@ def _device(root: Path, name: str, only_node: int | None) -> RdmaDevice:
         firmware=read(root, f"{at}/fw_ver"),
         hca_type=read(root, f"{at}/hca_type"),
         is_iwarp=read(root, f"{at}/node_type").endswith("RNIC"),
-        ports=tuple(_port(root, at, number, upper) for number in numbered(root, f"{at}/ports")),
+        ports=tuple(_port(root, at, number, upper, with_gids) for number in numbered(root, f"{at}/ports")),
     )
 
 
-def _port(root: Path, device: str, number: int, upper: str) -> RdmaPort:
+def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> RdmaPort:
     at = f"{device}/ports/{number}"
-    gids = tuple(gid for index in numbered(root, f"{at}/gids") if (gid := _gid(root, at, index)))
+    indices = numbered(root, f"{at}/gids") if with_gids else []
+    gids = tuple(gid for index in indices if (gid := _gid(root, at, index)))
     behind = next((gid.netdev for gid in gids if gid.netdev), "")
     return RdmaPort(
         number=number,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from kvlink import BlockPool, _core
 from kvlink.benchmarks import migrate, pull
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
 from kvlink.benchmarks.models import MODELS, geometry_of
-
-from kvlink import BlockPool, _core
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 

@@ -55,7 +55,8 @@ Address make(Random& random) {
     address.nics.push_back({.name = std::string(below(65, random), static_cast<char>('a' + random() % 26)),
                             .ethernet = below(2, random),
                             .lid = below(1 << 16, random),
-                            .gid = random_gid(random)});
+                            .gid = random_gid(random),
+                            .mbps = 1 + below(UINT32_MAX, random)});
   }
   return address;
 }
@@ -95,7 +96,7 @@ bool in_bounds(const QpAddress& qp) {
 bool in_bounds(const Address& address) {
   return !address.nics.empty() && address.nics.size() <= kMaxNics &&
          std::all_of(address.nics.begin(), address.nics.end(), [](const NicAddress& nic) {
-           return nic.name.size() <= 64 && nic.ethernet <= 1 && nic.lid <= 0xffff;
+           return nic.name.size() <= 64 && nic.ethernet <= 1 && nic.lid <= 0xffff && nic.mbps > 0;
          });
 }
 
@@ -202,9 +203,9 @@ constexpr QpAddress kQp{
 const std::string kQpBytes = words({0x12, 0x34, 5, 3, 16, 9, 16}) + "0123456789abcdef";
 
 TEST(VerbsWireFormat, Address) {
-  const Address address{{{"mlx5_0:1", 1, 7, kGid}, {"", 0, 0xffff, {}}}};
-  EXPECT_EQ(address.format(), "kva1" + words({2, 8}) + "mlx5_0:1" + words({1, 7, 16}) + "0123456789abcdef" +
-                                  words({0, 0, 0xffff, 16}) + std::string(16, '\0'));
+  const Address address{{{"mlx5_0:1", 1, 7, kGid, false, 400}, {"", 0, 0xffff, {}}}};
+  EXPECT_EQ(address.format(), "kva1" + words({2, 8}) + "mlx5_0:1" + words({1, 7, 400, 16}) +
+                                  "0123456789abcdef" + words({0, 0, 0xffff, 1, 16}) + std::string(16, '\0'));
 }
 
 TEST(VerbsWireFormat, HelloAndReply) {
@@ -248,6 +249,8 @@ TEST(VerbsWireBounds, Ports) {
   const std::string blob = Address{{{"n", 1, 7, kGid}}}.format();
   constexpr size_t kBehindName = 4 + 4 + 4 + 1;
   expect_bounds<Address>(blob, {{kBehindName, 3}, {kBehindName + 4, 0xffff}});
+  EXPECT_TRUE(Address::parse(with(blob, kBehindName + 8, 0xffff'ffff)));
+  EXPECT_FALSE(Address::parse(with(blob, kBehindName + 8, 0)));
   const auto with_nics = [](size_t count) { return Address{{count, NicAddress{"n", 1, 7, kGid}}}.format(); };
   EXPECT_FALSE(Address::parse(with_nics(0)));
   EXPECT_TRUE(Address::parse(with_nics(kMaxNics)));

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from kvlink.demo.child import Host
 from kvlink.demo.cluster import Cluster
 from kvlink.demo.decode_role import DecodeRole
 from kvlink.demo.messages import Reply
-from kvlink.demo.processes import Child, ChildError
-from kvlink.demo.router import NUM_NEW_TOKENS, Route
-from kvlink.demo.show import single_process_run
-from kvlink.demo.text import PROMPTS
+from kvlink.demo.processes import Child, ChildError, Family
+from kvlink.demo.reference_role import single_process_run
+from kvlink.demo.router import Route
+from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
 from kvlink.errors import ConfigError
 
 AVAILABLE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
@@ -131,7 +131,7 @@ def test_one_changed_block_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, c
     child.call("coordinator", "open")
     try:
         coordinator = child.call("coordinator", "address")["address"]
-        row = Route("loopback", child, child, lambda: None).try_out(coordinator, single_process_run())
+        row = Route("loopback", child, child, lambda: None).try_out(coordinator, single_process_run)
     finally:
         child.host.close()
     assert row.tokens_equal is not corrupt
@@ -152,19 +152,48 @@ def test_a_killed_role_fails_its_row_with_a_reason() -> None:
             if steps == 2:
                 os.kill(decode.pid, signal.SIGKILL)
 
-        row = Route("tcp", prefill, decode, kill_decode).try_out(coordinator, single_process_run())
+        row = Route("tcp", prefill, decode, kill_decode).try_out(coordinator, cluster.expected)
     assert not row.good
     assert f"the decode process {decode.pid} " in row.error
 
 
-def test_a_stopped_child_is_killed_within_the_deadline() -> None:
-    child = Child("coordinator")
-    child.wait_ready(60)
+@pytest.fixture
+def family() -> Iterator[Family]:
+    family = Family(("coordinator",))
+    yield family
+    family.close()
+
+
+def test_a_stopped_child_is_killed_within_the_deadline(family: Family) -> None:
+    (child,) = family.wait_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(ChildError, match=r"no answer to coordinator open within 0.5 s and was killed"):
         child.call("coordinator", "open", within_s=0.5)
     assert not alive(child.pid)
-    child.close()
+
+
+def test_a_child_that_died_is_reported_with_its_status(family: Family) -> None:
+    (child,) = family.wait_ready(60)
+    os.kill(child.pid, signal.SIGKILL)
+    eventually(lambda: not alive(child.pid))
+    with pytest.raises(ChildError, match=r"coordinator process \d+ (ended with -9 in|is gone before) coord"):
+        child.call("coordinator", "open")
+
+
+def test_children_are_forks_of_a_process_with_one_thread(family: Family) -> None:
+    (child,) = family.wait_ready(60)
+    zygote = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert len(list(Path(f"/proc/{zygote}/task").iterdir())) == 1
+
+
+def test_an_import_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise SystemExit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        Cluster() as cluster,
+        pytest.raises(ChildError, match=r"zygote process \d+ ended with 7 in its start"),
+    ):
+        cluster.wait_ready()
 
 
 def test_children_end_with_a_parent_that_was_killed() -> None:
@@ -180,7 +209,7 @@ def test_children_end_with_a_parent_that_was_killed() -> None:
     assert parent.stdout is not None
     with parent, parent.stdout:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(pids) == 4
         assert all(map(alive, pids))
         parent.kill()
     eventually(lambda: not any(map(alive, pids)))

@@ -21,6 +21,10 @@ CHUNK_TOKENS = 1024
 # MLA 16; windows have blocks of their own.
 _POOL_BLOCKS = {"llama": 96, "qwen3": 96, "gemma3": 192, "deepseek": 640}
 _OVERWRITING = 4
+_LOADS = {
+    "KVLinkConnector": "vllm:kvlink_transfer_seconds_count",
+    "NixlConnector": "vllm:nixl_xfer_time_seconds_count",
+}
 _ASK_FOR_A_HANDOFF = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -88,6 +92,10 @@ class Pair:
         """Every free block of the server's pool gets other contents."""
         for part in range(_OVERWRITING):
             assert self.ask(server, prompt(f"{name}, overwriting {part}", 4000), 1).status == 200
+
+    def loads(self) -> float:
+        """Hand-offs whose bytes decode has received, and not computed after all."""
+        return self.decode.metric(_LOADS[self.connector])
 
     def usage(self, server: Server) -> float:
         """Fraction of its blocks in use. A small request first: the gauge stands still while nothing runs."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faults import SCENARIOS, Outcome, play
-from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, prompt, stream
+from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, eventually, prompt, stream
 from references import References
 from servers import Server, post
 
@@ -22,10 +22,11 @@ SETTLE_S = 30.0
 @ALL_MODELS
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_any_length(pair: Pair, references: References, routed: Server, num_tokens: int) -> None:
-    tokens = prompt("any length", num_tokens)
+    tokens, loads = prompt("any length", num_tokens), pair.loads()
     answer = ask(routed.url, pair.model, tokens)
     assert (answer.status, answer.tokens) == (200, references(tokens))
     assert routed.metric("kvlink_router_handed_over_total") == 1
+    assert eventually(lambda: pair.loads() == loads + 1, 5)
 
 
 @pytest.mark.pairs({"model": "deepseek"})

@@ -6,8 +6,9 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from kvlink.benchmarks.perftest import PerftestError, read_bandwidth, read_latency
 from softroce import links
+
+from kvlink.benchmarks.perftest import PerftestError, read_bandwidth, read_latency
 
 KIB = 1024
 ALL = {"rxe0", "rxe1", "rxe2", "rxe3", "rxe4"}

@@ -91,7 +91,7 @@ def test_a_wrong_settle_nonce_is_ignored(meeting: Meeting) -> None:
     ticket = offer(kvlink, [1])
     peer = meeting.reader(kvlink)
     slot, nonce, settle_nonce = ticket.seats[0]
-    peer.settle(ticket._replace(seats=((slot, nonce, settle_nonce ^ 1),)))
+    peer.settle(ticket._replace(seats=((slot, nonce, settle_nonce ^ 1 << 8),)))
     time.sleep(1.0)  # many times what the owner takes to look
     assert kvlink.do("events") == []
     assert peer.slot(ticket)[0] == nonce

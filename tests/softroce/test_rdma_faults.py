@@ -67,7 +67,7 @@ def test_a_pull_is_striped_over_both_nics(rails: Rails) -> None:
     pair = rails(TWO_NICS)
     pull = pair.pull(pair.offer(APART), MANY, timeout_s=60)
     assert pull.explain()[0].lanes == 4
-    assert pull.explain()[0].nics == ("rxe3:1->rxe1:1", "rxe4:1->rxe2:1")
+    assert pull.explain()[0].nics == ("rxe3:1->rxe1:1 50%", "rxe4:1->rxe2:1 50%")
 
 
 @pytest.mark.parametrize("dying", ["rxe3", "rxe1"], ids=["the reader's", "the owner's"])

@@ -27,6 +27,9 @@ from kvlink import Ticket
 _PEER = [sys.executable, str(Path(__file__).with_name("peer.py"))]
 _TESTS = Path(__file__).parent.parent
 
+PATIENCE = float(os.environ.get("KVLINK_TEST_PATIENCE", "1"))
+"""Multiplies what only bounds how long a test that has failed goes on. An emulated machine needs more."""
+
 
 class Peer(Protocol):
     """Somebody with Workers."""
@@ -198,7 +201,7 @@ def usage(pid: int) -> Counter[str]:
 
 def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
     """Waits until `holds()`. The bound only ends a test that has failed."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + within_s * PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "it never came to hold"
         time.sleep(0.002)

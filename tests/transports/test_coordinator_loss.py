@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from control.processes import CoordinatorProcess
 from transports.pairs import Pair
-from transports.processes import eventually
+from transports.processes import PATIENCE, eventually
 
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, LeaseExpired, UnknownRequest
 
@@ -70,10 +70,10 @@ def load(pair: Pair) -> Iterator[Load]:
     load.stop()
 
 
-def claim(pair: Pair, request_id: str, timeout_s: float = 15.0) -> None:
+def claim(pair: Pair, request_id: str, timeout_s: float = 15.0 * PATIENCE) -> None:
     """By id alone."""
     pull = pair.reader.pull(request_id, [30, 31], timeout_s=timeout_s)
-    assert pull.wait(30)
+    assert pull.wait(30 * PATIENCE)
     assert pair.holds([30, 31], [20, 21])
 
 
@@ -82,11 +82,11 @@ def test_claims_by_id_bring_the_bytes(pair: Pair) -> None:
     claim(pair, "known")
     assert pair.owner.fate_of("known") == "settled"
     with pytest.raises((UnknownRequest, LeaseExpired)):
-        claim(pair, "never offered", timeout_s=0.3)
-    waiting = pair.reader.pull("later", [30, 31], timeout_s=20)
+        claim(pair, "never offered", timeout_s=0.3 * PATIENCE)
+    waiting = pair.reader.pull("later", [30, 31], timeout_s=20 * PATIENCE)
     assert not waiting.wait(0.1)
     pair.offer([20, 21], request_id="later", publish=True)
-    assert waiting.wait(20)
+    assert waiting.wait(20 * PATIENCE)
     assert pair.holds([30, 31], [20, 21])
 
 
@@ -94,15 +94,15 @@ def test_killed_and_restarted_under_load(pair: Pair, coordinator: CoordinatorPro
     load.goes_on()
     pair.offer([20, 21], request_id="before", publish=True)
     claim(pair, "before")
-    pair.offer([20, 21], request_id="kept", publish=True)
+    pair.offer([20, 21], request_id="kept", publish=True, ttl_s=60 * PATIENCE)
     coordinator.kill()
     load.goes_on()
-    waiting = pair.reader.pull("kept", [30, 31], timeout_s=30)
+    waiting = pair.reader.pull("kept", [30, 31], timeout_s=30 * PATIENCE)
     with pytest.raises(CoordinatorUnavailable):
         claim(pair, "nobody there", timeout_s=0.5)
     coordinator.start()
     load.goes_on()
-    assert waiting.wait(30)  # the owner joined again and told of the offers that still live
+    assert waiting.wait(30 * PATIENCE)  # the owner joined again and told of the offers that still live
     assert pair.holds([30, 31], [20, 21])
     pair.offer([20, 21], request_id="after", publish=True)
     claim(pair, "after")
@@ -116,7 +116,7 @@ def test_stopped_and_continued_under_load(pair: Pair, coordinator: CoordinatorPr
     started = time.monotonic()
     with pytest.raises(CoordinatorError):
         claim(pair, "nobody answers", timeout_s=0.5)
-    assert time.monotonic() - started < 1.0 + 2.5  # and the slack that a claim has
+    assert time.monotonic() - started < (1.0 + 2.5) * PATIENCE  # and the slack that a claim has
     coordinator.send(signal.SIGCONT)
     load.goes_on()
     pair.offer([20, 21], request_id="after", publish=True)

@@ -138,7 +138,7 @@ def test_explain_names_the_ports_that_carry_lanes(
     assert path.lanes >= 1
     if transport == "verbs":
         assert path.nics
-        assert all(re.fullmatch(r"[\w.-]+:\d+->[\w.-]+:\d+", pair) for pair in path.nics)
+        assert all(re.fullmatch(r"[\w.-]+:\d+->[\w.-]+:\d+( \d+%)?", pair) for pair in path.nics)
         assert path.nics[0] in str(path)
     else:
         assert (path.nics, path.nics_left_out) == ((), ())

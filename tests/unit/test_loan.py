@@ -70,7 +70,7 @@ def test_host_memory_needs_no_driver(root: Path) -> None:
 
     pool = BlockPool.allocate(LAYOUT)
     loan = lend_to_nics(pool, CONFIG, make_driver=no_driver, root=root)
-    assert list(loan.ports) == [f"mlx5_{number}:1" for number in range(8)]
+    assert list(loan.ports) == [(f"mlx5_{number}:1", 100_000) for number in range(8)]
     assert [nic.device for nic in loan.left_out] == ["mlx5_8"]
     assert (loan.refused, loan.flush, loan.by_dma_buf) == ("", None, False)
     engine = core()
@@ -85,7 +85,7 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     driver = cuda(gpu)
     loan = lend(driver, root)
-    assert list(loan.ports) == ["mlx5_0:1"]
+    assert list(loan.ports) == [("mlx5_0:1", 400_000)]
     assert len(loan.left_out) == 8
     assert "is SYS from the GPU" in next(str(nic) for nic in loan.left_out if nic.device == "mlx5_4")
     assert loan.refused == ""
@@ -107,7 +107,7 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
 
 def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
     loan = lend(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
-    assert (list(loan.ports), loan.left_out, loan.refused) == (["mlx5_4:1"], (), "")
+    assert (list(loan.ports), loan.left_out, loan.refused) == ([("mlx5_4:1", 100_000)], (), "")
     for each in loan.lent:
         each.close()
     with pytest.raises(ConfigError, match="names mlx5_77"):
@@ -135,7 +135,7 @@ def test_what_would_be_staged_is_refused_loudly(
 ) -> None:
     before = descriptors()
     loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
-    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, ["mlx5_0:1"])
+    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
     assert all(part in loan.refused for part in says), loan.refused
     assert loan.refused in caplog.text
     assert descriptors() == before

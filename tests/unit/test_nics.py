@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NICs serve which memory, on kernel trees of published servers, and how two sides pair them."""
+"""Which NICs serve which memory, on kernel trees of published servers, and with which weight."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import machines
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from machines import DOWN, ETHERNET, GLOBAL_IPV6, LINK_LOCAL, ROCE_V1, ROCE_V2, Machine, Port, mapped
 
 from kvlink.errors import ConfigError
-from kvlink.nics import MemoryPlace, NicOffer, NicSelection, best_gid, choose, pair
-from kvlink.topology import Distance, LinkLayer, Topology
+from kvlink.nics import MemoryPlace, NicSelection, best_gid, choose, select_ports, weigh
+from kvlink.topology import Distance, LinkLayer, Topology, discover
 
 
 def chosen(topology: Topology, place: MemoryPlace, spec: str = "") -> list[str]:
@@ -258,66 +255,22 @@ def test_gpus_are_found_in_cuda_s_spelling(tmp_path: Path) -> None:
         choose(found, MemoryPlace(gpu="ff:00.0"))
 
 
-def offer(number: int, weight: float, layer: LinkLayer = LinkLayer.ETHERNET) -> NicOffer:
-    return NicOffer(f"mlx5_{number}", 1, layer, weight, weight)
+def test_named_ports_are_weighed_as_they_are(three: Topology) -> None:
+    ports = weigh(three, MemoryPlace(numa_node=0), ["mlx5_1:1", "mlx5_10:1", "mlx5_0:1", "mlx5_7:1"])
+    assert [(nic.device, nic.port, nic.weight) for nic in ports] == [
+        ("mlx5_1", 1, 100),
+        ("mlx5_10", 1, 200),
+        ("mlx5_0", 1, 200),
+    ]
 
 
-def pairs(local: list[NicOffer], remote: list[NicOffer]) -> list[tuple[int, int, float]]:
-    return [(rail.local, rail.remote, rail.weight) for rail in pair(local, remote)]
-
-
-def test_rails_join_like_with_like() -> None:
-    four, eight = [offer(n, 400) for n in range(4)], [offer(n, 200) for n in range(8)]
-    assert pairs(four, four) == [(n, n, 400) for n in range(4)]
-    assert pairs(four, eight) == [(n % 4, n, 200) for n in range(8)]
-    assert pairs(eight, four) == [(n, n % 4, 200) for n in range(8)]
-    assert pairs(four[:2], four[:3]) == [(0, 0, 200), (1, 1, 400), (0, 2, 200)]
-    assert pairs([], four) == []
-
-
-def test_only_ports_of_one_link_layer_join() -> None:
-    mixed = [offer(0, 400, LinkLayer.INFINIBAND), offer(1, 100), offer(2, 400, LinkLayer.INFINIBAND)]
-    assert pairs(mixed, [offer(0, 400, LinkLayer.INFINIBAND)]) == [(0, 0, 200), (2, 0, 200)]
-    assert pairs(mixed, [offer(0, 50)]) == [(1, 0, 50)]
-    assert pairs([mixed[0]], [mixed[1]]) == []
-
-
-OFFERS = st.lists(
-    st.builds(
-        offer,
-        number=st.integers(0, 31),
-        weight=st.floats(0.5, 800),
-        layer=st.sampled_from([LinkLayer.INFINIBAND, LinkLayer.ETHERNET]),
-    ),
-    max_size=12,
-)
-
-
-@given(OFFERS, OFFERS)
-def test_both_sides_derive_the_same_rails(local: list[NicOffer], remote: list[NicOffer]) -> None:
-    rails = pair(local, remote)
-    assert rails == pair(tuple(local), tuple(remote))
-    assert {(rail.local, rail.remote, rail.weight) for rail in rails} == {
-        (rail.remote, rail.local, rail.weight) for rail in pair(remote, local)
-    }
-
-
-@given(OFFERS, OFFERS)
-def test_every_port_that_can_be_used_is_and_none_beyond_its_weight(
-    local: list[NicOffer], remote: list[NicOffer]
-) -> None:
-    rails = pair(local, remote)
-    assert len({(rail.local, rail.remote) for rail in rails}) == len(rails)
-    assert all(rail.weight > 0 for rail in rails)
-    for mine, theirs, side in ((local, remote, "local"), (remote, local, "remote")):
-        load: dict[int, float] = defaultdict(float)
-        for rail in rails:
-            load[getattr(rail, side)] += rail.weight
-        reachable = {nic.link_layer for nic in theirs}
-        assert set(load) == {index for index, nic in enumerate(mine) if nic.link_layer in reachable}
-        assert all(load[index] <= mine[index].weight * 1.000001 for index in load)
-
-
-def test_what_peers_are_told(tmp_path: Path) -> None:
-    selection = choose(machines.cpu_server(tmp_path).discover(), MemoryPlace(numa_node=1))
-    assert selection.offers() == (NicOffer("mlx5_1", 1, LinkLayer.ETHERNET, 100, 50),)
+def test_what_the_data_plane_is_told(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, num_nodes=2)
+    machine.nic("mlx5_0", "", 0, Port(100))
+    machine.nic("mlx5_1", "", 1, Port(400))
+    chosen, left_out = select_ports(MemoryPlace(numa_node=0), "", tmp_path)
+    assert (chosen, [nic.device for nic in left_out]) == ([("mlx5_0:1", 50_000)], ["mlx5_1"])
+    assert discover(tmp_path).nics[0].ports[0].gids
+    assert not discover(tmp_path, gids=False).nics[0].ports[0].gids
+    named = select_ports(MemoryPlace(numa_node=0), "mlx5_1:1,mlx5_0:1,mlx5_9:1", tmp_path)
+    assert named == ([("mlx5_1:1", 100_000), ("mlx5_0:1", 50_000), ("mlx5_9:1", 1)], ())

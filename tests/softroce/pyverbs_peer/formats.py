@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What peers of the verbs transport say to each other besides gRPC messages. Little-endian throughout.
 
-    address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, GID)
+    address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, u32 Mb/s, GID)
     hello    "kvh1" | u32 port of the owner, counted in its address | queue pair
     reply    "kvr1" | queue pair
     key      "kvk1" | u32 writable? | u64 base, bytes, bytes of a slice | u32 ports | ports x slices x u32 rkey
@@ -12,6 +12,7 @@ Both ends use the lesser of their MTUs, and of what one starts and the other ans
 remote writes: the owner makes sure that it lives by empty ones, and cuts it off by one of 8 bytes under key 0.
 
 Slots of the lease table, slot 0 being its header, are of 64 bytes: u64 nonce, ready, settled, reader, reserved.
+A reader settles by storing the settle nonce, or that xor the number of readers (1 … 255) when seats will stay empty.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TABLE_MAGIC = int.from_bytes(b"KVLease1", "little")
 
 _GID = struct.Struct("<I16s")
 _QP = struct.Struct("<6I")
-_PORT = struct.Struct("<II")
+_PORT = struct.Struct("<III")
 _KEY = struct.Struct("<4sIQQQI")
 _TICKET = struct.Struct("<4sHHI")
 _TICKET_HEADER = struct.Struct("<QIIIBBHHHHHI")
@@ -81,6 +82,7 @@ class Port(NamedTuple):
     name: str
     is_ethernet: int
     lid: int
+    mbps: int
     gid: bytes
 
 
@@ -89,7 +91,7 @@ def pack_address(ports: Sequence[Port]) -> bytes:
     for port in ports:
         name = port.name.encode()
         blob += struct.pack("<I", len(name)) + name
-        blob += _PORT.pack(port.is_ethernet, port.lid) + _GID.pack(16, port.gid)
+        blob += _PORT.pack(port.is_ethernet, port.lid, port.mbps) + _GID.pack(16, port.gid)
     return blob
 
 

@@ -76,7 +76,7 @@ class Nic:
         return chosen
 
     def port(self) -> Port:
-        return Port(f"{self.device}:1", int(self.is_ethernet), self.lid, self.gid)
+        return Port(f"{self.device}:1", int(self.is_ethernet), self.lid, 2500, self.gid)
 
     def close(self) -> None:
         """With all that was made on it."""
