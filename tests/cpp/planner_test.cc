@@ -141,7 +141,9 @@ TEST(Planner, LayersUponEachOtherArePulledOneAtATime) {
   expect_refused(planner->plan(blocks, blocks, {}, plan), Code::kConfig,
                  "layers 0 and 1 lie upon each other");
   for (uint32_t layer : {0, 1}) {
-    EXPECT_TRUE(planner->plan(blocks, blocks, {.layers = {layer, layer + 1}}, plan).ok());
+    PlanScope scope;
+    scope.layers = {layer, layer + 1};
+    EXPECT_TRUE(planner->plan(blocks, blocks, scope, plan).ok());
     EXPECT_GT(plan.bytes, 0u);
   }
 }
