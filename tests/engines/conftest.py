@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
         pair = callspec.params.get("pair") if callspec else None
-        return places.setdefault(_said(pair), len(places)) if pair else -1
+        return places.setdefault(_said(pair), len(places)) if isinstance(pair, dict) else -1  # others' pairs
 
     items.sort(key=place)
 
