@@ -10,19 +10,8 @@ from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 
 from kvlink.errors import ConfigError
 
+from ..models import model_text
 from .caches import Rank
-
-_MODEL_FIELDS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "kv_lora_rank",
-    "vocab_size",
-    "sliding_window",
-    "rope_theta",
-)
 
 
 def rank_of(manager: Any) -> Rank:
@@ -33,7 +22,7 @@ def rank_of(manager: Any) -> Rank:
     data_rank = manager.system_dp_rank or manager.attn_dp_rank
     return Rank(
         name=f"sglang-{role}@{manager.local_ip}:{get_serving().port}/dp{data_rank}tp{manager.attn_tp_rank}",
-        model=_model_text(config),
+        model=model_text(config.hf_config.architectures, config.hf_text_config),
         dtype=manager.kv_cache_dtype_str,
         page_tokens=manager.kv_args.page_size,
         total_heads=1 if manager.is_mla_backend else config.get_total_num_kv_heads(),
@@ -41,13 +30,6 @@ def rank_of(manager: Any) -> Rank:
         tp_size=manager.attn_tp_size,
         gpu=manager.kv_args.gpu_id if get_device().device.startswith("cuda") else None,
     )
-
-
-def _model_text(config: Any) -> str:
-    """What both servers must agree on, readable; not the path of the model nor SGLang's version."""
-    values = {name: getattr(config.hf_text_config, name, None) for name in _MODEL_FIELDS}
-    known = [f"{name}={value}" for name, value in values.items() if value is not None]
-    return " ".join(["/".join(config.hf_config.architectures or ["?"]), *known])
 
 
 def _refuse_unsupported(manager: Any) -> None:

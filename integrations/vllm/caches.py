@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout, Plane, heads_of
@@ -13,18 +13,6 @@ from kvlink.pool import BlockPool
 
 if TYPE_CHECKING:
     import torch
-
-_MODEL_FIELDS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "kv_lora_rank",
-    "vocab_size",
-    "sliding_window",
-    "rope_theta",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +34,6 @@ class Rank:
     tp_rank: int
     tp_size: int
     total_heads: int
-
-
-def model_text(config: Any, layer_groups: Sequence[Sequence[str]]) -> str:
-    """What both ends of a hand-over must agree on, readable; not the path of the model nor vLLM's version."""
-    parts = ["/".join(getattr(config, "architectures", None) or ["?"])]
-    parts += [
-        f"{name}={getattr(config, name)}" for name in _MODEL_FIELDS if getattr(config, name, None) is not None
-    ]
-    parts.append("groups=" + "+".join(str(len(names)) for names in layer_groups))
-    return " ".join(parts)
 
 
 def caches_of(
@@ -85,9 +63,8 @@ def caches_of(
     total = rank.total_heads
     held = heads_of(total, rank.tp_rank, rank.tp_size)
     if held[1] - held[0] != first.heads:
-        total = (
-            first.heads * rank.tp_size
-        )  # a backend packs heads its own way: only equal ranks understand it
+        # The backend packs heads its own way: only ranks of the same degree understand it.
+        total = first.heads * rank.tp_size
         held = heads_of(total, rank.tp_rank, rank.tp_size)
     layout = KVLayout(
         model=model,

@@ -22,7 +22,8 @@ from vllm.v1.request import RequestStatus
 
 from kvlink.errors import ConfigError
 
-from .caches import Rank, caches_of, model_text
+from ..models import model_text
+from .caches import Rank, caches_of
 from .handover import Greeting
 from .orders import Orders
 from .scheduler import Scheduling
@@ -99,7 +100,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._serving is not None:
             return
         groups = [group.layer_names for group in self._kv_cache_config.transfer_groups]
-        model = model_text(self._vllm_config.model_config.hf_text_config, groups)
+        config = self._vllm_config.model_config.hf_text_config
+        model = model_text(getattr(config, "architectures", None), config)
+        model += " groups=" + "+".join(str(len(names)) for names in groups)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
         self._serving = Serving(f"{self._engine_id}-{self._rank.tp_rank}", caches, self._settings.worker)
         self._woken = {self._rank.tp_rank: self._serving.greeting}

@@ -114,9 +114,8 @@ def expanded(blocks: Sequence[int], ratio: int) -> array[int]:
 
 
 def _text_of(blocks: array[int]) -> str:
-    return base64.b64encode(
-        blocks.tobytes()
-    ).decode()  # both ends are little-endian: CUDA and x86 know no other
+    # Both ends are little-endian: CUDA and x86 know no other.
+    return base64.b64encode(blocks.tobytes()).decode()
 
 
 def _text(value: Any) -> str:

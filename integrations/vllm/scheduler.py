@@ -64,7 +64,7 @@ class Scheduling:
         self._orders = Orders()
         self._remote = RemoteLeases()
         self.counts: Counter[str] = Counter()
-        """refused_prompts, malformed, not_offered, released: since they were last taken."""
+        """refused_prompts, malformed, not_offered, released: since the start."""
 
     def set_ranks(self, ranks: Iterable[Greeting]) -> None:
         """The workers of this server, by tensor-parallel rank."""

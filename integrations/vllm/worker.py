@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvlink import LeaseEnd, Pull, Worker, WorkerConfig
@@ -25,6 +26,8 @@ from .tally import Tally, Transfer
 _log = logging.getLogger("vllm.kvlink")
 
 _UNTIL_HANDED_OVER_S = 86400.0
+_REASONS: dict[type[KVLinkError], str] = {StaleBlocks: "stale", PeerUnreachable: "unreachable"}
+"""Names that operators chart; the others go by their exception's."""
 _IDLE_S = 0.001
 """A load that ends this soon is noticed one step earlier. vLLM sleeps as long between steps that compute nothing."""
 
@@ -233,14 +236,7 @@ class Serving:
                 _log.info("request %s came from %s", request_id, path)
 
     def _report(self, request_id: str, error: KVLinkError) -> None:
-        kind = (
-            "stale"
-            if isinstance(error, StaleBlocks)
-            else "unreachable"
-            if isinstance(error, PeerUnreachable)
-            else ""
-        )
-        self.tally.failures[kind or type(error).__name__] += 1
+        self.tally.failures[_REASONS.get(type(error), type(error).__name__)] += 1
         _log.warning("request %s: its KV cache was not loaded, and not used: %s", request_id, error)
 
 
@@ -249,9 +245,4 @@ def _done(loading: _Loading) -> bool:
 
 
 def _leading_gaps(blocks: Iterable[int]) -> int:
-    count = 0
-    for block in blocks:
-        if block != 0:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda block: block == 0, blocks))
