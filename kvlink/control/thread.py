@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine
+from contextlib import closing
 from typing import Any, TypeVar
 
 from kvlink.control.open_ends import close_all
@@ -117,15 +118,14 @@ def _close_all() -> None:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
-    try:
+    # Not shutdown_default_executor(): it starts a thread, which Python 3.12 refuses at interpreter exit.
+    with closing(loop), concurrent.futures.ThreadPoolExecutor() as executor:
+        loop.set_default_executor(executor)
         loop.run_forever()
         loop.run_until_complete(close_all())
         _wait_for_all(loop, _GRPC_ENDS_S)
         _cancel_all(loop)
         loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        loop.close()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
