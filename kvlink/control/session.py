@@ -80,7 +80,10 @@ class Session:
         )
 
     async def offer(self, offer: Offer, timeout_s: float = 5.0) -> None:
-        """Publishes a ticket and keeps it published until it expires or `forget`. Raises CoordinatorError."""
+        """Publishes a ticket and keeps it published until it expires or `forget`. Raises CoordinatorError.
+
+        After CoordinatorUnavailable it is not published yet, and will be once the coordinator is back.
+        """
         now = time.monotonic()
         for expired in self._deadlines.due(now):
             self._offers.pop(expired, None)
@@ -88,6 +91,9 @@ class Session:
         self._deadlines.set(offer.request_id, now + offer.ttl_s)
         try:
             await self._publish(offer, now + timeout_s)
+        except CoordinatorUnavailable:
+            self._rejoin_soon()
+            raise
         except BaseException:
             self.forget(offer.request_id)
             raise
@@ -118,15 +124,19 @@ class Session:
                 await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - time.monotonic()))
             except asyncio.TimeoutError:
                 raise CoordinatorUnavailable(
-                    f"request {offer.request_id!r} not offered: {self!r} does not reach its coordinator"
+                    f"request {offer.request_id!r} not offered yet: {self!r} does not reach its coordinator"
                 ) from None
             self._check_usable()
             try:
                 await self._client.offer(offer, timeout_s=max(0.001, deadline - time.monotonic()))
                 return
             except NotJoined:  # the coordinator restarted and nobody beat since
-                self._joined.clear()
-                self._doubt.set()
+                self._rejoin_soon()
+
+    def _rejoin_soon(self) -> None:
+        if self.state is SessionState.JOINED:
+            self._joined.clear()
+            self._doubt.set()
 
     def _check_usable(self) -> None:
         if self.state is SessionState.REPLACED:
