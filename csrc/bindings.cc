@@ -195,6 +195,7 @@ void register_connection(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("broken", &Connection::broken)
       .def_property_readonly("idle", &Connection::idle)
+      .def_property_readonly("pending", &Connection::pending)
       .def(
           "time_read",
           [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
@@ -207,21 +208,42 @@ void register_connection(py::module_& m) {
       .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());
 }
 
+py::tuple durations(const Durations& durations) {
+  return py::make_tuple(durations.sum_ns, py::cast(durations.buckets));
+}
+
+void register_tally(py::module_& m) {
+  py::class_<Tally, std::shared_ptr<Tally>>(m, "Tally")
+      .def(py::init<>())
+      .def("counts", [](const Tally& self) {
+        const TallyCounts counts = self.counts();
+        py::dict failed;
+        for (size_t code = 1; code < counts.failed.size(); ++code) {
+          if (counts.failed[code] > 0) failed[name_of(static_cast<Code>(code))] = counts.failed[code];
+        }
+        return py::make_tuple(counts.valid, counts.bytes, counts.num_ops, counts.num_segments,
+                              counts.unsettled, counts.redone, failed, durations(counts.plan),
+                              durations(counts.read), durations(counts.validate), durations(counts.settle),
+                              durations(counts.total));
+      });
+}
+
 void register_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics,
-                       const std::string& rdma_connect) {
+                       const std::string& rdma_connect, uint64_t bounce_bytes) {
              TransportOptions how{host, port, fault, {}, rdma_connect};
              for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
-             return std::shared_ptr<Engine>(take(Engine::make(
-                 {epoch, transports, how, num_lease_slots, num_progress_threads, inline_bytes, num_lanes})));
+             return std::shared_ptr<Engine>(
+                 take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
+                                    inline_bytes, num_lanes, bounce_bytes})));
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
-           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "")
+           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0)
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
@@ -236,13 +258,14 @@ void register_engine(py::module_& m) {
           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
           py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
       .def("refuse", &Engine::refuse, py::arg("transport"), py::arg("why"))
+      .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",
            [](const Engine& self) {
              py::list rows;
              for (const TransportAccess& row : self.access()) {
                rows.append(py::make_tuple(row.name, py::bytes(row.address), bytes_list(row.pool_keys),
-                                          py::bytes(row.lease_key), row.refused));
+                                          py::bytes(row.lease_key), row.refused, row.bounces));
              }
              return rows;
            })
@@ -255,10 +278,9 @@ void register_engine(py::module_& m) {
           py::arg("transport"), py::arg("hellos"))
       .def(
           "open",
-          [](Engine& self, const std::string& transport, const std::string& address) {
-            return take(self.open(transport, address));
-          },
-          py::arg("transport"), py::arg("address"), py::keep_alive<0, 1>())
+          [](Engine& self, const std::string& transport, const std::string& address,
+             std::shared_ptr<Tally> tally) { return take(self.open(transport, address, std::move(tally))); },
+          py::arg("transport"), py::arg("address"), py::arg("tally"), py::keep_alive<0, 1>())
       .def(
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
@@ -344,6 +366,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_memory(m);
   register_plan(m);
   register_transfer(m);
+  register_tally(m);
   register_connection(m);
   register_engine(m);
   register_bench(m);

@@ -19,10 +19,11 @@ constexpr int64_t kMendNs = 10'000'000'000;
 
 Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing,
                        uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
-                       std::vector<std::shared_ptr<ProgressThread>> threads)
+                       std::vector<std::shared_ptr<ProgressThread>> threads, std::shared_ptr<Tally> tally)
     : inline_bytes_(inline_bytes),
       missing_(missing),
       scratch_(std::move(scratch)),
+      tally_(std::move(tally)),
       threads_(std::move(threads)) {
   wake_ = std::make_shared<std::function<void()>>([threads = threads_] {
     for (const auto& thread : threads) thread->wake();
@@ -160,7 +161,7 @@ void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadl
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle(true);
   if (broken()) return nullptr;
-  auto transfer = std::make_shared<Transfer>(request, now_ns(), wake_);
+  auto transfer = std::make_shared<Transfer>(request, now_ns(), wake_, tally_);
   if (transfer->done()) return transfer;
   std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) {
@@ -201,6 +202,12 @@ bool Connection::broken() const {
 
 bool Connection::idle() const {
   return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
+}
+
+uint32_t Connection::pending() const {
+  uint32_t pending = 0;
+  for (const auto& lane : lanes_) pending += lane->pending();
+  return pending;
 }
 
 std::string Connection::why_broken() const {

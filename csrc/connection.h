@@ -18,9 +18,10 @@ namespace kvlink {
 class Connection {
  public:
   /// Pulls of up to `inline_bytes` run on the calling thread. `missing` of the lanes that there should be
-  /// could not be opened.
+  /// could not be opened. Every pull is added to `tally` when it ends.
   Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
-             std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads);
+             std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
+             std::shared_ptr<Tally> tally);
   ~Connection() { close(); }
 
   /// One per lane, for Transport::accept at the owner.
@@ -43,6 +44,8 @@ class Connection {
   /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
   bool broken() const;
   bool idle() const;
+  /// Transfers queued or under way, one that uses several lanes as often.
+  uint32_t pending() const;
   std::string why_broken() const;
   /// Endpoint::path of each lane.
   std::vector<std::string> paths() const;
@@ -64,6 +67,7 @@ class Connection {
   int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
   bool copies_ = false;
   std::shared_ptr<ScratchPool> scratch_;
+  std::shared_ptr<Tally> tally_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const std::function<void()>> wake_;
   std::vector<std::shared_ptr<Lane>> lanes_;

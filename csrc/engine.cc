@@ -25,6 +25,13 @@ std::string sentence(const Status& status) {
   return status.fix().empty() ? status.what() : status.what() + "; " + status.fix();
 }
 
+Status no_way_around(const std::string& transport, const Status& why) {
+  return Status::Unavailable(transport +
+                                 " reaches host memory, and the pool is GPU memory; it cannot be staged (" +
+                                 sentence(why) + ")",
+                             "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
@@ -58,23 +65,55 @@ void Engine::refuse(const std::string& transport, const std::string& why) {
   give_up(*row);
 }
 
+void Engine::bounce(const std::string& transport, const std::string& why) {
+  if (Row* const row = find(transport)) row->bounce_why = why;
+}
+
 void Engine::give_up(Row& row) {
-  row.transport->close();
+  if (row.transport) row.transport->close();
   row.transport.reset();
 }
 
 Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
   if (leases_) return Status::Config("memory is registered before the worker starts");
   if (range.base == nullptr || range.bytes == 0) return Status::Config("a pool region must not be empty");
+  if (!pool_.empty() && pool_.front().device != range.device) {
+    return Status::Config("the regions of a pool are all in GPU memory or all in host memory");
+  }
   pool_.push_back(range);
   return static_cast<uint32_t>(pool_.size() - 1);
 }
 
-Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
-  if (range.device && !row.transport->reaches_devices()) {
-    return Status::Unavailable(row.name + " reaches host memory, and the pool is GPU memory",
-                               "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
+/// Gives transports that do not reach the pool's device a way around, where there is one.
+void Engine::bounce_where_needed() {
+  std::shared_ptr<Bounce> bounce;
+  for (Row& row : rows_) {
+    if (!row.transport || (row.transport->reaches_devices() && row.bounce_why.empty())) continue;
+    const Status wrapped = wrap(row, bounce);
+    row.access.bounces = wrapped.ok();
+    if (wrapped.ok()) continue;
+    row.access.refused = sentence(no_way_around(row.name, wrapped));
+    give_up(row);
   }
+}
+
+Status Engine::wrap(Row& row, std::shared_ptr<Bounce>& bounce) {
+  if (options_.bounce_bytes == 0) {
+    return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
+  }
+  if (!bounce) {
+    auto made = Bounce::make(pool_.front().base, options_.bounce_bytes, options_.make_copier);
+    if (!made.ok()) return made.status();
+    bounce = std::move(*made);
+  }
+  const auto num_regions = static_cast<uint32_t>(pool_.size());
+  auto wrapped = bounce_wrap(std::move(row.transport), bounce, num_regions, row.bounce_why);
+  if (!wrapped.ok()) return wrapped.status();
+  row.transport = std::move(*wrapped);
+  return {};
+}
+
+Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
   Result<std::unique_ptr<MemoryRegion>> region = row.transport->register_memory(range, access);
   if (!region.ok()) return region.status();
   key = (*region)->remote_key();
@@ -82,20 +121,25 @@ Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::stri
   return {};
 }
 
-Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases) {
+Status Engine::lend_pool(Row& row) {
   row.access.pool_keys.resize(pool_.size());
   for (size_t index = 0; index < pool_.size(); ++index) {
     Status lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
     if (!lent.ok()) return lent;
   }
+  return {};
+}
+
+Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases) {
+  const Status lent = lend_pool(row);
+  if (!lent.ok() && !lands_unlent(row)) return lent;
   if (Status status = row.transport->register_scratch(scratch); !status.ok()) return status;
-  return lend(row, leases, Access::kReadWrite, row.access.lease_key);
+  return lent.ok() ? lend(row, leases, Access::kReadWrite, row.access.lease_key) : lent;
 }
 
 /// Whether reads of a transport that cannot lend the pool may still land in it.
 bool Engine::lands_unlent(const Row& row) const {
-  return !row.transport->reaches_devices() &&
-         std::none_of(pool_.begin(), pool_.end(), [](const MemoryRange& range) { return range.device; });
+  return row.access.bounces || !row.transport->reaches_devices();
 }
 
 Status Engine::start() {
@@ -110,6 +154,7 @@ Status Engine::start() {
   const MemoryRange lease_range = lease_memory_->range();
   leases_ = std::make_unique<LeaseTable>(
       std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)), options_.epoch);
+  if (on_device()) bounce_where_needed();
   for (Row& row : rows_) {
     if (!row.transport) continue;
     const Status lent = lend_all(row, (*scratch)->range(), lease_range);
@@ -180,7 +225,8 @@ bool Engine::fence(uint64_t connection_id) {
   return fenced;
 }
 
-Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address) {
+Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address,
+                                                 std::shared_ptr<Tally> tally) {
   Row* row = find(transport);
   if (!row || closing_) return absent(transport);
   uint32_t lanes = options_.num_lanes ? options_.num_lanes : row->transport->lanes_to(address);
@@ -193,8 +239,8 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   }
   if (endpoints.empty()) return why;
   const size_t missing = lanes - endpoints.size();
-  auto connection =
-      std::make_shared<Connection>(std::move(endpoints), missing, options_.inline_bytes, scratch_, progress_);
+  auto connection = std::make_shared<Connection>(std::move(endpoints), missing, options_.inline_bytes,
+                                                 scratch_, progress_, std::move(tally));
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });

@@ -13,8 +13,10 @@
 #include <thread>
 #include <vector>
 
+#include "bounce.h"
 #include "completion.h"
 #include "connection.h"
+#include "cuda_copy.h"
 #include "lease_table.h"
 #include "memory.h"
 #include "transport.h"
@@ -29,6 +31,10 @@ struct EngineOptions {
   uint32_t num_progress_threads = 1;
   uint64_t inline_bytes = 128 << 10;
   uint32_t num_lanes = 0;  // 0: each transport's own default
+  /// Of host memory that may be pinned for a pool in device memory, towards transports that do not reach it;
+  /// 0: none, and they are refused.
+  uint64_t bounce_bytes = 64 << 20;
+  MakeDeviceCopier make_copier = make_cuda_copier;
 };
 
 /// How peers reach this worker by one transport.
@@ -36,7 +42,8 @@ struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
   std::string lease_key;
-  std::string refused;  // why the pool cannot be lent this way, and the fix; then there are no keys
+  std::string refused;   // why the pool cannot be lent this way, and the fix; then there are no keys
+  bool bounces = false;  // what goes this way to and from the pool is staged in host memory
 };
 
 struct Accepted {
@@ -51,6 +58,9 @@ class Engine {
 
   /// Gives a transport up before start(); peers and open() are told `why`.
   void refuse(const std::string& transport, const std::string& why);
+  /// Keeps a transport that reaches devices from this pool, before start(): what it reads is staged in host
+  /// memory, and peers are told `why` they cannot read from it.
+  void bounce(const std::string& transport, const std::string& why);
   /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
   /// Ends registration and starts the threads. REQUIRES at least one pool region.
@@ -59,7 +69,8 @@ class Engine {
 
   Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos);
   bool fence(uint64_t connection_id);
-  Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address);
+  Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
+                                           std::shared_ptr<Tally> tally = std::make_shared<Tally>());
 
   LeaseTable& leases() { return *leases_; }
   /// grant() through here so that the owner thread sweeps while leases are active.
@@ -80,11 +91,16 @@ class Engine {
     std::unique_ptr<Transport> transport;
     std::vector<std::unique_ptr<MemoryRegion>> regions;
     TransportAccess access;
+    std::string bounce_why = {};  // it reaches devices and yet not the pool
   };
 
   explicit Engine(const EngineOptions& options) : options_(options) {}
   Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
+  Status lend_pool(Row& row);
   Status lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases);
+  void bounce_where_needed();
+  Status wrap(Row& row, std::shared_ptr<Bounce>& bounce);
+  bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool lands_unlent(const Row& row) const;
   static void give_up(Row& row);
   Row* find(const std::string& transport);

@@ -258,6 +258,9 @@ class FaultTransport : public Transport {
     return inner_->register_memory(range, access);
   }
   bool reaches_devices() const override { return inner_->reaches_devices(); }
+  Status lend_through(std::shared_ptr<Bounce> bounce) override {
+    return inner_->lend_through(std::move(bounce));
+  }
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {

@@ -52,7 +52,8 @@ class Lane {
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::string why_broken() const;
-  bool idle() const { return pending_.load(std::memory_order_acquire) == 0; }
+  uint32_t pending() const { return pending_.load(std::memory_order_acquire); }
+  bool idle() const { return pending() == 0; }
   bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
   /// Before sleeping on wake_fd(). False: drive() has something to do already.
   bool arm();

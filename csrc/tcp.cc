@@ -21,6 +21,9 @@ class TcpTransport final : public Transport {
     if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot lend empty memory");
     return owner_->lend(range, access);
   }
+  Status lend_through(std::shared_ptr<Bounce> bounce) override {
+    return owner_->send_through(std::move(bounce));
+  }
 
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
     const Result<tcp::Address> address = tcp::Address::parse(owner_address);

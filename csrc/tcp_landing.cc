@@ -10,8 +10,14 @@ namespace {
 constexpr size_t kKeepEnded = 64;  // responses that may pile up before the vector is shifted
 
 std::string refusal(ReadStatus status) {
-  return status == ReadStatus::kUnknownKey ? "no such region (its key is wrong or was revoked)"
-                                           : "the range lies outside the region";
+  switch (status) {
+    case ReadStatus::kUnknownKey:
+      return "no such region (its key is wrong or was revoked)";
+    case ReadStatus::kMixed:
+      return "it asks for GPU memory and other memory at once";
+    default:
+      return "the range lies outside the region";
+  }
 }
 
 }  // namespace
@@ -152,7 +158,7 @@ Status Landing::land_header(Response& response, std::vector<Completion>& ended, 
   ResponseHeader header;
   std::memcpy(&header, response.head.data(), sizeof header);
   refused = header.status != ReadStatus::kOk;
-  if (header.magic != kFrameMagic || header.id != response.id || header.status > ReadStatus::kOutOfBounds ||
+  if (header.magic != kFrameMagic || header.id != response.id || header.status > ReadStatus::kMixed ||
       header.bytes != (refused ? 0 : response.bytes)) {
     return Status::Unreachable("protocol error: " + peer_ + " sent a response that does not fit its request");
   }

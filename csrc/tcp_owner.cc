@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 #include <utility>
@@ -17,11 +18,15 @@
 namespace kvlink::tcp {
 namespace {
 
-constexpr uint64_t kListenerSerial = 0, kGreetingSerial = 1, kHushSerial = 2, kFirstSerial = 3;
+constexpr uint64_t kListenerSerial = 0, kGreetingSerial = 1, kHushSerial = 2, kCopySerial = 3,
+                   kFirstSerial = 4;
 constexpr int kMaxEvents = 64;
 constexpr int kMaxAcceptsPerRound = 16;
 constexpr size_t kMaxNewcomers = 64;  // one more, and the oldest goes: who is honest speaks at once
 constexpr int64_t kHushNs = 500'000;
+constexpr int64_t kCopyLookNs =
+    10'000;  // half of what a slot of the bounce buffer takes; doubles when in vain
+constexpr uint32_t kMaxDoublings = 5;
 constexpr int64_t kGreetingNs = 5'000'000'000;
 constexpr int64_t kNoDescriptorsPauseNs = 100'000'000;
 
@@ -40,6 +45,11 @@ class Lent final : public MemoryRegion {
   uint64_t key_, bytes_;
   Access access_;
 };
+
+uint32_t events_of(Wants wants) {
+  if (wants == Wants::kCopies) return 0;  // hanging up is told all the same
+  return wants == Wants::kSpace ? EPOLLOUT : EPOLLIN;
+}
 
 UniqueFd make_timer() { return UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)); }
 
@@ -74,24 +84,27 @@ Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
   if (!address.ok()) return address.status();
   address->instance = random_u64();
   UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
-  UniqueFd greeting_timer = make_timer(), hush_timer = make_timer();
-  if (!epoll || !greeting_timer || !hush_timer) {
+  UniqueFd greeting_timer = make_timer(), hush_timer = make_timer(), copy_timer = make_timer();
+  if (!epoll || !greeting_timer || !hush_timer || !copy_timer) {
     return Status::Config(errno_text("tcp cannot get the descriptors to serve with"));
   }
   return std::make_shared<Owner>(std::move(*listener), std::move(epoll), std::move(greeting_timer),
-                                 std::move(hush_timer), std::move(*address));
+                                 std::move(hush_timer), std::move(copy_timer), std::move(*address));
 }
 
-Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, Address address)
+Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer,
+             UniqueFd copy_timer, Address address)
     : address_(std::move(address)),
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
       greeting_timer_(std::move(greeting_timer)),
       hush_timer_(std::move(hush_timer)),
+      copy_timer_(std::move(copy_timer)),
       next_serial_(kFirstSerial) {
   watch(listener_.get(), EPOLLIN, kListenerSerial);
   watch(greeting_timer_.get(), EPOLLIN, kGreetingSerial);
   watch(hush_timer_.get(), EPOLLIN, kHushSerial);
+  watch(copy_timer_.get(), EPOLLIN, kCopySerial);
 }
 
 void Owner::watch(int fd, uint32_t events, uint64_t serial) {
@@ -122,11 +135,19 @@ size_t Owner::cut_served(const std::function<bool(const ServedConnection&)>& whi
   });
 }
 
+Status Owner::send_through(std::shared_ptr<Bounce> bounce) {
+  Result<std::unique_ptr<CopyQueue>> queue = bounce->copier().open_queue();
+  if (!queue.ok()) return queue.status();
+  std::lock_guard lock(lock_);
+  device_ = {std::move(bounce), std::move(*queue)};
+  return {};
+}
+
 std::unique_ptr<MemoryRegion> Owner::lend(const MemoryRange& range, Access access) {
   std::lock_guard lock(lock_);
   uint64_t key = random_u64();
   while (regions_.contains(key)) key = random_u64();
-  regions_[key] = {range.base, range.bytes, access};
+  regions_[key] = {range.base, range.bytes, access, range.device};
   return std::make_unique<Lent>(shared_from_this(), key, range.bytes, access);
 }
 
@@ -155,9 +176,12 @@ void Owner::close() {
   std::lock_guard lock(lock_);
   newcomers_.clear();
   served_.clear();
+  device_.queue.reset();
+  device_.bounce.reset();
   listener_.reset();
   greeting_timer_.reset();
   hush_timer_.reset();
+  copy_timer_.reset();
   epoll_.reset();
 }
 
@@ -180,6 +204,8 @@ void Owner::dispatch(uint64_t serial) {
       return on_greeting_timer();
     case kHushSerial:
       return on_hush_timer();
+    case kCopySerial:
+      return on_copy_timer();
     default:
       return greet(serial);
   }
@@ -194,8 +220,9 @@ void Owner::serve(uint64_t serial, ServedConnection& connection) {
   }
   if (wants != connection.armed) {
     connection.armed = wants;
-    rewatch(connection.socket(), wants == Wants::kSpace ? EPOLLOUT : EPOLLIN, serial);
+    rewatch(connection.socket(), events_of(wants), serial);
   }
+  if (wants == Wants::kCopies) await_copies(serial);
   if (connection.expects_write() && !connection.hushed()) hush(serial, connection);
 }
 
@@ -209,12 +236,31 @@ void Owner::hush(uint64_t serial, ServedConnection& connection) {
 
 void Owner::on_hush_timer() {
   if (!take_expiry(hush_timer_)) return;
-  std::swap(hushed_, waking_);
+  for (const uint64_t serial : hushed_) {
+    const auto found = served_.find(serial);
+    if (found != served_.end()) found->second.set_hushed(false);
+  }
+  serve_again(hushed_);
+}
+
+void Owner::await_copies(uint64_t serial) {
+  if (std::find(copying_.begin(), copying_.end(), serial) != copying_.end()) return;
+  if (copying_.empty()) set_timer(copy_timer_, kCopyLookNs << std::min(vain_looks_, kMaxDoublings));
+  copying_.push_back(serial);
+}
+
+void Owner::on_copy_timer() {
+  if (!take_expiry(copy_timer_)) return;
+  const size_t num_waiting = copying_.size();
+  serve_again(copying_);
+  vain_looks_ = copying_.size() == num_waiting ? vain_looks_ + 1 : 0;
+}
+
+void Owner::serve_again(std::vector<uint64_t>& serials) {
+  std::swap(serials, waking_);
   for (const uint64_t serial : waking_) {
     const auto found = served_.find(serial);
-    if (found == served_.end()) continue;
-    found->second.set_hushed(false);
-    serve(serial, found->second);
+    if (found != served_.end()) serve(serial, found->second);
   }
   waking_.clear();
 }
@@ -268,7 +314,8 @@ void Owner::greet(uint64_t serial) {
   const bool told =
       ::send(newcomer.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof reply;
   if (told && reply.verdict == Verdict::kAdmitted) {
-    served_.try_emplace(serial, std::move(newcomer.socket), connection_id, regions_);
+    served_.try_emplace(serial, std::move(newcomer.socket), connection_id, regions_,
+                        device_.queue ? &device_ : nullptr);
     newcomers_.erase(found);  // its socket stays watched under the same serial
   } else {
     dismiss(found);

@@ -37,12 +37,15 @@ class ServeLock {
 class Owner : public std::enable_shared_from_this<Owner> {
  public:
   static Result<std::shared_ptr<Owner>> listen(const TransportOptions& options);
-  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, Address address);
+  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, UniqueFd copy_timer,
+        Address address);
   ~Owner() { close(); }
   Owner(const Owner&) = delete;
   Owner& operator=(const Owner&) = delete;
 
   const Address& address() const { return address_; }
+  /// Lends the memory of a device too, from now on.
+  Status send_through(std::shared_ptr<Bounce> bounce);
   /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
   std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
   void take_back(uint64_t key);
@@ -67,6 +70,9 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void serve(uint64_t serial, ServedConnection& connection);
   void hush(uint64_t serial, ServedConnection& connection);
   void on_hush_timer();
+  void await_copies(uint64_t serial);
+  void on_copy_timer();
+  void serve_again(std::vector<uint64_t>& serials);
   void welcome();
   void listen_again(bool enabled);
   void on_greeting_timer();
@@ -80,15 +86,17 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void unwatch(int fd);
 
   const Address address_;
-  UniqueFd listener_, epoll_, greeting_timer_, hush_timer_;
+  UniqueFd listener_, epoll_, greeting_timer_, hush_timer_, copy_timer_;
 
   ServeLock lock_;  // guards everything below
   LentRegions regions_;
+  DeviceSource device_;  // empty: none is lent
   Invitations invitations_;
   uint64_t next_serial_;                    // names a socket to epoll; never used twice
   std::map<uint64_t, Newcomer> newcomers_;  // oldest first
   std::unordered_map<uint64_t, ServedConnection> served_;
-  std::vector<uint64_t> hushed_, waking_;  // serials
+  std::vector<uint64_t> hushed_, copying_, waking_;  // serials
+  uint32_t vain_looks_ = 0;                          // at copies, one after the other
 };
 
 }  // namespace kvlink::tcp

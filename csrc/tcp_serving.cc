@@ -4,9 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 
 namespace kvlink::tcp {
@@ -44,74 +42,18 @@ bool well_formed(const RequestHeader& header) {
 
 }  // namespace
 
-void Outbox::clear() {
-  pieces_.clear();
-  next_ = 0;
-}
-
-void Outbox::add(std::byte* base, size_t bytes) {
-  if (bytes == 0) return;
-  if (!pieces_.empty()) {
-    iovec& last = pieces_.back();
-    if (static_cast<std::byte*>(last.iov_base) + last.iov_len == base) {
-      last.iov_len += bytes;
-      return;
-    }
-  }
-  pieces_.push_back({base, bytes});
-}
-
-Wants Outbox::send(int socket, bool more, size_t& budget) {
-  while (!empty()) {
-    if (budget == 0) return Wants::kSpace;
-    msghdr message{};
-    message.msg_iov = &pieces_[next_];
-    size_t asked = 0;
-    while (message.msg_iovlen < IOV_MAX && next_ + message.msg_iovlen < pieces_.size() && asked < budget) {
-      asked += pieces_[next_ + message.msg_iovlen++].iov_len;
-    }
-    const size_t over = asked > budget ? asked - budget : 0;
-    iovec& last = message.msg_iov[message.msg_iovlen - 1];
-    last.iov_len -= over;
-    const bool whole = over == 0 && next_ + message.msg_iovlen == pieces_.size();
-    const ssize_t sent =
-        ::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL | (more || !whole ? MSG_MORE : 0));
-    last.iov_len += over;
-    if (sent < 0) {
-      if (errno == EINTR) continue;
-      return errno == EAGAIN ? Wants::kSpace : Wants::kEnd;
-    }
-    advance(static_cast<size_t>(sent));
-    budget -= static_cast<size_t>(sent);
-    if (static_cast<size_t>(sent) < asked - over) return Wants::kSpace;
-  }
-  return Wants::kRequests;
-}
-
-void Outbox::advance(size_t bytes) {
-  while (bytes > 0) {
-    iovec& piece = pieces_[next_];
-    const size_t taken = std::min(bytes, piece.iov_len);
-    piece.iov_base = static_cast<std::byte*>(piece.iov_base) + taken;
-    piece.iov_len -= taken;
-    bytes -= taken;
-    if (piece.iov_len == 0) ++next_;
-  }
-}
-
-bool Outbox::touches(const LentRegion& region) const {
-  return std::any_of(pieces_.begin() + static_cast<ptrdiff_t>(next_), pieces_.end(), [&](const iovec& piece) {
-    const auto* base = static_cast<const std::byte*>(piece.iov_base);
-    return base < region.base + region.bytes && region.base < base + piece.iov_len;
-  });
-}
-
 Wants ServedConnection::serve() {
   size_t budget = kSliceBytes;
   for (bool drained = false;;) {
-    if (!outbox_.empty()) {
-      const Wants wants = outbox_.send(socket(), read_follows(), budget);
+    if (device_ && device_->has_turn(outbox_)) {
+      const Wants wants = device_->hand_out(outbox_);
       if (wants != Wants::kRequests) return wants;
+    }
+    if (!outbox_.empty()) {
+      const bool more = (device_ && device_->goes_on()) || read_follows();
+      const Wants wants = outbox_.send(socket(), more, budget);
+      if (wants != Wants::kRequests) return wants;
+      if (device_ && !device_->empty()) continue;
     }
     const Step step = run_next_frame();
     if (step == Step::kMalformed) return Wants::kEnd;
@@ -174,6 +116,7 @@ ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header
   if (bytes > kMaxFrameBytes) return Step::kMalformed;
   if (status != ReadStatus::kOk) {
     bytes = 0;
+    if (device_) device_->clear();
     outbox_.clear();
     outbox_.add(copied_.data(), sizeof(ResponseHeader));
   }
@@ -190,6 +133,9 @@ ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte
     if (region == nullptr || entry.key != key) {
       const auto found = regions_.find(entry.key);
       if (found == regions_.end()) return ReadStatus::kUnknownKey;
+      if (found->second.device) {
+        return index == 0 ? gather_device(header, entries, bytes) : ReadStatus::kMixed;
+      }
       key = entry.key;
       region = &found->second;
     }
@@ -204,6 +150,22 @@ ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte
     } else {
       outbox_.add(from, entry.bytes);
     }
+  }
+  return ReadStatus::kOk;
+}
+
+ReadStatus ServedConnection::gather_device(const RequestHeader& header, const std::byte* entries,
+                                           uint64_t& bytes) {
+  if (!device_) device_ = std::make_unique<DevicePayload>(*source_);
+  expects_write_ = false;
+  for (uint32_t index = 0; index < header.count && bytes <= kMaxFrameBytes; ++index) {
+    const auto entry = load<ReadEntry>(entries + index * sizeof(ReadEntry));
+    const auto found = regions_.find(entry.key);
+    if (found == regions_.end()) return ReadStatus::kUnknownKey;
+    if (!found->second.device) return ReadStatus::kMixed;
+    if (!inside(found->second, entry.offset, entry.bytes)) return ReadStatus::kOutOfBounds;
+    bytes += entry.bytes;
+    device_->add(found->second.base + entry.offset, entry.bytes);
   }
   return ReadStatus::kOk;
 }

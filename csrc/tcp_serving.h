@@ -10,52 +10,28 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
+#include <memory>
 #include <vector>
 
 #include "fd.h"
+#include "tcp_device.h"
+#include "tcp_outbox.h"
 #include "tcp_wire.h"
-#include "transport.h"
 
 namespace kvlink::tcp {
 
-struct LentRegion {
-  std::byte* base = nullptr;
-  uint64_t bytes = 0;
-  Access access = Access::kRead;
-};
-using LentRegions = std::unordered_map<uint64_t, LentRegion>;  // by key
-
-/// What a connection waits for.
-enum class Wants : uint8_t { kRequests, kSpace, kEnd };
-
-/// The pieces of one response that the kernel has not taken yet. Borrows the memory.
-class Outbox {
- public:
-  bool empty() const { return next_ == pieces_.size(); }
-  void clear();
-  /// Extends the last piece where `base` follows on.
-  void add(std::byte* base, size_t bytes);
-  /// Hands over at most `budget` bytes and takes them off it. `more`: the next response follows at once.
-  Wants send(int socket, bool more, size_t& budget);
-  bool touches(const LentRegion& region) const;
-
- private:
-  void advance(size_t bytes);
-  std::vector<iovec> pieces_;
-  size_t next_ = 0;
-};
-
-/// Every call under the owner's lock, which also guards `regions`.
+/// Every call under the owner's lock, which also guards `regions` and `source`.
 class ServedConnection {
  public:
-  ServedConnection(UniqueFd socket, uint64_t connection_id, const LentRegions& regions)
-      : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions) {}
+  ServedConnection(UniqueFd socket, uint64_t connection_id, const LentRegions& regions, DeviceSource* source)
+      : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions), source_(source) {}
 
   /// Works until there is nothing to do or its share of this round is used up.
   Wants serve();
   /// Part of a response under way comes from `region`.
-  bool sends_from(const LentRegion& region) const { return outbox_.touches(region); }
+  bool sends_from(const LentRegion& region) const {
+    return outbox_.touches(region) || (device_ && device_->touches(region));
+  }
   /// A lease slot was read last, and that was not hushed for yet: what comes next is most likely a lone
   /// settle.
   bool expects_write() const { return expects_write_; }
@@ -75,6 +51,7 @@ class ServedConnection {
   Step store(const RequestHeader& header, const std::byte* entry);
   ReadStatus gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
   void gather_words(const std::byte* from, uint64_t bytes);
+  ReadStatus gather_device(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
   /// The frame at `begin_` when it is here completely, else 0 bytes long.
   size_t whole_frame(RequestHeader& header) const;
   bool read_follows() const;
@@ -86,9 +63,11 @@ class ServedConnection {
   UniqueFd socket_;
   uint64_t connection_id_;
   const LentRegions& regions_;
+  DeviceSource* const source_;  // null: no memory of a device is lent
   std::vector<std::byte> inbox_ = std::vector<std::byte>(kInboxBytes);
   size_t begin_ = 0, end_ = 0;  // of what inbox_ holds
   Outbox outbox_;
+  std::unique_ptr<DevicePayload> device_;  // null until one is asked for
   std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
   size_t copied_bytes_ = 0;
   bool expects_write_ = false, hushed_ = false;

@@ -5,6 +5,8 @@
 //   owner -> reader: HelloReply, then for each read frame, in order: ResponseHeader + payload (none when
 //   refused)
 //
+// A read frame that asks for memory of a device asks for nothing else.
+//
 // Write frames have no response: a reader checks them against the region's key first, so a refused one is an
 // attack or a region that is gone, and closes the connection.
 #pragma once
@@ -76,7 +78,7 @@ static_assert(sizeof(WriteEntry) < sizeof(ReadEntry), "the shortest frame is a w
 inline constexpr size_t kWriteFrameBytes = sizeof(RequestHeader) + sizeof(WriteEntry);
 inline constexpr size_t kMaxRequestBytes = sizeof(RequestHeader) + kMaxFrameOps * sizeof(ReadEntry);
 
-enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds };
+enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds, kMixed };
 
 struct ResponseHeader {
   uint16_t magic;

@@ -18,7 +18,8 @@ constexpr uint32_t kSlotBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
 }  // namespace
 
-Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const std::function<void()>> wake)
+Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const std::function<void()>> wake,
+                   std::shared_ptr<Tally> tally)
     : planner_(request.planner),
       tokens_(request.tokens),
       layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
@@ -29,6 +30,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
       wake_(std::move(wake)),
+      tally_(std::move(tally)),
       phase_started_ns_(now) {
   if (stream_ == StreamUnit::kNone) {
     const Status planned =
@@ -249,6 +251,7 @@ void Transfer::dropped(const Step& step, int64_t now) {
   std::lock_guard lock(mutex_);
   --in_flight_;
   if (done()) return;
+  ++stats_.redone;
   if (step.kind == Step::Kind::kReads) {
     redo_.push_back(step);
     if (phase_ == Phase::kValidate) phase_ = Phase::kRead;  // the look behind these reads was lost with them
@@ -272,6 +275,7 @@ void Transfer::finish(Status status, int64_t now) {
     stats_.num_ops = plan_.ops.size();
     stats_.num_segments = plan_.segments.size();
   }
+  if (tally_) tally_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
   for (const auto& [queue, token] : watchers_) queue->push(token);

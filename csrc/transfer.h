@@ -18,6 +18,7 @@
 #include "completion.h"
 #include "plan.h"
 #include "status.h"
+#include "tally.h"
 #include "transport.h"
 
 namespace kvlink {
@@ -40,6 +41,7 @@ struct PullRequest {
 struct TransferStats {
   uint64_t bytes = 0;
   uint64_t num_ops = 0, num_segments = 0;
+  uint64_t redone = 0;  // steps that a lane gave back
   int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
   bool ran_inline = false;
   bool settled = false;
@@ -63,8 +65,9 @@ enum class TransferState : uint8_t {
 class Transfer {
  public:
   /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
-  /// `wake` rouses the lanes after cancel().
-  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const std::function<void()>> wake);
+  /// `wake` rouses the lanes after cancel(). `tally`, if any, is told once, when the transfer ends.
+  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const std::function<void()>> wake,
+           std::shared_ptr<Tally> tally = nullptr);
 
   // The caller's side.
   TransferState state() const { return state_.load(std::memory_order_acquire); }
@@ -125,6 +128,7 @@ class Transfer {
   uint64_t nonce_, settle_nonce_;
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const std::function<void()>> wake_;
+  std::shared_ptr<Tally> tally_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
   Segment slot_segment_;

@@ -24,6 +24,8 @@
 
 namespace kvlink {
 
+class Bounce;
+
 /// What peers may do with a region. Block pools are kRead; only the lease table is kReadWrite.
 enum class Access : uint8_t { kRead, kReadWrite };
 
@@ -142,8 +144,14 @@ class Transport {
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
   /// As a NIC does: lends the memory of devices and reads into it, and reads into registered memory only.
-  /// Others are never given memory of a device.
+  /// Others are given memory of a device by way of bounce.h, or not at all.
   virtual bool reaches_devices() const { return false; }
+  /// From now on lends the memory of devices too, and sends it by way of `bounce`. Refuses
+  /// (kTransportUnavailable, reason and fix) where peers take the bytes by themselves.
+  virtual Status lend_through(std::shared_ptr<Bounce>) {
+    return Status::Unavailable("peers would have to reach into GPU memory by themselves",
+                               "allow tcp, which sends from it (KVLINK_TRANSPORTS)");
+  }
   /// Memory that reads land in and no peer may see; counts as a region. Only NICs need to know it.
   virtual Status register_scratch(const MemoryRange&) { return {}; }
   /// Parallel endpoints that a connection to this owner should have; 0: what TransportInfo says.

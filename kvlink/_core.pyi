@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ data plane. `kvlink.engine` and `kvlink.pool` are its users, besides benchmarks and tests."""
+"""The C++ data plane. Its users: `kvlink.engine`, `kvlink.pool`, `kvlink.traffic`, benchmarks and tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +93,20 @@ class Transfer:
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool]:
         """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline."""
 
+class Tally:
+    """Counts of the transfers over one path; may be given to several connections, one after the other."""
+
+    def __init__(self) -> None: ...
+    def counts(
+        self,
+    ) -> tuple[
+        int, int, int, int, int, int, dict[str, int],
+        tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]],
+        tuple[int, list[int]],
+    ]:  # fmt: skip
+        """valid, bytes, ops, segments, unsettled, redone, failed by exception; then (sum in ns, buckets) of plan,
+        read, validate, settle and all."""
+
 class Connection:
     """One reader-side connection to one owner over one transport, with its lanes."""
 
@@ -129,6 +143,9 @@ class Connection:
     def broken(self) -> bool: ...
     @property
     def idle(self) -> bool: ...
+    @property
+    def pending(self) -> int:
+        """Transfers queued or under way, one that uses several lanes as often."""
     def time_read(self, region: int, offset: int, local: int, bytes: int) -> int:
         """Nanoseconds of one bare read into this worker's first region; for benchmarks, on an idle connection."""
     def why_broken(self) -> str: ...
@@ -152,10 +169,14 @@ class Engine:
         num_lanes: int,
         nics: Sequence[tuple[str, int]],
         rdma_connect: str = "",
-    ) -> None: ...
+        bounce_bytes: int = 0,
+    ) -> None:
+        """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none."""
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def refuse(self, transport: str, why: str) -> None:
         """Before start: gives one of the transports up; peers and open() are told why."""
+    def bounce(self, transport: str, why: str) -> None:
+        """Before start: stages what it reads into GPU memory, although it may reach devices; peers are told why."""
     def add_foreign_region(
         self,
         address: int,
@@ -165,12 +186,15 @@ class Engine:
         dmabuf_fd: int = -1,
         dmabuf_offset: int = 0,
     ) -> int:
-        """`device`: GPU memory, which only NICs are given. The descriptor is borrowed until start() returns."""
+        """`device`: GPU memory, which other transports than NICs reach by copies. All regions are, or none.
+
+        The descriptor is borrowed until start() returns.
+        """
     def start(self) -> None: ...
-    def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str]]:
-        """(transport, address, pool keys, lease key, why refused or "") of each enabled transport."""
+    def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str, bool]]:
+        """(transport, address, pool keys, lease key, why refused or "", bounces) of each enabled transport."""
     def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]: ...
-    def open(self, transport: str, address: bytes) -> Connection: ...
+    def open(self, transport: str, address: bytes, tally: Tally) -> Connection: ...
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""
     def grant_at(self, lease: int, seats: Sequence[tuple[int, int, int]], ready: int, ttl_s: float) -> None:

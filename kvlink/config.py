@@ -88,9 +88,21 @@ class WorkerConfig:
         choices=("", "direct", "cm"),
     )
     gpudirect: str = _setting(
-        "KVLINK_GPUDIRECT", "", "dma-buf,peermem,bounce: ways to lend GPU memory, best first; empty: all"
+        "KVLINK_GPUDIRECT",
+        "",
+        "dma-buf,peermem,bounce: ways to GPU memory, best first; without bounce it is never staged; empty: all",
     )
-    coordinator: str = _setting("KVLINK_COORDINATOR", "", "host:port of the coordinator; empty: none")
+    bounce_bytes: int = _setting(
+        "KVLINK_BOUNCE_BYTES",
+        64 << 20,
+        "host memory pinned for GPU memory that a transport does not reach, half for each direction",
+        unit="bytes",
+        least=2 << 20,
+        most=16 << 30,
+    )
+    coordinator: str = _setting(
+        "KVLINK_COORDINATOR", "", "host:port of the coordinator, replicas with commas between; empty: none"
+    )
     host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
     port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
     agent_port: int = _setting(
@@ -114,7 +126,27 @@ class WorkerConfig:
     timeout_s: float = _setting(
         "KVLINK_TIMEOUT_S", 30.0, "deadline of a pull", unit="s", least=0.001, most=86400
     )
+    tls_ca: str = _setting("KVLINK_TLS_CA", "", "PEM file of the CAs that peers' certificates come from")
+    tls_cert: str = _setting("KVLINK_TLS_CERT", "", "PEM file of this process's certificate and its chain")
+    tls_key: str = _setting("KVLINK_TLS_KEY", "", "PEM file of that certificate's key")
+    tls_hosts: bool = _setting(
+        "KVLINK_TLS_HOSTS", True, "certificates must name the host that was dialled, not only role and tenant"
+    )
+    token_file: str = _setting(
+        "KVLINK_TOKEN_FILE", "", "file with the token that tells the coordinator who this is"
+    )
+    ticket_keys: str = _setting(
+        "KVLINK_TICKET_KEYS", "", "file of secrets that the tenant's workers sign tickets with, newest first"
+    )
+    insecure: bool = _setting("KVLINK_INSECURE", False, "speak plaintext to other hosts, too")
     fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, used by names such as fault+shm")
+    metrics_port: int = _setting(
+        "KVLINK_METRICS_PORT",
+        0,
+        "port of this worker's /metrics for Prometheus; 0: none",
+        least=0,
+        most=65535,
+    )
     log: str = _setting("KVLINK_LOG", "warning", "least severe message that is logged", choices=LOG_LEVELS)
     log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object a line")
 
@@ -123,8 +155,8 @@ class WorkerConfig:
             setting.check(getattr(self, setting.name))
         parse_nics(self.nics)
         parse_ways(self.gpudirect)
-        if self.coordinator:
-            split_address(self.coordinator)
+        for address in self.coordinator.split(",") if self.coordinator else ():
+            split_address(address.strip())
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **arguments: Any) -> WorkerConfig:

@@ -32,6 +32,9 @@ class PullStats(NamedTuple):
     settled: bool = False
 
 
+_NETWORKED = ("tcp", "verbs")
+
+
 @dataclass(frozen=True, slots=True)
 class PathTaken:
     """How one owner was read. `refused` are the better transports that were not taken, and why."""
@@ -44,6 +47,8 @@ class PathTaken:
     several the part of the bytes under way that each may have, as in "mlx5_0:1->mlx5_1:1 75%". Only of verbs."""
     nics_left_out: tuple[str, ...]
     """This worker's ports that carry none, each with its reason."""
+    bounces_at: tuple[str, ...]
+    """Ends ("reader", "owner") that stage GPU memory in pinned host memory, because the path does not reach it."""
     refused: tuple[Refusal, ...]
     num_ops: int
     num_bytes: int
@@ -51,9 +56,16 @@ class PathTaken:
     measured_us: float
     ran_inline: bool
 
+    @property
+    def in_clear(self) -> bool:
+        """Whether the bytes crossed a network, where none of kvlink's transports encrypts them."""
+        return self.transport.removeprefix("fault+") in _NETWORKED
+
     def __str__(self) -> str:
         """One sentence for a log."""
         lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
+        lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
+        lanes += ", not encrypted" if self.in_clear else ""
         lanes += ", inline" if self.ran_inline else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
         refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
@@ -222,6 +234,7 @@ def _path_taken(part: Part) -> PathTaken:
         len(paths),
         nics,
         peer.nics_left_out if nics else (),
+        peer.bounces_at,
         peer.refused,
         num_ops,
         num_bytes,

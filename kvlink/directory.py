@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlink.control import AgentClient, CoordinatorClient, SettleOrder
+from kvlink.control import AgentClient, CoordinatorClient, Security, SettleOrder
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
@@ -16,8 +16,9 @@ _MAX_CARDS = 4096
 class ControlDirectory:
     """Asks the agent that the ticket names, else the coordinator. A card is fetched once per worker and epoch."""
 
-    def __init__(self, coordinator: CoordinatorClient | None) -> None:
+    def __init__(self, coordinator: CoordinatorClient | None, security: Security) -> None:
         self._coordinator = coordinator
+        self._security = security
         self._agents: dict[str, AgentClient] = {}
         self._cards: dict[tuple[str, int], WorkerCard] = {}
 
@@ -70,5 +71,5 @@ class ControlDirectory:
     def _agent(self, address: str) -> AgentClient:
         client = self._agents.get(address)
         if client is None:
-            client = self._agents[address] = AgentClient(address)
+            client = self._agents[address] = AgentClient(address, security=self._security)
         return client

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlink import _core, errors
+from kvlink.bounce import warn_of_pool
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.gpudirect import Way, parse_ways
 from kvlink.layout import KVLayout
 from kvlink.loan import Loan, lend_to_nics
 from kvlink.nics import RefusedNic
 from kvlink.pool import BlockPool
+from kvlink.traffic import Traffic
 from kvlink.types import LeaseEnd, TransportCard
 
 CompletionQueue = _core.CompletionQueue
@@ -83,6 +86,8 @@ class Engine:
     def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig) -> None:
         self.pool = pool
         self.epoch = epoch
+        self.traffic = Traffic()
+        self.lease_slots = config.lease_slots
         transports = select(config.transports, available_transports())
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._loan = lend_to_nics(pool, config) if by_nic else Loan()
@@ -92,6 +97,9 @@ class Engine:
             self._core.close()
             self._loan = lend_to_nics(pool, config, nic_refuses_dma_buf=refused)
             self._core = self._start(config, transports, by_nic)
+        self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
+        """Transports that stage what they read into the pool in host memory, because it is on a GPU."""
+        warn_of_pool(pool, self.cards())
         self.on_forked: Callable[[], None] = lambda: None
         self.on_landed = self._loan.flush
         """To be called once the bytes of a pull have landed and before they are used; None: nothing is to do."""
@@ -110,10 +118,14 @@ class Engine:
             num_lanes=config.lanes,
             nics=self._loan.ports,
             rdma_connect=config.rdma_connect,
+            bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
         )
         if self._loan.refused:
             for name in by_nic:
                 core.refuse(name, self._loan.refused)
+        if self._loan.bounced:
+            for name in by_nic:
+                core.bounce(name, self._loan.bounced)
         with self._loan.added(core, self.pool):
             core.start()
         return core
@@ -133,17 +145,17 @@ class Engine:
     def cards(self) -> tuple[TransportCard, ...]:
         """How peers reach this worker, best transport first."""
         return tuple(
-            TransportCard(name, address, tuple(pool_keys), lease_key, refused)
-            for name, address, pool_keys, lease_key, refused in self.core.access()
+            TransportCard(name, address, tuple(pool_keys), lease_key, refused, bounces)
+            for name, address, pool_keys, lease_key, refused, bounces in self.core.access()
         )
 
     def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Admits a reader. Returns its connection id (0: cannot be fenced) and one reply a lane."""
         return self.core.accept(transport, hellos)
 
-    def open(self, transport: str, address: bytes) -> Connection:
-        """Opens unconnected lanes. Raises TransportUnavailable when this process cannot reach the address."""
-        return self.core.open(transport, address)
+    def open(self, transport: str, address: bytes, worker_id: str) -> Connection:
+        """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable when it cannot be reached."""
+        return self.core.open(transport, address, self.traffic.tally(worker_id, transport))
 
     def planner(
         self,

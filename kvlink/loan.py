@@ -19,6 +19,8 @@ from kvlink.pool import BlockPool, Region
 
 _log = logging.getLogger("kvlink.loan")
 
+_OUT_OF_REACH = "NICs do not reach this GPU memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Loan:
@@ -29,6 +31,8 @@ class Loan:
     left_out: tuple[RefusedNic, ...] = ()
     lent: tuple[Lent, ...] = ()
     refused: str = ""
+    bounced: str = ""
+    """Why NICs do not reach the pool, which is on a GPU: what they read into it is staged in host memory."""
 
     @property
     def by_dma_buf(self) -> bool:
@@ -65,28 +69,44 @@ def lend_to_nics(
     """
     if pool.gpu is None:
         return Loan(*select_ports(MemoryPlace(), config.nics, root))
+    ways = parse_ways(config.gpudirect)
+    try:
+        driver = make_driver()
+    except TransportUnavailable as error:
+        return _without_driver(pool.gpu, ways, config, error, root)
     ports: list[tuple[str, int]] = []
     left_out: tuple[RefusedNic, ...] = ()
     try:
-        driver = make_driver()
         place = MemoryPlace(gpu=driver.gpu(pool.gpu).bus_id)
         ports, left_out = select_ports(place, config.nics, root)
         if not ports:
             raise TransportUnavailable(_none_near(place, left_out))
-        ways = parse_ways(config.gpudirect)
-        lent = _lend_all(driver, pool.regions, ways, nic_refuses_dma_buf, root)
+        lent, bounced = _lend_all(driver, pool.regions, ways, nic_refuses_dma_buf, root)
     except TransportUnavailable as error:
         _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
         return Loan(ports, left_out, refused=str(error))
+    if bounced is not None:
+        return Loan(ports, left_out, bounced=_why_bounced(bounced))
     for decision in dict.fromkeys(each.decision for each in lent):
         level = logging.WARNING if decision.refused else logging.INFO
         _log.log(level, "lent device=cuda:%d by=%s", pool.gpu, decision)
     return Loan(ports, left_out, lent)
 
 
+def _without_driver(
+    gpu: int, ways: Sequence[Way], config: WorkerConfig, why: TransportUnavailable, root: Path
+) -> Loan:
+    """Nothing can be registered, nor is it known which NICs are near: those near host memory may serve the bounce."""
+    if Way.BOUNCE not in ways:
+        _log.warning("NICs are not given the pool device=cuda:%d error=%s", gpu, why)
+        return Loan(refused=str(why))
+    return Loan(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
+
+
 def _lend_all(
     driver: Driver, regions: Sequence[Region], ways: Sequence[Way], nic_refuses_dma_buf: str, root: Path
-) -> tuple[Lent, ...]:
+) -> tuple[tuple[Lent, ...], Decision | None]:
+    """All regions, or none and the decision that says why. Raises TransportUnavailable."""
     lent: list[Lent] = []
     with ExitStack() as unless_all:
         for region in regions:
@@ -100,18 +120,16 @@ def _lend_all(
             )
             lent.append(unless_all.enter_context(each))
             if each.decision.way is Way.BOUNCE:
-                raise _not_staged(each.decision)
+                return (), each.decision
         unless_all.pop_all()
-    return tuple(lent)
+    return tuple(lent), None
 
 
-def _not_staged(decision: Decision) -> TransportUnavailable:
+def _why_bounced(decision: Decision) -> str:
     reasons = "".join(f"; not {each.way.value}: {each.reason}" for each in decision.refused)
     fixes = dict.fromkeys(each.fix for each in decision.refused)
-    return TransportUnavailable(
-        f"GPU memory would have to be staged in host memory (bounce), which verbs cannot do yet{reasons}",
-        "; or ".join(fixes) or "allow dma-buf or peermem in KVLINK_GPUDIRECT",
-    )
+    fix = "; or ".join(fixes) or "allow dma-buf or peermem in KVLINK_GPUDIRECT"
+    return f"{_OUT_OF_REACH}{reasons}. {fix}"
 
 
 def _none_near(place: MemoryPlace, left_out: Sequence[RefusedNic]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvlink.bounce import bouncing_ends, warn_of_path
 from kvlink.cost import PRIORS, FittedCost
 from kvlink.engine import Connection, Engine, Planner
 from kvlink.errors import (
@@ -19,6 +20,7 @@ from kvlink.errors import (
     TransferTimeout,
     TransportUnavailable,
 )
+from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
@@ -60,6 +62,7 @@ class Peer:
     assignment: Assignment
     refused: tuple[Refusal, ...]
     nics_left_out: tuple[str, ...]
+    bounces_at: tuple[str, ...]
     cost: FittedCost
     num_layers: int = field(init=False)  # these two are looked up for every pull
     seat: int = field(init=False)
@@ -95,6 +98,9 @@ class Peers:
 
     engine: Engine
     directory: Directory
+    connects: Durations = field(default_factory=Durations)
+    """Of those that succeeded, back-off left out."""
+    num_retries: int = 0
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
     _attempts: dict[tuple[str, int], _Attempts] = field(default_factory=dict)
@@ -164,6 +170,8 @@ class Peers:
                 )
             if pause > 0:
                 await asyncio.sleep(pause)
+            self.num_retries += attempts.failures > 0
+            began = time.perf_counter_ns()
             try:
                 timeout_s = min(_CONNECT_S, deadline - time.monotonic())
                 peer = await self._connect(key, agent, timeout_s, fresh=attempts.failures > 0)
@@ -175,6 +183,7 @@ class Peers:
                 if attempt == _ATTEMPTS - 1:
                     raise
             else:
+                self.connects.add(time.perf_counter_ns() - began)
                 del self._attempts[key]
                 return peer
         raise AssertionError("the last attempt returns or raises")
@@ -235,7 +244,7 @@ class Peers:
         refused: Sequence[Refusal],
         timeout_s: float,
     ) -> Peer:
-        connection = self.engine.open(name, offered.address)
+        connection = self.engine.open(name, offered.address, card.worker_id)
         try:
             connection_id, replies = await self.directory.connect(card, offered.name, connection.hellos())
             regions = await asyncio.to_thread(
@@ -253,7 +262,11 @@ class Peers:
             raise
         cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
         left_out = tuple(map(str, self.engine.nics_left_out))
-        return Peer(card, name, connection, planner, assignment, tuple(refused), left_out, cost)
+        bounces_at = bouncing_ends(name in self.engine.bounces, offered.bounces)
+        if bounces_at:
+            reasons = [f"not {refusal.transport}: {refusal.reason}" for refusal in refused]
+            warn_of_path(card.worker_id, name, bounces_at, reasons)
+        return Peer(card, name, connection, planner, assignment, tuple(refused), left_out, bounces_at, cost)
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
         """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
 from kvlink.config import WorkerConfig
-from kvlink.control import CoordinatorClient, Offer, Session, WorkerAgent
+from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
+from kvlink.control.overview import WorkerReport
 from kvlink.directory import ControlDirectory
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError
+from kvlink.histogram import Durations
 from kvlink.host import this_host
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
@@ -24,14 +27,21 @@ class Presence:
 
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
         self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
-        self._client = CoordinatorClient(config.coordinator) if config.coordinator else None
+        security = Security.of(config)
+        at = config.coordinator
+        self._client = CoordinatorClient(at, security=security) if at else None
         self._agent = WorkerAgent(
             lambda transport, hellos: engine().accept(transport, hellos),
             settle=self._settle_own,
             renew=lambda slot, nonce: engine().core.renew(slot, nonce),
+            security=security,
         )
         self._session: Session | None = None
-        self.directory = ControlDirectory(self._client)
+        self.directory = ControlDirectory(self._client, security)
+        self.claims = Durations()
+        """Of those that were answered with tickets, waiting included."""
+        self.report: Callable[[], WorkerReport | None] = lambda: None
+        """What the coordinator is told with each beat."""
 
     @classmethod
     async def open(cls, config: WorkerConfig, engine: OwnEngine) -> Presence:
@@ -47,6 +57,16 @@ class Presence:
         """Whether tickets can be published and claimed."""
         return self._client is not None
 
+    @property
+    def joined(self) -> bool | None:
+        """Whether the coordinator knows this worker; None: there is no coordinator."""
+        return None if self._session is None else self._session.state is SessionState.JOINED
+
+    @property
+    def num_rejoins(self) -> int:
+        """How often the coordinator was lost and found again."""
+        return 0 if self._session is None else self._session.num_rejoins
+
     async def join(self, worker_id: str, engine: Engine) -> WorkerCard:
         """Publishes the worker's card, with the epoch that was granted. Raises CoordinatorUnavailable."""
         card = WorkerCard(
@@ -61,7 +81,9 @@ class Presence:
         )
         if self._client is not None:
             await self._leave_session()
-            self._session = await Session.join(self._client, card, self._settle_own)
+            self._session = await Session.join(
+                self._client, card, self._settle_own, report=lambda: self.report()
+            )
             card = self._session.card
         self._agent.publish(card)
         return card
@@ -102,7 +124,9 @@ class Presence:
         """Waits for the tickets of all ranks. Raises UnknownRequest, LeaseExpired, CoordinatorUnavailable."""
         if self._client is None:
             return []
+        began = time.perf_counter_ns()
         blobs = await self._client.claim(request_id, timeout_s, reader, num_readers)
+        self.claims.add(time.perf_counter_ns() - began)
         return [Ticket.from_bytes(blob) for blob in blobs]
 
     async def _leave_session(self) -> None:

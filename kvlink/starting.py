@@ -6,10 +6,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
+import weakref
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from kvlink.control import ControlThread
 from kvlink.engine import Transfer
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.peers import Peer, Peers
@@ -90,6 +94,37 @@ def _within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tu
     if not 0 <= asked[0] < asked[1] <= count:
         raise ConfigError(f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} of {count}")
     return asked
+
+
+class Starts:
+    """Pulls that wait for their owners, and how many never began, by the name of the exception."""
+
+    def __init__(self, control: ControlThread) -> None:
+        self.failed: Counter[str] = Counter()
+        self._control = control
+        self._waiting: weakref.WeakSet[Starting] = weakref.WeakSet()
+
+    def start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
+        """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners."""
+        deadline = time.monotonic() + want.timeout_s
+        starting = Starting()
+        job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
+        self._waiting.add(starting)
+
+        def ended(starting: Starting) -> None:
+            if starting.cancelled():
+                job.cancel()
+                self.failed["Cancelled"] += 1
+            elif error := starting.exception():
+                self.failed[type(error).__name__] += 1
+
+        starting.add_done_callback(ended)
+        return starting
+
+    def cancel_all(self) -> None:
+        """The worker is closing."""
+        for starting in list(self._waiting):
+            starting.cancel()
 
 
 async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:

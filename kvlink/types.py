@@ -34,6 +34,8 @@ class TransportCard:
     lease_key: bytes
     refused: str = ""
     """Why this transport cannot lend the pool; the reader shows it in `explain()`."""
+    bounces: bool = False
+    """What crosses this way to or from the pool, on a GPU, is staged in the worker's host memory."""
 
 
 @dataclass(frozen=True, slots=True)

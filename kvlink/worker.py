@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,24 +17,19 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from kvlink import metrics
 from kvlink.config import WorkerConfig
-from kvlink.control import ControlThread
+from kvlink.control import ControlThread, ticket_signing
 from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.figures import WorkerFigures, gather
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Offers
 from kvlink.presence import Presence
-from kvlink.starting import (
-    Connected,
-    Part,
-    Starting,
-    Want,
-    connect_all,
-    start,
-    start_connected,
-)
+from kvlink.reporting import Reporter
+from kvlink.starting import Connected, Part, Starts, Want, connect_all, start
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import LeaseBell
@@ -78,20 +73,24 @@ class Worker:
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed = False
-        self._starting: weakref.WeakSet[Starting] = weakref.WeakSet()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
+            self._starts = Starts(self._control)
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
             presence = Presence.open(self.config, lambda: self._engine)  # which _join may replace
             self._presence = self._control.run(presence, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
+            self.offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
+            """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
+            self.offers.on_ended = self._forget
+            self.offers.sign, self._checked = ticket_signing(self.config.ticket_keys)
+            self._peers = Peers(self._engine, self._presence.directory)
+            self._presence.report = Reporter(self)
+            if self.config.metrics_port:
+                opened.callback(metrics.serve(self, self.config.host, self.config.metrics_port))
             self._opened = opened.pop_all()
-        self.offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
-        """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
-        self.offers.on_ended = self._forget
-        self._peers = Peers(self._engine, self._presence.directory)
         _open.add(self)
 
     def __repr__(self) -> str:
@@ -193,7 +192,7 @@ class Worker:
         layers: half-open range of layers.
         settle: give the owner its blocks back at once when all is valid.
         timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given).
-        Raises ConfigError for bad arguments; everything else comes from the Pull.
+        Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
         """
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
         want = Want(block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
@@ -201,21 +200,23 @@ class Worker:
         on_landed = self._engine.on_landed
         if isinstance(ticket, str):
             self._require_coordinator(f"request {ticket}: claiming by id")
-            starting = self._start(partial(self._claim_and_connect, ticket), want)
+            starting = self._starts.start(partial(self._claim_and_connect, ticket), want)
             return Pull(ticket, None, starting, on_unsettled, on_landed)
         if isinstance(ticket, Ticket):
+            self._checked(ticket)
             peer = self._peers.get(ticket.worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
                 return Pull(ticket.request_id, [Part(ticket, peer, transfer)], None, on_unsettled, on_landed)
-        tickets = [ticket] if isinstance(ticket, Ticket) else list(ticket)
+        tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self._checked, ticket)]
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
-        starting = self._start(partial(connect_all, self._peers, tickets), want)
+        starting = self._starts.start(partial(connect_all, self._peers, tickets), want)
         return Pull(tickets[0].request_id, None, starting, on_unsettled, on_landed)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
         deadline = time.monotonic() + timeout_s
+        self._checked(ticket)
         job = self._peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
 
@@ -227,6 +228,10 @@ class Worker:
         """What became of this worker's offers."""
         return self._engine.lease_counts()
 
+    def figures(self) -> WorkerFigures:
+        """What was counted until now: for scrapes, not for every pull."""
+        return gather(self.worker_id, self._engine, self.offers, self._peers, self._presence, self._starts)
+
     def close(self) -> None:
         """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
         if self._closed or self._pid != os.getpid():
@@ -235,17 +240,8 @@ class Worker:
         _open.discard(self)
         self._opened.close()
 
-    def _start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
-        deadline = time.monotonic() + want.timeout_s
-        starting = Starting()
-        job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
-        self._starting.add(starting)
-        starting.add_done_callback(lambda starting: starting.cancelled() and job.cancel())
-        return starting
-
     def _leave(self) -> None:
-        for starting in list(self._starting):
-            starting.cancel()
+        self._starts.cancel_all()
         try:
             self._control.run(self._presence.leave(), _CLOSE_S)
         except KVLinkError as error:
@@ -266,7 +262,7 @@ class Worker:
         layout = self.pool.layout
         left_s = max(deadline - time.monotonic(), 0.001)
         tickets = await self._presence.claim(request_id, left_s, layout.tp_rank, layout.tp_size)
-        return await connect_all(self._peers, tickets, deadline)
+        return await connect_all(self._peers, [*map(self._checked, tickets)], deadline)
 
     # In the background.
 

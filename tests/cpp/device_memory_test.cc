@@ -1,75 +1,103 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pools in GPU memory: which transports are not given any, and what then is said. A mapping that nobody may
-// touch stands for the GPU: a transport that followed the address would end the test.
-#include <gtest/gtest.h>
-#include <sys/mman.h>
-
+// Pools in GPU memory: who lends them, by which way, and what is said where there is none.
 #include "engine.h"
+#include "fake_device.h"
 
-namespace kvlink {
+namespace kvlink::testing {
 namespace {
 
 constexpr uint64_t kBytes = 1 << 20;
 constexpr const char* kHostTransports[] = {"loopback", "shm", "cma", "tcp", "fault+tcp"};
 
-class Untouchable {
- public:
-  Untouchable() : base_(::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
-  ~Untouchable() { ::munmap(base_, kBytes); }
-  Untouchable(const Untouchable&) = delete;
-  Untouchable& operator=(const Untouchable&) = delete;
+Result<std::shared_ptr<DeviceCopier>> no_driver(const std::byte*) {
+  return Status::Unavailable("libcuda.so.1 is absent", "install the driver");
+}
 
-  MemoryRange range() const {
-    return {.base = static_cast<std::byte*>(base_), .bytes = kBytes, .device = true};
-  }
-
- private:
-  void* const base_;
-};
-
-std::unique_ptr<Engine> make(const std::string& transport) {
+std::unique_ptr<Engine> make(const std::string& transport, MakeDeviceCopier make_copier = no_driver,
+                             uint64_t bounce_bytes = Bounce::kLeastBytes) {
   EngineOptions options;
   options.transports = {transport};
+  options.make_copier = std::move(make_copier);
+  options.bounce_bytes = bounce_bytes;
   auto made = Engine::make(options);
   EXPECT_TRUE(made.ok()) << made.status().what();
   return std::move(*made);
 }
 
-struct DeviceMemory : testing::TestWithParam<const char*> {};
+bool mentions(const std::string& text, const std::string& part) { return text.find(part) != text.npos; }
 
-TEST_P(DeviceMemory, IsNotLentByHostTransports) {
-  const Untouchable gpu;
-  const auto engine = make(GetParam());
-  ASSERT_TRUE(engine->add_pool_region(gpu.range()).ok());
-  ASSERT_TRUE(engine->start().ok());
+TransportAccess access_of(const std::string& transport, FakeDevice& gpu, MakeDeviceCopier make_copier,
+                          uint64_t bounce_bytes = Bounce::kLeastBytes, const std::string& why = {}) {
+  const auto engine = make(transport, std::move(make_copier), bounce_bytes);
+  if (!why.empty()) engine->bounce(transport, why);
+  EXPECT_TRUE(engine->add_pool_region(gpu.range()).ok());
+  EXPECT_TRUE(engine->start().ok());
   const TransportAccess access = engine->access().front();
-  EXPECT_NE(access.refused.find("the pool is GPU memory; use verbs"), std::string::npos) << access.refused;
-  EXPECT_TRUE(access.pool_keys.empty());
-  EXPECT_EQ(engine->accept(GetParam(), {"hello"}).status().code(), Code::kTransportUnavailable);
+  EXPECT_EQ(access.pool_keys.empty(), !access.refused.empty());
+  const bool given_up = !access.refused.empty() && !access.bounces;
+  EXPECT_EQ(mentions(engine->accept(transport, {"hello"}).status().what(), "does not offer"), given_up);
+  return access;
 }
 
-TEST_P(DeviceMemory, IsNoDestinationOfHostTransports) {
+struct DeviceMemory : ::testing::TestWithParam<const char*> {};
+
+TEST_P(DeviceMemory, IsRefusedWhereNothingCanCopy) {
+  FakeDevice gpu(kBytes);
+  const TransportAccess access = access_of(GetParam(), gpu, no_driver);
+  EXPECT_FALSE(access.bounces);
+  EXPECT_TRUE(mentions(access.refused, "libcuda.so.1 is absent; install the driver")) << access.refused;
+  EXPECT_TRUE(mentions(access.refused, "use verbs (KVLINK_TRANSPORTS) or a pool in host memory"));
+
   const auto host = *HostMemory::allocate(kBytes, false);
-  const auto owner = make(GetParam());
+  const auto owner = make(GetParam()), reader = make(GetParam());
   ASSERT_TRUE(owner->add_pool_region(host->range()).ok());
   ASSERT_TRUE(owner->start().ok());
-
-  const Untouchable gpu;
-  const auto reader = make(GetParam());
-  ASSERT_TRUE(reader->add_pool_region(host->range()).ok());  // one region of a GPU is enough
   ASSERT_TRUE(reader->add_pool_region(gpu.range()).ok());
   ASSERT_TRUE(reader->start().ok());
   const Status refused = reader->open(GetParam(), owner->access().front().address).status();
   EXPECT_EQ(refused.code(), Code::kTransportUnavailable);
-  EXPECT_NE(refused.what().find("GPU memory"), std::string::npos) << refused.what();
+  EXPECT_TRUE(mentions(refused.what(), "GPU memory")) << refused.what();
 }
 
-INSTANTIATE_TEST_SUITE_P(HostTransports, DeviceMemory, testing::ValuesIn(kHostTransports),
+TEST_P(DeviceMemory, IsRefusedWhereStagingIsNotAllowed) {
+  FakeDevice gpu(kBytes);
+  const TransportAccess access = access_of(GetParam(), gpu, gpu.maker(), 0);
+  EXPECT_FALSE(access.bounces);
+  EXPECT_TRUE(mentions(access.refused, "bounce is not allowed; add it to KVLINK_GPUDIRECT"))
+      << access.refused;
+}
+
+TEST_P(DeviceMemory, IsLentByWhoSendsIt) {
+  FakeDevice gpu(kBytes);
+  const TransportAccess access = access_of(GetParam(), gpu, gpu.maker());
+  EXPECT_TRUE(access.bounces);
+  EXPECT_EQ(gpu.pinned_bytes(), Bounce::kLeastBytes);
+  const bool sends = mentions(GetParam(), "tcp");
+  EXPECT_EQ(access.refused.empty(), sends) << access.refused;
+  EXPECT_TRUE(sends || mentions(access.refused, "by themselves; allow tcp, which sends from it"));
+}
+
+INSTANTIATE_TEST_SUITE_P(HostTransports, DeviceMemory, ::testing::ValuesIn(kHostTransports),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::replace(name.begin(), name.end(), '+', '_');
                            return name;
                          });
+
+TEST(DevicePool, PeersAreToldWhyNicsDoNotReachIt) {
+  FakeDevice gpu(kBytes);
+  const TransportAccess access = access_of("shm", gpu, gpu.maker(), Bounce::kLeastBytes, "no dma-buf here");
+  EXPECT_TRUE(access.bounces);
+  EXPECT_EQ(access.refused, "no dma-buf here");
+}
+
+TEST(DevicePool, IsNotMixedWithOther) {
+  FakeDevice gpu(kBytes);
+  const auto host = *HostMemory::allocate(kBytes, false);
+  const auto engine = make("tcp");
+  ASSERT_TRUE(engine->add_pool_region(host->range()).ok());
+  EXPECT_EQ(engine->add_pool_region(gpu.range()).status().code(), Code::kConfig);
+}
 
 TEST(Refused, HostMemoryThatCannotBeLentIsStillADestination) {
   const auto lent = *HostMemory::allocate(kBytes, false);
@@ -101,4 +129,4 @@ TEST(Refused, ATransportThatWasGivenUpSaysWhy) {
 }
 
 }  // namespace
-}  // namespace kvlink
+}  // namespace kvlink::testing

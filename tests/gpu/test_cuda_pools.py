@@ -80,15 +80,6 @@ def test_the_driver_flushes(driver: CudaDriver) -> None:
     driver.flush(0, Ordering.OWNER)
 
 
-def test_host_transports_leave_gpu_memory_alone() -> None:
-    with (
-        Worker(cuda_pool(1), "owner", transports="loopback,shm,cma,tcp") as owner,
-        Worker(cuda_pool(2), "reader", transports="loopback,shm,cma,tcp") as reader,
-        pytest.raises(TransportUnavailable, match="reaches host memory"),
-    ):
-        reader.pull(owner.offer("r", range(BLOCKS)), range(BLOCKS)).wait(10)
-
-
 @pytest.mark.parametrize("way", [Way.DMA_BUF, Way.PEERMEM])
 def test_a_pull_from_gpu_to_gpu(driver: CudaDriver, nic: str, allocator: str, way: Way) -> None:
     owner_pool, reader_pool = cuda_pool(1), cuda_pool(2)

@@ -104,7 +104,12 @@ class Commands:
         pull.wait()
         (path,) = pull.explain()
         refused = {refusal.transport: refusal.reason for refusal in path.refused}
-        return {"transport": path.transport, "refused": refused, "bytes": path.num_bytes}
+        return {
+            "transport": path.transport,
+            "refused": refused,
+            "bytes": path.num_bytes,
+            "bounces_at": path.bounces_at,
+        }
 
     def pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> dict[str, Any]:
         self.start_pull(name, ticket, into, timeout_s)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvlink import BlockPool
 from kvlink.layout import Geometry, KVLayout, Order, Plane, Regions, dense
+from kvlink.pool import Region
 
 Bytes = npt.NDArray[np.uint8]
 Contents = list[Bytes]
@@ -26,6 +27,20 @@ class Memory(Enum):
     NUMPY = "numpy"
     TORCH = "torch"
     DLPACK = "dlpack"
+
+
+ON_GPU = "gpu"
+"""Memory of the GPU that tests/fake_cuda stands for; the process must find that in place of the driver."""
+
+_GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/libcuda.cc has it
+
+
+class _GpuPool(BlockPool):
+    """What the tests fill and look at is the memory behind those addresses."""
+
+    def numpy(self, region: int = 0) -> Bytes:
+        array: Bytes = self.regions[region].keeper  # type: ignore[assignment]
+        return array
 
 
 class _OnlyDlpack:
@@ -48,6 +63,10 @@ def _tensor(memory: Memory, num_bytes: int) -> Any:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     array = np.zeros(num_bytes, np.uint8)
     return _OnlyDlpack(array) if memory is Memory.DLPACK else array
+
+
+def _on_gpu(array: Bytes) -> Region:
+    return Region(array.ctypes.data | _GPU_BIT, array.size, array, None, gpu=0)
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,9 @@ class PoolSpec:
 
     def make(self) -> BlockPool:
         layout = self.layout()
+        if self.memory == ON_GPU:
+            arrays = [np.zeros(size, np.uint8) for size in layout.region_bytes()]
+            return _GpuPool([_on_gpu(array) for array in arrays], layout)
         memory = Memory(self.memory)
         if memory is Memory.KVLINK:
             return BlockPool.allocate(layout, huge_pages=False)

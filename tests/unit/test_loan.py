@@ -76,9 +76,9 @@ def test_host_memory_needs_no_driver(root: Path) -> None:
     engine = core()
     with loan.added(engine, pool):
         engine.start()
-    ((_, _, keys, _, refused),) = engine.access()
+    ((_, _, keys, _, refused, bounces),) = engine.access()
     engine.close()
-    assert (len(keys), refused) == (2, "")
+    assert (len(keys), refused, bounces) == (2, "", False)
 
 
 def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
@@ -97,7 +97,7 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     with loan.added(engine, gpu_pool()):
         assert all(os.fstat(fd) for fd in fds)
         engine.start()
-    ((_, _, keys, _, refused),) = engine.access()
+    ((_, _, keys, _, refused, _),) = engine.access()
     engine.close()
     assert (keys, refused.partition(",")[0]) == ([], "tcp reaches host memory")
     assert [each.fd for each in loan.lent] == [-1, -1]
@@ -126,28 +126,46 @@ def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu)
     ("gpudirect", "says"),
     [
         ("", ["not dma-buf: the GPU's driver exports no", "not peermem: nvidia-peermem is not loaded", "modprobe"]),
-        ("bounce", ["staged in host memory", "allow dma-buf or peermem in KVLINK_GPUDIRECT"]),
-        ("peermem", ["cannot be lent", "nvidia-peermem is not loaded"]),
+        ("bounce", ["NICs do not reach this GPU memory", "allow dma-buf or peermem in KVLINK_GPUDIRECT"]),
     ],
 )  # fmt: skip
-def test_what_would_be_staged_is_refused_loudly(
-    root: Path, gpu: Gpu, gpudirect: str, says: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, says: list[str]) -> None:
     before = descriptors()
     loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
     assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
-    assert all(part in loan.refused for part in says), loan.refused
-    assert loan.refused in caplog.text
+    assert all(part in loan.bounced for part in says), loan.bounced
+    assert loan.refused == ""
     assert descriptors() == before
+    engine = core()
+    engine.bounce("tcp", loan.bounced)
+    with loan.added(engine, gpu_pool()):
+        engine.start()
+    ((_, _, keys, _, refused, bounces),) = engine.access()
+    engine.close()
+    assert (keys, bounces) == ([], False)
+    assert "it cannot be staged (bounce is not allowed; add it to KVLINK_GPUDIRECT)" in refused
 
 
-def test_the_first_region_is_given_back_when_the_second_is_refused(root: Path, gpu: Gpu) -> None:
+def test_what_may_not_be_staged_is_refused_loudly(
+    root: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = descriptors()
+    loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
+    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
+    for part in ("cannot be lent", "exports no dma-buf", "nvidia-peermem is not loaded"):
+        assert part in loan.refused
+    assert loan.refused in caplog.text
+    assert (loan.bounced, descriptors()) == ("", before)
+
+
+def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     first, second = at(BASE, SIZE), at(SECOND, SIZE, Kind.ASYNC)
     driver = FakeCuda(gpu, first, second)
     loan = lend(driver, root)
     assert len(driver.exported) == 1
-    assert "cudaMallocAsync cannot be registered" in loan.refused
+    assert "cudaMallocAsync cannot be registered" in loan.bounced
+    assert loan.lent == ()
     assert descriptors() == before
 
 
@@ -164,7 +182,11 @@ def test_without_cuda_python_it_says_so(root: Path) -> None:
         raise TransportUnavailable("cuda-python is not installed", "pip install cuda-bindings")
 
     loan = lend_to_nics(gpu_pool(), CONFIG, make_driver=absent, root=root)
+    assert loan.bounced.endswith("this GPU memory: cuda-python is not installed. pip install cuda-bindings")
+    assert (loan.refused, len(loan.ports)) == ("", 8)
+    loan = lend_to_nics(gpu_pool(), WorkerConfig(gpudirect="dma-buf"), make_driver=absent, root=root)
     assert loan.refused == "cuda-python is not installed. pip install cuda-bindings"
+    assert (loan.bounced, loan.ports) == ("", ())
 
 
 @pytest.mark.parametrize(

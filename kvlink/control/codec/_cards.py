@@ -94,12 +94,18 @@ def _write_transport(card: TransportCard) -> pb.TransportCard:
         pool_keys=card.pool_keys,
         lease_key=card.lease_key,
         refused=card.refused,
+        bounces=card.bounces,
     )
 
 
 def _read_transport(message: pb.TransportCard) -> TransportCard:
     return TransportCard(
-        message.name, message.address, tuple(message.pool_keys), message.lease_key, message.refused
+        message.name,
+        message.address,
+        tuple(message.pool_keys),
+        message.lease_key,
+        message.refused,
+        message.bounces,
     )
 
 

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads into device memory over an endpoint that does not reach it. Posts are asked for in parts, each a slot
+// of the bounce buffer: on the wire, then being copied to the device, then free. Completions keep the order
+// of the posts, so what is read behind data vouches for data that has landed.
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <list>
+
+#include "bounce.h"
+#include "bounce_post.h"
+#include "fd.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep the wire busy
+
+// Nothing tells when a copy has ended or another endpoint gave a slot back: whoever sleeps looks again after
+// half the time that a slot takes to copy, then less and less often.
+constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
+
+class BounceEndpoint final : public Endpoint {
+ public:
+  BounceEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Bounce> bounce,
+                 std::unique_ptr<CopyQueue> queue, uint32_t num_regions)
+      : bounce_(std::move(bounce)),
+        inner_(std::move(inner)),
+        queue_(std::move(queue)),
+        num_regions_(num_regions),
+        on_wire_(inner_->window().depth),
+        chunk_ops_(inner_->window().chunk_ops) {}
+  ~BounceEndpoint() override { close(); }
+
+  std::string hello() const override { return inner_->hello(); }
+  std::string path() const override { return inner_->path(); }
+  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Result<uint32_t> import_region(std::string_view remote_key) override {
+    return inner_->import_region(remote_key);
+  }
+  Window window() const override;
+  bool ordered() const override { return inner_->ordered(); }
+  bool order_stalls() const override { return inner_->order_stalls(); }
+  int64_t patience_ns() const override { return inner_->patience_ns(); }
+  bool copies_in_poll() const override { return false; }  // the device does
+
+  Status post_read(uint64_t token, const Chunk& chunk) override;
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
+  PollResult poll(std::vector<Completion>& ended) override;
+  bool cancel(uint64_t token) override;
+  int wake_fd() const override { return wake_.get(); }
+  bool arm() override;
+  void close() override;
+
+ private:
+  using Post = BouncePost;
+  using Posts = std::list<Post>;
+  struct Part : BouncePart {
+    Posts::iterator post = {};
+    bool used = false, copying = false;
+    BounceRing::Slot slot = {nullptr, {nullptr}};
+    uint64_t copy = 0;  // its number, while copying
+  };
+
+  bool ask_for_next();
+  Status ask(Post& post, Part& part, uint64_t token);
+  void arrived(Part& part, const Status& status);
+  bool finish_copies();
+  bool retire(std::vector<Completion>& ended);
+  static void fail(Post& post, const Status& why);
+  uint64_t claim(Posts::iterator post);
+  void release(Part& part);
+  void look_again_in(int64_t ns);
+
+  const std::shared_ptr<Bounce> bounce_;
+  const std::unique_ptr<Endpoint> inner_;
+  const std::unique_ptr<CopyQueue> queue_;
+  const uint32_t num_regions_;
+  const uint32_t on_wire_;    // at most so many slots
+  const uint32_t chunk_ops_;  // at most so many operations in a part
+  UniqueFd timer_, wake_;
+  int64_t look_ns_ = 0;  // until the next look; 0: the timer is not set
+
+  Posts posts_;                               // in order
+  Posts::iterator unasked_ = posts_.end();    // the first of which not all is asked for
+  std::vector<std::unique_ptr<Part>> parts_;  // by the token that `inner_` knows them by
+  uint32_t num_on_wire_ = 0;                  // slots
+  uint32_t num_passed_on_ = 0;                // parts of `inner_`, slots included
+  uint32_t num_copying_ = 0;
+  bool starved_ = false;  // there was no free slot
+  std::vector<Completion> inner_ended_;
+};
+
+Status BounceEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
+  if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
+  wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
+  timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  epoll_event event{};
+  event.events = EPOLLIN;
+  for (const int fd : {inner_->wake_fd(), timer_.get()}) {
+    if (fd == inner_->wake_fd() && fd < 0) continue;
+    if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      return Status::Unreachable("the bounce buffer is out of descriptors; raise ulimit -n");
+    }
+  }
+  return {};
+}
+
+Window BounceEndpoint::window() const {
+  Window window = inner_->window();
+  window.chunk_bytes = std::min(window.chunk_bytes, BounceRing::kSlotBytes);
+  window.depth += kCopiesAhead;
+  if (window.bytes != UINT64_MAX) window.bytes += uint64_t{kCopiesAhead} * window.chunk_bytes;
+  return window;
+}
+
+Status BounceEndpoint::post_read(uint64_t token, const Chunk& chunk) {
+  if (chunk.ops.empty() || chunk.ops.front().num_segments == 0) {
+    return Status::Config("a read asks for nothing");
+  }
+  const bool staged = chunk.segments[chunk.ops.front().first_segment].region < num_regions_;
+  if (Status status = check_bounce(chunk, staged, num_regions_); !status.ok()) return status;
+  posts_.push_back({.token = token, .chunk = chunk, .staged = staged});
+  if (unasked_ == posts_.end()) --unasked_;
+  return {};
+}
+
+Status BounceEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
+  posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
+  if (unasked_ == posts_.end()) --unasked_;
+  return {};
+}
+
+uint64_t BounceEndpoint::claim(Posts::iterator post) {
+  uint64_t token = 0;
+  while (token < parts_.size() && parts_[token]->used) ++token;
+  if (token == parts_.size()) parts_.push_back(std::make_unique<Part>());
+  parts_[token]->used = true;
+  parts_[token]->post = post;
+  ++post->num_parts;
+  ++num_passed_on_;
+  return token;
+}
+
+void BounceEndpoint::release(Part& part) {
+  --part.post->num_parts;
+  part.copying ? --num_copying_ : --num_passed_on_;
+  if (part.slot && !part.copying) --num_on_wire_;
+  part.used = part.copying = false;
+  part.slot.reset();
+  part.clear();
+}
+
+void BounceEndpoint::fail(Post& post, const Status& why) {
+  if (post.status.ok()) post.status = why;
+  post.asked = true;
+}
+
+/// False: there is nothing to ask for, or no room.
+bool BounceEndpoint::ask_for_next() {
+  starved_ = false;
+  while (unasked_ != posts_.end() && unasked_->asked) ++unasked_;
+  if (unasked_ == posts_.end()) return false;
+  Post& post = *unasked_;
+  BounceRing::Slot slot{nullptr, {nullptr}};
+  if (post.staged) {
+    if (num_on_wire_ >= on_wire_) return false;
+    slot = bounce_->landing().take();
+    starved_ = !slot;
+    if (starved_) return false;
+  }
+  const uint64_t token = claim(unasked_);
+  Part& part = *parts_[token];
+  part.slot = std::move(slot);
+  num_on_wire_ += part.slot != nullptr;
+  if (Status status = ask(post, part, token); !status.ok()) {
+    fail(post, status);
+    release(part);
+  }
+  return true;
+}
+
+Status BounceEndpoint::ask(Post& post, Part& part, uint64_t token) {
+  if (post.chunk.ops.empty()) {
+    post.asked = true;
+    return inner_->post_write(token, post.region, post.offset, post.value);
+  }
+  if (post.staged) {
+    post.fill(part, part.slot.get(), BounceRing::kSlotBytes, chunk_ops_);
+    return inner_->post_read(token, {part.ops, part.segments.data()});
+  }
+  post.pass_on(part, num_regions_);
+  return inner_->post_read(token, {part.ops, part.segments.data()});
+}
+
+void BounceEndpoint::arrived(Part& part, const Status& status) {
+  Post& post = *part.post;
+  if (!status.ok()) fail(post, status);
+  if (!post.status.ok() || !part.slot) return release(part);
+  const Result<uint64_t> copy = queue_->start(CopyTo::kDevice, part.pieces);
+  if (!copy.ok()) {
+    fail(post, copy.status());
+    return release(part);
+  }
+  part.copying = true;
+  part.copy = *copy;
+  --num_on_wire_;
+  --num_passed_on_;
+  ++num_copying_;
+}
+
+bool BounceEndpoint::finish_copies() {
+  bool any = false;
+  for (const auto& part : parts_) {
+    if (num_copying_ == 0) break;
+    if (!part->copying) continue;
+    const Result<bool> done = queue_->done(part->copy);
+    if (done.ok() && !*done) continue;
+    if (!done.ok()) fail(*part->post, done.status());
+    release(*part);
+    any = true;
+  }
+  return any;
+}
+
+bool BounceEndpoint::retire(std::vector<Completion>& ended) {
+  bool any = false;
+  while (!posts_.empty() && posts_.front().asked && posts_.front().num_parts == 0) {
+    ended.push_back({posts_.front().token, std::move(posts_.front().status)});
+    if (unasked_ == posts_.begin()) ++unasked_;
+    posts_.pop_front();
+    any = true;
+  }
+  return any;
+}
+
+PollResult BounceEndpoint::poll(std::vector<Completion>& ended) {
+  while (ask_for_next()) {
+  }
+  PollResult result = inner_->poll(inner_ended_);
+  for (const Completion& completion : inner_ended_) arrived(*parts_[completion.token], completion.status);
+  inner_ended_.clear();
+  if (num_copying_ > 0) result.progressed |= finish_copies();
+  result.progressed |= retire(ended);
+  if (result.progressed && look_ns_ > 0) look_again_in(0);
+  return result;
+}
+
+bool BounceEndpoint::cancel(uint64_t token) {
+  const auto post =
+      std::find_if(posts_.begin(), posts_.end(), [token](const Post& one) { return one.token == token; });
+  if (post == posts_.end()) return true;
+  fail(*post, Status::Cancelled("the read was cancelled"));
+  for (uint64_t part = 0; part < parts_.size() && post->num_parts > 0; ++part) {
+    const bool passed_on = parts_[part]->used && !parts_[part]->copying && parts_[part]->post == post;
+    if (passed_on && inner_->cancel(part)) release(*parts_[part]);
+  }
+  if (post->num_parts > 0) return false;
+  if (unasked_ == post) ++unasked_;
+  posts_.erase(post);
+  return true;
+}
+
+/// 0 stops the timer; setting it also makes it unreadable.
+void BounceEndpoint::look_again_in(int64_t ns) {
+  look_ns_ = ns;
+  const itimerspec after{{}, {0, ns}};
+  ::timerfd_settime(timer_.get(), 0, &after, nullptr);
+}
+
+bool BounceEndpoint::arm() {
+  const bool can_ask = unasked_ != posts_.end() && !starved_ && num_on_wire_ < on_wire_;
+  if (can_ask || (inner_->copies_in_poll() && num_passed_on_ > 0) || !inner_->arm()) return false;
+  const bool looks = num_copying_ > 0 || starved_;
+  if (looks || look_ns_ > 0) look_again_in(looks ? std::clamp(2 * look_ns_, kFirstLookNs, kLastLookNs) : 0);
+  return true;
+}
+
+void BounceEndpoint::close() {
+  inner_->close();
+  queue_->drain();
+  parts_.clear();
+  posts_.clear();
+  unasked_ = posts_.end();
+  num_on_wire_ = num_passed_on_ = num_copying_ = 0;
+  starved_ = false;
+  wake_.reset();
+  timer_.reset();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Endpoint>> bounce_endpoint(std::unique_ptr<Endpoint> inner,
+                                                  std::shared_ptr<Bounce> bounce, uint32_t num_regions) {
+  Result<std::unique_ptr<CopyQueue>> queue = bounce->copier().open_queue();
+  if (!queue.ok()) return queue.status();
+  return std::unique_ptr<Endpoint>(
+      std::make_unique<BounceEndpoint>(std::move(inner), std::move(bounce), std::move(*queue), num_regions));
+}
+
+}  // namespace kvlink

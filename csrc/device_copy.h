@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// All that is asked of a device that has memory of its own: copies to and from pinned host memory. Tests and
+// cuda_copy.cc implement it; nothing else here knows what a device is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "status.h"
+
+namespace kvlink {
+
+enum class CopyTo : uint8_t { kDevice, kHost };
+
+/// One contiguous piece. `host` lies in memory that DeviceCopier::pin() took.
+struct CopyPiece {
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+  uint64_t bytes = 0;
+};
+
+/// Copies under way. Not thread safe, and not tied to a thread.
+class CopyQueue {
+ public:
+  /// Waits for the copies under way.
+  virtual ~CopyQueue() = default;
+  /// Starts copying and returns at once. Pieces may land in any order; done() knows them together by the
+  /// number returned. When it fails, none of them is under way.
+  virtual Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) = 0;
+  /// Whether they have landed: for the CPU, or for what the device starts from now on. Never blocks. Not ok:
+  /// the device is lost, and nothing copies any more.
+  virtual Result<bool> done(uint64_t number) = 0;
+  /// Blocks until nothing is under way.
+  virtual void drain() = 0;
+};
+
+/// One device. Any thread.
+class DeviceCopier {
+ public:
+  /// Ends what pin() did.
+  virtual ~DeviceCopier() = default;
+  /// Takes host memory for copies, locked in place. The caller keeps it until this is destroyed.
+  virtual Status pin(std::byte* host, uint64_t bytes) = 0;
+  /// May not outlive this.
+  virtual Result<std::unique_ptr<CopyQueue>> open_queue() = 0;
+};
+
+/// Finds the device that `memory` belongs to. kTransportUnavailable, reason and fix, where there is none.
+using MakeDeviceCopier = std::function<Result<std::shared_ptr<DeviceCopier>>(const std::byte* memory)>;
+
+}  // namespace kvlink

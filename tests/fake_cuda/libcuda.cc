@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+// A libcuda.so.1 for machines without a GPU: the calls that csrc/cuda_api.h loads, over host memory, with the
+// driver's rules. Device memory is host memory whose address has kDeviceBit: no CPU can follow it. Copies are
+// made by the stream's thread, late; they need a current context and registered host memory.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr uint64_t kDeviceBit = uint64_t{1} << 60;
+enum Error { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidContext = 201, kNotReady = 600 };
+
+std::atomic<bool> initialized{false};
+std::atomic<int> live{0};  // contexts, streams, events and registrations
+thread_local std::vector<void*> contexts;
+int the_context;
+
+std::mutex registered_mutex;
+std::map<uintptr_t, size_t> registered;
+
+bool is_registered(const void* host, size_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(host);
+  std::lock_guard lock(registered_mutex);
+  const auto after = registered.upper_bound(address);
+  if (after == registered.begin()) return false;
+  const auto& [base, size] = *std::prev(after);
+  return address + bytes <= base + size;
+}
+
+int ready() {
+  if (!initialized) return kNotInitialized;
+  return contexts.empty() ? kInvalidContext : kSuccess;
+}
+
+}  // namespace
+
+struct CUstream_st {
+  CUstream_st() : thread([this] { run(); }) { ++live; }
+  ~CUstream_st() {
+    {
+      std::lock_guard lock(mutex);
+      ended = true;
+      changed.notify_all();
+    }
+    thread.join();
+    --live;
+  }
+  void push(std::function<void()> task) {
+    std::lock_guard lock(mutex);
+    tasks.push_back(std::move(task));
+    changed.notify_all();
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return tasks.empty(); });
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return ended || !tasks.empty(); });
+      if (tasks.empty()) return;
+      const auto task = tasks.front();
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      task();
+      lock.lock();
+      tasks.pop_front();
+      changed.notify_all();
+    }
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool ended = false;
+  std::thread thread;
+};
+
+struct CUevent_st {
+  CUevent_st() { ++live; }
+  ~CUevent_st() { --live; }
+  std::atomic<bool> passed{true};
+};
+
+namespace {
+
+int copy(void* to, const void* from, const void* host, uint64_t device, size_t bytes, CUstream_st* stream) {
+  if (const int error = ready()) return error;
+  if (!(device & kDeviceBit) || !stream || !is_registered(host, bytes)) return kInvalidValue;
+  stream->push([=] { std::memcpy(to, from, bytes); });
+  return kSuccess;
+}
+
+void* behind(uint64_t device) { return reinterpret_cast<void*>(device & ~kDeviceBit); }
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int fake_cuda_live() { return live; }
+int fake_cuda_contexts() { return static_cast<int>(contexts.size()); }
+
+int cuInit(unsigned flags) {
+  initialized = flags == 0;
+  return flags == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuGetErrorName(int error, const char** name) {
+  static const std::map<int, const char*> names = {{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+                                                   {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+                                                   {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                   {kNotReady, "CUDA_ERROR_NOT_READY"}};
+  const auto found = names.find(error);
+  *name = found == names.end() ? nullptr : found->second;
+  return found == names.end() ? kInvalidValue : kSuccess;
+}
+
+int cuPointerGetAttribute(void* into, int attribute, unsigned long long pointer) {
+  if (!initialized) return kNotInitialized;
+  if (attribute != 9 || !(pointer & kDeviceBit)) return kInvalidValue;
+  *static_cast<int*>(into) = 0;
+  return kSuccess;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  *device = 0;
+  return ordinal == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = &the_context;
+  ++live;
+  return device == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  --live;
+  return device == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuCtxPushCurrent_v2(void* context) {
+  if (context != &the_context) return kInvalidContext;
+  contexts.push_back(context);
+  return kSuccess;
+}
+
+int cuCtxPopCurrent_v2(void** context) {
+  if (contexts.empty()) return kInvalidContext;
+  *context = contexts.back();
+  contexts.pop_back();
+  return kSuccess;
+}
+
+int cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {
+  if (const int error = ready()) return error;
+  if (flags != 1 || reinterpret_cast<uintptr_t>(host) % 4096 != 0) return kInvalidValue;
+  std::lock_guard lock(registered_mutex);
+  registered[reinterpret_cast<uintptr_t>(host)] = bytes;
+  ++live;
+  return kSuccess;
+}
+
+int cuMemHostUnregister(void* host) {
+  if (const int error = ready()) return error;
+  std::lock_guard lock(registered_mutex);
+  if (registered.erase(reinterpret_cast<uintptr_t>(host)) == 0) return kInvalidValue;
+  --live;
+  return kSuccess;
+}
+
+int cuStreamCreate(CUstream_st** stream, unsigned flags) {
+  if (const int error = ready()) return error;
+  if (flags != 1) return kInvalidValue;
+  *stream = new CUstream_st;
+  return kSuccess;
+}
+
+int cuStreamSynchronize(CUstream_st* stream) {
+  if (const int error = ready()) return error;
+  stream->synchronize();
+  return kSuccess;
+}
+
+int cuStreamDestroy_v2(CUstream_st* stream) {
+  delete stream;
+  return kSuccess;
+}
+
+int cuEventCreate(CUevent_st** event, unsigned flags) {
+  if (const int error = ready()) return error;
+  if (flags != 2) return kInvalidValue;
+  *event = new CUevent_st;
+  return kSuccess;
+}
+
+int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
+  if (const int error = ready()) return error;
+  event->passed = false;
+  stream->push([event] { event->passed = true; });
+  return kSuccess;
+}
+
+int cuEventQuery(CUevent_st* event) { return event->passed ? kSuccess : kNotReady; }
+
+int cuEventDestroy_v2(CUevent_st* event) {
+  delete event;
+  return kSuccess;
+}
+
+int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, size_t bytes, CUstream_st* stream) {
+  return copy(behind(device), host, host, device, bytes, stream);
+}
+
+int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, size_t bytes, CUstream_st* stream) {
+  return copy(host, behind(device), host, device, bytes, stream);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

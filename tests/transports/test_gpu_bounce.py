@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools on a GPU over transports that do not reach one. tests/fake_cuda stands for the GPU and its driver."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transports.pools import ON_GPU, PoolSpec, wide
+from transports.processes import PeerProcess, RemoteWorker
+
+from kvlink import _core
+from kvlink.errors import TransferError, TransportUnavailable
+
+SOURCE = Path(__file__).parents[1] / "fake_cuda" / "libcuda.cc"
+LEAST = 2 << 20
+ON_HOST = "kvlink"
+NO_NIC = {name: f"{name}: {why}. {fix}" for name, _, _, why, fix in _core.transports() if why}.get(
+    "verbs", ""
+)
+NEEDS_NIC = pytest.mark.skipif(bool(NO_NIC), reason=NO_NIC)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a libcuda.so.1."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for tests/fake_cuda: apt-get install g++")
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    options = ["-std=c++20", "-shared", "-fPIC", "-pthread", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run([compiler, *options, str(SOURCE)], check=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def ends(driver: str) -> Iterator[tuple[PeerProcess, PeerProcess]]:
+    """An owner's process and a reader's, both with the GPU. Nobody harms them."""
+    started = PeerProcess(LD_LIBRARY_PATH=driver), PeerProcess(LD_LIBRARY_PATH=driver)
+    yield started
+    for process in started:
+        process.close()
+
+
+Open = Callable[..., tuple[RemoteWorker, RemoteWorker]]
+
+
+@pytest.fixture
+def opened(ends: tuple[PeerProcess, PeerProcess]) -> Iterator[Open]:
+    """Makes an owner with contents and a reader, in whose memory they are given; they end with the test."""
+    workers: list[RemoteWorker] = []
+
+    def make(spec: PoolSpec, owner: str, reader: str, **config: object) -> tuple[RemoteWorker, RemoteWorker]:
+        for process, name, memory in zip(ends, ("owner", "reader"), (owner, reader), strict=True):
+            pool = PoolSpec(**{**spec.json(), "memory": memory})
+            workers.append(RemoteWorker(process, name, pool, bounce_bytes=LEAST, **config))
+        workers[0].do("fill", seed=3)
+        return workers[0], workers[1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "owner", "reader", "at"),
+    [
+        ("tcp", ON_GPU, ON_GPU, ["reader", "owner"]),
+        ("tcp", ON_HOST, ON_GPU, ["reader"]),
+        ("tcp", ON_GPU, ON_HOST, ["owner"]),
+        ("tcp", ON_HOST, ON_HOST, []),
+        ("shm", ON_HOST, ON_GPU, ["reader"]),
+        ("cma", ON_HOST, ON_GPU, ["reader"]),
+        ("fault+tcp", ON_HOST, ON_GPU, ["reader"]),
+        pytest.param("verbs", ON_HOST, ON_GPU, ["reader"], marks=NEEDS_NIC),
+    ],
+)
+def test_every_byte_arrives_and_explain_says_bounce(
+    opened: Open, transport: str, owner: str, reader: str, at: list[str]
+) -> None:
+    spec = wide(512)
+    lender, taker = opened(spec, owner, reader, transports=f"{transport},tcp")
+    for blocks in ([5], list(range(0, 512, 3)), list(range(512))):
+        into = [511 - block for block in blocks]
+        ticket = lender.offer(blocks)
+        path = taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
+        assert (path["transport"], path["bounces_at"]) == (transport, at)
+        assert path["bytes"] == len(blocks) << 14
+        assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
+        assert lender.fate_of(ticket.request_id) == "settled"
+
+
+def test_scattered_heads_and_layers_find_their_places(opened: Open) -> None:
+    spec = PoolSpec(num_blocks=48, regions="PER_LAYER", order="HND")
+    lender, taker = opened(spec, ON_GPU, ON_GPU, transports="tcp")
+    ticket = lender.offer(list(range(0, 48, 2)))
+    into = list(range(47, 0, -2))
+    taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
+    assert taker.do("differing", into=into, seed=3, blocks=list(range(0, 48, 2))) == 0
+
+
+def test_transports_that_cannot_send_from_a_gpu_are_refused_by_name(opened: Open) -> None:
+    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports="shm,cma,tcp")
+    ticket = lender.offer([1])
+    path = taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
+    assert path["transport"] == "tcp"
+    assert set(path["refused"]) == {"shm", "cma"}
+    assert "allow tcp, which sends from it" in path["refused"]["shm"]
+
+
+@pytest.mark.parametrize("better", [pytest.param("verbs", marks=NEEDS_NIC)])
+def test_nics_that_do_not_reach_the_owners_gpu_are_refused_by_name(opened: Open, better: str) -> None:
+    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports=f"{better},tcp")
+    path = taker.do("pull", ticket=lender.offer([1]).to_text(), into=[2], timeout_s=60)
+    assert path["transport"] == "tcp"
+    assert "NICs do not reach this GPU memory" in path["refused"][better]
+
+
+def test_where_staging_is_not_allowed_it_is_refused_with_the_fix(opened: Open) -> None:
+    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports="tcp", gpudirect="dma-buf,peermem")
+    ticket = lender.offer([1])
+    with pytest.raises(TransportUnavailable, match="bounce is not allowed; add it to KVLINK_GPUDIRECT"):
+        taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
+
+
+def test_an_owner_killed_in_the_middle_is_an_error(driver: str, opened: Open) -> None:
+    _, taker = opened(wide(4096), ON_HOST, ON_GPU, transports="tcp")
+    process = PeerProcess(LD_LIBRARY_PATH=driver)
+    blocks = list(range(4096))
+    victim = RemoteWorker(process, "victim", wide(4096, memory=ON_GPU), bounce_bytes=LEAST, transports="tcp")
+    ticket = victim.offer(blocks)
+    taker.do("start_pull", ticket=ticket.to_text(), into=blocks, timeout_s=60)
+    process.kill()
+    with pytest.raises(TransferError):
+        taker.do("finish_pull")
