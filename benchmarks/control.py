@@ -33,18 +33,18 @@ _STREAM_IN_FLIGHT = 1_024  # a process, in two halves that overlap
 _TTL_S = 60.0
 
 Row = dict[str, Any]
-_Load = Callable[[CoordinatorClient, int, int, int], Awaitable[None]]
+Load = Callable[[CoordinatorClient, int, int, int], Awaitable[None]]
 
 
 def rows(workers: int = 2) -> Iterator[Row]:
     """Runs with `workers` load processes (at least 2: nobody claims what it offered itself)."""
     workers = max(2, workers)
     with _coordinator() as (address, pid):
-        yield {"what": "claim of a published offer", **_latency(address, _claim_published)}
-        yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting)}
+        yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
+        yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
         for what, load, count in (
-            ("unary hand-offs", _unary, _UNARY_HANDOFFS),
-            ("batched stream hand-offs", _stream, _STREAM_HANDOFFS),
+            ("unary hand-offs", unary, _UNARY_HANDOFFS),
+            ("batched stream hand-offs", stream, _STREAM_HANDOFFS),
         ):
             yield {"what": what, **_throughput(address, pid, workers, load, count)}
 
@@ -52,24 +52,27 @@ def rows(workers: int = 2) -> Iterator[Row]:
 # Load: each process offers its own requests and claims those of the next one -------------------------------
 
 
-async def _unary(client: CoordinatorClient, me: int, other: int, count: int) -> None:
+async def unary(client: CoordinatorClient, me: int, other: int, count: int, run: str = "unary") -> None:
+    """One call each. `run` tells requests of one run from those of another."""
+
     async def lane(first: int) -> None:
         for number in range(first, count, _UNARY_IN_FLIGHT):
-            await client.offer(_offer(me, number))
-            _verify(await client.claim(_request(other, number), _TTL_S), other, number)
+            await client.offer(_offer(me, number, run))
+            _verify(await client.claim(_request(other, number, run), _TTL_S), other, number, run)
 
     await asyncio.gather(*map(lane, range(_UNARY_IN_FLIGHT)))
 
 
-async def _stream(client: CoordinatorClient, me: int, other: int, count: int) -> None:
-    async with client.handoffs() as stream:
+async def stream(client: CoordinatorClient, me: int, other: int, count: int) -> None:
+    """Many a message."""
+    async with client.handoffs() as handoffs:
 
         async def half(first: int) -> None:
             size = _STREAM_IN_FLIGHT // 2
             for start in range(first * size, count, 2 * size):
                 numbers = range(start, min(start + size, count))
-                offers = [stream.offer(_offer(me, number)) for number in numbers]
-                claims = [stream.claim(Claim(_request(other, number), _TTL_S)) for number in numbers]
+                offers = [handoffs.offer(_offer(me, number)) for number in numbers]
+                claims = [handoffs.claim(Claim(_request(other, number), _TTL_S)) for number in numbers]
                 for number, claim in zip(numbers, claims, strict=True):
                     _verify(await claim, other, number)
                 for offer in offers:
@@ -78,29 +81,29 @@ async def _stream(client: CoordinatorClient, me: int, other: int, count: int) ->
         await asyncio.gather(half(0), half(1))
 
 
-def _request(worker: int, number: int) -> str:
-    return f"cmpl-{worker}-{number:032d}"
+def _request(worker: int, number: int, run: str = "") -> str:
+    return f"cmpl-{worker}-{run}{number:0{32 - len(run)}d}"
 
 
-def _offer(worker: int, number: int) -> Offer:
-    request_id = _request(worker, number)
+def _offer(worker: int, number: int, run: str = "") -> Offer:
+    request_id = _request(worker, number, run)
     return Offer(request_id, f"worker-{worker}", 1, _TTL_S, 0, 1, 1, request_id.encode().ljust(_TICKET_BYTES))
 
 
-def _verify(tickets: list[bytes], worker: int, number: int) -> None:
-    if tickets != [_offer(worker, number).ticket]:
+def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> None:
+    if tickets != [_offer(worker, number, run).ticket]:
         raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
 
 
-def _throughput(address: str, coordinator: int, workers: int, load: _Load, handoffs: int) -> Row:
+def _throughput(address: str, coordinator: int, workers: int, load: Load, handoffs: int) -> Row:
     count = handoffs // workers
-    with _processes(_loader, workers, address, load, workers, count) as pipes:
-        _all(pipes)
-        busy_s = _cpu_s(coordinator)
+    with in_processes(_loader, workers, address, load, workers, count) as pipes:
+        one_from_each(pipes)
+        busy_s = cpu_s(coordinator)
         for pipe in pipes:
             pipe.send("go")
-        spans = _all(pipes)
-        busy_s = _cpu_s(coordinator) - busy_s
+        spans = one_from_each(pipes)
+        busy_s = cpu_s(coordinator) - busy_s
     elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
     return {
         "workers": workers,
@@ -113,10 +116,10 @@ def _throughput(address: str, coordinator: int, workers: int, load: _Load, hando
     }
 
 
-def _loader(pipe: Connection, index: int, address: str, load: _Load, workers: int, count: int) -> None:
+def _loader(pipe: Connection, index: int, address: str, load: Load, workers: int, count: int) -> None:
     async def run() -> None:
         async with CoordinatorClient(address) as client:
-            await client.join(_card(index))
+            await client.join(card(index))
             pipe.send("ready")
             await asyncio.to_thread(pipe.recv)
             start = time.monotonic()
@@ -130,10 +133,12 @@ def _loader(pipe: Connection, index: int, address: str, load: _Load, workers: in
 # Latency: one process offers, another claims ------------------------------------------------------------------
 
 
-def _latency(address: str, prefill: _Prefill) -> Row:
-    with _processes(_claimer, 1, address) as (claimer,):
+def _latency(address: str, prefill: _Prefill, run: str) -> Row:
+    with in_processes(_claimer, 1, address, run) as (claimer,):
         claimer.recv()
-        taken_us = sorted(1e6 * taken_s for taken_s in asyncio.run(_offer_each(address, prefill, claimer)))
+        taken_us = sorted(
+            1e6 * taken_s for taken_s in asyncio.run(_offer_each(address, prefill, claimer, run))
+        )
     return {
         "workers": 2,
         "rounds": len(taken_us),
@@ -144,45 +149,45 @@ def _latency(address: str, prefill: _Prefill) -> Row:
     }
 
 
-async def _offer_each(address: str, prefill: _Prefill, claimer: Connection) -> list[float]:
+async def _offer_each(address: str, prefill: _Prefill, claimer: Connection, run: str) -> list[float]:
     async with CoordinatorClient(address) as client:
-        await client.join(_card(0))
-        taken_s = [await prefill(client, claimer, number) for number in range(-50, _LATENCY_ROUNDS)]
+        await client.join(card(0))
+        taken_s = [await prefill(client, claimer, number, run) for number in range(-50, _LATENCY_ROUNDS)]
     return taken_s[50:]
 
 
-_Prefill = Callable[[CoordinatorClient, Connection, int], Awaitable[float]]
+_Prefill = Callable[[CoordinatorClient, Connection, int, str], Awaitable[float]]
 
 
-async def _claim_published(client: CoordinatorClient, claimer: Connection, number: int) -> float:
-    await client.offer(_offer(0, number))
+async def _claim_published(client: CoordinatorClient, claimer: Connection, number: int, run: str) -> float:
+    await client.offer(_offer(0, number, run))
     claimer.send(number)
     asked, got = claimer.recv()
     return float(got - asked)
 
 
-async def _offer_to_waiting(client: CoordinatorClient, claimer: Connection, number: int) -> float:
+async def _offer_to_waiting(client: CoordinatorClient, claimer: Connection, number: int, run: str) -> float:
     claimer.send(number)
     while not (await client.status()).waiting_claims:
         await asyncio.sleep(0)
     published = time.monotonic()
-    await client.offer(_offer(0, number))
+    await client.offer(_offer(0, number, run))
     _, got = claimer.recv()
     return float(got - published)
 
 
-def _claimer(pipe: Connection, _: int, address: str) -> None:
-    async def run() -> None:
+def _claimer(pipe: Connection, _: int, address: str, run: str) -> None:
+    async def serve() -> None:
         async with CoordinatorClient(address) as client:
             pipe.send("ready")
             while (number := await asyncio.to_thread(pipe.recv)) is not None:
                 asked = time.monotonic()
-                tickets = await client.claim(_request(0, number), 10.0)
+                tickets = await client.claim(_request(0, number, run), 10.0)
                 got = time.monotonic()
-                _verify(tickets, 0, number)
+                _verify(tickets, 0, number, run)
                 pipe.send((asked, got))
 
-    asyncio.run(run())
+    asyncio.run(serve())
 
 
 # Processes --------------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ def _serve(pipe: Connection) -> None:
 
 
 @contextmanager
-def _processes(target: Callable[..., None], count: int, *args: object) -> Iterator[list[Connection]]:
+def in_processes(target: Callable[..., None], count: int, *args: object) -> Iterator[list[Connection]]:
     """Children keep off the coordinator's core where there is another, and end when told None or killed."""
     pipes: list[Connection] = []
     processes: list[SpawnProcess] = []
@@ -241,16 +246,18 @@ def _off_core(target: Callable[..., None], *args: object) -> None:
     target(*args)
 
 
-def _all(pipes: list[Connection]) -> list[Any]:
+def one_from_each(pipes: list[Connection]) -> list[Any]:
+    """What each process says next."""
     return [pipe.recv() for pipe in pipes]
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """Of all threads of a process: the clock that clock_getcpuclockid names on Linux."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def _card(index: int) -> WorkerCard:
+def card(index: int) -> WorkerCard:
+    """Of load process `index`."""
     layout = KVLayout(
         model="bench",
         dtype="bfloat16",

@@ -6,6 +6,8 @@ from kvlink.control.client import AgentClient, CoordinatorClient
 from kvlink.control.coordinator import DEFAULT_PORT, Coordinator, serve
 from kvlink.control.handoff_stream import HandoffStream
 from kvlink.control.limits import Limits
+from kvlink.control.security import Security
+from kvlink.control.security.tickets import ticket_signing
 from kvlink.control.session import Session, SessionState
 from kvlink.control.thread import ControlThread
 from kvlink.control.values import Claim, ConnectReply, CoordinatorStatus, Offer, Renewal, SettleOrder
@@ -23,9 +25,11 @@ __all__ = [
     "Limits",
     "Offer",
     "Renewal",
+    "Security",
     "Session",
     "SessionState",
     "SettleOrder",
     "WorkerAgent",
     "serve",
+    "ticket_signing",
 ]

@@ -7,7 +7,9 @@ import asyncio
 from collections.abc import Callable
 
 from kvlink.control.codec import AgentCalls as Calls
+from kvlink.control.limits import MAX_CONNECTS
 from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.security import Security, agent_gate
 from kvlink.control.server import Host
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
 from kvlink.types import WorkerCard
@@ -21,12 +23,22 @@ OnSeat = Callable[[int, int], bool]
 class WorkerAgent:
     """Listens from `start` on; refuses callers until `publish`. Belongs to the event loop that starts it."""
 
-    def __init__(self, accept: Accept, settle: OnSeat, renew: OnSeat, reflect: bool = False) -> None:
+    def __init__(
+        self,
+        accept: Accept,
+        settle: OnSeat,
+        renew: OnSeat,
+        reflect: bool = False,
+        security: Security | None = None,
+    ) -> None:
+        """Under TLS it answers only workers of its own tenant. Raises ConfigError when its certificate names none."""
         self._accept = accept
         self._settle = settle
         self._renew = renew
         self._card: WorkerCard | None = None
-        self._host = Host(reflect)
+        self._connecting = 0
+        security = Security.from_env() if security is None else security
+        self._host = Host(reflect, security, agent_gate(security.tenant()))
         self._host.unary(Calls.GET_CARD, self._get_card)
         self._host.unary(Calls.CONNECT, self._connect)
         self._host.unary(Calls.SETTLE_SEAT, self._settle_seat)
@@ -75,7 +87,15 @@ class WorkerAgent:
 
     async def _connect(self, request: ConnectRequest) -> ConnectReply:
         self._check_me(request.worker_id, request.epoch)
-        return ConnectReply(*await asyncio.to_thread(self._accept, request.transport, request.hellos))
+        if self._connecting >= MAX_CONNECTS:
+            raise Refused(
+                Reason.TOO_MANY, f"{MAX_CONNECTS} readers are being admitted; ask again in a moment"
+            )
+        self._connecting += 1
+        try:
+            return ConnectReply(*await asyncio.to_thread(self._accept, request.transport, request.hellos))
+        finally:
+            self._connecting -= 1
 
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)

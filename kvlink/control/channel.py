@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of one gRPC connection: deadlines, retries with back-off, and errors with advice."""
+"""The client's end of gRPC: one address or several that serve alike, deadlines, retries, errors with advice."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
+import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
+from kvlink.control.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, error_of
-from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.control.security import Security, Trust
+from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -34,50 +37,81 @@ _OPTIONS = [
 ]
 
 
-class Backoff:
-    """Delays in seconds that double up to a bound, each shortened at random so that callers spread out."""
+_GAVE_UP = "context "
+"""What servers in Go, as etcd's, say under UNKNOWN when our deadline reached them before it reached us."""
+_ATTEMPT_S = 3.0
+"""What one of several addresses gets to answer before the next is asked."""
 
-    def __init__(self, first_s: float = 0.05, most_s: float = 2.0) -> None:
-        self._first_s = self._next_s = first_s
-        self._most_s = most_s
 
-    def reset(self) -> None:
-        """The next delay is the first one again."""
-        self._next_s = self._first_s
+_ADDRESS = re.compile(r"(\[[^\]]+\]|[^\s:;\[\]]+):\d{1,5}", re.ASCII)
 
-    def delay_s(self) -> float:
-        """Between half of the current bound and all of it."""
-        bound_s = self._next_s
-        self._next_s = min(2 * bound_s, self._most_s)
-        return bound_s * random.uniform(0.5, 1.0)
+
+class _ToldToWait(CoordinatorUnavailable):
+    """The far end itself says why, which tells more than that another was not reached or had no time left."""
+
+
+class _End:
+    """One of the addresses. Connects when first called."""
+
+    def __init__(self, address: str, trust: Trust) -> None:
+        self.address = address
+        self.channel = trust.dial(address, _OPTIONS)
+        self._unary: dict[str, Any] = {}
+
+    def unary(self, path: str) -> Any:
+        call = self._unary.get(path)
+        if call is None:
+            call = self._unary[path] = self.channel.unary_unary(path)
+        return call
 
 
 class Channel:
-    """Calls one address. Belongs to the event loop it is used on.
+    """Calls one address, or any of several that serve alike. Belongs to the event loop it is used on.
 
     `what` names the far end in errors, `advice` says what to do about them. A far end that is away is asked again
-    for `patience_s`, within the timeout of the call.
+    for `patience_s`, within the timeout of the call. One of several is kept to until it fails, then the next is
+    asked, or when it has taken `attempt_s` for a call; each Channel has them in an order of its own, so that callers
+    spread out.
     """
 
-    def __init__(self, address: str, what: str, advice: str, patience_s: float = math.inf) -> None:
-        if ":" not in address or not address.rpartition(":")[2].isdigit():
-            raise ConfigError(f"the address of a {what} is host:port, not {address!r}")
-        self.address = address
+    def __init__(
+        self,
+        addresses: str,
+        what: str,
+        advice: str,
+        patience_s: float = math.inf,
+        trust: Trust | None = None,
+        attempt_s: float = _ATTEMPT_S,
+    ) -> None:
+        names = _listed(addresses, what)
+        self.address = ",".join(names)
         self._what = what
         self._advice = advice
+        self._trust = trust = Security.from_env().services() if trust is None else trust
         self._patience_s = patience_s
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._unary: dict[str, Any] = {}
+        self._attempt_s = attempt_s if len(names) > 1 else math.inf
+        self._ends = [_End(name, trust) for name in random.sample(names, len(names))]
         self._closed = False
         opened(self)
 
     def __repr__(self) -> str:
         return f"{self._what} at {self.address}{' (closed)' if self._closed else ''}"
 
+    @property
+    def asks(self) -> str:
+        """The address that the next call goes to."""
+        return self._ends[0].address
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several addresses."""
+        return len(self._ends) > 1
+
     async def close(self) -> None:
         """Ends running calls. Idempotent."""
         self._closed = True
-        await self._channel.close()
+        for end in self._ends:
+            await end.channel.close()
 
     async def close_now(self) -> None:
         """As `close`."""
@@ -91,42 +125,57 @@ class Channel:
         start = time.monotonic()
         deadline = start + timeout_s
         backoff = Backoff()
-        while True:
-            try:
-                return await self.attempt(method, request, max(0.001, deadline - time.monotonic()))
-            except CoordinatorUnavailable:
-                delay_s = backoff.delay_s()
-                if time.monotonic() + delay_s >= min(deadline, start + self._patience_s):
-                    raise
-            await asyncio.sleep(delay_s)
+        known: CoordinatorUnavailable | None = None
+        try:
+            while True:
+                left_s = deadline - time.monotonic()
+                try:
+                    return await self.attempt(method, request, max(0.001, min(left_s, self._attempt_s)))
+                except CoordinatorUnavailable as error:
+                    if known is None or isinstance(error, _ToldToWait) or not isinstance(known, _ToldToWait):
+                        known = error
+                    delay_s = backoff.delay_s()
+                    if time.monotonic() + delay_s >= min(deadline, start + self._patience_s):
+                        raise known from None
+                await asyncio.sleep(delay_s)
+        finally:
+            known = None  # or it would hold this frame, which holds it
 
     async def attempt(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """As `call`, without asking again."""
         blob = method.request.encode(request)
         self._check_open()
-        call = self._unary.get(method.path)
-        if call is None:
-            call = self._unary[method.path] = self._channel.unary_unary(method.path)
+        end = self._ends[0]
         try:
-            return method.reply.decode(await call(blob, timeout=timeout_s))
+            return method.reply.decode(await end.unary(method.path)(blob, timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
-            raise self.explain(error, method, f"within {timeout_s:.3g} s") from None
+            raise self._explain(error, end, method, f"within {timeout_s:.3g} s") from None
 
-    def open(self, method: Method[Q, R]) -> Stream[Q, R]:
+    def open(self, method: Method[Q, R], metadata: Sequence[tuple[str, str]] = ()) -> Stream[Q, R]:
         """A stream both ways."""
         self._check_open()
-        return Stream(self, method, self._channel.stream_stream(method.path)())
+        end = self._ends[0]
+        call = end.channel.stream_stream(method.path)(metadata=metadata)
+
+        def explain(error: grpc.aio.AioRpcError | None) -> KVLinkError:
+            if error is not None:
+                return self._explain(error, end, method, "any more")
+            self._leave(end)
+            return CoordinatorUnavailable(f"{self._what} at {end.address} ended the stream {method.name}")
+
+        return Stream(method, call, explain, lambda: self._leave(end))
 
     async def receive(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
         """One request, then replies until the far end stops. Raises as `call` does, without asking again."""
         self._check_open()
-        start: Any = self._channel.unary_stream(method.path)
+        end = self._ends[0]
+        start: Any = end.channel.unary_stream(method.path)
         call = start(method.request.encode(request))
         try:
             async for blob in call:
                 yield method.reply.decode(blob)
         except grpc.aio.AioRpcError as error:
-            raise self.explain(error, method, "any more") from None
+            raise self._explain(error, end, method, "any more") from None
         finally:
             call.cancel()
 
@@ -134,32 +183,69 @@ class Channel:
         if self._closed:
             raise CoordinatorError(f"this client of the {self._what} at {self.address} is closed")
 
-    def explain(self, error: grpc.aio.AioRpcError, method: Method[Any, Any], when: str) -> KVLinkError:
+    def _leave(self, end: _End) -> None:
+        """The next calls go elsewhere, where there is an elsewhere."""
+        if self._ends[0] is end:
+            self._ends.append(self._ends.pop(0))
+
+    def _explain(
+        self, error: grpc.aio.AioRpcError, end: _End, method: Method[Any, Any], when: str
+    ) -> KVLinkError:
         """The exception of kvlink for a failed call."""
-        sentence = error.details() or error.code().name
-        where = f"{self._what} at {self.address}"
-        for key, value in error.trailing_metadata() or ():
-            if key == REASON_TRAILER:
-                return error_of(str(value), f"{where}: {sentence}")
-        code = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.CANCELLED:
-            what = f"does not answer {method.name} ({sentence})"
-            return CoordinatorUnavailable(f"{where} {what}. {self._advice}")
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            what = f"did not answer {method.name} {when}: not there, stopped or overloaded"
-            return CoordinatorUnavailable(f"{where} {what}. {self._advice}")
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return CoordinatorError(f"{where} has no {method.name}; not kvlink's, or of another version")
-        return CoordinatorError(f"{where} refused {method.name}: {code.name}: {sentence}")
+        advice = self._trust.advice(error.details() or "") or self._advice
+        known = _explained(error, f"{self._what} at {end.address}", method, when, advice)
+        if isinstance(known, CoordinatorUnavailable):
+            self._leave(end)
+        return known
+
+
+def _listed(addresses: str, what: str) -> list[str]:
+    names = [name.strip() for name in addresses.split(",")]
+    for name in names:
+        if not _ADDRESS.fullmatch(name):
+            raise ConfigError(
+                f"the address of a {what} is host:port, not {name!r}; several go with commas between"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _explained(
+    error: grpc.aio.AioRpcError, where: str, method: Method[Any, Any], when: str, advice: str
+) -> KVLinkError:
+    sentence = error.details() or error.code().name
+    for key, value in error.trailing_metadata() or ():
+        if key == REASON_TRAILER:
+            known = error_of(str(value), f"{where}: {sentence}")
+            return _ToldToWait(str(known)) if isinstance(known, CoordinatorUnavailable) else known
+    code = error.code()
+    if code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.CANCELLED:
+        return CoordinatorUnavailable(f"{where} does not answer {method.name} ({sentence}). {advice}")
+    gave_up = code is grpc.StatusCode.UNKNOWN and sentence.startswith(_GAVE_UP)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED or gave_up:
+        what = f"did not answer {method.name} {when}: not there, stopped or overloaded"
+        return CoordinatorUnavailable(f"{where} {what}. {advice}")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AccessDenied(f"{where} is not believed ({sentence}). {advice}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return CoordinatorError(f"{where} has no {method.name}; not kvlink's, or of another version")
+    return CoordinatorError(f"{where} refused {method.name}: {code.name}: {sentence}")
 
 
 class Stream(Generic[Q, R]):
     """One open stream. One sender and one receiver at a time."""
 
-    def __init__(self, channel: Channel, method: Method[Q, R], call: Any) -> None:
-        self._channel = channel
+    def __init__(
+        self,
+        method: Method[Q, R],
+        call: Any,
+        explain: Callable[[grpc.aio.AioRpcError | None], KVLinkError],
+        leave: Callable[[], None],
+    ) -> None:
         self._method = method
         self._call = call
+        self._explain_call = explain
+        self.leave = leave
+        """Says that this end serves no more although the stream stands: the next calls go elsewhere."""
 
     async def send(self, value: Q) -> None:
         """Returns once gRPC took the message. Raises as `Channel.call` does when the stream is broken."""
@@ -189,6 +275,4 @@ class Stream(Generic[Q, R]):
         self._call.cancel()
 
     def _explain(self, error: Exception) -> KVLinkError:
-        if isinstance(error, grpc.aio.AioRpcError):
-            return self._channel.explain(error, self._method, "any more")
-        return CoordinatorUnavailable(f"{self._channel!r} ended the stream {self._method.name}")
+        return self._explain_call(error if isinstance(error, grpc.aio.AioRpcError) else None)

@@ -8,15 +8,19 @@ otherwise), and the exceptions of `kvlink.control.refusal.Reason` for what it re
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TypeVar
 
-from kvlink.control.channel import Backoff, Channel, Stream
+from kvlink.control.backoff import Backoff
+from kvlink.control.channel import Channel, Stream
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.handoff_stream import HandoffStream
+from kvlink.control.overview import Beat, Overview
+from kvlink.control.security import Security
 from kvlink.control.values import (
     Claim,
     ConnectReply,
@@ -32,7 +36,7 @@ from kvlink.control.values import (
     WorkerChanges,
     WorkerEpoch,
 )
-from kvlink.errors import CoordinatorUnavailable
+from kvlink.errors import CoordinatorUnavailable, UnknownRequest
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _C = TypeVar("_C", bound="_Client")
@@ -40,6 +44,8 @@ _C = TypeVar("_C", bound="_Client")
 _MAX_CACHED_CARDS = 4_096
 _AGENT_PATIENCE_S = 0.5
 """A worker that died does not come back at its address: readers should hear of it soon."""
+_CLAIM_TURN_S = 5.0
+"""One of several coordinators may hang: a claim that waits longer asks again, under its id."""
 _CLAIM_SLACK_S = 2.0
 """A claim that waited in vain is refused by the coordinator; the client gives up this much later."""
 
@@ -51,8 +57,13 @@ class _Client:
 
     @property
     def address(self) -> str:
-        """host:port of the far end."""
+        """host:port of the far end, or several with commas between."""
         return self._channel.address
+
+    @property
+    def asks(self) -> str:
+        """The one of them that the next call goes to."""
+        return self._channel.asks
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._channel!r})"
@@ -69,11 +80,12 @@ class _Client:
 
 
 class CoordinatorClient(_Client):
-    """Speaks to one coordinator at "host:port". Raises ConfigError for another form of address."""
+    """Speaks to the coordinator at "host:port", or to any replica of "a:1,b:2". Raises ConfigError for other forms."""
 
-    def __init__(self, address: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, addresses: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
         advice = "Check that `kvlink coordinator` runs there and that this host reaches the port"
-        super().__init__(Channel(address, "coordinator", advice), timeout_s)
+        trust = (Security.from_env() if security is None else security).coordinators()
+        super().__init__(Channel(addresses, "coordinator", advice, trust=trust), timeout_s)
         self._cards: OrderedDict[tuple[str, int], WorkerCard] = OrderedDict()
 
     async def join(
@@ -83,7 +95,7 @@ class CoordinatorClient(_Client):
         request = JoinRequest(card, rejoin)
         return await self._channel.call(CoordinatorCalls.JOIN, request, timeout_s or self._timeout_s)
 
-    def keep_alive(self) -> Stream[WorkerEpoch, Push]:
+    def keep_alive(self) -> Stream[Beat, Push]:
         """Beats up, settle orders down. `Session` does this."""
         return self._channel.open(CoordinatorCalls.KEEP_ALIVE)
 
@@ -143,20 +155,27 @@ class CoordinatorClient(_Client):
     ) -> list[bytes]:
         """The tickets of all ranks of a request, once all have offered. `timeout_s` 0: now or never.
 
+        Asked again of another replica, or after a lost reply, it brings the same tickets.
         Raises UnknownRequest, or LeaseExpired when it was offered and not claimed in time.
         """
         deadline = time.monotonic() + timeout_s
         backoff = Backoff()
+        claim_id = os.urandom(16)
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            claim = Claim(request_id, left_s, reader, num_readers)
+            turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_choice else left_s
+            turn_ends = time.monotonic() + turn_s
+            claim = Claim(request_id, turn_s, reader, num_readers, claim_id)
             try:
-                return await self._channel.attempt(CoordinatorCalls.CLAIM, claim, left_s + _CLAIM_SLACK_S)
+                return await self._channel.attempt(CoordinatorCalls.CLAIM, claim, turn_s + _CLAIM_SLACK_S)
+            except UnknownRequest:
+                if turn_s == left_s or time.monotonic() < turn_ends:
+                    raise
             except CoordinatorUnavailable:
                 delay_s = backoff.delay_s()
                 if time.monotonic() + delay_s >= deadline:
                     raise
-            await asyncio.sleep(delay_s)
+                await asyncio.sleep(delay_s)
 
     async def settle(self, order: SettleOrder) -> None:
         """Asks the owner through the coordinator to end a seat, when neither data path nor agent is left."""
@@ -170,13 +189,18 @@ class CoordinatorClient(_Client):
         """Counts."""
         return await self._channel.call(CoordinatorCalls.STATUS, Nothing(), self._timeout_s)
 
+    async def overview(self) -> Overview:
+        """What workers reported to this coordinator, and how its own calls fare."""
+        return await self._channel.call(CoordinatorCalls.OVERVIEW, Nothing(), self._timeout_s)
+
 
 class AgentClient(_Client):
     """Speaks to the WorkerAgent at "host:port". Raises ConfigError for another form of address."""
 
-    def __init__(self, address: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
         advice = "The worker may have died or restarted elsewhere: recompute the request"
-        super().__init__(Channel(address, "worker agent", advice, _AGENT_PATIENCE_S), timeout_s)
+        trust = (Security.from_env() if security is None else security).workers()
+        super().__init__(Channel(address, "worker agent", advice, _AGENT_PATIENCE_S, trust), timeout_s)
 
     async def card(self) -> WorkerCard:
         """Who listens there now."""

@@ -15,10 +15,15 @@ from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.feed import Feed
 from kvlink.control.handoffs import HandoffServer
 from kvlink.control.limits import Limits
+from kvlink.control.overview import Beat, Overview
 from kvlink.control.refusal import Reason, Refused
+from kvlink.control.reports import Reports
+from kvlink.control.security import Gate, Security, coordinator_gate
 from kvlink.control.server import Host, Send
 from kvlink.control.store import Store
+from kvlink.control.store.choice import MEMORY, store_maker
 from kvlink.control.store.memory import MemoryStore
+from kvlink.control.tenancy import TenantStores, stores
 from kvlink.control.values import (
     Claim,
     CoordinatorStatus,
@@ -34,6 +39,7 @@ from kvlink.control.values import (
     WorkerChanges,
     WorkerEpoch,
 )
+from kvlink.errors import ConfigError
 from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
@@ -46,12 +52,27 @@ _BEATS_PER_LEASE = 3
 class Coordinator:
     """Serves one Store. Belongs to the event loop that starts it."""
 
-    def __init__(self, store: Store | None = None, lease_s: float = 10.0, reflect: bool = False) -> None:
-        self._store = store or MemoryStore(lease_s)
+    def __init__(
+        self,
+        store: Store | None = None,
+        lease_s: float = 10.0,
+        reflect: bool = False,
+        security: Security | None = None,
+        gate: Gate = coordinator_gate,
+    ) -> None:
+        """`gate` says whose a call is, under TLS; `store` must be of `tenancy.stores` then. Raises ConfigError."""
+        security = Security.from_env() if security is None else security
+        security.check_coordinator()
+        self._store = store or stores(lambda tenant: MemoryStore(lease_s), security)
+        if security.keyring and not isinstance(self._store, TenantStores):
+            raise ConfigError("under TLS a coordinator's store is made by kvlink.control.tenancy.stores")
         self._lease_s = lease_s
         self._started = time.monotonic()
         self._draining = False
-        self._host = Host(reflect)
+        self._host = Host(reflect, security, gate)
+        self._reports = Reports()
+        self.counts = self._host.counts
+        """Of calls and their refusals."""
         self._add_calls(self._host)
         self.address = ""
 
@@ -61,6 +82,7 @@ class Coordinator:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
+        await self._store.start()
         self.address = await self._host.start(host, port)
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
@@ -90,16 +112,18 @@ class Coordinator:
         host.unary(Calls.CLAIM, self._claim)
         host.unary(Calls.SETTLE, self._settle)
         host.bidirectional(Calls.HANDOFFS, self._handoffs)
-        host.unary(Calls.STATUS, self._status)
+        host.unary(Calls.STATUS, lambda _: self.status())
+        host.unary(Calls.OVERVIEW, lambda _: self.overview())
 
     async def _join(self, request: JoinRequest) -> Membership:
         epoch = await self._store.join(request.card, request.rejoin)
         _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
         return Membership(epoch, self._lease_s, self._lease_s / _BEATS_PER_LEASE)
 
-    async def _keep_alive(self, beats: AsyncIterator[WorkerEpoch], send: Send[Push]) -> None:
+    async def _keep_alive(self, beats: AsyncIterator[Beat], send: Send[Push]) -> None:
         forwarding: asyncio.Task[None] | None = None
         orders: Feed[SettleOrder] | None = None
+        worker: Beat | None = None
         try:
             async for worker in beats:
                 if not await self._store.beat(worker.worker_id, worker.epoch):
@@ -108,8 +132,11 @@ class Coordinator:
                 if orders is None:
                     orders = await self._store.orders(worker.worker_id, worker.epoch)
                     forwarding = asyncio.create_task(_forward(orders, send))
+                self._reports.note(worker)
                 await send(Push(PushKind.ACK))
         finally:
+            if worker is not None:
+                self._reports.forget(worker.worker_id, worker.epoch)
             if orders is not None and forwarding is not None:
                 orders.close()
                 forwarding.cancel()
@@ -128,8 +155,12 @@ class Coordinator:
 
     async def _watch_workers(self, _: Nothing, send: Send[WorkerChanges]) -> None:
         with contextlib.closing(await self._store.watch()) as feed:
-            async for changes in feed:
-                await send(changes)
+            self.counts.feeds.add(feed)
+            try:
+                async for changes in feed:
+                    await send(changes)
+            finally:
+                self.counts.feeds.discard(feed)
 
     async def _offer(self, offer: Offer) -> Nothing:
         await self._store.offer(offer)
@@ -145,10 +176,24 @@ class Coordinator:
         return Nothing()
 
     async def _handoffs(self, batches: AsyncIterator[HandoffBatch], send: Send[HandoffResults]) -> None:
-        await HandoffServer(self._store, send).serve(batches)
+        async def counted(results: HandoffResults) -> None:
+            for refused in results.refused:
+                self.counts.refused(Calls.HANDOFFS.name, refused.reason)
+            await send(results)
 
-    async def _status(self, _: Nothing) -> CoordinatorStatus:
+        await HandoffServer(self._store, counted).serve(batches)
+
+    async def status(self) -> CoordinatorStatus:
+        """Counts of the caller's tenant; of all, when this process asks."""
         return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
+
+    async def overview(self) -> Overview:
+        """Of the caller's workers, as `status`."""
+        return self.counts.overview(self._reports.views(await self._store.workers()))
+
+
+Beside = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]
+"""What runs as long as a coordinator does, on its event loop."""
 
 
 async def _forward(orders: Feed[SettleOrder], send: Send[Push]) -> None:
@@ -160,25 +205,35 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     *,
+    store: str = MEMORY,
     lease_s: float = 10.0,
     limits: Limits | None = None,
     reflect: bool = False,
+    security: Security | None = None,
+    gate: Gate = coordinator_gate,
     drain_s: float = 10.0,
     on_ready: Callable[[str], None] = lambda address: None,
+    beside: Beside = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains for at most `drain_s` and returns.
 
-    `on_ready` gets "host:port" as bound. Raises ConfigError when the port cannot be had.
+    `store` is "memory", or "etcd://host:2379,host2:2379/fleet": then any number of coordinators serve alike.
+    `on_ready` gets "host:port" as bound; what is `beside` is entered before, and left last. Raises ConfigError when
+    the port cannot be had.
     """
-    coordinator = Coordinator(MemoryStore(lease_s, limits), lease_s, reflect)
+    security = security or Security.from_env()
+    tenants = stores(store_maker(store, lease_s, limits), security)
+    coordinator = Coordinator(tenants, lease_s, reflect, security, gate)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        on_ready(await coordinator.start(host, port))
-        await stop.wait()
-        await coordinator.drain(drain_s)
+        address = await coordinator.start(host, port)
+        async with beside(coordinator):
+            on_ready(address)
+            await stop.wait()
+            await coordinator.drain(drain_s)
     finally:
         await coordinator.close()
         for number in (signal.SIGTERM, signal.SIGINT):

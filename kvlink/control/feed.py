@@ -43,6 +43,10 @@ class Feed(Generic[T]):
             self._wake.set()
             self._on_close()
 
+    def __len__(self) -> int:
+        """Items that the consumer has yet to take."""
+        return len(self._items)
+
     def __aiter__(self) -> Feed[T]:
         return self
 

@@ -55,7 +55,10 @@ class HandoffStream:
         return self._submitted(HandoffKind.SETTLE)
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
-        """The tickets of all ranks, once all have offered. Claims are answered in any order."""
+        """The tickets of all ranks, once all have offered. Claims are answered in any order.
+
+        With a `claim_id` it may be sent again on another stream when this one breaks.
+        """
         self._batch().add_claim(claim)
         return self._submitted(HandoffKind.CLAIM)
 

@@ -7,7 +7,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from kvlink.control.refusal import Refused, refusal_of
+from kvlink.control.refusal import refusal_of
 from kvlink.control.store import Store
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, RefusedHandoff
 
@@ -44,47 +44,46 @@ class HandoffServer:
             await asyncio.gather(telling, return_exceptions=True)
 
     async def _carry_out(self, batch: HandoffBatch) -> None:
-        for offer in batch.offers:
-            try:
-                await self._store.offer(offer)
-            except Refused as refused:
-                self._refuse(HandoffKind.OFFER, self._num_offers, refused)
-            self._num_offers += 1
-        for order in batch.settles:
-            try:
-                await self._store.settle(order)
-            except Refused as refused:
-                self._refuse(HandoffKind.SETTLE, self._num_settles, refused)
-            self._num_settles += 1
+        offers = [self._store.offer(offer) for offer in batch.offers]
+        self._num_offers = await self._note_refused(HandoffKind.OFFER, self._num_offers, offers)
+        settles = [self._store.settle(order) for order in batch.settles]
+        self._num_settles = await self._note_refused(HandoffKind.SETTLE, self._num_settles, settles)
         for claim in batch.claims:
-            await self._claim(claim, self._num_claims)
+            self._claim(claim, self._num_claims)
             self._num_claims += 1
 
-    async def _claim(self, claim: Claim, number: int) -> None:
-        try:
-            tickets = await self._store.take(claim)
-        except Refused as refused:
-            self._refuse(HandoffKind.CLAIM, number, refused)
-            return
-        if tickets is not None:
-            self._claimed.append((number, tickets))
-            return
+    async def _note_refused(self, kind: HandoffKind, number: int, ops: list[asyncio.Future[None]]) -> int:
+        """Of operations numbered from `number` on. Returns the next number."""
+        for op in ops:
+            if not op.done():
+                await asyncio.wait([op])
+        for offset, op in enumerate(ops):
+            if error := op.exception():
+                self._refuse(kind, number + offset, error)
+        return number + len(ops)
+
+    def _claim(self, claim: Claim, number: int) -> None:
         answer = self._store.claim(claim)
-        self._waiting.add(answer)
-        answer.add_done_callback(functools.partial(self._answered, number))
+        if answer.done():
+            self._note_answer(number, answer)
+        else:
+            self._waiting.add(answer)
+            answer.add_done_callback(functools.partial(self._answered, number))
 
     def _answered(self, number: int, answer: _Answer) -> None:
         self._waiting.discard(answer)
-        if answer.cancelled():
-            return
-        error = answer.exception()
-        if error is None:
-            self._claimed.append((number, answer.result()))
-        else:
-            self._refuse(HandoffKind.CLAIM, number, refusal_of(error))
-        self._news.set()
+        if not answer.cancelled():
+            self._note_answer(number, answer)
+            self._news.set()
 
-    def _refuse(self, kind: HandoffKind, number: int, refused: Refused) -> None:
+    def _note_answer(self, number: int, answer: _Answer) -> None:
+        if error := answer.exception():
+            self._refuse(HandoffKind.CLAIM, number, error)
+        else:
+            self._claimed.append((number, answer.result()))
+
+    def _refuse(self, kind: HandoffKind, number: int, error: BaseException) -> None:
+        refused = refusal_of(error)
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 
     async def _tell_news(self) -> None:

@@ -11,10 +11,17 @@ __all__ = ["MAX_NAME_BYTES", "MAX_TICKET_BYTES"]
 
 MAX_TTL_S = 86_400.0
 MAX_TIMEOUT_S = 3_600.0
+MAX_CLAIM_ID_BYTES = 64
 MAX_TP_SIZE = 1_024
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
 """Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+MAX_CONNECTIONS = 20_000
+"""To one server: twice the workers of a coordinator."""
+HANDSHAKE_MS = 10_000
+"""What a new connection gets to say who it is."""
+MAX_CONNECTS = 1_024
+"""Readers that one worker admits at one time; they wait for a few threads."""
 MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """A hello, reply, address or key."""
@@ -35,6 +42,8 @@ class Limits:
     workers: int = 10_000
     tickets_per_worker: int = 65_536
     """Offered and neither fully claimed nor expired."""
+    ticket_bytes: int = 1 << 30
+    """Of all tickets that are offered; one of 64k tokens has 16 KiB."""
     waiting_claims: int = 65_536
     pending_settles: int = 4_096
     """Settle orders kept for a worker whose keep-alive stream is down."""

@@ -6,19 +6,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.store import sentences
+from kvlink.control.values import Life
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 
-class _Life(NamedTuple):
-    """The last known process of a worker_id."""
-
-    epoch: int
-    incarnation: bytes
+def grant(life: Life | None, card: WorkerCard, rejoin: bool) -> int:
+    """The epoch of a process that joins where `life` was the last one known. Raises Refused (REPLACED)."""
+    if life is None:
+        return max(1, card.epoch)
+    if life.incarnation == card.incarnation:
+        return life.epoch
+    if rejoin and card.epoch <= life.epoch:
+        raise sentences.replaced(card, life.epoch)
+    return max(life.epoch + 1, card.epoch)
 
 
 class Members:
@@ -29,7 +33,7 @@ class Members:
         self._limits = limits
         self._cards: dict[str, WorkerCard] = {}
         self._deadlines: Deadlines[str] = Deadlines()
-        self._lives: OrderedDict[str, _Life] = OrderedDict()
+        self._lives: OrderedDict[str, Life] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -37,8 +41,8 @@ class Members:
     def join(self, card: WorkerCard, rejoin: bool, now: float) -> tuple[int, list[WorkerChange]]:
         """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
-            raise Refused(Reason.TOO_MANY, f"{len(self._cards)} workers have joined, which is the limit")
-        epoch = self._grant(card, rejoin)
+            raise sentences.too_many_workers(len(self._cards))
+        epoch = grant(self._lives.get(card.worker_id), card, rejoin)
         card = replace(card, epoch=epoch)
         before = self._cards.get(card.worker_id)
         self._cards[card.worker_id] = card
@@ -47,22 +51,8 @@ class Members:
         changes = [WorkerChange(Joined.DOWN, before)] if before and before.epoch != epoch else []
         return epoch, [*changes, WorkerChange(Joined.UP, card)] if before != card else changes
 
-    def _grant(self, card: WorkerCard, rejoin: bool) -> int:
-        life = self._lives.get(card.worker_id)
-        if life is None:
-            return max(1, card.epoch)
-        if life.incarnation == card.incarnation:
-            return life.epoch
-        if rejoin and card.epoch <= life.epoch:
-            raise Refused(
-                Reason.REPLACED,
-                f"worker {named(card.worker_id)} epoch {card.epoch} was replaced by another process, "
-                f"epoch {life.epoch}; give every worker its own worker_id",
-            )
-        return max(life.epoch + 1, card.epoch)
-
     def _remember(self, card: WorkerCard) -> None:
-        self._lives[card.worker_id] = _Life(card.epoch, card.incarnation)
+        self._lives[card.worker_id] = Life(card.epoch, card.incarnation)
         self._lives.move_to_end(card.worker_id)
         while len(self._lives) > self._limits.remembered_epochs + len(self._cards):
             oldest = next(iter(self._lives))
@@ -91,15 +81,9 @@ class Members:
         """The card of a worker, of that epoch unless 0. Raises Refused (UNKNOWN, RESTARTED)."""
         card = self._cards.get(worker_id)
         if card is None:
-            raise Refused(
-                Reason.UNKNOWN,
-                f"worker {named(worker_id)} is not joined: it never was, left, or stopped beating",
-            )
+            raise sentences.not_joined(worker_id)
         if epoch not in (0, card.epoch):
-            raise Refused(
-                Reason.RESTARTED,
-                f"worker {named(worker_id)} restarted: epoch {epoch} asked, {card.epoch} running",
-            )
+            raise sentences.restarted(worker_id, epoch, card.epoch)
         return card
 
     def cards(self) -> Iterable[WorkerCard]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.refusal import Refused
+from kvlink.control.store import sentences
 from kvlink.control.values import Claim, Offer
 
 
@@ -30,12 +31,20 @@ class _Request:
     num_seats: int = 0
     """Of the ticket that has most."""
     served: set[int] = field(default_factory=set)
+    claim_ids: set[bytes] = field(default_factory=set)
     waiters: dict[int, None] = field(default_factory=dict)
     """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
 
 
+class _Claimed(NamedTuple):
+    """A request whose every reader has claimed."""
+
+    tickets: list[bytes]
+    claim_ids: set[bytes]
+
+
 class Offers:
-    """Tickets by request and rank, waiting claims, and why requests ended unclaimed (bounded)."""
+    """Tickets by request and rank, waiting claims, and how requests ended (bounded)."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -45,7 +54,9 @@ class Offers:
         self._waiting: dict[int, Claim] = {}
         self._patience: Deadlines[int] = Deadlines()
         self._ended: OrderedDict[str, Refused] = OrderedDict()
+        self._claimed: OrderedDict[str, _Claimed] = OrderedDict()
         self._last_waiter = 0
+        self._ticket_bytes = 0
         self.num_claimed = 0
         self.num_expired = 0
 
@@ -61,23 +72,25 @@ class Offers:
 
     def offer(self, offer: Offer, now: float) -> list[Answer]:
         """Takes a ticket in, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
+        claimed = self._claimed.get(offer.request_id)
+        if claimed is not None:
+            if offer.ticket in claimed.tickets:
+                return []
+            del self._claimed[offer.request_id]
         request = self._requests.get(offer.request_id)
         if request is None:
             request = _Request()
         elif request.ranks and request.tp_size != offer.tp_size:
-            raise Refused(
-                Reason.MALFORMED,
-                f"request {named(offer.request_id)}: rank {offer.tp_rank} says that {offer.tp_size} ranks "
-                f"offer, others said {request.tp_size}",
-            )
+            raise sentences.ranks_disagree(offer, request.tp_size)
         key = (offer.request_id, offer.tp_rank)
         owned = self._by_worker.setdefault(offer.worker_id, set())
         if key not in owned and len(owned) >= self._limits.tickets_per_worker:
-            raise Refused(
-                Reason.TOO_MANY,
-                f"worker {named(offer.worker_id)} has {len(owned)} unclaimed tickets here, the limit",
-            )
+            raise sentences.too_many_tickets(offer.worker_id, len(owned))
         before = request.ranks.get(offer.tp_rank)
+        ticket_bytes = self._ticket_bytes + len(offer.ticket) - (len(before.ticket) if before else 0)
+        if ticket_bytes > self._limits.ticket_bytes:
+            raise sentences.too_many_bytes(offer.worker_id, self._limits.ticket_bytes)
+        self._ticket_bytes = ticket_bytes
         if before is not None and before.worker_id != offer.worker_id:
             self._disown(before.worker_id, key)
         self._requests[offer.request_id] = request
@@ -92,6 +105,9 @@ class Offers:
 
     def take(self, claim: Claim) -> list[bytes] | None:
         """The tickets, if every rank has offered. Raises Refused when the request ended unclaimed."""
+        claimed = self._claimed.get(claim.request_id) if claim.claim_id else None
+        if claimed is not None and claim.claim_id in claimed.claim_ids:
+            return claimed.tickets
         request = self._requests.get(claim.request_id)
         if request is None:
             ended = self._ended.get(claim.request_id)
@@ -105,7 +121,7 @@ class Offers:
     def wait(self, claim: Claim, now: float) -> int:
         """Queues a claim that `take` could not answer. Raises Refused (TOO_MANY)."""
         if len(self._waiting) >= self._limits.waiting_claims:
-            raise Refused(Reason.TOO_MANY, f"{len(self._waiting)} claims are waiting, which is the limit")
+            raise sentences.too_many_claims(len(self._waiting))
         request = self._requests.setdefault(claim.request_id, _Request())
         self._last_waiter += 1
         self._waiting[self._last_waiter] = claim
@@ -125,7 +141,7 @@ class Offers:
     def drop_worker(self, worker_id: str, why: str) -> None:
         """Forgets what a worker offered. Claims keep waiting: its next life may offer the request again."""
         for request_id, rank in list(self._by_worker.get(worker_id, ())):
-            self._drop(request_id, rank, Refused(Reason.UNKNOWN, f"request {named(request_id)}: {why}"))
+            self._drop(request_id, rank, sentences.gone_with_worker(request_id, why))
 
     def next_deadline(self) -> float:
         """`expire` has nothing to do before."""
@@ -136,23 +152,19 @@ class Offers:
         for request_id, rank in self._tickets.due(now):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
-            self._drop(
-                request_id,
-                rank,
-                Refused(
-                    Reason.EXPIRED,
-                    f"request {named(request_id)} was offered by {named(offer.worker_id)} and not claimed "
-                    f"within {offer.ttl_s:g} s; recompute it",
-                ),
-            )
+            self._drop(request_id, rank, sentences.expired(offer))
         return [self._give_up(waiter) for waiter in self._patience.due(now)]
 
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
         ranks = request.ranks
         tickets = [ranks[rank].ticket for rank in range(request.tp_size)]
         request.served.add(claim.reader)
+        request.claim_ids.add(claim.claim_id)
         self.num_claimed += 1
         if len(request.served) >= max(claim.num_readers, request.num_seats):
+            self._claimed[claim.request_id] = _Claimed(tickets, request.claim_ids)
+            if len(self._claimed) > self._limits.remembered_requests:
+                self._claimed.popitem(last=False)
             for rank in list(ranks):
                 self._drop(claim.request_id, rank, None)
         return tickets
@@ -168,6 +180,7 @@ class Offers:
     def _drop(self, request_id: str, rank: int, why: Refused | None) -> None:
         request = self._requests[request_id]
         offer = request.ranks.pop(rank)
+        self._ticket_bytes -= len(offer.ticket)
         self._tickets.discard((request_id, rank))
         self._disown(offer.worker_id, (request_id, rank))
         if why is not None:
@@ -179,6 +192,7 @@ class Offers:
     def _prune(self, request_id: str, request: _Request) -> None:
         if not request.ranks:
             request.served.clear()
+            request.claim_ids = set()
             request.num_seats = 0
             if not request.waiters:
                 self._requests.pop(request_id, None)
@@ -193,9 +207,4 @@ class Offers:
         claim = self._waiting[waiter]
         request = self._requests[claim.request_id]
         self.cancel(waiter)
-        if request.ranks:
-            what = f"only {len(request.ranks)} of {request.tp_size} ranks offered it"
-        else:
-            what = "nobody offered it (any more; it may have been claimed already)"
-        why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:.3g} s; recompute it"
-        return Answer(waiter, [], Refused(Reason.UNKNOWN, why))
+        return Answer(waiter, [], sentences.in_vain(claim, len(request.ranks), request.tp_size))

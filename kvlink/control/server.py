@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -14,9 +15,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlink.control.codec import Codec, Method
-from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, Reason, Refused, refusal_of
+from kvlink.control.reports import CallCounts
+from kvlink.control.security import Gate, Security, answering
+from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
 
 Q = TypeVar("Q")
@@ -30,6 +34,8 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -43,8 +49,14 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class Host:
     """One listening gRPC server with its health service. Add calls, then start; belongs to the loop that starts it."""
 
-    def __init__(self, reflect: bool = False) -> None:
+    def __init__(
+        self, reflect: bool = False, security: Security | None = None, gate: Gate | None = None
+    ) -> None:
+        """`gate` says who calls, and refuses; without one, or without TLS, all are alike."""
+        self.counts = CallCounts()
         self._reflect = reflect
+        self._security = Security.from_env() if security is None else security
+        self._gate = gate if self._security.keyring else None
         self._services: dict[str, dict[str, _Handler]] = {}
         self._streams: set[asyncio.Future[None]] = set()
         self._health = health.aio.HealthServicer()
@@ -54,10 +66,16 @@ class Host:
         """One request, one reply."""
 
         async def call(blob: bytes, context: _Context) -> bytes:
+            began = time.perf_counter_ns()
+            request: Q | None = None
             try:
-                return method.reply.encode(await handle(method.request.decode(blob)))
+                self._admit(method, context)
+                request = method.request.decode(blob)
+                return method.reply.encode(await handle(request))
             except Exception as error:
-                await _refuse(context, method, error)
+                await self._refuse(context, method, error, getattr(request, "request_id", ""))
+            finally:
+                self.counts.answered(method.name, time.perf_counter_ns() - began)
 
         self._add(method, grpc.unary_unary_rpc_method_handler(call))
 
@@ -68,7 +86,7 @@ class Host:
             async def run() -> None:
                 await handle(method.request.decode(blob), _sender(method.reply, context))
 
-            await self._run_stream(run(), method, context)
+            await self._run_stream(run, method, context)
 
         self._add(method, grpc.unary_stream_rpc_method_handler(call))
 
@@ -78,13 +96,19 @@ class Host:
         """Requests and replies until the handler returns."""
 
         async def call(blobs: AsyncIterator[bytes], context: _Context) -> None:
-            run = handle(_decoded(method.request, blobs), _sender(method.reply, context))
+            async def run() -> None:
+                await handle(_decoded(method.request, blobs), _sender(method.reply, context))
+
             await self._run_stream(run, method, context)
 
         self._add(method, grpc.stream_stream_rpc_method_handler(call))
 
     async def start(self, host: str, port: int) -> str:
-        """Listens and returns "host:port" as bound. Raises ConfigError when the port cannot be had."""
+        """Listens and returns "host:port" as bound.
+
+        Raises ConfigError when the port cannot be had, or plaintext may not be spoken there.
+        """
+        credentials = self._security.server_credentials(host)
         self._server = grpc.aio.server(options=_OPTIONS)
         opened(self)
         for service, handlers in self._services.items():
@@ -95,7 +119,10 @@ class Host:
             reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{address}:{port}")
+            if credentials is None:
+                bound = self._server.add_insecure_port(f"{address}:{port}")
+            else:
+                bound = self._server.add_secure_port(f"{address}:{port}", credentials)
         except RuntimeError as error:
             why = "is another server there, or the address not this host's?"
             raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
@@ -121,13 +148,27 @@ class Host:
     def _add(self, method: Method[Any, Any], handler: _Handler) -> None:
         self._services.setdefault(method.service, {})[method.name] = handler
 
+    def _admit(self, method: Method[Any, Any], context: _Context) -> None:
+        """Raises Refused (DENIED)."""
+        if self._gate is not None:
+            names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+            header = dict(context.invocation_metadata() or ()).get("authorization", "")
+            answering(self._gate(method.name, names, bearer(header)))
+
     async def _say(self, status: int) -> None:
         for service in ("", *self._services):
             await self._health.set(service, status)
 
-    async def _run_stream(self, run: Awaitable[None], method: Method[Any, Any], context: _Context) -> None:
+    async def _run_stream(
+        self, run: Callable[[], Awaitable[None]], method: Method[Any, Any], context: _Context
+    ) -> None:
         """As a task that `stop` cancels: a peer whose stream is cut by gRPC itself sees noise in its log."""
-        stream = asyncio.ensure_future(run)
+
+        async def admitted() -> None:
+            self._admit(method, context)
+            await run()
+
+        stream = asyncio.ensure_future(admitted())
         self._streams.add(stream)
         try:
             await asyncio.wait([stream])
@@ -135,10 +176,23 @@ class Host:
                 raise Refused(Reason.NOT_READY, "the server is shutting down; ask again")
             stream.result()
         except Exception as error:
-            await _refuse(context, method, error)
+            await self._refuse(context, method, error)
         finally:
             self._streams.discard(stream)
             stream.cancel()
+
+    async def _refuse(
+        self, context: _Context, method: Method[Any, Any], error: Exception, request_id: str = ""
+    ) -> NoReturn:
+        refused = refusal_of(error)
+        self.counts.refused(method.name, refused.reason.name)
+        if refused.reason is Reason.FAILED:
+            _log.error("%s failed request=%s", method.path, request_id, exc_info=error)
+        await context.abort(
+            grpc.StatusCode[refused.reason.status],
+            refused.sentence[:_MAX_SENTENCE],
+            ((REASON_TRAILER, refused.reason.name),),
+        )
 
 
 async def _decoded(codec: Codec[Q], blobs: AsyncIterator[bytes]) -> AsyncIterator[Q]:
@@ -154,14 +208,3 @@ def _sender(codec: Codec[R], context: _Context) -> Send[R]:
             await context.write(codec.encode(value))
 
     return send
-
-
-async def _refuse(context: _Context, method: Method[Any, Any], error: Exception) -> NoReturn:
-    refused = refusal_of(error)
-    if refused.reason is Reason.FAILED:
-        _log.error("%s failed", method.path, exc_info=error)
-    await context.abort(
-        grpc.StatusCode[refused.reason.status],
-        refused.sentence[:_MAX_SENTENCE],
-        ((REASON_TRAILER, refused.reason.name),),
-    )

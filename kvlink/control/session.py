@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
-from kvlink.control.channel import Backoff, Stream
+from kvlink.control.backoff import Backoff
+from kvlink.control.channel import Stream
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.deadlines import Deadlines
+from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import NotJoined, Replaced
-from kvlink.control.values import Membership, Offer, Push, PushKind, WorkerEpoch
+from kvlink.control.values import Membership, Offer, Push, PushKind
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.types import WorkerCard
 
@@ -22,7 +24,7 @@ _log = logging.getLogger("kvlink.control")
 
 _MISSED_ACKS = 3
 """Beats without an answer after which the coordinator counts as gone even though the connection stands."""
-_JOIN_TIMEOUT_S = 2.0
+_JOIN_TIMEOUT_S = 4.0
 """Of one attempt to join again; the next one follows at once."""
 
 
@@ -39,7 +41,8 @@ class SessionState(Enum):
 class Session:
     """One worker's membership. Made by `join`; belongs to that event loop.
 
-    `on_settle(slot, settle_nonce)` is called on the loop when a reader settles through the coordinator.
+    `on_settle(slot, settle_nonce)` is called on the loop when a reader settles through the coordinator; `report`
+    before each beat, for what the coordinator shows of this worker.
     """
 
     def __init__(
@@ -48,10 +51,12 @@ class Session:
         card: WorkerCard,
         membership: Membership,
         on_settle: Callable[[int, int], object],
+        report: Callable[[], WorkerReport | None] = lambda: None,
     ) -> None:
         self._client = client
         self._membership = membership
         self._on_settle = on_settle
+        self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._joined = asyncio.Event()
@@ -69,9 +74,10 @@ class Session:
         card: WorkerCard,
         on_settle: Callable[[int, int], object],
         timeout_s: float = 5.0,
+        report: Callable[[], WorkerReport | None] = lambda: None,
     ) -> Session:
         """Joins, until `close`. `card.epoch` is a proposal; `session.card` has the granted one."""
-        return cls(client, card, await client.join(card, timeout_s=timeout_s), on_settle)
+        return cls(client, card, await client.join(card, timeout_s=timeout_s), on_settle, report)
 
     def __repr__(self) -> str:
         return (
@@ -206,19 +212,19 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
             stream.cancel()
 
-    async def _beat(self, stream: Stream[WorkerEpoch, Push], acks: _Acks) -> None:
-        beat = WorkerEpoch(self.card.worker_id, self.card.epoch)
+    async def _beat(self, stream: Stream[Beat, Push], acks: _Acks) -> None:
         while True:
-            await stream.send(beat)
+            await stream.send(Beat(self.card.worker_id, self.card.epoch, self._report()))
             acks.missing += 1
             await asyncio.sleep(self._membership.keep_alive_s)
             if acks.missing >= _MISSED_ACKS:
+                stream.leave()
                 where = f"coordinator at {self._client.address}"
                 raise CoordinatorUnavailable(
                     f"{where} did not answer {acks.missing} beats: stopped or overloaded"
                 )
 
-    async def _listen(self, stream: Stream[WorkerEpoch, Push], acks: _Acks, backoff: Backoff) -> None:
+    async def _listen(self, stream: Stream[Beat, Push], acks: _Acks, backoff: Backoff) -> None:
         while (push := await stream.receive()) is not None:
             if push.kind is PushKind.REJOIN:
                 return

@@ -119,7 +119,7 @@ def _close_all() -> None:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     # Not shutdown_default_executor(): it starts a thread, which Python 3.12 refuses at interpreter exit.
-    with closing(loop), concurrent.futures.ThreadPoolExecutor() as executor:
+    with closing(loop), concurrent.futures.ThreadPoolExecutor(thread_name_prefix="asyncio") as executor:
         loop.set_default_executor(executor)
         loop.run_forever()
         loop.run_until_complete(close_all())

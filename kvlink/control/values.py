@@ -24,6 +24,15 @@ class Membership(NamedTuple):
     keep_alive_s: float
 
 
+class Life(NamedTuple):
+    """The last known process of a worker_id."""
+
+    epoch: int
+    incarnation: bytes
+    left: bool = False
+    """It said goodbye."""
+
+
 class WorkerEpoch(NamedTuple):
     """One life of a worker. Epoch 0: whichever runs now."""
 
@@ -45,12 +54,29 @@ class Offer(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Asks for all tickets of a request, on behalf of one of `num_readers` readers."""
+    """Asks for all tickets of a request, on behalf of one of `num_readers` readers.
+
+    Asked again with the same `claim_id`, unless that is empty, it gets the same tickets.
+    """
 
     request_id: str
     timeout_s: float = 0.0
     reader: int = 0
     num_readers: int = 1
+    claim_id: bytes = b""
+
+
+class Claimed(NamedTuple):
+    """Who has been given the tickets of a request, as coordinators tell each other."""
+
+    tickets: tuple[bytes, ...]
+    """Digests of those that are meant, in rank order."""
+    readers: tuple[tuple[int, bytes], ...]
+    """(reader, claim id)"""
+    complete: bool
+    """All readers have claimed."""
+    ttl_s: float
+    """As long as any of the tickets may be offered again."""
 
 
 class SettleOrder(NamedTuple):

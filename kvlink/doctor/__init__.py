@@ -2,8 +2,8 @@
 """What works on this machine, the evidence, and the command that fixes what does not.
 
 A check only looks; it changes nothing. To add one, write a function that returns a Check in `software` (what
-is installed), `host` (kernel and limits), `network`, `verbs` and `rdma` (NICs) or `gpudirect`, and name it in
-that module's `checks`. `trial` alone does something: it reads GPU memory back through each NIC.
+is installed), `host` (kernel and limits), `network`, `certificates`, `verbs` and `rdma` (NICs) or `gpudirect`,
+and name it in that module's `checks`. `trial` alone does something: it reads GPU memory back through each NIC.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvlink import verbs_caps
-from kvlink.doctor import gpudirect, host, network, rdma, software, verbs
+from kvlink.doctor import certificates, gpudirect, host, network, rdma, software, verbs
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.topology import discover
 
@@ -24,6 +24,7 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield from software.checks(root, env)
     yield from host.checks(root)
     yield from network.checks(root, env)
+    yield from certificates.checks(env)
     machine = discover(root)
     active_mtus = {caps.device: caps.active_mtu_bytes for caps in verbs_caps.query(machine.nics).caps}
     yield from rdma.checks(root, machine.nics, active_mtus)

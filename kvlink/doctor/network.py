@@ -68,10 +68,15 @@ def _round_trip_us(host: str) -> float:
                 return (time.perf_counter_ns() - start) / 1000
 
 
-def coordinator(address: str) -> Check:
-    """Whether KVLINK_COORDINATOR answers."""
-    if not address:
+def coordinator(addresses: str) -> Check:
+    """Whether every replica that KVLINK_COORDINATOR names answers."""
+    if not addresses:
         return Check("coordinator", Verdict.PASS, "none configured (KVLINK_COORDINATOR)")
+    checks = [_replica(address.strip()) for address in addresses.split(",")]
+    return next((check for check in checks if check.verdict is Verdict.FAIL), checks[0])
+
+
+def _replica(address: str) -> Check:
     try:
         socket.create_connection(split_address(address), _TIMEOUT_S).close()
     except OSError as error:

@@ -9,6 +9,14 @@ import pytest
 from control.processes import CoordinatorProcess
 
 from kvlink.control import Coordinator, CoordinatorClient
+from kvlink.control.open_ends import close_all
+
+
+@pytest.fixture(autouse=True)
+async def nothing_stays_open() -> AsyncIterator[None]:
+    """After a failure either: gRPC may wait for ever at exit for a server that nobody stopped."""
+    yield
+    await close_all()
 
 
 @pytest.fixture

@@ -13,21 +13,24 @@ from collections.abc import Callable
 _SERVE = """
 import asyncio, sys
 from kvlink.control import serve
-asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), on_ready=lambda at: print(at, flush=True)))
+def ready(address):
+    print(address, flush=True)
+asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), store=sys.argv[3], on_ready=ready))
 """
 
 
 class CoordinatorProcess:
     """Keeps its port over restarts."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, store: str = "memory") -> None:
         self._lease_s = lease_s
+        self._store = store
         self.address = "127.0.0.1:0"
         self.start()
 
     def start(self) -> None:
         port = self.address.rpartition(":")[2]
-        command = [sys.executable, "-c", _SERVE, port, str(self._lease_s)]
+        command = [sys.executable, "-c", _SERVE, port, str(self._lease_s), self._store]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

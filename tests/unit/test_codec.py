@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 from control.cards import make_card, make_offer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.control.codec import CARD, AgentCalls, Codec, CoordinatorCalls, Method
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_HELLOS, MAX_NAME_BYTES, MAX_OPAQUE_BYTES
+from kvlink.control.overview import (
+    MAX_LINKS,
+    Beat,
+    CallCount,
+    FailureCount,
+    LinkReport,
+    Overview,
+    RefusalCount,
+    WorkerReport,
+    WorkerView,
+)
 from kvlink.control.values import (
     Claim,
     ConnectReply,
@@ -44,6 +55,26 @@ SECONDS = st.floats(0.001, 3600.0)
 
 WORKERS = st.builds(WorkerEpoch, NAMES, U64)
 SETTLES = st.builds(SettleOrder, NAMES, U64, U32, U64)
+SHORT = st.sampled_from(
+    ["w", "prefill-0", "é<b>"]
+)  # the overview is large: drawing names at length takes seconds
+LINKS = st.lists(
+    st.builds(LinkReport, SHORT, SHORT, st.booleans(), U32, *[U64] * 4, SECONDS, SECONDS), max_size=2
+)
+FAILURES = st.lists(st.builds(FailureCount, SHORT, U64), max_size=2)
+REPORTS = st.builds(
+    WorkerReport, U32, SECONDS, *[U32] * 3, *[U64] * 5, U32, LINKS.map(tuple), FAILURES.map(tuple), U64, U64
+)
+BEATS = st.builds(Beat, NAMES, U64, st.none() | REPORTS)
+TRANSPORTS = st.lists(SHORT, max_size=2).map(tuple)
+VIEWS = st.builds(WorkerView, SHORT, U64, SHORT, U64, TRANSPORTS, REPORTS, SECONDS, st.none(), SECONDS)
+OVERVIEWS = st.builds(
+    Overview,
+    st.lists(VIEWS, max_size=1).map(tuple),
+    st.tuples(st.builds(CallCount, SHORT, U64, SECONDS, SECONDS)),
+    st.tuples(st.builds(RefusalCount, SHORT, SHORT, U64)),
+    U32,
+)
 
 
 @st.composite
@@ -75,7 +106,9 @@ def cards(draw: st.DrawFn) -> WorkerCard:
         ),
         draw(st.sampled_from(Order)),
     )
-    transports = st.builds(TransportCard, NAMES, BLOBS, st.lists(BLOBS, max_size=3).map(tuple), BLOBS, NAMES)
+    transports = st.builds(
+        TransportCard, NAMES, BLOBS, st.lists(BLOBS, max_size=3).map(tuple), BLOBS, NAMES, st.booleans()
+    )
     return WorkerCard(
         worker_id=draw(NAMES),
         epoch=draw(U64),
@@ -94,7 +127,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (CARD, cards()),
     (CoordinatorCalls.JOIN.request, st.builds(JoinRequest, cards(), st.booleans())),
     (CoordinatorCalls.JOIN.reply, st.builds(Membership, U64, SECONDS, SECONDS)),
-    (CoordinatorCalls.KEEP_ALIVE.request, WORKERS),
+    (CoordinatorCalls.KEEP_ALIVE.request, BEATS),
     (CoordinatorCalls.KEEP_ALIVE.reply, st.builds(Push, st.sampled_from(PushKind), U32, U64)),
     (CoordinatorCalls.LEAVE.request, WORKERS),
     (CoordinatorCalls.GET_WORKER.request, WORKERS),
@@ -119,6 +152,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
             st.lists(REFUSED, max_size=4),
         ),
     ),
+    (CoordinatorCalls.OVERVIEW.reply, OVERVIEWS),
     (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6)),
     (
         AgentCalls.CONNECT.request,
@@ -141,11 +175,14 @@ METHODS = [
 ]
 
 
-@given(st.data())
-def test_every_value_comes_back_equal(data: st.DataObject) -> None:
-    for codec, values in EXAMPLES:
-        value = data.draw(values)
-        assert codec.decode(codec.encode(value)) == value
+@pytest.mark.parametrize(("codec", "values"), EXAMPLES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_value_comes_back_equal(
+    codec: Codec[Any], values: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    value = data.draw(values)
+    assert codec.decode(codec.encode(value)) == value
 
 
 def decoded(codec: Codec[Any], blob: bytes) -> Any:
@@ -189,6 +226,7 @@ def test_noise_raises_nothing_but_config_error(blob: bytes, method: Method[Any, 
 
 
 OFFER, CLAIM = make_offer("r"), Claim("r", 1.0)
+REPORT, LINK = WorkerReport(), LinkReport("w", "tcp")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +243,17 @@ OFFER, CLAIM = make_offer("r"), Claim("r", 1.0)
         (CoordinatorCalls.CLAIM.request, CLAIM._replace(timeout_s=float("inf")), "timeout_s"),
         (CoordinatorCalls.CLAIM.request, CLAIM._replace(reader=1), "reader 1 of 1"),
         (CoordinatorCalls.LEAVE.request, WorkerEpoch("w" * (MAX_NAME_BYTES + 1), 1), "worker_id"),
+        (
+            CoordinatorCalls.KEEP_ALIVE.request,
+            Beat("w", 1, REPORT._replace(links=(LINK,) * (MAX_LINKS + 1))),
+            "number of links is 33",
+        ),
+        (CoordinatorCalls.KEEP_ALIVE.request, Beat("w", 1, REPORT._replace(oldest_lease_s=-1.0)), "oldest"),
+        (
+            CoordinatorCalls.KEEP_ALIVE.request,
+            Beat("w", 1, REPORT._replace(failures=(FailureCount("é" * 33, 1),))),
+            "bytes of a reason",
+        ),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", []), "hellos"),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [b""] * (MAX_HELLOS + 1)), "hellos"),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [bytes(MAX_OPAQUE_BYTES + 1)]), "a hello"),

@@ -55,6 +55,7 @@ class OffersAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.offers = Offers(Limits(remembered_requests=2))
         self.now = 0.0
+        self.num_offered = 0
         self.tickets: dict[str, dict[int, tuple[Offer, float]]] = {}
         self.waiting: dict[int, tuple[Claim, float]] = {}
 
@@ -74,7 +75,9 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
     @rule(request_id=requests, worker=workers, rank=st.integers(0, 1), ttl_s=st.integers(1, 9))
     def offer(self, request_id: str, worker: str, rank: int, ttl_s: int) -> None:
+        self.num_offered += 1
         offer = make_offer(request_id, worker, ttl_s=float(ttl_s), rank=rank, of=2)
+        offer = offer._replace(ticket=b"%d" % self.num_offered)
         self.tickets.setdefault(request_id, {})[rank] = (offer, self.now + ttl_s)
         answers = self.offers.offer(offer, self.now)
         wanted = [waiter for waiter, (claim, _) in self.waiting.items() if claim.request_id == request_id]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from kvlink.control.codec import _calls as calls
 from kvlink.control.codec import _handoffs as handoffs
+from kvlink.control.codec import _overview as overview
+from kvlink.control.codec import _records as records
 from kvlink.control.codec._cards import CARD
 from kvlink.control.codec._handoffs import BatchWriter
 from kvlink.control.codec._wire import Codec, Method
 
-__all__ = ["CARD", "AgentCalls", "BatchWriter", "Codec", "CoordinatorCalls", "Method"]
+__all__ = ["CARD", "AgentCalls", "BatchWriter", "Codec", "CoordinatorCalls", "Method", "StoredRecords"]
 
 
 class CoordinatorCalls:
@@ -17,7 +19,7 @@ class CoordinatorCalls:
 
     SERVICE = "kvlink.v1.Coordinator"
     JOIN = Method(SERVICE, "Join", calls.JOIN, calls.MEMBERSHIP)
-    KEEP_ALIVE = Method(SERVICE, "KeepAlive", calls.BEAT, calls.PUSH)
+    KEEP_ALIVE = Method(SERVICE, "KeepAlive", overview.BEAT, calls.PUSH)
     LEAVE = Method(SERVICE, "Leave", calls.LEAVE, calls.LEFT)
     GET_WORKER = Method(SERVICE, "GetWorker", calls.GET_WORKER, CARD)
     LIST_WORKERS = Method(SERVICE, "ListWorkers", calls.LIST, calls.CARDS)
@@ -27,6 +29,7 @@ class CoordinatorCalls:
     SETTLE = Method(SERVICE, "Settle", handoffs.SETTLE, handoffs.SETTLE_PASSED_ON)
     HANDOFFS = Method(SERVICE, "Handoffs", handoffs.HANDOFF_BATCH, handoffs.HANDOFF_RESULTS)
     STATUS = Method(SERVICE, "Status", calls.ASK_STATUS, calls.STATUS)
+    OVERVIEW = Method(SERVICE, "Overview", overview.ASK_OVERVIEW, overview.OVERVIEW)
 
 
 class AgentCalls:
@@ -37,3 +40,13 @@ class AgentCalls:
     CONNECT = Method(SERVICE, "Connect", calls.CONNECT, calls.CONNECTED)
     SETTLE_SEAT = Method(SERVICE, "SettleSeat", calls.SETTLE_SEAT, calls.SEAT_SETTLED)
     RENEW_SEATS = Method(SERVICE, "RenewSeats", calls.RENEW_SEATS, calls.SEATS_ENDED)
+
+
+class StoredRecords:
+    """What coordinators keep for one another: values of a shared store."""
+
+    CARD = CARD
+    LIFE = records.LIFE
+    CLAIMED = records.CLAIMED
+    OFFER = handoffs.OFFER
+    SETTLE = handoffs.SETTLE

@@ -128,7 +128,6 @@ def _read_ended(message: agent.RenewSeatsReply) -> list[int]:
 
 JOIN = codec(pb.JoinRequest, _write_join, _read_join)
 MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply, _check_membership))
-BEAT = codec(pb.Beat, *plain(WorkerEpoch, pb.Beat, _check_worker))
 PUSH = codec(pb.Push, _write_push, _read_push)
 LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worker))
 LEFT = nothing(pb.LeaveReply)

@@ -35,6 +35,7 @@ def _check_claim(claim: Claim) -> None:
     check_within("timeout_s", claim.timeout_s, 0, limits.MAX_TIMEOUT_S)
     if not claim.reader < claim.num_readers <= limits.MAX_TP_SIZE:
         raise ConfigError(f"reader {claim.reader} of {claim.num_readers} is out of bounds")
+    check_within("bytes of claim_id", len(claim.claim_id), 0, limits.MAX_CLAIM_ID_BYTES)
 
 
 def _check_settle(order: SettleOrder) -> None:

@@ -14,10 +14,14 @@ __all__ = ["Store"]
 
 
 class Store(Protocol):
-    """The contract of tests/unit/test_store.py. Every call may raise `Refused`; nothing else is expected.
+    """The contract of tests/control/test_store.py. Every call may raise `Refused`; nothing else is expected.
 
-    Lives on one event loop. A Feed that is closed by its consumer, or falls behind, is forgotten.
+    Lives on one event loop. A Feed that is closed by its consumer, or falls behind, is forgotten. What comes in great
+    numbers returns futures, so that many are under way at once and none costs a task that need not wait.
     """
+
+    async def start(self) -> None:
+        """Once, before anything else."""
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:
         """Admits a process and returns its epoch. Tickets of the worker's lower epochs are gone on return."""
@@ -37,16 +41,16 @@ class Store(Protocol):
     async def watch(self) -> Feed[WorkerChanges]:
         """First item: everyone who is joined. Then every change, in order."""
 
-    async def offer(self, offer: Offer) -> None:
-        """Takes a ticket of a joined worker. Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY."""
+    def offer(self, offer: Offer) -> asyncio.Future[None]:
+        """Takes a ticket of a joined worker; one that it has, or had and gave out, changes nothing.
 
-    async def take(self, claim: Claim) -> list[bytes] | None:
-        """The tickets if every rank has offered, else None; never waits. Refused: EXPIRED, UNKNOWN."""
+        Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
+        """
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
-        """As `take`, but waits up to `claim.timeout_s`. Cancel it to stop waiting. Refused also: TOO_MANY."""
+        """The tickets once every rank has offered. Cancel it to stop waiting. Refused: EXPIRED, UNKNOWN, TOO_MANY."""
 
-    async def settle(self, order: SettleOrder) -> None:
+    def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         """Passes an order on to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:

@@ -8,14 +8,18 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
 from kvlink.control.members import Members
 from kvlink.control.offers import Answer, Offers
-from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.store import sentences
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
 from kvlink.types import Joined, WorkerCard, WorkerChange
+
+T = TypeVar("T")
 
 _WATCH_BACKLOG = 1_024
 """Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
@@ -46,14 +50,18 @@ class MemoryStore:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._closed = False
+        self._done: asyncio.Future[None]
+
+    async def start(self) -> None:  # noqa: D102
+        self._done = asyncio.get_running_loop().create_future()
+        self._done.set_result(None)
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
         epoch, changes = self._members.join(card, rejoin, self._clock())
         self._totals.joined += 1
         for change in changes:
             if change.what is Joined.DOWN:
-                why = f"worker {named(card.worker_id)} restarted as epoch {epoch}; recompute it"
-                self._forget(change.card, why)
+                self._forget(change.card, sentences.has_restarted(card.worker_id, epoch))
         self._publish(changes)
         self._arm(self._members.next_deadline())
         return epoch
@@ -64,7 +72,7 @@ class MemoryStore:
     async def leave(self, worker_id: str, epoch: int) -> None:  # noqa: D102
         changes = self._members.leave(worker_id, epoch)
         for change in changes:
-            self._forget(change.card, f"worker {named(worker_id)} has left; recompute it")
+            self._forget(change.card, sentences.has_left(worker_id))
         self._publish(changes)
 
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
@@ -79,15 +87,15 @@ class MemoryStore:
         self._watchers.add(feed)
         return feed
 
-    async def offer(self, offer: Offer) -> None:  # noqa: D102
+    def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
+        return self._ended(self._offer, offer)
+
+    def _offer(self, offer: Offer) -> None:
         if not self._members.runs(offer.worker_id, offer.epoch):
             raise self._not_running(offer.worker_id, offer.epoch)
         self._totals.offered += 1
         self._answer(self._offers.offer(offer, self._clock()))
         self._arm(self._offers.next_deadline())
-
-    async def take(self, claim: Claim) -> list[bytes] | None:  # noqa: D102
-        return self._offers.take(claim)
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:  # noqa: D102
         answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
@@ -103,7 +111,7 @@ class MemoryStore:
 
     def _wait(self, claim: Claim, answer: asyncio.Future[list[bytes]]) -> None:
         if self._closed:
-            raise _closing()
+            raise sentences.closing()
         waiter = self._offers.wait(claim, self._clock())
         self._claims[waiter] = answer
         answer.add_done_callback(lambda _: self._cancel(waiter))
@@ -113,14 +121,23 @@ class MemoryStore:
         if self._claims.pop(waiter, None) is not None:
             self._offers.cancel(waiter)
 
-    async def settle(self, order: SettleOrder) -> None:  # noqa: D102
+    def _ended(self, call: Callable[[T], None], value: T) -> asyncio.Future[None]:
+        """One future for all that went well: there are many of them."""
+        try:
+            call(value)
+        except Refused as refused:
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            failed.set_exception(refused)
+            return failed
+        return self._done
+
+    def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
+        return self._ended(self._settle, order)
+
+    def _settle(self, order: SettleOrder) -> None:
         self._members.card(order.worker_id, order.epoch)
         if not self._orders_of(order.worker_id, order.epoch).put(order):
-            raise Refused(
-                Reason.TOO_MANY,
-                f"{self._limits.pending_settles} settle orders wait for worker {named(order.worker_id)}, "
-                "the limit; the lease will expire instead",
-            )
+            raise sentences.too_many_orders(order.worker_id, self._limits.pending_settles)
         self._totals.settle_orders += 1
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
@@ -153,7 +170,7 @@ class MemoryStore:
         self._timer_due = -math.inf  # never again
         for answer in list(self._claims.values()):
             if not answer.done():
-                answer.set_exception(_closing())
+                answer.set_exception(sentences.closing())
         for watcher in list(self._watchers):
             watcher.close()
         for _, feed in list(self._orders.values()):
@@ -165,7 +182,7 @@ class MemoryStore:
         changes = self._members.expire(now)
         for change in changes:
             self._totals.lost_workers += 1
-            self._forget(change.card, f"worker {named(change.card.worker_id)} stopped beating; recompute it")
+            self._forget(change.card, sentences.stopped_beating(change.card.worker_id))
         self._publish(changes)
         self._answer(self._offers.expire(now))
         if not self._closed:
@@ -193,7 +210,7 @@ class MemoryStore:
     def _publish(self, changes: WorkerChanges) -> None:
         for watcher in list(self._watchers) if changes else ():
             if not watcher.put(changes):
-                watcher.close(Refused(Reason.TOO_MANY, "this watch fell behind; watch again"))
+                watcher.close(sentences.watch_fell_behind())
 
     def _forget(self, card: WorkerCard, why: str) -> None:
         self._offers.drop_worker(card.worker_id, why)
@@ -218,10 +235,4 @@ class MemoryStore:
             running = self._members.card(worker_id, 0).epoch
         except Refused as unknown:
             return Refused(Reason.NOT_JOINED, unknown.sentence)
-        return Refused(
-            Reason.RESTARTED, f"worker {named(worker_id)} restarted: epoch {epoch} asked, {running} running"
-        )
-
-
-def _closing() -> Refused:
-    return Refused(Reason.NOT_READY, "the coordinator is shutting down; ask again in a moment")
+        return sentences.restarted(worker_id, epoch, running)

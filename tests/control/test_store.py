@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import pytest
 from control.cards import make_card, make_offer
+from control.etcd_cluster import EtcdCluster, start_etcd
 
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.store import Store
+from kvlink.control.store.etcd import EtcdStore
 from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import Claim, SettleOrder
 from kvlink.types import Joined, WorkerChange
@@ -43,12 +46,49 @@ class MemoryStage:
         await asyncio.sleep(0)
 
 
-STORES: dict[str, Callable[[], Stage]] = {"memory": MemoryStage}
+@dataclass
+class EtcdStage:
+    """Tickets go by a clock of its own, leases of workers by etcd's, a fifth as long: 2 s instead of 10."""
+
+    url: str
+    now: float = 1_000.0
+
+    def __post_init__(self) -> None:
+        self.store = EtcdStore(self.url, LEASE_S / 5, LIMITS, lambda: self.now)
+
+    async def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.store.tick()
+        if seconds > LEASE_S / 2:
+            await asyncio.sleep(seconds / 5)
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    etcd = start_etcd()
+    yield etcd
+    etcd.close()
+
+
+_fleets = itertools.count()
+
+
+def memory_stage(_: pytest.FixtureRequest) -> Stage:
+    return MemoryStage()
+
+
+def etcd_stage(request: pytest.FixtureRequest) -> Stage:
+    etcd: EtcdCluster = request.getfixturevalue("etcd")
+    return EtcdStage(f"etcd://{etcd.addresses}/fleet-{next(_fleets)}")
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], Stage]] = {"memory": memory_stage, "etcd": etcd_stage}
 
 
 @pytest.fixture(params=STORES)
 async def stage(request: pytest.FixtureRequest):
-    stage = STORES[request.param]()
+    stage = STORES[request.param](request)
+    await stage.store.start()
     yield stage
     await stage.store.close()
 
@@ -62,6 +102,11 @@ async def refused(call: Awaitable[object]) -> Refused:
     with pytest.raises(Refused) as caught:
         await call
     return caught.value
+
+
+async def gone(store: Store, claim: Claim) -> bool:
+    """Whether nothing can be claimed now."""
+    return (await refused(store.claim(claim))).reason is Reason.UNKNOWN
 
 
 async def started(call: asyncio.Future[T]) -> asyncio.Future[T]:
@@ -179,9 +224,9 @@ async def joined(stage: Stage) -> Stage:
 async def test_a_published_ticket_is_claimed_once(joined: Stage) -> None:
     await joined.store.offer(make_offer("r"))
     assert await joined.store.claim(Claim("r")) == [make_offer("r").ticket]
-    gone = await started(joined.store.claim(Claim("r", 1.0)))
+    second = await started(joined.store.claim(Claim("r", 1.0)))
     await joined.pass_time(1.0)
-    assert (await refused(gone)).reason is Reason.UNKNOWN
+    assert (await refused(second)).reason is Reason.UNKNOWN
 
 
 async def test_a_claim_waits_for_its_offer(joined: Stage) -> None:
@@ -197,7 +242,7 @@ async def test_a_claim_waits_for_every_rank_and_gets_them_in_order(joined: Stage
     claim = await started(joined.store.claim(Claim("r", 5.0)))
     for rank in (2, 0):
         await joined.store.offer(make_offer("r", rank=rank, of=3))
-    assert await joined.store.take(Claim("r")) is None
+    assert await gone(joined.store, Claim("r"))
     await started(claim)
     await joined.store.offer(make_offer("r", rank=1, of=3))
     assert await claim == [make_offer("r", rank=rank, of=3).ticket for rank in range(3)]
@@ -215,8 +260,41 @@ async def test_a_claim_in_vain_says_how_far_it_got(joined: Stage) -> None:
 async def test_every_reader_may_claim_until_all_have(joined: Stage) -> None:
     await joined.store.offer(make_offer("r", seats=2))
     for reader in (0, 0, 1):  # reader 0 asks again, as after a lost reply
-        assert await joined.store.take(Claim("r", 0.0, reader, 2))
-    assert await joined.store.take(Claim("r", 0.0, 0, 2)) is None
+        assert await joined.store.claim(Claim("r", 0.0, reader, 2))
+    assert await gone(joined.store, Claim("r", 0.0, 0, 2))
+
+
+async def test_a_claim_asked_again_under_its_id_gets_the_same_tickets(joined: Stage) -> None:
+    await joined.store.offer(make_offer("r", seats=2))
+    claims = [Claim("r", 0.0, reader, 2, bytes([reader])) for reader in range(2)]
+    for claim in (claims[0], claims[0], claims[1], claims[1], claims[0]):
+        assert await joined.store.claim(claim) == [make_offer("r").ticket]
+    assert await gone(joined.store, claims[0]._replace(claim_id=b"another"))
+    assert await gone(joined.store, claims[0]._replace(claim_id=b""))
+
+
+async def test_a_ticket_that_was_claimed_is_not_published_again(joined: Stage) -> None:
+    await joined.store.offer(make_offer("r"))
+    await joined.store.offer(make_offer("r"))
+    assert await joined.store.claim(Claim("r"))
+    await joined.store.offer(make_offer("r"))  # as a worker does that joined again
+    assert await gone(joined.store, Claim("r"))
+    assert (await joined.store.status()).tickets == 0
+    other = make_offer("r")._replace(ticket=b"of another prefill")
+    await joined.store.offer(other)
+    assert await joined.store.claim(Claim("r")) == [other.ticket]
+
+
+async def test_tickets_of_two_prefills_are_not_mixed(joined: Stage) -> None:
+    first = [make_offer("r", rank=rank, of=2) for rank in range(2)]
+    second = [offer._replace(ticket=b"second " + offer.ticket) for offer in first]
+    for offer in first:
+        await joined.store.offer(offer)
+    assert await joined.store.claim(Claim("r"))
+    await joined.store.offer(second[0])
+    claim = await started(joined.store.claim(Claim("r", 5.0)))
+    await joined.store.offer(second[1])
+    assert await claim == [offer.ticket for offer in second]
 
 
 @pytest.mark.parametrize(("seats", "readers"), [(1, 3), (3, 1)])
@@ -224,7 +302,7 @@ async def test_neither_seats_nor_readers_alone_end_a_request(joined: Stage, seat
     await joined.store.offer(make_offer("r", seats=seats))
     num_readers = max(seats, readers)
     for reader in range(num_readers):
-        assert await joined.store.take(Claim("r", 0.0, reader, num_readers))
+        assert await joined.store.claim(Claim("r", 0.0, reader, num_readers))
     assert (await joined.store.status()).tickets == 0
 
 
@@ -240,7 +318,7 @@ async def test_a_cancelled_claim_takes_no_ticket(joined: Stage) -> None:
     await asyncio.sleep(0)
     assert (await joined.store.status()).waiting_claims == 0
     await joined.store.offer(make_offer("r"))
-    assert await joined.store.take(Claim("r"))
+    assert await joined.store.claim(Claim("r"))
 
 
 async def test_an_offer_runs_out_and_later_claims_hear_it_at_once(joined: Stage) -> None:
@@ -253,14 +331,14 @@ async def test_an_offer_runs_out_and_later_claims_hear_it_at_once(joined: Stage)
     assert "not claimed within 3 s" in expired.sentence
     assert (await joined.store.status()).tickets == 0
     await joined.store.offer(make_offer("r"))
-    assert await joined.store.take(Claim("r")), "offering again counts"
+    assert await joined.store.claim(Claim("r")), "offering again counts"
 
 
 async def test_offering_again_replaces_the_ticket_and_its_time_to_live(joined: Stage) -> None:
     await joined.store.offer(make_offer("r", ttl_s=1.0))
     await joined.store.offer(make_offer("r", ttl_s=3.0)._replace(ticket=b"newer"))
     await joined.pass_time(2.0)
-    assert await joined.store.take(Claim("r")) == [b"newer"]
+    assert await joined.store.claim(Claim("r")) == [b"newer"]
 
 
 async def test_ranks_that_disagree_are_refused(joined: Stage) -> None:
@@ -297,7 +375,7 @@ async def test_too_many_tickets_and_claims_are_refused_and_room_is_regained(join
         await joined.store.offer(make_offer(f"r{number}"))
     assert (await refused(joined.store.offer(make_offer("r4")))).reason is Reason.TOO_MANY
     await joined.store.offer(make_offer("r3"))  # replaces its own
-    assert await joined.store.take(Claim("r0"))
+    assert await joined.store.claim(Claim("r0"))
     await joined.store.offer(make_offer("r4"))
 
     claims = [await started(joined.store.claim(Claim(name, 5.0))) for name in "ab"]
@@ -355,7 +433,7 @@ async def test_closing_refuses_who_waits_and_ends_every_feed(joined: Stage) -> N
 
 async def test_status_counts_what_happened(joined: Stage) -> None:
     await joined.store.offer(make_offer("claimed"))
-    await joined.store.take(Claim("claimed"))
+    await joined.store.claim(Claim("claimed"))
     await joined.store.offer(make_offer("expired", ttl_s=1.0))
     await joined.pass_time(1.0)
     await joined.store.offer(make_offer("there", ttl_s=99.0))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real etcd on free loopback ports, one to several members, that may be killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvlink.errors import ConfigError
+
+_READY_WITHIN_S = 60.0
+
+
+class EtcdCluster:
+    """Members keep their ports and data over restarts. Raises ConfigError where there is no etcd.
+
+    `folder` holds the data, on a disk as fast as the figures shall be; without it, /tmp does.
+    """
+
+    def __init__(self, num_members: int = 1, folder: Path | None = None) -> None:
+        if shutil.which("etcd") is None:
+            raise ConfigError("there is no etcd on this machine: apt-get install etcd-server")
+        self._folder = Path(tempfile.mkdtemp("kvlink-etcd", dir=folder))
+        ports = _free_ports(2 * num_members)
+        self._clients, self._peers = ports[:num_members], ports[num_members:]
+        self._members: list[subprocess.Popen[bytes] | None] = [None] * num_members
+        for number in range(num_members):
+            self.start(number)
+        self.wait()
+
+    @property
+    def addresses(self) -> str:
+        """Of all members, for clients."""
+        return ",".join(f"127.0.0.1:{port}" for port in self._clients)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the members that run."""
+        return [member.pid for member in self._members if member is not None]
+
+    def start(self, number: int) -> None:
+        """Returns before the member answers."""
+        client, peer = (f"http://127.0.0.1:{ports[number]}" for ports in (self._clients, self._peers))
+        options = {
+            "name": f"m{number}",
+            "data-dir": str(self._folder / f"m{number}"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": ",".join(
+                f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers)
+            ),
+            "logger": "zap",
+            "log-level": "error",
+        }
+        command = ["etcd", *(f"--{name}={value}" for name, value in options.items())]
+        with (self._folder / f"m{number}.log").open("ab") as log:
+            self._members[number] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Until every member that runs knows a leader."""
+        deadline = time.monotonic() + _READY_WITHIN_S
+        for number, member in enumerate(self._members):
+            while member is not None and not self._is_healthy(number):
+                if member.poll() is not None or time.monotonic() > deadline:
+                    said = (self._folder / f"m{number}.log").read_text()[-2_000:]
+                    raise ConfigError(f"etcd did not come up: {said}")
+                time.sleep(0.02)
+
+    def leader(self) -> int:
+        """The number of the member that leads."""
+        for number, member in enumerate(self._members):
+            if member is not None:
+                status = json.loads(self._ask(number, "v3/maintenance/status", b"{}"))
+                if status["leader"] == status["header"]["member_id"]:
+                    return number
+        raise ConfigError("etcd has no leader")
+
+    def send(self, number: int, what: signal.Signals) -> None:
+        """Signals one member."""
+        member = self._members[number]
+        if member is not None:
+            os.kill(member.pid, what)
+
+    def kill(self, number: int) -> None:
+        """Idempotent."""
+        member, self._members[number] = self._members[number], None
+        if member is not None:
+            member.kill()
+            member.wait()
+
+    def close(self) -> None:
+        """Kills all and deletes their data. Idempotent."""
+        for number in range(len(self._members)):
+            self.kill(number)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _is_healthy(self, number: int) -> bool:
+        try:
+            return b"true" in self._ask(number, "health")
+        except OSError:
+            return False
+
+    def _ask(self, number: int, path: str, body: bytes | None = None) -> bytes:
+        url = f"http://127.0.0.1:{self._clients[number]}/{path}"
+        with urllib.request.urlopen(url, body, timeout=2) as reply:
+            answer: Any = reply.read()
+        return bytes(answer)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

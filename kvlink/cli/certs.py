@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink certs`: a development CA and what it signs, as files. Keys are their owner's; nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from kvlink.control.security.authority import Authority, Pair
+from kvlink.control.security.names import COORDINATOR, tenant_name
+from kvlink.control.security.tokens import digest
+from kvlink.errors import ConfigError
+
+_SECRET, _PUBLIC = 0o600, 0o644
+_TOKEN_BYTES = 32
+
+
+def make(folder: Path, hosts: Sequence[str], tenants: Sequence[str], days: float, renew: bool) -> None:
+    """Writes the CA if there is none, a coordinator's certificate, and one for the workers of each tenant.
+
+    Prints what to set. Raises ConfigError when one is there already and not `renew`.
+    """
+    wanted = {"coordinator": COORDINATOR} | {tenant: tenant_name(tenant) for tenant in tenants}
+    if len(wanted) <= len(set(tenants)):
+        raise ConfigError("a tenant cannot be called coordinator here: the files would be the same")
+    there = [name for name in wanted for path in _files(folder, name) if path.exists()]
+    if there and not renew:
+        raise ConfigError(
+            f"{folder} has certificates of {', '.join(dict.fromkeys(there))} already: --renew replaces them, or "
+            "give another --dir"
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority = _authority(folder)
+    for name, role in wanted.items():
+        pair = authority.issue([role, *hosts], timedelta(days=days))
+        cert, key = _files(folder, name)
+        _replace(key, pair.key, _SECRET)
+        _replace(cert, pair.cert, _PUBLIC)
+        settings = f"export KVLINK_TLS_CA={folder / 'ca.pem'} KVLINK_TLS_CERT={cert} KVLINK_TLS_KEY={key}"
+        whose = "the coordinator"
+        if name != "coordinator":
+            whose = f"workers of tenant {name}"
+            settings += f" KVLINK_TICKET_KEYS={_ticket_keys(folder, name)}"
+        print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\n{settings}")
+
+
+def make_token(path: Path, tenant: str) -> None:
+    """Writes a new token and prints the rule for the coordinator's tenants file. Raises ConfigError if it exists."""
+    if tenant != "*":
+        tenant_name(tenant)
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    _write(path, token.encode() + b"\n", _SECRET)
+    print(json.dumps({"tenant": tenant, "token_sha256": digest(token), "role": "observer"}))
+
+
+def _ticket_keys(folder: Path, tenant: str) -> Path:
+    """Renewing certificates leaves it: workers of a tenant must have it in common."""
+    path = folder / f"{tenant}.tickets"
+    if not path.exists():
+        _write(path, secrets.token_urlsafe(_TOKEN_BYTES).encode() + b"\n", _SECRET)
+    return path
+
+
+def _authority(folder: Path) -> Authority:
+    cert, key = _files(folder, "ca")
+    if cert.exists() and key.exists():
+        return Authority.of(Pair(cert.read_bytes(), key.read_bytes()))
+    authority = Authority.make()
+    _write(key, authority.pem.key, _SECRET)
+    _write(cert, authority.pem.cert, _PUBLIC)
+    print(f"# made a development CA: keep {key} where no worker reads it")
+    return authority
+
+
+def _files(folder: Path, name: str) -> tuple[Path, Path]:
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """At once: a reader sees the old file or the new one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    _write(fresh, content, mode)
+    fresh.replace(path)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already and is not overwritten; move it away first") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(file, "wb") as out:
+        out.write(content)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What coordinators keep for one another in a shared store."""
+
+from __future__ import annotations
+
+from kvlink.control import limits
+from kvlink.control.codec._wire import check_within, codec, plain
+from kvlink.control.values import Claimed, Life
+from kvlink.v1 import record_pb2 as pb
+
+
+def _write_claimed(claimed: Claimed) -> pb.ClaimRecord:
+    readers = [pb.ClaimRecord.Reader(reader=reader, claim_id=name) for reader, name in claimed.readers]
+    return pb.ClaimRecord(
+        tickets=claimed.tickets, readers=readers, complete=claimed.complete, ttl_s=claimed.ttl_s
+    )
+
+
+def _read_claimed(message: pb.ClaimRecord) -> Claimed:
+    readers = tuple((of.reader, of.claim_id) for of in message.readers)
+    check_within("ttl_s", message.ttl_s, 0.001, limits.MAX_TTL_S)
+    return Claimed(tuple(message.tickets), readers, message.complete, message.ttl_s)
+
+
+LIFE = codec(pb.LifeRecord, *plain(Life, pb.LifeRecord))
+CLAIMED = codec(pb.ClaimRecord, _write_claimed, _read_claimed)

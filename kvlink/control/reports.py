@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a coordinator is told of its workers and counts of its own calls, to show it. Lives on one event loop."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from kvlink.control.feed import Feed
+from kvlink.control.overview import (
+    MAX_LINKS,
+    MAX_VIEWED_LINKS,
+    MAX_VIEWS,
+    Beat,
+    CallCount,
+    Overview,
+    RefusalCount,
+    WorkerReport,
+    WorkerView,
+)
+from kvlink.histogram import Durations
+from kvlink.types import WorkerCard
+
+
+class _Told(NamedTuple):
+    at: float
+    report: WorkerReport
+    before: WorkerReport | None = None
+    interval_s: float = 0.0
+
+
+class Reports:
+    """The last two reports of each worker. One a worker whose stream ends here is forgotten."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: dict[tuple[str, int], _Told] = {}
+
+    def note(self, beat: Beat) -> None:
+        """Of a worker that is joined."""
+        if beat.report is None:
+            return
+        now, life = self._clock(), (beat.worker_id, beat.epoch)
+        told = _Told(now, beat.report)
+        if (last := self._told.get(life)) is not None:
+            told = told._replace(before=last.report, interval_s=now - last.at)
+        self._told[life] = told
+
+    def forget(self, worker_id: str, epoch: int) -> None:
+        """It reports elsewhere, or no more."""
+        self._told.pop((worker_id, epoch), None)
+
+    def views(self, cards: Iterable[WorkerCard]) -> tuple[WorkerView, ...]:
+        """Of the first MAX_VIEWS workers by name."""
+        shown = sorted(cards, key=_name)[:MAX_VIEWS]
+        num_links = min(MAX_LINKS, MAX_VIEWED_LINKS // max(len(shown), 1))
+        return tuple(self._view(card, num_links) for card in shown)
+
+    def _view(self, card: WorkerCard, num_links: int) -> WorkerView:
+        ways = tuple(way.name for way in card.transports if not way.refused)
+        view = WorkerView(card.worker_id, card.epoch, card.agent, sum(card.region_bytes), ways)
+        told = self._told.get((card.worker_id, card.epoch))
+        if told is None:
+            return view
+        return view._replace(
+            report=_busiest(told.report, num_links),
+            age_s=self._clock() - told.at,
+            before=told.before and _busiest(told.before, num_links),
+            interval_s=told.interval_s,
+        )
+
+
+def _name(card: WorkerCard) -> str:
+    return card.worker_id
+
+
+def _busiest(report: WorkerReport, num_links: int) -> WorkerReport:
+    return report._replace(links=report.links[:num_links])
+
+
+class CallCounts:
+    """Calls that one server answered. Refusals include those inside hand-off streams."""
+
+    def __init__(self) -> None:
+        self.durations: dict[str, Durations] = {}
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """By method and reason."""
+        self.feeds: set[Feed[Any]] = set()
+
+    def answered(self, method: str, ns: int) -> None:
+        """Well or with a refusal."""
+        durations = self.durations.get(method)
+        if durations is None:
+            durations = self.durations[method] = Durations()
+        durations.add(ns)
+
+    def refused(self, method: str, reason: str) -> None:
+        """`reason` names a `refusal.Reason`."""
+        self.refusals[method, reason] += 1
+
+    @property
+    def feed_lag(self) -> int:
+        """Items that the slowest watcher has yet to be sent."""
+        return max(map(len, self.feeds), default=0)
+
+    def overview(self, workers: tuple[WorkerView, ...]) -> Overview:
+        """With what was counted here."""
+        calls = [
+            CallCount(method, of.count, of.quantile_s(0.5), of.quantile_s(0.99))
+            for method, of in sorted(self.durations.items())
+        ]
+        refusals = [RefusalCount(*key, count) for key, count in sorted(self.refusals.items())]
+        return Overview(workers, tuple(calls), tuple(refusals), self.feed_lag)

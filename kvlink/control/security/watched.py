@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files hold, read again when they change."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kvlink.errors import ConfigError
+
+T = TypeVar("T")
+
+_log = logging.getLogger("kvlink.control")
+
+LOOK_EVERY_S = 1.0
+
+
+class Watched(Generic[T]):
+    """The last value that `read` could make of the files. Safe from any thread.
+
+    Changed files are taken when somebody asks, at most `look_every_s` late; those that `read` refuses are logged and
+    the value stays.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], read: Callable[[], T], look_every_s: float = LOOK_EVERY_S
+    ) -> None:
+        """Raises ConfigError, as `read` does and for files that cannot be looked at."""
+        self._files = files
+        self._read = read
+        self._look_every_s = look_every_s
+        self._lock = threading.Lock()
+        self._signature = _signature(files)
+        self._value = read()
+        self._look_at = time.monotonic() + look_every_s
+        self.number = 0
+        """How often the value has changed."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self._files))}: {self._value!r})"
+
+    def current(self) -> T:
+        """Looks at the files now and then."""
+        if time.monotonic() >= self._look_at:
+            with self._lock:
+                self._look_at = time.monotonic() + self._look_every_s
+                self._look()
+        return self._value
+
+    def _look(self) -> None:
+        try:
+            signature = _signature(self._files)
+            if signature == self._signature:
+                return
+            value = self._read()
+            if _signature(self._files) != signature:
+                return  # written while they were read
+        except ConfigError as error:
+            _log.warning("changed files are not taken: %s", error)
+            return
+        self._signature, self._value = signature, value
+        self.number += 1
+        _log.info("changed files are taken: %r", self)
+
+
+def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    try:
+        found = [path.stat() for path in files]
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a Mirror up to date: one listing, then one watch, from member to member as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvlink.control.backoff import Backoff
+from kvlink.control.store.etcd.api import Etcd, put
+from kvlink.control.store.etcd.keys import Keys
+from kvlink.control.store.etcd.mirror import Mirror, News
+from kvlink.errors import KVLinkError
+from kvlink.v1 import etcd_pb2 as pb
+
+_log = logging.getLogger("kvlink.control")
+
+_PULSE_S = 2.0
+_IDLE_PULSE_S = 30.0
+"""While nobody waits for anything here."""
+_STALE_S = 1.5
+"""A watch that has not brought what was written this long ago goes to another member."""
+_KEPT_S = 120.0
+"""How much of etcd's history a coordinator that lost its members can still make up; older is compacted away."""
+
+
+class Sync:
+    """Runs from `start` to `close`. Calls `on_news` for every revision, in order.
+
+    `is_awaited` says whether anybody would suffer from a watch that has fallen silent.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        layout: Keys,
+        mirror: Mirror,
+        on_news: Callable[[News], None],
+        is_awaited: Callable[[], bool],
+        now: Callable[[], float],
+    ) -> None:
+        self._etcd = etcd
+        self._layout = layout
+        self._mirror = mirror
+        self._on_news = on_news
+        self._is_awaited = is_awaited
+        self._now = now
+        self._revision = 0
+        self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._history: deque[tuple[float, int]] = deque()
+        self._compacted_at = -math.inf
+        self._leave_member: Callable[[], None] = lambda: None
+        self._following: asyncio.Task[None] | None = None
+        self._following_since = -math.inf
+        self._tasks: list[asyncio.Task[None]] = []
+        self.loaded = asyncio.Event()
+
+    def start(self) -> None:
+        """Once."""
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._beat())]
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _, _, done in self._awaited:
+            done.cancel()
+
+    async def reached(self, revision: int) -> None:
+        """Returns when the mirror has what was written at `revision`, or another member is being asked for it."""
+        if self._revision >= revision:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._awaited, (revision, next(self._numbers), done))
+        await asyncio.wait([done], timeout=_STALE_S)
+        if not done.done():
+            done.cancel()
+            _log.warning("the watch is behind revision=%d seen=%d", revision, self._revision)
+            self._restart()
+
+    async def pulse(self) -> None:
+        """Returns when everything written before has reached the mirror. Raises CoordinatorUnavailable."""
+        done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
+        await self.reached(done.header.revision)
+        self._history.append((time.monotonic(), done.header.revision))
+
+    def _restart(self) -> None:
+        """Unless that has just been done, for another who waited."""
+        if self._following is not None and time.monotonic() - self._following_since > _STALE_S:
+            self._leave_member()
+            self._following.cancel()
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            self._following_since = time.monotonic()
+            self._following = asyncio.create_task(self._follow(backoff))
+            try:
+                await asyncio.wait([self._following])
+                if not self._following.cancelled() and (error := self._following.exception()) is not None:
+                    if not isinstance(error, KVLinkError):
+                        _log.error("cannot follow etcd", exc_info=error)
+                    else:
+                        _log.warning("lost etcd error=%s", error)
+            finally:
+                self._following.cancel()
+            await asyncio.sleep(backoff.delay_s())
+
+    async def _follow(self, backoff: Backoff) -> None:
+        if not self.loaded.is_set():
+            revision, kvs = await self._etcd.load(self._layout.prefix)
+            self._on_news(self._mirror.replace_all(kvs, self._now()))
+            self._advance(revision)
+            self.loaded.set()
+        stream = await self._etcd.watch(self._layout.prefix, self._revision + 1)
+        self._leave_member = stream.leave
+        try:
+            while (reply := await stream.receive()) is not None:
+                if reply.compact_revision:
+                    _log.warning("etcd has forgotten what came after revision=%d", self._revision)
+                    self.loaded.clear()
+                    return
+                if reply.canceled:
+                    stream.leave()
+                    return
+                backoff.reset()
+                self._take(reply)
+        finally:
+            stream.cancel()
+
+    def _take(self, reply: pb.WatchResponse) -> None:
+        for revision, events in itertools.groupby(reply.events, lambda event: event.kv.mod_revision):
+            if revision > self._revision:
+                self._on_news(self._mirror.apply(list(events), self._now()))
+                self._advance(revision)
+
+    def _advance(self, revision: int) -> None:
+        self._revision = max(self._revision, revision)
+        while self._awaited and self._awaited[0][0] <= self._revision:
+            _, _, done = heapq.heappop(self._awaited)
+            if not done.done():
+                done.set_result(None)
+
+    async def _beat(self) -> None:
+        pulsed = time.monotonic()
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            if not self._is_awaited() and time.monotonic() - pulsed < _IDLE_PULSE_S:
+                continue
+            pulsed = time.monotonic()
+            try:
+                await self.pulse()
+                await self._compact()
+            except KVLinkError as error:
+                _log.info("etcd does not answer error=%s", error)
+
+    async def _compact(self) -> None:
+        oldest, now = 0, time.monotonic()
+        while self._history and self._history[0][0] < now - _KEPT_S:
+            oldest = self._history.popleft()[1]
+        if oldest and now - self._compacted_at > _KEPT_S / 2:
+            self._compacted_at = now
+            await self._etcd.compact(oldest)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of certificates: whether this process may speak to other hosts, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from kvlink.config import WorkerConfig
+from kvlink.control import Security
+from kvlink.control.security.keys import expiry
+from kvlink.control.security.names import is_loopback, listed
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.errors import ConfigError
+
+_SOON_S = 24 * 3600.0
+_HOW = "set KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY; `kvlink certs` makes them for development"
+
+
+def checks(env: Mapping[str, str]) -> Iterator[Check]:
+    """Every check of this module, in the order shown."""
+    try:
+        config = WorkerConfig.from_env(env)
+    except ConfigError:  # the check of the options has said so
+        return
+    yield certificates(config)
+
+
+def certificates(config: WorkerConfig) -> Check:
+    """Has the certificate shake hands with itself."""
+    name = "certificates"
+    try:
+        ring = Security.of(config).keyring
+    except ConfigError as error:
+        return Check(name, Verdict.FAIL, str(error), _HOW)
+    if ring is not None:
+        keys = ring.current()
+        evidence = f"{listed(keys.names)}; {expiry(keys.expires_at)}"
+        if keys.expires_at > time.time() + _SOON_S:
+            return Check(name, Verdict.PASS, evidence)
+        return Check(name, Verdict.WARN, evidence, "renew it; running processes notice")
+    if config.insecure:
+        return Check(
+            name, Verdict.WARN, "none, and plaintext to other hosts is allowed (KVLINK_INSECURE)", _HOW
+        )
+    if is_loopback(config.host):
+        return Check(name, Verdict.PASS, "none: plaintext, on this host alone")
+    return Check(name, Verdict.FAIL, f"none, and KVLINK_HOST={config.host} is not loopback", _HOW)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The etcd that tests start, or why they do not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvlink.benchmarks.etcd import EtcdCluster
+
+__all__ = ["EtcdCluster", "start_etcd"]
+
+_MEMORY = Path("/dev/shm")
+
+
+def start_etcd(num_members: int = 1) -> EtcdCluster:
+    """In memory where that is possible: tests are not about its disk."""
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd on this machine: apt-get install etcd-server")
+    return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Silent, slow and noisy strangers, and callers that ask for too much: who is honest is served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from control.cards import make_card, make_offer
+from control.certificates import Pki
+from control.processes import eventually
+from transports.pools import fill, wide
+
+from kvlink import Worker, WorkerConfig
+from kvlink.config import split_address
+from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Limits, Security, WorkerAgent, server
+from kvlink.control.agent import MAX_CONNECTS
+from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
+from kvlink.control.refusal import Overloaded
+from kvlink.control.store.memory import MemoryStore
+
+STRANGERS = 200
+TLS_CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SAYINGS = (
+    b"",
+    b"\0",
+    TLS_CLIENT_HELLO,
+    HTTP2_PREFACE[:9],
+    HTTP2_PREFACE,
+    os.urandom(64),
+    b"GET / HTTP/1.1\r\n",
+)
+
+
+@pytest.fixture
+def strangers() -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        stack.callback(lambda: [each.close() for each in sockets])
+        yield sockets
+
+
+def crowd(sockets: list[socket.socket], address: str, number: int = STRANGERS) -> None:
+    for index in range(number):
+        sockets.append(socket.create_connection(split_address(address)))
+        sockets[-1].send(SAYINGS[index % len(SAYINGS)])
+        sockets[-1].setblocking(False)
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    try:
+        while stranger.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def with_options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    options = dict(server._OPTIONS)
+    for name, value in changed.items():
+        assert f"grpc.{name}" in options
+        options[f"grpc.{name}"] = value
+    monkeypatch.setattr(server, "_OPTIONS", list(options.items()))
+
+
+@pytest.fixture(params=["plaintext", "tls"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Security, Security]:
+    pki = Pki(tmp_path)
+    return (pki.coordinator(), pki.worker()) if request.param == "tls" else (Security(), Security())
+
+
+async def test_strangers_at_a_coordinator_cost_nobody_anything(
+    ends: tuple[Security, Security], strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they dribble, a worker joins and tickets go through; then those that never spoke are gone."""
+    with_options(monkeypatch, server_handshake_timeout_ms=500)
+    coordinator = Coordinator(security=ends[0])
+    address = await coordinator.start()
+    crowd(strangers, address)
+    async with CoordinatorClient(address, security=ends[1]) as client:
+        await client.join(make_card())
+        for number in range(20):
+            for stranger in strangers[number::20]:
+                with ExitStack() as ignoring:
+                    ignoring.push(lambda kind, *_: kind is not None and issubclass(kind, OSError))
+                    stranger.send(b"\0")
+            await client.offer(make_offer(f"r{number}"))
+            assert await client.claim(f"r{number}", timeout_s=5.0)
+        silent = strangers[:: len(SAYINGS)]
+        await eventually(lambda: all(map(is_closed, silent)))
+    await coordinator.close()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_make_room_when_they_go(
+    ends: tuple[Security, Security], strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_options(monkeypatch, max_allowed_incoming_connections=8)
+    coordinator = Coordinator(security=ends[0])
+    address = await coordinator.start()
+    for _ in range(20):
+        strangers.append(socket.create_connection(split_address(address)))
+        strangers[-1].setblocking(False)
+    await eventually(lambda: sum(map(is_closed, strangers)) >= 12)
+    for stranger in strangers:
+        stranger.close()
+    async with CoordinatorClient(address, timeout_s=20.0, security=ends[1]) as client:
+        assert (await client.status()).workers == 0
+    await coordinator.close()
+
+
+def test_servers_have_limits() -> None:
+    options = dict(server._OPTIONS)
+    assert options["grpc.max_allowed_incoming_connections"] == MAX_CONNECTIONS < 1 << 16
+    assert options["grpc.server_handshake_timeout_ms"] == HANDSHAKE_MS <= 30_000
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[CoordinatorClient]:
+    limits = Limits(workers=2, tickets_per_worker=3, ticket_bytes=200, waiting_claims=2)
+    coordinator = Coordinator(MemoryStore(limits=limits))
+    async with CoordinatorClient(await coordinator.start()) as client:
+        await client.join(make_card("a"))
+        await client.join(make_card("b", process=2))
+        yield client
+    await coordinator.close()
+
+
+async def test_who_asks_for_too_much_is_told_so_and_others_are_served(small: CoordinatorClient) -> None:
+    with pytest.raises(Overloaded, match="2 workers have joined"):
+        await small.join(make_card("c", process=3))
+    for number in range(3):
+        await small.offer(make_offer(f"a{number}", "a"))
+    with pytest.raises(Overloaded, match="worker 'a' has 3 unclaimed tickets"):
+        await small.offer(make_offer("a3", "a"))
+    await small.offer(make_offer("b0", "b"))
+    waiting = [asyncio.create_task(small.claim(f"w{number}", 30.0)) for number in range(2)]
+    while (await small.status()).waiting_claims < 2:
+        await asyncio.sleep(0.01)
+    with pytest.raises(Overloaded, match="2 claims are waiting"):
+        await small.claim("w2", timeout_s=0.2)
+    for task in waiting:
+        task.cancel()
+    assert await small.claim("b0", timeout_s=1.0) == [make_offer("b0", "b").ticket]
+
+
+async def test_large_tickets_are_bounded_together(small: CoordinatorClient) -> None:
+    large = make_offer("r", "a")._replace(ticket=bytes(150))
+    await small.offer(large)
+    with pytest.raises(Overloaded, match="a ticket of worker 'b' does not fit: 200 bytes of them"):
+        await small.offer(make_offer("s", "b")._replace(ticket=bytes(51)))
+    await small.offer(large._replace(ticket=bytes(100)))
+    await small.offer(make_offer("s", "b")._replace(ticket=bytes(100)))
+    assert await small.claim("r", timeout_s=1.0) == [bytes(100)]
+    await small.offer(make_offer("t", "b")._replace(ticket=bytes(100)))
+
+
+async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time() -> None:
+    go_on = threading.Event()
+
+    def slow(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+        assert go_on.wait(60)
+        return 1, hellos
+
+    agent = WorkerAgent(slow, lambda slot, nonce: True, lambda slot, nonce: True)
+    agent.publish(make_card())
+    async with AgentClient(await agent.start(), timeout_s=60.0) as client:
+        calls = [
+            asyncio.ensure_future(client.connect("prefill", 1, "tcp", [b""])) for _ in range(MAX_CONNECTS + 5)
+        ]
+        refused, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for call in refused:
+            with pytest.raises(Overloaded, match=f"{MAX_CONNECTS} readers are being admitted"):
+                call.result()
+        assert await client.card() == make_card(), "other calls are answered meanwhile"
+        go_on.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(result, Overloaded) for result in results) == 5
+    await agent.close()
+
+
+def test_strangers_at_a_worker_cost_its_readers_nothing(strangers: list[socket.socket]) -> None:
+    """At its agent and at its tcp port, before and while readers come."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pool = wide(num_blocks=16)
+    owner = Worker(pool.make(), "owner", transports="tcp", config=WorkerConfig(port=port))
+    fill(owner.pool, 1)
+    for address in (owner.card.agent, f"127.0.0.1:{port}"):
+        crowd(strangers, address)
+    with owner:
+        for number in range(3):
+            with Worker(pool.make(), f"reader {number}", transports="tcp") as reader:
+                assert reader.pull(owner.offer(f"r{number}", [1, 2]), [1, 2]).wait(20)
+                assert (reader.pool.numpy(0)[: 3 << 14] == owner.pool.numpy(0)[: 3 << 14])[1 << 14 :].all()
+            crowd(strangers, f"127.0.0.1:{port}", 50)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coordinators that share an etcd are one: it does not matter which is asked, nor which is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+from control.cards import make_card, make_offer
+from control.etcd_cluster import EtcdCluster, start_etcd
+from control.fleet import everyone_refuses
+from control.processes import eventually
+
+from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
+from kvlink.control.refusal import Replaced
+from kvlink.control.store.etcd import EtcdStore
+from kvlink.errors import CoordinatorUnavailable, UnknownRequest
+
+NewReplica = Callable[..., Awaitable[CoordinatorClient]]
+_fleets = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    etcd = start_etcd()
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture
+async def replica(etcd: EtcdCluster) -> AsyncIterator[NewReplica]:
+    """Starts another coordinator of this test's fleet and returns a client of that one alone."""
+    store = f"etcd://{etcd.addresses}/replicas-{next(_fleets)}"
+    started: list[tuple[Coordinator, CoordinatorClient]] = []
+
+    async def start(lease_s: float = 30.0) -> CoordinatorClient:
+        coordinator = Coordinator(EtcdStore(store, lease_s), lease_s)
+        client = CoordinatorClient(await coordinator.start())
+        started.append((coordinator, client))
+        return client
+
+    yield start
+    for coordinator, client in started:
+        await client.close()
+        await coordinator.close()
+
+
+async def test_a_claim_at_one_is_woken_by_an_offer_at_another(replica: NewReplica) -> None:
+    a, b = await replica(), await replica()
+    await a.join(make_card())
+    claim = asyncio.create_task(b.claim("r", timeout_s=20.0))
+    while not (await b.status()).waiting_claims:
+        await asyncio.sleep(0.01)
+    await a.offer(make_offer("r"))
+    assert await claim == [make_offer("r").ticket]
+
+
+async def test_what_one_was_told_the_next_knows_at_once(replica: NewReplica) -> None:
+    a, b = await replica(), await replica()
+    for number in range(20):
+        await a.join(make_card(f"w{number}"))
+        assert (await b.worker(f"w{number}")).epoch == 1
+        await a.offer(make_offer(f"r{number}", f"w{number}"))
+        assert await b.claim(f"r{number}", timeout_s=0.0)
+        with pytest.raises(UnknownRequest):
+            await a.claim(f"r{number}", timeout_s=0.0)
+
+
+async def test_a_ticket_is_claimed_once_over_all(replica: NewReplica) -> None:
+    clients = [await replica() for _ in range(3)]
+    await clients[0].join(make_card())
+    names = [f"r{number}" for number in range(50)]
+    claims = [asyncio.create_task(client.claim(name, timeout_s=3.0)) for name in names for client in clients]
+    for name in names:
+        await clients[1].offer(make_offer(name))
+    ended = await asyncio.gather(*claims, return_exceptions=True)
+    for number, name in enumerate(names):
+        three = ended[3 * number : 3 * number + 3]
+        assert [one for one in three if one == [make_offer(name).ticket]] == [[make_offer(name).ticket]]
+        assert sum(isinstance(one, UnknownRequest) for one in three) == 2
+
+
+async def test_two_that_claim_at_one_moment_do_not_both_get_it(replica: NewReplica) -> None:
+    clients = [await replica() for _ in range(2)]
+    await clients[0].join(make_card())
+
+    async def claim(client: CoordinatorClient, name: str) -> int:
+        try:
+            return len(await client.claim(name, timeout_s=0.0))
+        except UnknownRequest:
+            return 0
+
+    async def race(name: str) -> int:
+        await clients[0].offer(make_offer(name))
+        return sum(await asyncio.gather(*(claim(client, name) for client in clients)))
+
+    for start in range(0, 200, 20):
+        assert await asyncio.gather(*(race(f"r{start + number}") for number in range(20))) == [1] * 20
+
+
+async def test_a_claimed_ticket_stays_claimed_when_its_worker_was_lost_in_between(
+    replica: NewReplica,
+) -> None:
+    a, b = await replica(2.0), await replica(2.0)
+    await a.join(make_card())
+    await a.offer(make_offer("taken", ttl_s=60.0))
+    assert await b.claim("taken")
+    while await a.workers():  # it does not beat
+        await asyncio.sleep(0.05)
+    assert (await b.join(make_card(), rejoin=True)).epoch == 1
+    await b.offer(make_offer("taken", ttl_s=50.0))
+    with pytest.raises(UnknownRequest):
+        await a.claim("taken", timeout_s=0.0)
+
+
+async def test_two_processes_never_hold_one_epoch(replica: NewReplica) -> None:
+    clients = [await replica() for _ in range(3)]
+    memberships = await asyncio.gather(
+        *(clients[process % 3].join(make_card(process=process)) for process in range(12))
+    )
+    epochs = sorted(membership.epoch for membership in memberships)
+    assert len(set(epochs)) == 12
+    assert [(await client.worker("prefill")).epoch for client in clients] == [epochs[-1]] * 3
+    loser = memberships.index(min(memberships))
+    with pytest.raises(Replaced, match="give every worker its own"):
+        await clients[0].join(make_card(epoch=epochs[0], process=loser), rejoin=True)
+
+
+async def test_a_watch_at_one_sees_who_joins_at_another(replica: NewReplica) -> None:
+    a, b = await replica(), await replica()
+    changes = aiter(b.watch())
+    first = asyncio.ensure_future(anext(changes))
+    await a.join(make_card())
+    assert (await first).card == make_card()
+    await a.leave("prefill", 1)
+    assert (await anext(changes)).card == make_card()
+    assert (await a.status()).lost_workers == (await b.status()).lost_workers == 0
+    await changes.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_settle_at_one_reaches_a_worker_that_beats_at_another(replica: NewReplica) -> None:
+    a, b = await replica(), await replica()
+    settled: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    session = await Session.join(a, make_card(), lambda *seat: settled.put_nowait(seat))
+    await b.settle(SettleOrder("prefill", 1, 7, 70))
+    assert await settled.get() == (7, 70)
+    await session.close()
+
+
+async def test_a_session_goes_to_another_replica_and_takes_nothing_twice(replica: NewReplica) -> None:
+    a, b = await replica(), await replica()
+    async with CoordinatorClient(f"{a.address},{b.address}") as both:
+        session = await Session.join(both, make_card(), lambda slot, nonce: None)
+        await session.offer(make_offer("taken", ttl_s=60.0))
+        await session.offer(make_offer("kept", ttl_s=60.0))
+        assert await a.claim("taken")
+        both._channel._leave(both._channel._ends[0])
+        session._doubt.set()
+        await eventually(lambda: session.num_rejoins == 1)
+        assert session.card.epoch == 1
+        assert await b.claim("kept")
+        with pytest.raises(UnknownRequest):
+            await b.claim("taken", timeout_s=0.0)
+        await session.close()
+
+
+async def test_etcd_away_is_said_and_gets_over_by_itself(etcd: EtcdCluster, replica: NewReplica) -> None:
+    client = await replica()
+    session = await Session.join(client, make_card(), lambda slot, nonce: None)
+    etcd.kill(0)
+    try:
+        assert (await client.worker("prefill")).epoch == 1
+        sentence = await everyone_refuses(client.address)
+        assert "does not reach its store: etcd at 127.0.0.1" in sentence
+        with pytest.raises(CoordinatorUnavailable, match="its store"):
+            await client.offer(make_offer("r"), timeout_s=2.0)
+        claim = asyncio.create_task(client.claim("r", timeout_s=60.0))
+    finally:
+        etcd.start(0)
+        await asyncio.to_thread(etcd.wait)
+    await session.offer(make_offer("r"), timeout_s=30.0)
+    assert await claim == [make_offer("r").ticket]
+    assert session.card.epoch == 1
+    await session.close()

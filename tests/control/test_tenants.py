@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tenants of one coordinator: none sees, claims, settles or replaces what another has; tokens, observers, the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control.cards import make_card, make_offer
+from control.certificates import HOSTS, Pki, secured
+from control.etcd_cluster import EtcdCluster, start_etcd
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
+from kvlink.control.codec import CoordinatorCalls, Method
+from kvlink.control.refusal import Refused
+from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
+from kvlink.control.security.callers import _OBSERVERS_CALL
+from kvlink.control.security.tenants import parse
+from kvlink.control.security.tokens import digest
+from kvlink.control.store.choice import store_maker
+from kvlink.control.tenancy import stores
+from kvlink.control.values import Nothing
+from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
+from kvlink.types import Joined
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return Pki(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    etcd = start_etcd()
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def coordinator(pki: Pki, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Coordinator]:
+    name = "memory"
+    if request.param == "etcd":
+        name = f"etcd://{request.getfixturevalue('etcd').addresses}/{tmp_path.name}"
+    security = pki.coordinator()
+    coordinator = Coordinator(stores(store_maker(name), security), security=security)
+    await coordinator.start()
+    yield coordinator
+    await coordinator.close()
+
+
+async def test_tenants_are_strangers_under_the_same_names(pki: Pki, coordinator: Coordinator) -> None:
+    """Both have a worker "prefill" and a request "r"."""
+    async with (
+        CoordinatorClient(coordinator.address, security=pki.worker("acme")) as acme,
+        CoordinatorClient(coordinator.address, security=pki.worker("other")) as other,
+    ):
+        settled: list[tuple[int, int]] = []
+        session = await Session.join(acme, make_card(), lambda slot, nonce: settled.append((slot, nonce)))
+        await session.offer(make_offer("r"))
+
+        assert await other.workers() == []
+        with pytest.raises(UnknownRequest, match="'prefill' is not joined"):
+            await other.worker("prefill")
+        with pytest.raises(UnknownRequest, match="nobody offered it"):
+            await other.claim("r", timeout_s=0.05)
+        with pytest.raises(UnknownRequest, match="'prefill' is not joined"):
+            await other.settle(SettleOrder("prefill", session.card.epoch, 1, 2))
+        async with aclosing(other.watch()) as changes, other.handoffs() as stream:
+            await other.join(make_card("theirs", process=2))
+            assert [(await anext(changes)).card.worker_id] == ["theirs"]
+            with pytest.raises(UnknownRequest):
+                await stream.settle(SettleOrder("prefill", session.card.epoch, 1, 2))
+
+        await other.join(make_card("prefill", epoch=99, process=3))
+        await other.offer(replace_ticket("r", 99, b"theirs"))
+        await other.leave("prefill", session.card.epoch)
+        assert [card.epoch for card in await acme.workers()] == [session.card.epoch]
+        assert await acme.claim("r", timeout_s=1.0) == [make_offer("r").ticket]
+        assert await other.claim("r", timeout_s=1.0) == [b"theirs"]
+        assert (await acme.status()).workers == 1
+        assert (await other.status()).workers == 2
+        assert settled == []
+        await session.close()
+
+
+def replace_ticket(request_id: str, epoch: int, ticket: bytes) -> Any:
+    return make_offer(request_id, epoch=epoch)._replace(ticket=ticket)
+
+
+def test_what_observers_may_call_is_there() -> None:
+    names = {method.name for method in vars(CoordinatorCalls).values() if isinstance(method, Method)}
+    assert names > _OBSERVERS_CALL
+    assert not _OBSERVERS_CALL & {
+        "Join",
+        "KeepAlive",
+        "Leave",
+        "Offer",
+        "Claim",
+        "Settle",
+        "Handoffs",
+        "WatchWorkers",
+    }
+
+
+async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coordinator: Coordinator) -> None:
+    """As `kvlink status` with the coordinator's own certificate."""
+    for number, tenant in enumerate(("acme", "other")):
+        async with CoordinatorClient(coordinator.address, security=pki.worker(tenant)) as client:
+            await client.join(make_card(f"of {tenant}", process=number))
+            await client.offer(make_offer("r", f"of {tenant}"))
+    async with CoordinatorClient(coordinator.address, security=pki.coordinator()) as observer:
+        status = await observer.status()
+        assert (status.workers, status.tickets, status.offered) == (2, 2, 2)
+        cards = {card.worker_id: card for card in await observer.workers()}
+        assert set(cards) == {"of acme", "of other"}
+        shown = cards["of acme"].transports
+        assert [(way.name, way.address, way.pool_keys, way.lease_key) for way in shown] == [
+            ("shm", b"", (), b""),
+            ("tcp", b"", (), b""),
+        ]
+        for call in (
+            lambda: observer.claim("r", timeout_s=0.1),
+            lambda: observer.join(make_card()),
+            lambda: observer.offer(make_offer("r")),
+            lambda: observer.settle(SettleOrder("of acme", 1, 1, 1)),
+            lambda: observer.leave("of acme", 1),
+        ):
+            with pytest.raises(AccessDenied, match="you are an observer here and may not call"):
+                await call()
+        async with aclosing(observer._channel.receive(*_watching())) as changes:  # type: ignore[attr-defined]
+            with pytest.raises(AccessDenied, match="may not call WatchWorkers"):
+                await anext(changes)
+        stream = observer.handoffs()
+        with pytest.raises(AccessDenied, match="may not call Handoffs"):
+            await stream.offer(make_offer("s"))
+        await stream.close()
+
+
+def _watching() -> tuple[Any, Any]:
+    return CoordinatorCalls.WATCH_WORKERS, Nothing()
+
+
+BY_URI = {"tenant": "acme", "identity": "spiffe://example.org/ns/acme/*"}
+BY_NAME = {"tenant": "other", "identity": "batch.example.org"}
+BY_TOKEN = {"tenant": "acme", "token_sha256": digest("s3cret"), "role": "observer"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "tenants.json"
+    write_rules(file, BY_URI, BY_NAME, BY_TOKEN)
+    return file
+
+
+@pytest.fixture
+async def ruled(pki: Pki, file: Path) -> AsyncIterator[str]:
+    """The address of a coordinator that goes by the file."""
+    coordinator = Coordinator(security=pki.coordinator(), gate=TenantsFile(file, look_every_s=0.0))
+    yield await coordinator.start()
+    await coordinator.close()
+
+
+async def test_the_file_maps_certificates_and_is_read_again(pki: Pki, file: Path, ruled: str) -> None:
+    by_uri = secured(pki.files("uri", ["spiffe://example.org/ns/acme/prefill-0", *HOSTS]))
+    by_name = secured(pki.files("name", ["batch.example.org", *HOSTS]))
+    async with (
+        CoordinatorClient(ruled, security=by_uri) as acme,
+        CoordinatorClient(ruled, security=by_name) as other,
+        CoordinatorClient(ruled, security=pki.worker("acme")) as stranger,
+    ):
+        await acme.join(make_card())
+        assert len(await acme.workers()) == 1
+        assert await other.workers() == []
+        # A tenant's name in the certificate means nothing beside a file.
+        with pytest.raises(AccessDenied, match=r"no rule .* is for a certificate with acme"):
+            await stranger.workers()
+
+        write_rules(file, BY_NAME)
+        with pytest.raises(AccessDenied, match="no rule"):
+            await acme.workers()
+        file.write_text("[")
+        assert await other.workers() == []
+
+
+async def test_the_file_maps_tokens(pki: Pki, ruled: str, tmp_path: Path) -> None:
+    acme = secured(pki.files("uri", ["spiffe://example.org/ns/acme/prefill-0", *HOSTS]))
+    other = secured(pki.files("name", ["batch.example.org", *HOSTS]))
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    known.write_text("s3cret\n")
+    unknown.write_text("guess")
+    async with (
+        CoordinatorClient(ruled, security=acme) as worker,
+        CoordinatorClient(ruled, security=replace(other, token_file=str(known))) as observer,
+        CoordinatorClient(ruled, security=replace(acme, token_file=str(unknown))) as guesser,
+    ):
+        await worker.join(make_card())
+        assert [card.worker_id for card in await observer.workers()] == ["prefill"]
+        with pytest.raises(AccessDenied, match="observer here and may not call Claim"):
+            await observer.claim("r", timeout_s=0.1)
+        with pytest.raises(AccessDenied, match="tenants file is for your token"):
+            await guesser.workers()
+
+
+def write_rules(file: Path, *rules: dict[str, str]) -> None:
+    file.write_text(json.dumps(rules))
+
+
+async def test_tokens_mean_nothing_without_a_file(pki: Pki, coordinator: Coordinator, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("s3cret")
+    client = replace(pki.worker(), token_file=str(token_file))
+    async with CoordinatorClient(coordinator.address, security=client) as caller:
+        with pytest.raises(AccessDenied, match="start the coordinator with --tenants FILE"):
+            await caller.workers()
+
+
+async def test_watchers_see_their_tenant_leave(pki: Pki, coordinator: Coordinator) -> None:
+    async with CoordinatorClient(coordinator.address, security=pki.worker("acme")) as acme:
+        await acme.join(make_card())
+        async with aclosing(acme.watch()) as changes:
+            assert (await anext(changes)).card.transports == make_card().transports
+            await acme.leave("prefill", 1)
+            assert (await anext(changes)).what is Joined.DOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "must hold a list of rules"),
+        ("[1]", "rule 1 of f must be an object whose values are texts"),
+        ('[{"tenant": "a", "identity": "x"}, {"tenant": 1}]', "rule 2 of f must be"),
+        ('[{"tenant": "a", "identity": "x", "admin": "yes"}]', "has admin; known are identity, role"),
+        ('[{"tenant": "a"}]', "needs either identity or token_sha256"),
+        ('[{"tenant": "a", "token_sha256": "s3cret"}]', "64 hexadecimal digits"),
+        ('[{"tenant": "a", "identity": "x", "role": "root"}]', "role is worker or observer, not 'root'"),
+        ('[{"tenant": "A_1", "identity": "x"}]', "'A_1' cannot be a tenant: write 1 to 63 of a-z"),
+        ('[{"identity": "x"}]', "'' cannot be a tenant"),
+        ('[{"tenant": "*", "identity": "x"}]', r"tenant \* is for observers"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_the_rule(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(text.encode(), "f")
+
+
+def test_the_first_rule_that_fits_decides(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    write_rules(
+        file,
+        {"tenant": "a", "identity": "a.example.org", "role": "observer"},
+        {"tenant": "b", "identity": "a.*"},
+        {"tenant": "*", "identity": COORDINATOR, "role": "observer"},
+    )
+    gate = TenantsFile(file)
+    assert gate("Status", ["x", "a.example.org"], "") == Caller("a", Role.OBSERVER)
+    assert gate("Claim", ["a.example.com"], "") == Caller("b")
+    assert gate("Status", [COORDINATOR], "") == Caller(EVERY_TENANT, Role.OBSERVER)
+    with pytest.raises(Refused):
+        gate("Status", ["a"], "")
+    with pytest.raises(Refused):
+        gate("Status", ["a.example.org"], "a.example.org")
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.booleans() | st.text(),
+        lambda x: (
+            st.lists(x) | st.dictionaries(st.sampled_from(["tenant", "identity", "token_sha256", "role"]), x)
+        ),
+    ).map(lambda x: json.dumps(x).encode())
+)
+def test_foreign_bytes_are_refused_or_rules(text: bytes) -> None:
+    try:
+        rules = parse(text, "f")
+    except ConfigError:
+        return
+    for rule in rules:
+        assert bool(rule.identity) != bool(rule.token_sha256)
+        assert rule.who.tenant
