@@ -53,14 +53,38 @@ def demo(
 def coordinator(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7400,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="STORE",
+            help="memory, or etcd://host:2379,host2:2379 for several coordinators; then /NAME for each of several "
+            "fleets in one etcd.",
+        ),
+    ] = "memory",
+    lease_s: Annotated[
+        float, typer.Option(min=1, max=3600, help="A worker that has not beaten for this long is gone.")
+    ] = 10.0,
     reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
     log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve /metrics and the status page here; 0: any.")
+    ] = None,
+    http_host: Annotated[str, typer.Option(help="Address of both: who reaches it sees them.")] = "127.0.0.1",
+    tenants: Annotated[
+        str, typer.Option(metavar="FILE", help="Rules: which certificate or token is which tenant's.")
+    ] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Speak plaintext to other hosts, too; as KVLINK_INSECURE=1.")
+    ] = False,
 ) -> None:
     """Serve workers until SIGTERM or SIGINT, then finish the claims that wait."""
     import asyncio
+    from dataclasses import replace
 
     from kvlink import log
+    from kvlink.cli import page
     from kvlink.config import WorkerConfig, sources
+    from kvlink.control import Security
     from kvlink.control.coordinator import serve
 
     config = WorkerConfig.from_env()
@@ -70,7 +94,54 @@ def coordinator(
     def ready(address: str) -> None:
         typer.echo(f"kvlink coordinator on {address}")
 
-    asyncio.run(serve(host, port, reflect=reflection, on_ready=ready))
+    security = Security.of(replace(config, insecure=insecure or config.insecure))
+    gate = security.coordinator_gate(tenants)
+    asyncio.run(
+        serve(
+            host,
+            port,
+            store=store,
+            lease_s=lease_s,
+            reflect=reflection,
+            security=security,
+            gate=gate,
+            on_ready=ready,
+            beside=page.beside(http_host, http_port),
+        )
+    )
+
+
+@app.command()
+def certs(
+    folder: Annotated[str, typer.Option("--dir", help="Where the files go, and where the CA is.")] = "certs",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address that peers dial; may be repeated. Loopback always is."),
+    ] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="Whose workers; may be repeated.")] = None,
+    days: Annotated[float, typer.Option(min=0.01, max=825, help="How long the certificates are good.")] = 90,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace certificates; running processes notice.")
+    ] = False,
+    token: Annotated[
+        str, typer.Option(metavar="FILE", help="Make an observer's token instead, and print its rule.")
+    ] = "",
+) -> None:
+    """Make a CA and certificates for development: one for the coordinator, one for each tenant's workers."""
+    from pathlib import Path
+
+    try:
+        from kvlink.cli.certs import make, make_token
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("cryptography"):
+            raise
+        raise ConfigError("making certificates needs cryptography: pip install 'kvlink[certs]'") from error
+
+    if token:
+        make_token(Path(token), (tenant or ["*"])[0])
+    else:
+        hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", *(host or [])])
+        make(Path(folder), list(hosts), tenant or ["default"], days, renew)
 
 
 @app.command()
@@ -84,6 +155,21 @@ def status(
     from kvlink.cli.status import show
 
     show(coordinator, as_json)
+
+
+@app.command()
+def top(
+    coordinator: Annotated[
+        str, typer.Option(help="host:port; without it KVLINK_COORDINATOR, then the default port here.")
+    ] = "",
+    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until interrupted.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Watch the workers of a coordinator: links, rates, leases, errors."""
+    from kvlink.cli.top import watch
+
+    watch(coordinator, every, rounds, as_json)
 
 
 @app.command()

@@ -16,7 +16,9 @@ from kvlink.errors import ConfigError
 GROUP = "kvlink.commands"
 
 _SUMMARIES = {
-    "kvlink.benchmarks:app": "Measure pulls, migrations, plans and the coordinator.",
+    "kvlink.benchmarks:app": "Measure pulls, migrations, plans, the coordinator, and other libraries beside them.",
+    "kvlink.benchmarks.prediction.command:app": "Predict a request's move: time, bottleneck, what GPUDirect saves.",
+    "kvlink.benchmarks.report.command:app": "Draw results of the benchmarks on one page.",
     "kvlink.cli.router:app": "Route completions between prefill and decode servers, for demos and tests.",
 }
 

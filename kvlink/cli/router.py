@@ -21,6 +21,15 @@ def router(
     recompute: Annotated[
         bool, typer.Option(help="With no prefill server up, let decode compute prompts; otherwise 503.")
     ] = True,
+    streaming_from: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Prompts this long are sent to both sides at once, and decode pulls while prefill computes. Needs "
+            "vLLM servers with kvlink that share a coordinator. Off when not given.",
+        ),
+    ] = None,
 ) -> None:
     """Route completions through a prefill and a decode server, until SIGTERM or SIGINT.
 
@@ -47,6 +56,7 @@ def router(
             host,
             port,
             recompute,
+            streaming_from,
             lambda url: typer.echo(f"kvlink router on {url}"),
         )
     )

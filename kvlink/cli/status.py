@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
+from kvlink.cli.asking import address_of, bytes_text
 from kvlink.cli.tables import print_json, show_rows
-from kvlink.config import WorkerConfig
 from kvlink.control.client import CoordinatorClient
-from kvlink.control.coordinator import DEFAULT_PORT
 from kvlink.control.values import CoordinatorStatus
+from kvlink.errors import CoordinatorError, CoordinatorUnavailable
+from kvlink.overview import plain
 from kvlink.types import WorkerCard
+
+Row = dict[str, Any]
 
 
 def show(address: str, as_json: bool) -> None:
     """Asks `address`, else KVLINK_COORDINATOR, else the default port here. Raises CoordinatorUnavailable."""
-    address = address or WorkerConfig.from_env().coordinator or f"127.0.0.1:{DEFAULT_PORT}"
-    status, cards = asyncio.run(_ask(address))
-    rows = [_row(card) for card in sorted(cards, key=lambda card: card.worker_id)]
+    address = address_of(address)
+    status, cards, figures = asyncio.run(_ask(address))
+    rows = [
+        _row(card, figures.get(card.worker_id, {}), as_json)
+        for card in sorted(cards, key=lambda card: card.worker_id)
+    ]
     if as_json:
         print_json({"coordinator": address, **status._asdict()})
     else:
@@ -27,9 +34,16 @@ def show(address: str, as_json: bool) -> None:
         show_rows(rows, as_json, "workers")
 
 
-async def _ask(address: str) -> tuple[CoordinatorStatus, list[WorkerCard]]:
+async def _ask(address: str) -> tuple[CoordinatorStatus, list[WorkerCard], dict[str, Row]]:
     async with CoordinatorClient(address) as client:
-        return await client.status(), await client.workers()
+        status, cards = await client.status(), await client.workers()
+        try:
+            overview = await client.overview()
+        except CoordinatorUnavailable:
+            raise
+        except CoordinatorError:  # an older coordinator
+            return status, cards, {}
+        return status, cards, {row["worker"]: row for row in plain(status, overview)["workers"]}
 
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:
@@ -41,8 +55,8 @@ def _sentence(address: str, status: CoordinatorStatus) -> str:
     )
 
 
-def _row(card: WorkerCard) -> dict[str, Any]:
-    return {
+def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
+    row = {
         "worker": card.worker_id,
         "epoch": card.epoch,
         "agent": card.agent,
@@ -50,4 +64,13 @@ def _row(card: WorkerCard) -> dict[str, Any]:
         "pool_bytes": sum(card.region_bytes),
         "transports": ",".join(way.name for way in card.transports if not way.refused),
         "refused": "; ".join(f"{way.name}: {way.refused}" for way in card.transports if way.refused),
+    }
+    leases = figures.get("leases") or {}
+    if as_json:
+        return row | {"bytes_per_s": figures.get("bytes_per_s"), "leases": leases or None}
+    rate = figures.get("bytes_per_s")
+    return row | {
+        "leases": str(leases.get("active_leases", "")),
+        "expired": str(leases.get("expired", "")),
+        "receives": "" if rate is None else f"{bytes_text(rate)}/s",
     }

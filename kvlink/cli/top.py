@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator's workers, links, leases and errors, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from kvlink.cli.asking import address_of, bytes_text, seconds_text
+from kvlink.cli.tables import make_console, plain_table, print_json
+from kvlink.control.client import CoordinatorClient
+from kvlink.errors import CoordinatorUnavailable
+from kvlink.overview import plain
+
+_MOST_LINKS = 20
+
+Row = Mapping[str, Any]
+
+
+def watch(address: str, every_s: float, rounds: int, as_json: bool) -> None:
+    """Until interrupted, or for so many rounds. Raises CoordinatorUnavailable."""
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_watch(address_of(address), every_s, rounds, as_json))
+
+
+async def _watch(address: str, every_s: float, rounds: int, as_json: bool) -> None:
+    console = make_console()
+    live = None if as_json or not console.is_terminal else Live(console=console, screen=True)
+    async with CoordinatorClient(address) as client:
+        with live or nullcontext():
+            for number in itertools.count(1):
+                try:
+                    shown = plain(await client.status(), await client.overview())
+                    _show(shown, address, console, live, as_json)
+                except CoordinatorUnavailable as error:
+                    if live is None:
+                        raise
+                    live.update(f"[red]{escape(str(error))}[/]", refresh=True)
+                if number == rounds:
+                    return
+                await asyncio.sleep(every_s)
+
+
+def _show(shown: Row, address: str, console: Console, live: Live | None, as_json: bool) -> None:
+    if as_json:
+        print_json({"address": address, **shown})
+    elif live:
+        live.update(screen(shown, address), refresh=True)
+    else:
+        console.print(screen(shown, address))
+
+
+def screen(shown: Row, address: str) -> RenderableType:
+    """One look. Names are foreign text and carry no markup."""
+    counts = shown["coordinator"]
+    received = sum(worker["bytes_per_s"] or 0 for worker in shown["workers"])
+    head = (
+        f"[bold]kvlink[/] {escape(address)}  up {counts['uptime_s']:,.0f} s   {counts['workers']} workers, "
+        f"{counts['tickets']} tickets, {counts['waiting_claims']} claims waiting   "
+        f"receiving [bold]{bytes_text(received)}/s[/]"
+    )
+    tables = [_links(shown["links"]), _workers(shown["workers"]), _errors(shown["errors"])]
+    return Group(head, *(part for table in tables if table.row_count for part in ("", table)))
+
+
+def _links(links: Iterable[Row]) -> Table:
+    busiest = sorted(links, key=lambda link: -link["bytes_per_s"])
+    table = _table(
+        "owner",
+        "reader",
+        "transport",
+        ">rate",
+        ">transfers/s",
+        ">p50",
+        ">p99",
+        ">queued",
+        ">failed",
+        ">stale",
+    )
+    for link in busiest[:_MOST_LINKS]:
+        table.add_row(
+            escape(link["from"]),
+            escape(link["to"]),
+            escape(link["transport"]) + ("" if link["connected"] else " [red]down[/]"),
+            f"{bytes_text(link['bytes_per_s'])}/s",
+            f"{link['transfers_per_s']:,.0f}",
+            seconds_text(link["p50_s"]),
+            seconds_text(link["p99_s"]),
+            *(f"{link[name]:,}" for name in ("queued", "failed", "stale")),
+        )
+    if len(busiest) > _MOST_LINKS:
+        table.caption = f"the busiest {_MOST_LINKS} of {len(busiest)} links"
+    return table
+
+
+def _workers(workers: Iterable[Row]) -> Table:
+    table = _table(
+        "worker",
+        "state",
+        ">receives",
+        ">leases",
+        ">oldest",
+        ">pinned blocks",
+        ">settled",
+        ">expired",
+        ">fenced",
+    )
+    for worker in workers:
+        leases = worker["leases"]
+        if leases is None:
+            table.add_row(escape(worker["worker"]), "[dim]no report here[/]")
+            continue
+        state = f"[yellow]silent {worker['age_s']:.0f} s[/]" if worker["stale"] else "[green]reporting[/]"
+        table.add_row(
+            escape(worker["worker"]),
+            state,
+            f"{bytes_text(worker['bytes_per_s'])}/s",
+            f"{leases['active_leases']:,}",
+            seconds_text(leases["oldest_lease_s"]),
+            f"{leases['pinned_blocks']:,} of {leases['pool_blocks']:,}",
+            *(f"{leases[name]:,}" for name in ("settled", "expired", "fenced_readers")),
+        )
+    return table
+
+
+def _errors(errors: Sequence[Row]) -> Table:
+    table = _table("worker", "error", ">count", ">now")
+    for error in sorted(errors, key=lambda error: (-error["per_s"], -error["number"])):
+        now = f"[red]{error['per_s']:.1f}/s[/]" if error["per_s"] else "-"
+        table.add_row(escape(error["worker"]), escape(error["reason"]), f"{error['number']:,}", now)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """`>` before a name: numbers."""
+    table = plain_table()
+    for column in columns:
+        name = column.removeprefix(">")
+        table.add_column(name, justify="right" if name != column else "left", overflow="fold")
+    return table

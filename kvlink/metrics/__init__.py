@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers and coordinators counted, for Prometheus. Only who asks for metrics needs prometheus_client.
+
+A server that has a registry of its own takes a worker into it:
+`registry.register(kvlink.metrics.worker.WorkerCollector([worker]))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvlink.errors import ConfigError
+from kvlink.figures import Counted
+
+__all__ = ["serve"]
+
+
+def serve(worker: Counted, host: str, port: int) -> Callable[[], None]:
+    """Serves /metrics until the function that it returns is called. Raises ConfigError."""
+    try:
+        from kvlink.metrics.serving import MetricsPort
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("prometheus_client"):
+            raise
+        raise ConfigError(
+            "KVLINK_METRICS_PORT needs prometheus_client: pip install 'kvlink[metrics]', or set it to 0"
+        ) from error
+    return MetricsPort(worker, host, port).close

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator's metrics, from counts taken on its event loop just before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvlink.control.reports import CallCounts
+from kvlink.control.values import CoordinatorStatus
+from kvlink.metrics.families import Families
+
+_PREFIX = "kvlink_coordinator"
+
+
+def exposition(status: CoordinatorStatus, calls: CallCounts) -> bytes:
+    """The text of /metrics."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(status, calls))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    def __init__(self, status: CoordinatorStatus, calls: CallCounts) -> None:
+        self._status = status
+        self._calls = calls
+
+    def collect(self) -> Iterable[Metric]:
+        families = Families()
+        _add_status(families, self._status)
+        _add_calls(families, self._calls)
+        return families
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def _add_status(families: Families, status: CoordinatorStatus) -> None:
+    gauges = {
+        "uptime_seconds": ("Since this coordinator started.", status.uptime_s),
+        "workers": ("Workers joined.", status.workers),
+        "live_tickets": ("Offered, and neither fully claimed nor expired.", status.tickets),
+        "waiting_claims": ("Claims that wait for an offer.", status.waiting_claims),
+    }
+    counters = {
+        "joins": ("Joins, those of workers that came back included.", status.joined),
+        "lost_workers": ("Workers that stopped beating without leaving.", status.lost_workers),
+        "offers": ("Tickets taken.", status.offered),
+        "claims": ("Requests handed over.", status.claimed),
+        "expired_tickets": ("Tickets that nobody claimed in time.", status.expired),
+        "settle_orders": ("Settles passed on for readers without a data path.", status.settle_orders),
+    }
+    for name, (meaning, value) in gauges.items():
+        families.gauge(f"{_PREFIX}_{name}", meaning, value, {})
+    for name, (meaning, count) in counters.items():
+        families.count(f"{_PREFIX}_{name}_total", meaning, count, {})
+
+
+def _add_calls(families: Families, calls: CallCounts) -> None:
+    lag = "Changes of membership that the slowest watcher has yet to be sent."
+    families.gauge(f"{_PREFIX}_feed_lag", lag, calls.feed_lag, {})
+    for method, durations in calls.durations.items():
+        latency = "Unary calls answered; Claim waits for its offer."
+        families.histogram(f"{_PREFIX}_call_seconds", latency, durations, {"method": method})
+    for (method, reason), number in calls.refusals.items():
+        refused = "Calls refused, and operations within hand-off streams."
+        families.count(f"{_PREFIX}_refusals_total", refused, number, {"method": method, "reason": reason})

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator's HTTP server. Needs aiohttp and prometheus_client; lives on the coordinator's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from kvlink.control.coordinator import Coordinator
+from kvlink.errors import ConfigError
+from kvlink.metrics.coordinator import exposition
+from kvlink.overview import plain
+
+_PAGE = Path(__file__).with_name("page.html")
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FRESH_S = 1.0
+_NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+@asynccontextmanager
+async def showing(coordinator: Coordinator, host: str, port: int) -> AsyncIterator[str]:
+    """Serves until left; yields the URL. Raises ConfigError when the port cannot be had."""
+    runner = web.AppRunner(_application(coordinator), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        yield await _listen(runner, host, port)
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"the status page cannot listen on {host}:{port}: {error.strerror}; give another --http-port"
+        ) from error
+    return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+
+
+def _application(coordinator: Coordinator) -> web.Application:
+    page = _PAGE.read_text(encoding="utf-8")
+    headers = {**_NO_STORE, "Content-Security-Policy": policy(page), "Referrer-Policy": "no-referrer"}
+
+    async def show(_: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html", headers=headers)
+
+    figures_now = Figures(coordinator)
+
+    async def figures(_: web.Request) -> web.Response:
+        return web.Response(text=await figures_now.text(), content_type="application/json", headers=_NO_STORE)
+
+    async def metrics(_: web.Request) -> web.Response:
+        text = exposition(await coordinator.status(), coordinator.counts)
+        return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
+
+    app = web.Application(client_max_size=1024)
+    app.add_routes([web.get("/", show), web.get("/figures.json", figures), web.get("/metrics", metrics)])
+    return app
+
+
+class Figures:
+    """However many look, and however large the fleet: made once a second at most, beside the event loop."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = asyncio.Lock()
+        self._text = ""
+        self._made = -math.inf
+
+    async def text(self) -> str:
+        """JSON."""
+        async with self._lock:
+            if time.monotonic() - self._made >= _FRESH_S:
+                shown = await self._coordinator.status(), await self._coordinator.overview()
+                self._text = await asyncio.to_thread(lambda: json.dumps(plain(*shown)))
+                self._made = time.monotonic()
+            return self._text
+
+
+def policy(page: str) -> str:
+    """The page's own script and style run, nothing else does: not even what slipped through escaping."""
+    script, style = (_hashes(page, tag) for tag in ("script", "style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hashes(page: str, tag: str) -> str:
+    inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's metrics say what it did."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+from metrics.scrapes import Scrape, get
+from prometheus_client import CollectorRegistry, generate_latest
+from transports.pools import PoolSpec
+
+from kvlink import Worker, WorkerConfig
+from kvlink.errors import ConfigError, StaleBlocks
+from kvlink.metrics.worker import WorkerCollector
+
+LINK = {"worker": "decode", "peer": "prefill", "transport": "loopback"}
+
+
+def scrape(*workers: Worker) -> Scrape:
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(workers))
+    return Scrape(generate_latest(registry).decode())
+
+
+def pull(owner: Worker, reader: Worker, name: str, num_blocks: int = 2) -> None:
+    ticket = owner.offer(name, range(num_blocks))
+    assert reader.pull(ticket, range(num_blocks)).wait(10)
+
+
+def test_good_transfers(owner: Worker, reader: Worker) -> None:
+    for index in range(3):
+        pull(owner, reader, f"r{index}")
+    held = owner.offer("held", range(5))
+    found = scrape(owner, reader)
+    assert found.value("kvlink_transfer_seconds_count", **LINK) == 3
+    transfer = reader.pull(held, range(5))
+    assert transfer.wait(10)
+    after = scrape(owner, reader)
+    assert after.value("kvlink_received_bytes_total", **LINK) == found.value(
+        "kvlink_received_bytes_total", **LINK
+    ) + (transfer.stats.num_bytes)
+    assert after.value("kvlink_read_operations_total", **LINK) > 0
+    assert after.value("kvlink_read_descriptors_total", **LINK) > 0
+    for phase in ("plan", "read", "validate", "settle"):
+        assert after.value("kvlink_phase_seconds_count", phase=phase, transport="loopback") == 4
+    assert after.value("kvlink_phase_seconds_count", phase="offer", worker="prefill") == 1, (
+        "one in 16 is timed"
+    )
+    assert after.value("kvlink_phase_seconds_count", phase="connect", worker="decode") == 1
+    assert after.value("kvlink_connected", **LINK) == 1
+    assert after.value("kvlink_queued_transfers", **LINK) == 0
+    assert after.value("kvlink_stale_reads_total", **LINK) == 0
+    assert "kvlink_failed_transfers_total" not in after
+
+
+def test_leases(owner: Worker, reader: Worker) -> None:
+    pull(owner, reader, "done")
+    owner.offer("held", range(5))
+    owner.offer("withdrawn", [6])
+    owner.abort("withdrawn")
+    found = scrape(owner)
+    values = {
+        name: found.value(f"kvlink_{name}", worker="prefill")
+        for name in ("active_leases", "pinned_blocks", "pool_blocks", "granted_leases_total")
+    }
+    assert values == {
+        "active_leases": 1,
+        "pinned_blocks": 5,
+        "pool_blocks": PoolSpec().layout().num_blocks,
+        "granted_leases_total": 3,
+    }
+    assert found.value("kvlink_settled_leases_total") == 1
+    assert found.value("kvlink_aborted_leases_total") == 1
+    assert found.value("kvlink_expired_leases_total") == 0
+    assert found.value("kvlink_oldest_lease_seconds") > 0
+    assert {event.request_id for event in owner.events()} == {"done", "withdrawn"}, "a scrape takes no events"
+
+
+def test_a_stale_read_is_counted_and_adds_no_bytes(owner: Worker, reader: Worker) -> None:
+    pull(owner, reader, "first")
+    bytes_before = scrape(reader).value("kvlink_received_bytes_total", **LINK)
+    ticket = owner.offer("gone", range(2))
+    owner.abort("gone")
+    with pytest.raises(StaleBlocks):
+        reader.pull(ticket, range(2)).wait(10)
+    found = scrape(reader)
+    assert found.value("kvlink_stale_reads_total", **LINK) == 1
+    assert found.value("kvlink_failed_transfers_total", reason="StaleBlocks", **LINK) == 1
+    assert found.value("kvlink_received_bytes_total", **LINK) == bytes_before
+    assert found.value("kvlink_transfer_seconds_count", **LINK) == 1
+
+
+def test_a_pull_that_never_starts_is_counted_by_reason(owner: Worker, reader: Worker) -> None:
+    ticket = owner.offer("r", range(2))
+    owner.close()
+    with pytest.raises(Exception, match="prefill"):
+        reader.pull(ticket, range(2), timeout_s=1.0).wait(10)
+    found = scrape(reader)
+    assert found.value("kvlink_unstarted_pulls_total", worker="decode") == 1
+
+
+def test_names_follow_prometheus(owner: Worker, reader: Worker) -> None:
+    pull(owner, reader, "r")
+    with pytest.raises(Exception, match="offered by"):
+        owner.set_ready("nothing", 1)
+    units = ("seconds", "bytes", "leases", "slots", "blocks", "transfers", "connected", "joined")
+    for family in scrape(owner, reader).families.values():
+        assert re.fullmatch(r"kvlink(_[a-z]+)+", family.name)
+        assert family.documentation
+        if family.type in ("gauge", "histogram"):
+            assert family.name.endswith(units), family.name
+        assert all(
+            sample.name.endswith("_total") == (family.type == "counter")
+            for sample in family.samples
+            if family.type != "histogram"
+        )
+
+
+def test_a_port_of_its_own(free_port: int) -> None:
+    config = WorkerConfig(transports="loopback", metrics_port=free_port)
+    url = f"http://127.0.0.1:{free_port}/metrics"
+    with Worker(PoolSpec().make(), "served", config=config):
+        assert Scrape(get(url)).value("kvlink_pool_blocks", worker="served") > 0
+        with pytest.raises(ConfigError, match="KVLINK_METRICS_PORT"):
+            Worker(PoolSpec().make(), "second", config=config)
+    with pytest.raises(urllib.error.URLError):
+        get(url)
+
+
+def test_without_prometheus_client_only_who_asks_hears_of_it() -> None:
+    program = """
+import sys
+sys.modules["prometheus_client"] = None
+from kvlink import Worker, WorkerConfig
+from transports.pools import PoolSpec
+from kvlink.errors import ConfigError
+Worker(PoolSpec().make(), "a", config=WorkerConfig()).close()
+try:
+    Worker(PoolSpec().make(), "b", config=WorkerConfig(metrics_port=9999))
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": "tests"},
+    )
+    assert "pip install 'kvlink[metrics]'" in done.stdout, done.stderr
+
+
+def test_paths_beyond_the_bound_share_one_row() -> None:
+    from kvlink.traffic import MAX_PATHS, OTHERS, Path, Traffic
+
+    traffic = Traffic()
+    for index in range(MAX_PATHS + 3):
+        traffic.tally(f"w{index}", "tcp")
+    counts = traffic.counts()
+    assert len(counts) == MAX_PATHS + 1
+    assert Path(OTHERS, "tcp") in counts
+    assert traffic.path(f"w{MAX_PATHS}", "tcp") == Path(OTHERS, "tcp")
+    assert traffic.path("w0", "tcp") == Path("w0", "tcp")
