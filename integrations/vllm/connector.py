@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,16 +16,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvlink.errors import ConfigError
-
 from ..models import model_text
-from .caches import Rank, caches_of
+from .announcements import Announcements
+from .caches import caches_of
+from .engine_config import (
+    at_this_host,
+    check_groups,
+    check_parallelism,
+    grows,
+    rank_of,
+    when_launched_has_run,
+)
 from .handover import Greeting
 from .orders import Orders
+from .outgoing import Chunk
 from .scheduler import Scheduling
 from .settings import Settings
 from .slots import SlotGroups
@@ -51,13 +58,14 @@ class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Ranks that started anew, after sleep."""
+    """Ranks that started anew, after sleep; and how many took the leases of requests that are computed."""
 
     greetings: dict[int, Greeting] = field(default_factory=dict)
+    holders: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
         """Of several ranks."""
-        return KVLinkWorkerMetadata(self.greetings | other.greetings)
+        return KVLinkWorkerMetadata(self.greetings | other.greetings, self.holders + other.holders)
 
 
 class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -67,12 +75,12 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_parallelism(vllm_config.parallel_config)
-        _check_groups(kv_cache_config)
+        check_parallelism(vllm_config.parallel_config)
+        check_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = _at_this_host(Settings.of(transfer.kv_connector_extra_config))
+        self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
         self._engine_id = str(transfer.engine_id)
-        self._rank = _rank_of(vllm_config, role)
+        self._rank = rank_of(vllm_config, role)
         self._scheduling: Scheduling | None = None
         self._serving: Serving | None = None
         self._tensors: dict[str, Any] = {}
@@ -85,7 +93,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 kv_cache_config.select_transfer_block_ids,
                 self._settings.worker.lease_s,
                 self._rank,
-                transfer.is_kv_producer,
+                may_send=transfer.is_kv_producer,
+                announcements=Announcements.of(self._settings.worker),
+                streaming_from=self._settings.streaming_from_tokens,
+                grows=[grows(group) for group in kv_cache_config.transfer_groups],
             )
 
     # In the worker's process.
@@ -133,7 +144,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Readers come for the blocks where they lie."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing is saved; but readers of a prompt that is still being computed may fetch what this step wrote."""
+        if self._serving is not None and self.has_connector_metadata():
+            written = self._get_connector_metadata().orders.written
+            self._serving.computed(written, when_launched_has_run(self._tensors))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended since the last step."""
@@ -148,12 +162,15 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> KVLinkWorkerMetadata | None:
-        """Only after this rank started anew."""
+        """Only when there is something to say."""
         woken, self._woken = self._woken, {}
-        return KVLinkWorkerMetadata(woken) if woken else None
+        holders = Counter(self._serving.take_held() if self._serving is not None else ())
+        return KVLinkWorkerMetadata(woken, holders) if woken or holders else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
-        """Since the last step."""
+        """Since the last step. In the scheduler's process: hand-overs that were not used."""
+        if self._scheduling is not None:
+            return KVLinkStats.of_unused(self._scheduling.take_counts())
         data = self._serving.take_tally() if self._serving is not None else None
         return None if data is None else KVLinkStats(data=data)
 
@@ -182,6 +199,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
         """For this step."""
+        self._decides.scheduled(self._chunks(scheduler_output), scheduler_output.preempted_req_ids or ())
         return KVLinkMetadata(
             self._decides.take_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
         )
@@ -190,9 +208,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the workers reported."""
         self._decides.received(connector_output.finished_recving or (), connector_output.failed_recving or ())
         self._decides.sent(connector_output.finished_sending or ())
-        started = connector_output.kv_connector_worker_meta
-        if isinstance(started, KVLinkWorkerMetadata):
-            self._greet(started.greetings)
+        said = connector_output.kv_connector_worker_meta
+        if isinstance(said, KVLinkWorkerMetadata):
+            self._greet(said.greetings)
+            self._decides.held(said.holders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, of a model with one."""
@@ -229,43 +248,15 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduling is not None, "called in a worker's process"
         return self._scheduling
 
+    def _chunks(self, scheduler_output: Any) -> dict[str, Chunk]:
+        select = self._kv_cache_config.select_transfer_block_ids
+        cached = scheduler_output.scheduled_cached_reqs
+        more = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        return {
+            request_id: Chunk(select(blocks) if (blocks := more.get(request_id)) else (), num_tokens)
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+        }
+
     def _greet(self, greetings: dict[int, Greeting]) -> None:
         self._greetings |= greetings
         self._decides.set_ranks(greeting for _, greeting in sorted(self._greetings.items()))
-
-
-def _rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
-    size = vllm_config.parallel_config.tensor_parallel_size
-    model = vllm_config.model_config
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
-    if role is KVConnectorRole.SCHEDULER:
-        return Rank(0, size, heads)
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return Rank(get_tensor_model_parallel_rank(), size, heads)
-
-
-def _check_parallelism(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(
-                f"KVLinkConnector does not serve {name}={getattr(parallel, name)} yet; set it to 1"
-            )
-
-
-def _check_groups(kv_cache_config: Any) -> None:
-    for group in kv_cache_config.transfer_groups:
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
-                raise ConfigError(
-                    f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
-                    "and others): only attention whose cache has one row a token"
-                )
-
-
-def _at_this_host(settings: Settings) -> Settings:
-    """Peers on other hosts need an address of this one; vLLM's own setting serves where kvlink's is not given."""
-    host = os.environ.get("VLLM_HOST_IP", "")
-    if not host or os.environ.get("KVLINK_HOST") or settings.worker.host != "127.0.0.1":
-        return settings
-    return replace(settings, worker=replace(settings.worker, host=host))

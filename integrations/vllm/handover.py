@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlink.config import WorkerConfig
+from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
 
 KEY = "kvlink"
+_SIGNATURE = "signature"
 _MAX_OWNERS, _MAX_GROUPS = 1024, 256
 _DIGEST_BYTES = 16
 
@@ -58,14 +63,17 @@ class Handover:
     """`prompt_digest` of the tokens."""
     ttl_s: float
 
-    def tickets(self, group: int, token_unit: int) -> list[Ticket]:
-        """One of each owner, for all blocks of one cache group. `token_unit`: as in Caches."""
-        num_tokens = len(self.groups[group]) * self.block_tokens // token_unit
-        return [self._ticket(rank, group, num_tokens) for rank in range(len(self.owners))]
+    def tickets(self, group: int, token_unit: int, *, written: bool = True) -> list[Ticket]:
+        """One of each owner, for all blocks of one cache group. `token_unit`: as in Caches.
 
-    def _ticket(self, rank: int, group: int, num_tokens: int) -> Ticket:
+        written: False makes their readers follow what the owners say to have written.
+        """
+        num_tokens = len(self.groups[group]) * self.block_tokens // token_unit
+        return [self._ticket(rank, group, num_tokens, written) for rank in range(len(self.owners))]
+
+    def _ticket(self, rank: int, group: int, num_tokens: int, written: bool = True) -> Ticket:
         owner, blocks = self.owners[rank], self.groups[group]
-        return Ticket(
+        ticket = Ticket(
             request_id=self.request_id,
             worker_id=owner.worker_id,
             epoch=owner.epoch,
@@ -73,29 +81,61 @@ class Handover:
             seats=self.seats,
             block_ids=blocks,
             num_tokens=num_tokens,
-            ready=len(blocks),
+            ready=len(blocks) if written else 0,
             tp_rank=rank,
             tp_size=len(self.owners),
             ttl_s=self.ttl_s,
         )
+        keys = _keys()
+        return keys.sign(ticket) if keys else ticket
 
     def to_params(self) -> dict[str, Any]:
         """The value of KEY in `kv_transfer_params`."""
-        return {
-            "ticket": self._ticket(0, 0, self.num_tokens).to_text(),
-            "block_tokens": str(self.block_tokens),
-            "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
-            "groups": [_text_of(blocks) for blocks in self.groups[1:]],
-            "prompt": self.prompt,
-        }
+        return signed(
+            {
+                "ticket": self._ticket(0, 0, self.num_tokens).to_text(),
+                "block_tokens": str(self.block_tokens),
+                "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
+                "groups": [_text_of(blocks) for blocks in self.groups[1:]],
+                "prompt": self.prompt,
+            }
+        )
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Handover:
         """Parses what a router passed on. Raises ConfigError for anything that `to_params` cannot have written."""
         try:
-            return _parse(params[KEY])
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            given = params[KEY]
+            check_signature(given)
+            return _parse(given)
+        except (KeyError, TypeError, ValueError, RecursionError, binascii.Error) as error:
             raise ConfigError(f"kv_transfer_params carry no hand-over of kvlink: {error!r}") from None
+
+
+@functools.lru_cache(maxsize=1)
+def _keys() -> TicketKeys | None:
+    return ticket_keys(WorkerConfig.from_env().ticket_keys)
+
+
+def signed(params: Mapping[str, Any]) -> dict[str, Any]:
+    """With a signature, where this deployment has KVLINK_TICKET_KEYS."""
+    keys = _keys()
+    return {**params, _SIGNATURE: keys.mark(_signed(params))} if keys else dict(params)
+
+
+def _signed(params: Mapping[str, Any]) -> bytes:
+    return json.dumps([[name, params[name]] for name in sorted(params.keys() - {_SIGNATURE})]).encode()
+
+
+def check_signature(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what `signed` has not written, ValueError for what it cannot have."""
+    keys = _keys()
+    if keys and not isinstance(given, Mapping):
+        raise ValueError("no object")
+    if keys and not keys.marked(_signed(given), _text(given.get(_SIGNATURE, ""))):
+        raise ConfigError(
+            f"kv_transfer_params are not signed by {keys!r}: changed, forged, or other KVLINK_TICKET_KEYS"
+        )
 
 
 def prompt_digest(tokens: Sequence[int], features: Sequence[str] = ()) -> str:

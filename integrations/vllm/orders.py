@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvlink.ticket import LeaseSeat
 
 from .handover import Handover
+from .parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Load:
     """Tokens before it are here already."""
     num_tokens: int
     refused: str = ""
+    in_parts: bool = False
+    """What to pull comes by `Orders.parts`."""
 
 
 @dataclass(slots=True)
@@ -36,5 +39,11 @@ class Orders:
     handed_over: dict[str, float] = field(default_factory=dict)
     """Requests whose tickets are out, and their time to live in seconds from now."""
     loads: list[Load] = field(default_factory=list)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """Loads whose prefill server has said more."""
+    cut: dict[str, str] = field(default_factory=dict)
+    """Loads in parts that no more comes for, and why."""
+    written: dict[str, int] = field(default_factory=dict)
+    """After this step: requests that are read while they are computed, and how many of their blocks are written."""
     idle: bool = False
     """Nothing is computed in this step: the engine would sleep a millisecond behind it."""

@@ -10,37 +10,28 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvlink.errors import ConfigError
-from kvlink.layout import num_seats
 from kvlink.ticket import LeaseSeat
 
+from .announcements import Announcements
 from .caches import Rank
 from .handover import KEY, Greeting, Handover, expanded, prompt_digest
-from .orders import Load, Orders
-from .remote_leases import RemoteLeases
+from .incoming import Incoming
+from .orders import Orders
+from .outgoing import Chunk, GroupIds, Outgoing
+from .parts import ANNOUNCED
 from .slots import SlotGroups
 
 _log = logging.getLogger("vllm.kvlink")
-
-GroupIds = tuple[list[int], ...]
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A request that asks for a remote prefill. Without a hand-over `refused` says why."""
-
-    handover: Handover | None
-    refused: str = ""
 
 
 class Scheduling:
     """Both roles in one: a request says which side of a hand-over it is on.
 
     slots: lease slots of every worker. select: picks the groups that are transferred out of vLLM's block ids.
-    own: any of this server's ranks. may_send: False for a kv_consumer.
+    own: any of this server's ranks. may_send: False for a kv_consumer. announcements: None without a coordinator.
+    streaming_from: tokens from which on prompts are handed over in parts. grows: see Outgoing.
     """
 
     def __init__(
@@ -50,21 +41,25 @@ class Scheduling:
         select: Callable[[Sequence[list[int]]], GroupIds],
         lease_s: float,
         own: Rank,
+        *,
         may_send: bool = True,
+        announcements: Announcements | None = None,
+        streaming_from: int = 0,
+        grows: Sequence[bool] = (),
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
         self._select = select
         self._lease_s = lease_s
         self._may_send = may_send
-        self._own = own
+        self._announcements = announcements
         self._ranks: tuple[Greeting, ...] = ()
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
-        self._incoming: dict[str, _Incoming] = {}
         self._orders = Orders()
-        self._remote = RemoteLeases()
         self.counts: Counter[str] = Counter()
-        """refused_prompts, malformed, not_offered, released: since the start."""
+        """Hand-overs that were not used, by reason, since they were last taken."""
+        self._incoming = Incoming(own, announcements, self._digest, self.counts)
+        self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
     def set_ranks(self, ranks: Iterable[Greeting]) -> None:
         """The workers of this server, by tensor-parallel rank."""
@@ -74,59 +69,43 @@ class Scheduling:
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived, and may wait for long before it is scheduled."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
-            return
-        if not params.get(KEY):
-            _log.warning(
-                "request %s: its prefill server handed over nothing; computing it here", request.request_id
-            )
-            params["do_remote_prefill"] = False
-            self.counts["not_offered"] += 1
-            return
-        incoming = self._incoming[request.request_id] = self._examine(request, params)
-        if incoming.handover is not None and not incoming.refused:
-            self._remote.watch(request.request_id, incoming.handover)
+        self._incoming.arrived(request)
 
-    def num_matched(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        """Tokens to load beyond those computed, and whether in the background. Free of side effects."""
-        incoming = self._incoming.get(request.request_id)
-        if incoming is None or not request.kv_transfer_params.get("do_remote_prefill"):
-            return 0, False
-        count = max(self._num_tokens(request, incoming) - num_computed, 0)
-        return count, count > 0
+    def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond those computed, and whether in the background. None: ask again."""
+        return self._incoming.num_matched(request, num_computed)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Blocks exist now; `num_external` tokens of them are ours to load."""
         params = request.kv_transfer_params
         if not params:
             return
+        groups = self._select(blocks)
         if params.get("do_remote_decode") and self._may_send:
-            self._grant(request.request_id)
-        incoming = self._incoming.get(request.request_id)
-        if incoming is None or not params.get("do_remote_prefill"):
-            return
-        params["do_remote_prefill"] = False  # once: what follows a failure is computed here
-        if num_external == 0:
-            self._release(request.request_id)
-            return
-        groups = tuple(array("I", group) for group in self._select(blocks))
-        end = self._num_tokens(request, incoming)
-        load = Load(request.request_id, incoming.handover, groups, end - num_external, end, incoming.refused)
-        self._orders.loads.append(load)
+            self._grant(request, groups)
+        self._incoming.allocated(
+            request, tuple(array("I", group) for group in groups), num_external, self._orders
+        )
 
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
-        """Loads that ended, well or not. Ranks that none of ours read from wait for nothing."""
-        for request_id in request_ids:
-            self._remote.forget(request_id)
-            incoming = self._incoming.pop(request_id, None)
-            if incoming is None or incoming.handover is None or incoming.refused:
-                continue
-            ranks = range(len(incoming.handover.owners))
-            unread = ranks if request_id in failed else self._unread(ranks)
-            self._remote.release(incoming.handover, unread)
+        """Loads that ended, well or not."""
+        self._incoming.received(request_ids, failed)
 
     # Prefill.
+
+    def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
+        """What the step computes, and who lost their blocks to it. Before `take_orders`."""
+        for request_id in preempted:
+            seats = self._seats.get(request_id)
+            # Whoever is read while being computed loses the lease before others write into its blocks.
+            if seats is not None and request_id in self._outgoing:
+                self._withdraw(request_id, seats, "preempted")
+        if self._outgoing:
+            self._orders.written = self._outgoing.advance(chunks, self._ranks, self._handover)
+
+    def held(self, holders: Mapping[str, int]) -> None:
+        """How many workers took the leases of requests that are read while they are computed."""
+        self._outgoing.held(holders, self._ranks, self._handover)
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Leases that ended on every worker: their slots are free."""
@@ -139,18 +118,19 @@ class Scheduling:
         """Whether the request's blocks stay until `sent`, and what its reader is told. `complete`: not aborted."""
         request_id = request.request_id
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):
-            self._release(request_id)  # ended before it was scheduled
-        self._remote.forget(request_id)
+        self._incoming.ended(request, self._orders)
         seats = self._seats.get(request_id)
         if seats is None:
             return False, None
         groups = self._select(blocks)
         if not complete or not any(groups) or request.prompt_token_ids is None:
-            self._withdraw(request_id, seats)
+            self._withdraw(request_id, seats, "aborted")
             return False, None
         self._orders.handed_over[request_id] = self._lease_s
-        handover = self._handover(request, seats, groups)
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        own = tuple(expanded(group, self._ranks[0].kernel_blocks) for group in groups)
+        handover = self._handover(request, seats, own, num_tokens, self._digest(request, num_tokens))
+        announced = self._outgoing.finish(request_id, self._ranks[0], handover)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
             "do_remote_prefill": True,
@@ -162,81 +142,74 @@ class Scheduling:
             "tp_size": len(handover.owners),
             "remote_num_tokens": handover.num_tokens,
             KEY: handover.to_params(),
+            **({ANNOUNCED: announced} if announced else {}),
         }
 
     # Both.
 
     def take_orders(self, *, idle: bool = False) -> Orders:
         """What the workers are told in this step. `idle`: it computes nothing."""
+        self._incoming.tell(self._orders)
         orders, self._orders = self._orders, Orders()
         orders.idle = idle
         return orders
 
+    def take_counts(self) -> dict[str, int]:
+        """Hand-overs that were not used since the last call, by reason."""
+        counts = dict(self.counts)
+        self.counts.clear()
+        return counts
+
     def close(self) -> None:
         """Idempotent."""
-        self._remote.close()
+        self._incoming.close()
+        if self._announcements is not None:
+            self._announcements.close()
 
-    def _examine(self, request: Any, params: Mapping[str, Any]) -> _Incoming:
-        try:
-            handover = Handover.from_params(params)
-        except ConfigError as error:
-            self.counts["malformed"] += 1
-            return _Incoming(None, str(error))
-        if request.prompt_token_ids is None or self._digest(request, handover.num_tokens) != handover.prompt:
-            self.counts["refused_prompts"] += 1
-            return _Incoming(
-                handover, "the hand-over is of another prompt; the router may have mixed up two requests"
-            )
-        return _Incoming(handover)
-
-    def _num_tokens(self, request: Any, incoming: _Incoming) -> int:
-        if incoming.handover is None or incoming.refused:
-            return int(request.num_prompt_tokens)
-        return min(int(request.num_prompt_tokens), incoming.handover.num_tokens)
-
-    def _unread(self, ranks: range) -> list[int]:
-        """Those of an owner that none of ours reads from: they hold what another one holds, too."""
-        return [
-            r for r in ranks if num_seats(Rank(r, len(ranks), self._own.total_heads), self._own.tp_size) == 0
-        ]
-
-    def _release(self, request_id: str) -> None:
-        """Unless the hand-over is of another request: that one may still be read."""
-        incoming = self._incoming.pop(request_id, None)
-        self._remote.forget(request_id)
-        if incoming is not None and incoming.handover is not None and not incoming.refused:
-            self.counts["released"] += 1
-            self._remote.release(incoming.handover, range(len(incoming.handover.owners)))
-
-    def _grant(self, request_id: str) -> None:
-        if request_id in self._seats:  # preempted and scheduled again
-            return
+    def _grant(self, request: Any, groups: GroupIds) -> None:
+        request_id = request.request_id
+        before = self._seats.get(request_id)
+        if before is not None:  # preempted and scheduled again, maybe before we are told in `scheduled`
+            if request_id not in self._outgoing:
+                return
+            self._withdraw(request_id, before, "preempted")
         seats = self._slots.take()
         if seats is None:
             _log.warning(
                 "request %s is not handed over: every lease slot is taken (KVLINK_LEASE_SLOTS)", request_id
             )
+            self.counts["no_lease_slot"] += 1
             return
         self._seats[request_id] = seats
         self._orders.granted[request_id] = seats
+        if not request.num_preemptions:  # whom its reader followed before that cannot be followed again
+            self._outgoing.begin(
+                request, seats, groups, lambda: self._digest(request, request.num_prompt_tokens)
+            )
 
-    def _withdraw(self, request_id: str, seats: tuple[LeaseSeat, ...]) -> None:
+    def _withdraw(self, request_id: str, seats: tuple[LeaseSeat, ...], why: str) -> None:
         del self._seats[request_id]
         self._slots.give_back(seats)
+        self._outgoing.give_up(request_id, self._ranks[0], why)
         if self._orders.granted.pop(request_id, None) is None:
             self._orders.withdrawn.append(request_id)
 
-    def _handover(self, request: Any, seats: tuple[LeaseSeat, ...], groups: GroupIds) -> Handover:
-        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        ratio = self._ranks[0].kernel_blocks
+    def _handover(
+        self,
+        request: Any,
+        seats: tuple[LeaseSeat, ...],
+        groups: tuple[array[int], ...],
+        num_tokens: int,
+        prompt: str,
+    ) -> Handover:
         return Handover(
             request_id=request.request_id,
             owners=tuple(rank.owner for rank in self._ranks),
             seats=seats,
-            groups=tuple(expanded(group, ratio) for group in groups),
+            groups=groups,
             block_tokens=self._ranks[0].block_tokens,
             num_tokens=num_tokens,
-            prompt=self._digest(request, num_tokens),
+            prompt=prompt,
             ttl_s=self._lease_s,
         )
 

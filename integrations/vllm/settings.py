@@ -16,6 +16,7 @@ _log = logging.getLogger("vllm.kvlink")
 # Pulls never run on the thread that calls us: it has a model to run.
 _DEFAULTS = {"lease_slots": 1 << 15, "inline_bytes": 0}
 _SEATS = 8
+_STREAMING_FROM = 2048  # vLLM's smallest default chunk: nothing overlaps in shorter prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +26,31 @@ class Settings:
     worker: WorkerConfig
     seats: int = _SEATS
     """Decode ranks that may read one prefill rank. Slots a request takes at the prefill server."""
+    streaming_from_tokens: int = _STREAMING_FROM
+    """Prompts this long are handed over chunk by chunk, where the router asks for it and there is a coordinator."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Reads `kv_connector_extra_config`: "seats" and every field of WorkerConfig. Raises ConfigError."""
+        """Reads `kv_connector_extra_config`: our own fields and every field of WorkerConfig. Raises ConfigError."""
         names = {field.name for field in fields(WorkerConfig)}
         ours = {name: value for name, value in extra.items() if name in names}
-        unknown = sorted(set(extra) - names - {"seats"})
+        unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens"})
         if unknown:
             _log.warning(
-                "kv_connector_extra_config: kvlink does not know %s; it takes seats, %s",
+                "kv_connector_extra_config: kvlink does not know %s; it takes seats, streaming_from_tokens, %s",
                 ", ".join(unknown),
                 ", ".join(sorted(names)),
             )
-        seats = extra.get("seats", _SEATS)
-        if not isinstance(seats, int) or not 1 <= seats <= 255:
-            raise ConfigError(f"kv_connector_extra_config: seats={seats!r} must be 1 to 255")
+        seats = _number(extra, "seats", _SEATS, 1, 255)
+        streaming_from = _number(extra, "streaming_from_tokens", _STREAMING_FROM, 0, 2**31)
         try:
-            return cls(WorkerConfig.from_env(**(_DEFAULTS | ours)), seats)
+            return cls(WorkerConfig.from_env(**(_DEFAULTS | ours)), seats, streaming_from)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _number(extra: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = extra.get(name, default)
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"kv_connector_extra_config: {name}={value!r} must be {least} to {most}")
+    return value

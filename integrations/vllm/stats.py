@@ -11,8 +11,8 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _SAMPLES = ("transfer_s", "noticed_s", "post_s", "num_bytes", "num_ops")
-_BY_NAME = ("transports", "failures")
-_SUMS = ("expired",)
+_BY_NAME = ("transports", "failures", "unused")
+_SUMS = ("expired", "early_bytes")
 _GAUGES = ("leases", "oldest_lease_s")
 
 _SECONDS = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -45,17 +45,42 @@ _COUNTERS = {
         "Loads refused or failed: no byte of them was used.",
         "reason",
     ),
+    "unused": (
+        "vllm:kvlink_unused_handovers_total",
+        "Hand-overs that were refused, came without blocks, or were given back unread.",
+        "reason",
+    ),
+}
+_TOTALS = {
+    "expired": (
+        "vllm:kvlink_expired_leases_total",
+        "Prefilled requests that nobody fetched within their lease.",
+    ),
+    "early_bytes": (
+        "vllm:kvlink_early_bytes_total",
+        "Bytes of loads that were here before the prefill server began the prompt's last chunk.",
+    ),
 }
 
 
 class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
-    """`data` as kvlink.integrations.vllm.tally.Tally.take makes it."""
+    """`data` as kvlink.integrations.vllm.tally.Tally.take makes it, or an empty one with `unused` filled in."""
 
     data: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        if not self.data:
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or {})
+        if not data:
             self.reset()
+
+    @classmethod
+    def of_unused(cls, counts: Mapping[str, int]) -> KVLinkStats | None:
+        """Of hand-overs that were not used, by reason; None: there were none."""
+        if not counts:
+            return None
+        stats = cls()
+        stats.data["unused"] = dict(counts)
+        return stats
 
     def reset(self) -> None:
         """Nothing has happened."""
@@ -98,6 +123,8 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             }
         if data["failures"]:
             row["Failed loads"] = _listed(data["failures"])
+        if data["unused"]:
+            row["Unused hand-overs"] = _listed(data["unused"])
         row["Leases expired"] = data["expired"]
         return row
 
@@ -126,11 +153,10 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             key: self._counter_cls(name=name, documentation=what, labelnames=[*names, label])
             for key, (name, what, label) in _COUNTERS.items()
         }
-        self._expired = self._counter_cls(
-            name="vllm:kvlink_expired_leases_total",
-            documentation="Prefilled requests that nobody fetched within their lease.",
-            labelnames=names,
-        )
+        self._totals = {
+            key: self._counter_cls(name=name, documentation=what, labelnames=names)
+            for key, (name, what) in _TOTALS.items()
+        }
         self._leases = self._gauge_cls(
             name="vllm:kvlink_active_leases",
             documentation="Prefilled requests that wait for their readers.",
@@ -151,6 +177,7 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for key, counter in self._counters.items():
             for name, count in transfer_stats_data[key].items():
                 counter.labels(*labels, name).inc(count)
-        self._expired.labels(*labels).inc(transfer_stats_data["expired"])
+        for key, counter in self._totals.items():
+            counter.labels(*labels).inc(transfer_stats_data[key])
         self._leases.labels(*labels).set(transfer_stats_data["leases"])
         self._oldest.labels(*labels).set(transfer_stats_data["oldest_lease_s"])

@@ -32,6 +32,9 @@ class Tally:
     """Loads that failed, by reason: stale, unreachable, or the name of the exception."""
     expired: int = 0
     """Requests of ours that nobody fetched within their lease."""
+    early_bytes: int = 0
+    """Of loads in parts: what was here before the prefill's last chunk began."""
+    _leases: int = 0
     _paths: set[tuple[str, str]] = field(default_factory=set)
 
     def is_new_path(self, worker_id: str, transport: str) -> bool:
@@ -44,11 +47,13 @@ class Tally:
 
     def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
         """Plain data for vLLM's statistics; None when nothing happened."""
-        if not (self.transfers or self.failures or self.expired or leases):
+        if not (self.transfers or self.failures or self.expired or leases or self._leases):
             return None
+        self._leases = leases  # when it falls to nothing, that is told once
         transfers, self.transfers = self.transfers, []
         failures, self.failures = self.failures, Counter()
         expired, self.expired = self.expired, 0
+        early_bytes, self.early_bytes = self.early_bytes, 0
         return {
             "transfer_s": [transfer.seconds for transfer in transfers],
             "noticed_s": [transfer.noticed_s for transfer in transfers],
@@ -57,7 +62,9 @@ class Tally:
             "num_ops": [transfer.num_ops for transfer in transfers],
             "transports": dict(Counter(name for transfer in transfers for name in transfer.transports)),
             "failures": dict(failures),
+            "unused": {},
             "expired": expired,
+            "early_bytes": early_bytes,
             "leases": leases,
             "oldest_lease_s": oldest_s,
         }

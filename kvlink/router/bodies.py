@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each side is asked, out of what the client asked. The hand-off itself is opaque: it is carried, never read."""
+"""What each side is asked, out of what the client asked. The hand-off itself is opaque: it is carried, never read,
+but for whether decode needs it any more.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,32 @@ _ASK_FOR_A_HANDOFF: Body = {
     "remote_host": None,
     "remote_port": None,
 }
+_STREAM = "kvlink_stream"
+"""A name of ours under which a server with kvlink announces a prefill that runs, and another one follows it."""
+_ANNOUNCED = "kvlink_announced"
+_CHARACTERS_A_TOKEN = 4
 # Meaningless or refused together with a single token that is not streamed.
 _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 
 
-def prefill_body(body: Body) -> Body:
-    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a hand-off."""
+def prefill_body(body: Body, stream: str = "") -> Body:
+    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a hand-off.
+
+    stream: a name under which decode may follow while it computes.
+    """
     asked = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     return asked | {
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
-        HANDOFF: dict(_ASK_FOR_A_HANDOFF),
+        HANDOFF: _ASK_FOR_A_HANDOFF | ({_STREAM: stream} if stream else {}),
     }
+
+
+def following_body(body: Body, stream: str) -> Body:
+    """For decode: prefill computes it under this name, and has not ended yet."""
+    return decode_body(body, {"do_remote_prefill": True, "do_remote_decode": False, _STREAM: stream})
 
 
 def decode_body(body: Body, handoff: Body | None) -> Body:
@@ -42,6 +56,22 @@ def handoff_of(answer: Any) -> Body | None:
     """What prefill's answer says about where the blocks are; None when it says nothing."""
     handoff = answer.get(HANDOFF) if isinstance(answer, dict) else None
     return handoff if isinstance(handoff, dict) and handoff else None
+
+
+def announced(handoff: Body | None, stream: str) -> bool:
+    """Whether decode was told everything under this name: it needs no hand-off any more."""
+    return handoff is not None and handoff.get(_ANNOUNCED) == stream
+
+
+def num_tokens(body: Body) -> int:
+    """Of the prompt; of text only an estimate."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        inner = prompt[0] if len(prompt) == 1 else prompt
+        return len(inner) if isinstance(inner, list) else len(inner) // _CHARACTERS_A_TOKEN
+    messages = body.get("messages")
+    texts = [str(message) for message in messages] if isinstance(messages, list) else [str(prompt)]
+    return sum(map(len, texts)) // _CHARACTERS_A_TOKEN
 
 
 def one_handoff_suffices(body: Body) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 
 Event = Literal[
     "handed_over",
+    "followed",
     "not_suited",
     "without_handoff",
     "without_prefill",
@@ -15,7 +16,8 @@ Event = Literal[
     "refused",
 ]
 _MEANINGS: dict[Event, str] = {
-    "handed_over": "requests whose hand-off went to decode",
+    "handed_over": "prefill answers with a hand-off for decode",
+    "followed": "requests that decode answered having followed their prefill while it ran",
     "not_suited": "requests that one hand-off cannot serve; decode computed them alone",
     "without_handoff": "prefill answers without a hand-off; decode computed the prompt again",
     "without_prefill": "requests that found no prefill server; decode computed them alone",

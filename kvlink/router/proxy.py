@@ -8,11 +8,20 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
-from kvlink.router.bodies import Body, decode_body, handoff_of, one_handoff_suffices, prefill_body
+from kvlink.router.bodies import (
+    Body,
+    decode_body,
+    handoff_of,
+    num_tokens,
+    one_handoff_suffices,
+    prefill_body,
+)
 from kvlink.router.counts import Counts
+from kvlink.router.following import Followed, following
 from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream
 
 _log = logging.getLogger("kvlink.router")
@@ -37,14 +46,25 @@ class Refused(Exception):
         self.answer = answer
 
 
-class Proxy:
-    """Handlers for aiohttp. `recompute`: without any prefill server decode computes prompts, instead of a 503."""
+class NoPrefill(Exception):
+    """No prefill server answered, and decode is not to compute prompts."""
 
-    def __init__(self, prefill: Upstream, decode: Upstream, recompute: bool = True) -> None:
+
+class Proxy:
+    """Handlers for aiohttp.
+
+    recompute: without any prefill server decode computes prompts, instead of a 503.
+    streaming_from: tokens from which on decode is asked while prefill still computes; None: never.
+    """
+
+    def __init__(
+        self, prefill: Upstream, decode: Upstream, recompute: bool = True, streaming_from: int | None = None
+    ) -> None:
         self.counts = Counts()
         self._prefill = prefill
         self._decode = decode
         self._recompute = recompute
+        self._streaming_from = streaming_from
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """/v1/completions and /v1/chat/completions. Cancelled when the client goes away."""
@@ -62,9 +82,9 @@ class Proxy:
             return await self._complete(request, body, headers)
         except Refused as refused:
             return _whole(refused.answer)
-        except NotServed as nobody:
+        except (NotServed, NoPrefill) as nobody:
             self.counts["refused"] += 1
-            _log.warning("request=%s refused: %s", headers["X-Request-Id"], nobody)
+            _log.warning("refused request=%s error=%s", headers["X-Request-Id"], nobody)
             return _error(503, str(nobody))
 
     async def _complete(
@@ -72,30 +92,54 @@ class Proxy:
     ) -> web.StreamResponse:
         """No two decode servers see the same hand-off: one that died may have used it up."""
         tried: list[str] = []
-        reason, handoff, fresh = "no decode server is up", None, False
+        reason, handoff, known = "no decode server is up", None, False
         while (url := self._decode.ring.choose(time.monotonic(), tried)) is not None:
-            if not fresh:
-                handoff = await self._hand_off(request.path, body, headers)
-            answering = self._decode.stream(url, request.path, decode_body(body, handoff), headers)
+            follows = not known and self._streams(body)
             try:
+                if follows:
+                    async with self._following(url, request.path, body, headers) as came:
+                        if isinstance(came, Followed):
+                            self.counts["followed"] += 1
+                            return await _passed_on(request, headers["X-Request-Id"], *came)
+                        handoff = came
+                elif not known:
+                    handoff = await self._hand_off(request.path, body, headers)
+                known = True
+                answering = self._decode.stream(url, request.path, decode_body(body, handoff), headers)
                 async with answering as (answer, rest):
-                    return await _passed_on(request, answer, rest)
+                    return await _passed_on(request, headers["X-Request-Id"], answer, rest)
             except NotServed as error:
                 tried.append(url)
-                reason, fresh = str(error), error.untouched
+                reason, known = str(error), known and error.untouched
                 self.counts["decode_retried"] += 1
         raise NotServed(reason, untouched=True)
 
-    async def _hand_off(self, path: str, body: Body, headers: Mapping[str, str]) -> Body | None:
-        """Prefill's hand-off; None when decode is to compute the prompt. Raises NotServed, Refused."""
+    def _streams(self, body: Body) -> bool:
+        return (
+            self._streaming_from is not None
+            and one_handoff_suffices(body)
+            and num_tokens(body) >= self._streaming_from
+        )
+
+    def _following(
+        self, url: str, path: str, body: Body, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Followed | Body | None]:
+        stream = uuid.uuid4().hex
+        prefill = self._hand_off(path, body, headers, stream)
+        return following(prefill, self._decode, url, path, body, headers, stream)
+
+    async def _hand_off(
+        self, path: str, body: Body, headers: Mapping[str, str], stream: str = ""
+    ) -> Body | None:
+        """Prefill's hand-off; None when decode is to compute the prompt. Raises NoPrefill, Refused."""
         if not one_handoff_suffices(body):
             self.counts["not_suited"] += 1
             return None
         try:
-            answer = await self._prefill.ask_any("POST", path, prefill_body(body), headers)
-        except NotServed:
+            answer = await self._prefill.ask_any("POST", path, prefill_body(body, stream), headers)
+        except NotServed as error:
             if not self._recompute:
-                raise
+                raise NoPrefill(str(error)) from error
             self.counts["without_prefill"] += 1
             return None
         return self._handoff_in(answer, headers)
@@ -109,7 +153,7 @@ class Proxy:
             handoff = None
         self.counts["handed_over" if handoff else "without_handoff"] += 1
         if not handoff:
-            _log.warning("request=%s prefill gave no hand-off, decode computes it", headers["X-Request-Id"])
+            _log.warning("prefill gave no hand-off, decode computes it request=%s", headers["X-Request-Id"])
         return handoff
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -134,7 +178,9 @@ class Proxy:
         return web.Response(text=self.counts.prometheus())
 
 
-async def _passed_on(request: web.Request, answer: Answer, rest: AsyncIterator[bytes]) -> web.StreamResponse:
+async def _passed_on(
+    request: web.Request, request_id: str, answer: Answer, rest: AsyncIterator[bytes]
+) -> web.StreamResponse:
     """When the answer breaks off, the client's connection breaks too: it must not look complete."""
     response = web.StreamResponse(status=answer.status, headers=_kept(answer))
     await response.prepare(request)
@@ -144,7 +190,7 @@ async def _passed_on(request: web.Request, answer: Answer, rest: AsyncIterator[b
             await response.write(piece)
         await response.write_eof()
     except BROKEN as error:
-        _log.warning("an answer broke off: %s: %s", type(error).__name__, error)
+        _log.warning("an answer broke off request=%s error=%r", request_id, error)
         if request.transport is not None:
             request.transport.abort()
     return response

@@ -26,13 +26,14 @@ async def serve(
     host: str,
     port: int,
     recompute: bool,
+    streaming_from: int | None,
     on_ready: Callable[[str], None],
 ) -> None:
     """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError when it cannot listen."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with routing(prefill, decode, host, port, recompute) as address:
+    async with routing(prefill, decode, host, port, recompute, streaming_from) as address:
         on_ready(address)
         await stop.wait()
 
@@ -44,14 +45,15 @@ async def routing(
     host: str = "127.0.0.1",
     port: int = 0,
     recompute: bool = True,
+    streaming_from: int | None = None,
 ) -> AsyncIterator[str]:
-    """Routes between servers named by their base URLs; yields its own. `port` 0: any; `recompute`: see Proxy."""
+    """Routes between servers named by their base URLs; yields its own. `port` 0: any; the rest as in Proxy."""
     # A connection of its own for each request: one that was kept may just be closed by the server, and what is
     # lost then cannot be told from a server that died with the request.
     async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
         sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
         runner = web.AppRunner(
-            _application(Proxy(*sides, recompute)),
+            _application(Proxy(*sides, recompute, streaming_from)),
             handler_cancellation=True,  # a client that hangs up ends its requests to the servers
             access_log=None,
             shutdown_timeout=_END_S,

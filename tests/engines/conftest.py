@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _said(options: Mapping[str, Any]) -> str:
     return "-".join(
-        "".join(map(str, value)) if isinstance(value, tuple) else value for value in options.values()
+        "".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in options.values()
     )
 
 

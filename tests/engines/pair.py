@@ -66,14 +66,17 @@ class Pair:
     prefill: Server
     decode: Server
     lease_s: float
+    coordinators: list[Server]
+    """One or none."""
 
     def ask(self, server: Server, tokens: Sequence[int], num_new: int = NUM_NEW, **extra: Any) -> Answer:
         """One greedy completion."""
         return ask(server.url, self.model, tokens, num_new, **extra)
 
-    def hand_off(self, tokens: Sequence[int]) -> Any:
-        """Prefills, and returns what decode needs; the blocks wait at the prefill server."""
-        answer = self.ask(self.prefill, tokens, 1, kv_transfer_params=dict(_ASK_FOR_A_HANDOFF))
+    def hand_off(self, tokens: Sequence[int], server: Server | None = None) -> Any:
+        """Prefills, and returns what decode needs; the blocks wait at the prefill server, or the one that is given."""
+        params = dict(_ASK_FOR_A_HANDOFF)
+        answer = self.ask(server or self.prefill, tokens, 1, kv_transfer_params=params)
         assert answer.status == 200, answer.body
         assert answer.handoff, f"no hand-off in {answer.body}"
         return answer.handoff

@@ -35,7 +35,8 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a server, again and again on the same port. `alive` is a path that answers 200 once it serves."""
+    """How to start a server, again and again on the same port. `alive` is a path that answers 200 once it serves;
+    empty: it need only listen."""
 
     name: str
     command: tuple[str, ...]
@@ -96,6 +97,9 @@ class Server:
     def healthy(self) -> bool:
         """Whether it answers now."""
         try:
+            if not self.launch.alive:
+                socket.create_connection(("127.0.0.1", self.launch.port), timeout=5).close()
+                return True
             with urllib.request.urlopen(self.url + self.launch.alive, timeout=5) as answer:
                 return bool(answer.status == 200)
         except OSError:
@@ -111,6 +115,16 @@ class Server:
     def metric(self, name: str) -> float:
         """One of /metrics, summed over its labels."""
         return sum(value for sample, value in self.samples().items() if sample.partition("{")[0] == name)
+
+    def memory_mib(self) -> float:
+        """What the processes of its group have for themselves: no file's pages."""
+        kib = 0
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with suppress(OSError, ValueError):
+                if os.getpgid(int(status.parent.name)) == self.pid:
+                    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+                    kib += sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+        return kib / 1024
 
     def said(self, words: str) -> int:
         """How many lines of the log have `words`."""
@@ -199,6 +213,13 @@ def router(prefill: Iterable[Server], decode: Iterable[Server], *flags: str) -> 
         for server in servers:
             command += [role, server.url]
     return Launch("router", (*command, *flags), port)
+
+
+def coordinator() -> Launch:
+    """kvlink's own, for servers that are given its address."""
+    port = free_port()
+    command = (sys.executable, "-m", "kvlink", "coordinator", "--port", str(port))
+    return Launch("coordinator", command, port, alive="")
 
 
 def post(url: str, body: Mapping[str, Any], timeout_s: float = 120) -> tuple[int, dict[str, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from faults import SCENARIOS, Outcome, play
 from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, eventually, prompt, stream
+from reading import cache_of
 from references import References
 from servers import Server, post
 
@@ -17,6 +19,8 @@ BLOCK_TOKENS = 128
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 300, CHUNK_TOKENS + 200, 4000)
 ALL_MODELS = pytest.mark.pairs(*({"model": model} for model in ("llama", "qwen3", "gemma3")))
 SETTLE_S = 30.0
+MOST_GROWTH_MIB = 64.0
+"""After 500 requests; a request that leaked its blocks' size even once in ten would show."""
 
 
 @ALL_MODELS
@@ -35,6 +39,18 @@ def test_latent_caches(pair: Pair, references: References, num_tokens: int) -> N
     """MLA: the tokens are those that the same bytes give after another connector has moved them."""
     tokens = prompt("latent", num_tokens)
     assert pair.continued(tokens, pair.hand_off(tokens)).tokens == references(tokens)
+
+
+@pytest.mark.pairs({"model": "deepseek", "connector": "KVLinkConnector"}, {"model": "llama"})
+def test_the_same_bytes_lie_at_both_servers(pair: Pair) -> None:
+    tokens, whole, loads = prompt("the same bytes", 4 * BLOCK_TOKENS + 5), 4 * BLOCK_TOKENS, pair.loads()
+    assert pair.continued(tokens, pair.hand_off(tokens)).status == 200
+    assert eventually(lambda: pair.loads() == loads + 1, 5)
+    # What decode has loaded is in its prefix cache by now, and it hands that on.
+    ours, theirs = (cache_of(pair.hand_off(tokens, at), whole) for at in (pair.decode, pair.prefill))
+    assert np.count_nonzero(ours) > ours.size / 1000
+    assert np.array_equal(ours, theirs)
+    assert pair.settles(SETTLE_S)
 
 
 @ALL_MODELS
@@ -95,6 +111,20 @@ def test_nobody_comes_for_a_handoff(pair: Pair) -> None:
     assert pair.settles(SETTLE_S)
 
 
+@pytest.mark.pairs({"model": "llama", "connector": "KVLinkConnector"})
+def test_what_is_not_used_is_counted(pair: Pair, references: References) -> None:
+    """Without a hand-off decode computes the prompt, and says so."""
+    tokens = prompt("any length", BLOCK_TOKENS - 1)
+
+    def counted() -> float:
+        return pair.decode.metric("vllm:kvlink_unused_handovers_total")
+
+    before = counted()
+    assert pair.continued(tokens, {"do_remote_prefill": True}).tokens == references(tokens)
+    assert eventually(lambda: counted() == before + 1, 5)
+    assert any('reason="not_offered"' in sample for sample in pair.decode.samples())
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_faults_never_give_wrong_tokens(pair: Pair, references: References, name: str) -> None:
     outcome: Outcome = play(SCENARIOS[name], pair, references)
@@ -119,14 +149,24 @@ def test_decode_dies(pair: Pair, references: References) -> None:
 
 
 def test_nothing_is_left_of_500_requests(pair: Pair, references: References, routed: Server) -> None:
-    prompts = [prompt(f"one of 500: {i % 20}", 20 + 31 * (i % 20)) for i in range(500)]
-    expected = {tuple(tokens): references(tokens) for tokens in prompts[:20]}
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda tokens: ask(routed.url, pair.model, tokens), prompts))
-    wrong = [
-        i
-        for i, (tokens, answer) in enumerate(zip(prompts, answers, strict=True))
-        if answer.tokens != expected[tuple(tokens)]
-    ]
-    assert not wrong
+    """No block, no lease, no memory. The first hundred fill caches and pools of the servers themselves."""
+    prompts = [prompt(f"one of many: {i}", 40 + 97 * i) for i in range(8)]
+    expected = [references(tokens) for tokens in prompts]
+
+    def wrong(count: int) -> list[int]:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [prompts[i % 8] for i in range(count)]
+            answers = list(pool.map(lambda tokens: ask(routed.url, pair.model, tokens), asked))
+        return [i for i, answer in enumerate(answers) if answer.tokens != expected[i % 8]]
+
+    assert not wrong(100)
     assert pair.settles(SETTLE_S)
+    before = [server.memory_mib() for server in (pair.prefill, pair.decode)]
+    assert not wrong(500)
+    assert pair.settles(SETTLE_S)
+    after = [server.memory_mib() for server in (pair.prefill, pair.decode)]
+    grown = [round(end - start, 1) for start, end in zip(before, after, strict=True)]
+    assert max(grown) < MOST_GROWTH_MIB, (before, after)
+    if pair.connector == "KVLinkConnector":
+        assert eventually(lambda: pair.prefill.metric("vllm:kvlink_active_leases") == 0, 5)
+    print(f"memory grew by {grown} MiB")

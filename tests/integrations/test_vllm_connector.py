@@ -105,7 +105,7 @@ def test_a_swapped_hand_over_is_refused_and_stays_for_its_own_reader(servers: tu
     decode.load(request("x", other, params), [5, 6, 7])
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
-    assert decode.scheduling.counts["refused_prompts"] == 1
+    assert decode.scheduling.counts["another_prompt"] == 1
     decode.load(request("y", PROMPT, params), [8, 9, 10])
     decode.step_until(lambda: "y" in decode.received)
     assert decode.failed == {"x"}

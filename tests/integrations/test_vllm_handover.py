@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.errors import ConfigError
+from kvlink.control.security.tickets import TicketKeys
+from kvlink.errors import ConfigError, StaleBlocks
+from kvlink.integrations.vllm import handover
 from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
+from kvlink.integrations.vllm.parts import Part
 from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.ticket import LeaseSeat
 
@@ -75,6 +80,63 @@ def test_a_field_that_is_not_ours_is_refused_or_harmless(field: str, value: Any)
     assert handover.to_params().keys() == params.keys()
     assert handover.owners
     assert len(handover.prompt) == 32
+
+
+@given(HANDOVERS, st.booleans(), st.booleans(), st.integers(0, 99))
+def test_a_part_survives_the_coordinator(handover: Handover, last: bool, written: bool, more: int) -> None:
+    num_tokens = min(handover.num_tokens + (0 if last else more), 2**31 - 1)
+    handover = replace(handover, num_tokens=min(handover.num_tokens, num_tokens))
+    part = Part(handover, num_tokens, last, written)
+    assert Part.from_bytes(part.to_bytes()) == part
+
+
+@given(st.binary(max_size=60) | JSON.map(json.dumps).map(str.encode))
+def test_anything_else_is_no_part(blob: bytes) -> None:
+    with pytest.raises((ConfigError, StaleBlocks)):
+        Part.from_bytes(blob)
+
+
+@given(st.sampled_from(["num_tokens", "last", "written", KEY]), JSON)
+def test_a_part_with_a_foreign_field_is_refused_or_whole(field: str, value: Any) -> None:
+    spoilt = json.loads(Part(SAMPLE, 40, False, False).to_bytes()) | {field: value}
+    try:
+        part = Part.from_bytes(json.dumps(spoilt).encode())
+    except ConfigError:
+        return
+    assert part.handover.num_tokens <= part.num_tokens
+    assert {type(part.last), type(part.written), type(part.num_tokens)} == {bool, int}
+
+
+def test_who_gives_up_says_why() -> None:
+    with pytest.raises(StaleBlocks, match="preempted"):
+        Part.from_bytes(Part.gone("preempted"))
+
+
+def test_parts_of_two_leases_do_not_mix() -> None:
+    first = Part(SAMPLE, 40, False, False)
+    assert Part(replace(SAMPLE, num_tokens=40), 40, True, False).continues(first)
+    for other in (
+        replace(SAMPLE, seats=(LeaseSeat(1, 300, 300),)),
+        replace(SAMPLE, owners=(Owner("w", 2**63 + 1, "127.0.0.1:1"),)),
+        replace(SAMPLE, prompt=prompt_digest([2, 1])),
+        replace(SAMPLE, groups=(*SAMPLE.groups, array("I"))),
+    ):
+        assert not Part(other, 40, False, False).continues(first)
+
+
+def test_nobody_on_the_way_says_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("k" * 32)
+    (tmp_path / "keys").chmod(0o600)
+    keys = TicketKeys(tmp_path / "keys")
+    monkeypatch.setattr(handover, "_keys", lambda: keys)
+    blob = Part(SAMPLE, 40, False, False).to_bytes()
+    assert Part.from_bytes(blob).num_tokens == 40
+    with pytest.raises(ConfigError, match="not signed"):
+        Part.from_bytes(json.dumps(json.loads(blob) | {"written": True}).encode())
+
+
+def test_tickets_of_what_is_not_written_follow_the_owner() -> None:
+    assert SAMPLE.tickets(0, 1, written=False)[0].ready == 0
 
 
 def test_tickets_cover_whole_blocks() -> None:

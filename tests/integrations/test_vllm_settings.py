@@ -19,11 +19,22 @@ def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINK_LEASE_S", "7")
     monkeypatch.setenv("KVLINK_TRANSPORTS", "tcp")
-    settings = Settings.of({"lease_s": 5, "seats": 2})
+    settings = Settings.of({"lease_s": 5, "seats": 2, "streaming_from_tokens": 0})
     assert (settings.seats, settings.worker.lease_s, settings.worker.transports) == (2, 5, "tcp")
+    assert settings.streaming_from_tokens == 0
 
 
-@pytest.mark.parametrize("extra", [{"seats": 0}, {"seats": "8"}, {"lease_s": -1}, {"nics": "a b"}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"seats": 0},
+        {"seats": "8"},
+        {"streaming_from_tokens": -1},
+        {"streaming_from_tokens": True},
+        {"lease_s": -1},
+        {"nics": "a b"},
+    ],
+)
 def test_nonsense_is_refused(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Settings.of(extra)

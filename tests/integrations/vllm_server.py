@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from kvlink import WorkerConfig
+from kvlink.integrations.vllm.announcements import Announcements
 from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import Scheduling
 from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.integrations.vllm.worker import Serving
@@ -33,13 +36,19 @@ class Server:
     lease_s: float = 30.0
     model: str = "tiny"
     heads: int = HEADS
+    coordinator: str = ""
+    streaming_from: int = 0
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.config = WorkerConfig(
-            transports=self.transports, lease_slots=64, lease_s=self.lease_s, timeout_s=5.0
+            transports=self.transports,
+            lease_slots=64,
+            lease_s=self.lease_s,
+            timeout_s=5.0,
+            coordinator=self.coordinator,
         )
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
         self.scheduling = Scheduling(
@@ -48,6 +57,9 @@ class Server:
             lambda blocks: tuple(blocks),
             self.lease_s,
             Rank(0, self.tp_size, self.heads),
+            announcements=Announcements.of(self.config),
+            streaming_from=self.streaming_from,
+            grows=[not group[0].startswith("window") for group in self.groups],
         )
         self.start()
 
@@ -83,11 +95,21 @@ class Server:
         """All heads of one block: [heads, tokens, bytes]."""
         return torch.cat([tensors[layer][block] for tensors in self.caches])
 
-    def step(self) -> None:
-        """One step of the engine."""
-        orders = self.scheduling.take_orders(idle=True)
+    def step(
+        self,
+        chunks: Mapping[str, Chunk] | None = None,
+        preempted: Iterable[str] = (),
+        compute: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One step of the engine. `compute`: what the model does in it."""
+        self.scheduling.scheduled(chunks or {}, preempted)
+        orders = self.scheduling.take_orders(idle=not chunks)
         for rank in self.ranks:
             rank.carry_out(orders)
+        compute()
+        for rank in self.ranks:
+            rank.computed(orders.written, lambda: True)
+        self.scheduling.held(Counter(name for rank in self.ranks for name in rank.take_held()))
         results = [rank.results() for rank in self.ranks]
         self.failed.update(*(result.failed for result in results))
         self._count("sent", [result.sent for result in results])
@@ -130,10 +152,53 @@ class Server:
         self.step()
         return ended
 
+    def begin(self, request: Any, *groups: list[int]) -> None:
+        """Arrives and is scheduled; its first blocks exist."""
+        self.scheduling.on_new_request(request)
+        assert self.scheduling.num_matched(request, 0) == (0, False)
+        self.scheduling.allocated(request, groups, 0)
+
+    def compute(
+        self, request: Any, num_tokens: int, *new_blocks: list[int], writes: Iterable[int] = ()
+    ) -> None:
+        """One chunk, with blocks beyond those it had; `writes`: blocks that get other contents."""
+
+        def write() -> None:
+            for tensors in self.caches:
+                for block in writes:
+                    for tensor in tensors.values():
+                        tensor[block] = torch.randint_like(tensor[block], 255)
+
+        self.step({request.request_id: Chunk(new_blocks, num_tokens)}, compute=write)
+        request.num_computed_tokens += num_tokens
+
+    def end(self, request: Any, *groups: list[int], complete: bool = True) -> dict[str, Any] | None:
+        """Has its first token, or is aborted."""
+        _, params = self.scheduling.finished(request, groups, complete)
+        self.step()
+        return params
+
+    def awaits(self, request: Any) -> bool:
+        """Whether it is not known yet how much there is to load."""
+        return self.scheduling.num_matched(request, 0) == (None, False)
+
+    def load_when_announced(self, request: Any, *groups: list[int]) -> int:
+        """Is asked about until its prefill has begun, and is given blocks."""
+        deadline = time.monotonic() + 10
+        while self.awaits(request):
+            assert time.monotonic() < deadline, f"{self.name}: nothing is announced of {request.request_id}"
+            self.step()
+            time.sleep(0.001)
+        count, _ = self.scheduling.num_matched(request, 0)
+        assert count is not None
+        self.scheduling.allocated(request, groups, count)
+        return count
+
     def load(self, request: Any, *groups: list[int], computed: int = 0) -> tuple[int, bool]:
         """Arrives and is given blocks; `step_until` waits for what was asked for."""
         self.scheduling.on_new_request(request)
         count, in_background = self.scheduling.num_matched(request, computed)
+        assert count is not None
         self.scheduling.allocated(request, groups, count)
         return count, in_background
 
@@ -144,6 +209,7 @@ def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -
         prompt_token_ids=tokens,
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
+        num_preemptions=0,
         kv_transfer_params=dict(params) if params is not None else None,
         mm_features=None,
         lora_request=None,

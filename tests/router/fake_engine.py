@@ -27,6 +27,10 @@ class FakeEngine:
         self.handoff: dict[str, Any] | None = HANDOFF
         self.die = ""
         self.hang = False
+        self.follows = True
+        """As decode: answers a request that names a running prefill. As prefill: says that it announced itself."""
+        self.fails_to_follow = False
+        self.slow_s = 0.0
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -60,11 +64,14 @@ class FakeEngine:
         self.arrived.set()
         if self.die == "at once":
             _cut(request)
+        if self._only_names(body) and self.fails_to_follow:
+            return web.json_response({"error": {"message": "stale"}}, status=500)
         if self.status != 200:
             return web.json_response({"error": {"message": f"{self.name} says no"}}, status=self.status)
         try:
-            if self.hang:
+            if self.hang or (self._only_names(body) and not self.follows):
                 await asyncio.sleep(60)
+            await asyncio.sleep(self.slow_s)
             return await self._answer(request, body)
         except asyncio.CancelledError:
             self.aborted.set()
@@ -73,8 +80,11 @@ class FakeEngine:
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not body.get("stream"):
             answer = {"model": self.name, "choices": [{"text": "ab"}]}
-            if body.get("kv_transfer_params", {}).get("do_remote_decode"):
-                answer["kv_transfer_params"] = self.handoff
+            params = body.get("kv_transfer_params", {})
+            if params.get("do_remote_decode"):
+                name = params.get("kvlink_stream")
+                said = {"kvlink_announced": name} if name and self.follows else {}
+                answer["kv_transfer_params"] = self.handoff and self.handoff | said
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -88,6 +98,10 @@ class FakeEngine:
             await asyncio.sleep(0.01)
         await response.write_eof()
         return response
+
+    def _only_names(self, body: dict[str, Any]) -> bool:
+        params = body.get("kv_transfer_params", {})
+        return bool(params.get("do_remote_prefill")) and "kvlink_stream" in params
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": self.name}]})

@@ -30,11 +30,16 @@ class Place:
         self._ends: dict[str, AsyncExitStack] = {}
         self._stack = stack
 
-    async def start(self, recompute: bool = True) -> Place:
+    async def start(self, recompute: bool = True, streaming_from: int | None = None) -> Place:
         for engine in (*self.prefill, *self.decode):
             end = self._ends[engine.name] = await self._stack.enter_async_context(AsyncExitStack())
             await end.enter_async_context(engine.serving())
-        router = routing([p.url for p in self.prefill], [d.url for d in self.decode], recompute=recompute)
+        router = routing(
+            [p.url for p in self.prefill],
+            [d.url for d in self.decode],
+            recompute=recompute,
+            streaming_from=streaming_from,
+        )
         self.client = await self._stack.enter_async_context(
             ClientSession(await self._stack.enter_async_context(router))
         )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of hand-overs on their way through the coordinator: numbered offers there, claimed one after the other.
+
+Lives in the scheduler's process, on kvlink's control thread; the scheduler itself never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+
+from kvlink.config import WorkerConfig
+from kvlink.control import ControlThread, CoordinatorClient, Offer
+from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
+
+from .handover import Owner
+from .parts import Part
+
+_log = logging.getLogger("vllm.kvlink")
+
+_FIRST_S = 600.0
+"""A prefill server may have a queue. Its own router ends the wait much sooner when it dies."""
+_CLAIM_S = 30.0
+_CLOSE_S = 2.0
+
+
+class Following:
+    """What one request's prefill server announces, as it comes. Read by the scheduler, fed by the control thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.why_ended = ""
+        """Why no more parts come; empty while they do, and after the last."""
+        self._parts: deque[Part] = deque()
+        self._first: Part | None = None
+        self._job: Future[None] | None = None
+
+    def take(self) -> list[Part]:
+        """Those that came since the last call, in order."""
+        parts = []
+        while self._parts:
+            parts.append(self._parts.popleft())
+        return parts
+
+    def stop(self) -> None:
+        """Nobody reads on. Idempotent."""
+        if self._job is not None:
+            self._job.cancel()
+
+    def _add(self, blob: bytes) -> bool:
+        """Whether more follow."""
+        try:
+            part = Part.from_bytes(blob)
+        except KVLinkError as error:
+            self.why_ended = str(error)
+            return False
+        self._first = self._first or part
+        if not part.continues(self._first):
+            self.why_ended = "the prefill server began anew, under another lease"
+            return False
+        self._parts.append(part)
+        return not part.last
+
+
+class Announcements:
+    """Safe from any thread. `coordinator`: host:port. `gap_s`: how long the next part may take after one came."""
+
+    def __init__(self, coordinator: str, gap_s: float) -> None:
+        self._coordinator = coordinator
+        self._gap_s = gap_s
+        self._control = ControlThread.shared()
+        self._client: CoordinatorClient | None = None
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Announcements | None:
+        """None: there is no coordinator."""
+        return cls(config.coordinator, config.timeout_s) if config.coordinator else None
+
+    def announce(self, name: str, number: int, owner: Owner, ttl_s: float, part: bytes) -> Future[None]:
+        """Offers the `number`th part of `name` in the background, on behalf of a worker that has joined there."""
+        # Of one rank to one reader: servers talk here, whatever the number of their workers.
+        offer = Offer(_numbered(name, number), owner.worker_id, owner.epoch, ttl_s, 0, 1, 1, part)
+        return self._control.submit(self._offer(offer))
+
+    def follow(self, name: str) -> Following:
+        """Claims the parts of `name`, one after the other, until the last or `stop`."""
+        following = Following(name)
+        following._job = self._control.submit(self._follow(following))
+        return following
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(KVLinkError):
+            self._control.run(self._close(), _CLOSE_S)
+
+    # On the control thread.
+
+    async def _offer(self, offer: Offer) -> None:
+        try:
+            await self._coordinator_client().offer(offer)
+        except KVLinkError as error:
+            _log.warning("not announced part=%s error=%s", offer.request_id, error)
+            raise
+
+    async def _follow(self, following: Following) -> None:
+        number, goes_on = 0, True
+        try:
+            while goes_on:
+                blob = await self._claim(following.name, number)
+                goes_on = following._add(blob)
+                number += 1
+        except KVLinkError as error:
+            following.why_ended = str(error)
+        finally:
+            if goes_on and not following.why_ended:
+                following.why_ended = "nobody follows it any more"
+
+    async def _claim(self, name: str, number: int) -> bytes:
+        deadline = time.monotonic() + (self._gap_s if number else _FIRST_S)
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                [blob] = await self._coordinator_client().claim(
+                    _numbered(name, number), min(max(left_s, 0.0), _CLAIM_S)
+                )
+            except ValueError:
+                raise ConfigError(f"{name} is announced by several: the name is used twice") from None
+            except UnknownRequest:
+                if left_s <= _CLAIM_S:
+                    raise
+            else:
+                return blob
+
+    def _coordinator_client(self) -> CoordinatorClient:
+        if self._client is None:
+            self._client = CoordinatorClient(self._coordinator)
+        return self._client
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}/{number}"

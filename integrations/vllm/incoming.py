@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode's side in the scheduler's process: requests whose prompts were prefilled elsewhere, or are being prefilled."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlink.errors import ConfigError
+from kvlink.layout import num_seats
+
+from .announcements import Announcements, Following
+from .caches import Rank
+from .handover import KEY, Handover
+from .orders import Load, Orders
+from .parts import STREAM, Part
+from .remote_leases import RemoteLeases
+
+_log = logging.getLogger("vllm.kvlink")
+
+Digest = Callable[[Any, int], str]
+"""Of a request's first tokens."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """`handover` is None while it is awaited, and when `refused` says why there is none."""
+
+    handover: Handover | None = None
+    num_tokens: int = 0
+    """That prefill computes or has computed."""
+    refused: str = ""
+    following: Following | None = None
+    parts: list[Part] = field(default_factory=list)
+    """That the workers do not know of yet."""
+    told: bool = False
+    """The workers know of it."""
+
+    @property
+    def awaited(self) -> bool:
+        return self.handover is None and not self.refused
+
+
+class Incoming:
+    """Requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
+
+    own: any of this server's ranks. digest: as prefill made it. counts: what became of hand-overs that were not used.
+    """
+
+    def __init__(
+        self, own: Rank, announcements: Announcements | None, digest: Digest, counts: Counter[str]
+    ) -> None:
+        self._own = own
+        self._announcements = announcements
+        self._digest = digest
+        self._counts = counts
+        self._remote = RemoteLeases()
+        self._requests: dict[str, _Incoming] = {}
+
+    def arrived(self, request: Any) -> None:
+        """It may wait for long before it is scheduled: its lease is kept alive meanwhile."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        name = params.get(STREAM)
+        if params.get(KEY):
+            incoming = self._requests[request.request_id] = _Incoming()
+            try:
+                handover = Handover.from_params(params)
+            except ConfigError as error:
+                self._counts["malformed"] += 1
+                incoming.refused = str(error)
+            else:
+                self._take(request, incoming, handover, handover.num_tokens)
+        elif self._announcements is not None and isinstance(name, str) and name:
+            self._requests[request.request_id] = _Incoming(following=self._announcements.follow(name))
+        else:
+            without = "; to follow a prefill that still runs this server needs KVLINK_COORDINATOR" * bool(
+                name
+            )
+            self._compute_here(request, f"its prefill server handed over nothing{without}")
+
+    def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond those computed, and whether in the background. None: not known yet."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or not request.kv_transfer_params.get("do_remote_prefill"):
+            return 0, False
+        if incoming.awaited and not self._begun(request, incoming):
+            return (None, False) if request.request_id in self._requests else (0, False)
+        count = max(self._num_tokens(request, incoming) - num_computed, 0)
+        return count, count > 0
+
+    def allocated(
+        self, request: Any, groups: tuple[array[int], ...], num_external: int, orders: Orders
+    ) -> None:
+        """Blocks exist now; `num_external` tokens of them are ours to load."""
+        params = request.kv_transfer_params
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or not params.get("do_remote_prefill"):
+            return
+        params["do_remote_prefill"] = False  # once: what follows a failure is computed here
+        if num_external == 0:
+            self._release(request.request_id)
+            return
+        end = self._num_tokens(request, incoming)
+        incoming.told = True
+        in_parts = incoming.following is not None and not incoming.refused
+        orders.loads.append(
+            Load(
+                request.request_id,
+                incoming.handover,
+                groups,
+                end - num_external,
+                end,
+                incoming.refused,
+                in_parts,
+            )
+        )
+
+    def tell(self, orders: Orders) -> None:
+        """What prefill servers have said of loads that run."""
+        for request_id, incoming in self._requests.items():
+            if incoming.following is None or not incoming.told:
+                continue
+            parts, incoming.parts = incoming.parts + incoming.following.take(), []
+            if parts:
+                orders.parts[request_id] = parts
+            if incoming.following.why_ended:
+                orders.cut[request_id] = incoming.following.why_ended
+
+    def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+        """Loads that ended, well or not. Ranks that none of ours read from wait for nothing."""
+        for request_id in request_ids:
+            incoming = self._pop(request_id)
+            if incoming is None or incoming.handover is None or incoming.refused:
+                continue
+            ranks = range(len(incoming.handover.owners))
+            unread = ranks if request_id in failed else self._unread(ranks)
+            self._remote.release(incoming.handover, unread)
+
+    def ended(self, request: Any, orders: Orders) -> None:
+        """The request is over, whatever it was doing."""
+        request_id = request.request_id
+        self._remote.forget(request_id)
+        incoming = self._requests.get(request_id)
+        if incoming is None:
+            return
+        if incoming.told and incoming.following is not None:
+            orders.cut[request_id] = "the request has ended"
+            self._release(request_id)
+        elif not incoming.told:
+            self._release(request_id)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for incoming in self._requests.values():
+            if incoming.following is not None:
+                incoming.following.stop()
+        self._remote.close()
+
+    def _begun(self, request: Any, incoming: _Incoming) -> bool:
+        assert incoming.following is not None
+        why_ended = incoming.following.why_ended
+        incoming.parts += incoming.following.take()
+        if incoming.parts:
+            first = incoming.parts[0]
+            self._take(request, incoming, first.handover, first.num_tokens)
+            return True
+        if why_ended:
+            self._pop(request.request_id)
+            self._compute_here(request, f"its prefill was not announced ({why_ended})")
+        return False
+
+    def _take(self, request: Any, incoming: _Incoming, handover: Handover, num_tokens: int) -> None:
+        incoming.handover, incoming.num_tokens = handover, num_tokens
+        if request.prompt_token_ids is None or self._digest(request, num_tokens) != handover.prompt:
+            self._counts["another_prompt"] += 1
+            incoming.refused = "the hand-over is of another prompt; the router may have mixed up two requests"
+        else:
+            self._remote.watch(request.request_id, handover)
+
+    def _compute_here(self, request: Any, why: str) -> None:
+        _log.warning("request %s: %s; computing it here", request.request_id, why)
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._counts["not_offered"] += 1
+
+    def _num_tokens(self, request: Any, incoming: _Incoming) -> int:
+        prompt = int(request.num_prompt_tokens)
+        return prompt if incoming.refused else min(prompt, incoming.num_tokens)
+
+    def _unread(self, ranks: range) -> list[int]:
+        """Those of an owner that none of ours reads from: they hold what another one holds, too."""
+        return [
+            r for r in ranks if num_seats(Rank(r, len(ranks), self._own.total_heads), self._own.tp_size) == 0
+        ]
+
+    def _release(self, request_id: str) -> None:
+        """Unless the hand-over is of another request: that one may still be read."""
+        incoming = self._pop(request_id)
+        if incoming is not None and incoming.handover is not None and not incoming.refused:
+            self._counts["released"] += 1
+            self._remote.release(incoming.handover, range(len(incoming.handover.owners)))
+
+    def _pop(self, request_id: str) -> _Incoming | None:
+        self._remote.forget(request_id)
+        incoming = self._requests.pop(request_id, None)
+        if incoming is not None and incoming.following is not None:
+            incoming.following.stop()
+        return incoming

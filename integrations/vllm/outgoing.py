@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill's side of hand-overs in parts: each chunk's blocks are announced when it is scheduled, before it is computed.
+Those of the first follow once every worker holds the lease: who looks at a slot too early finds it stale.
+
+Pure but for the announcing, which happens in the background. Blocks of sliding windows come last, with the answer:
+vLLM gives those that the window leaves behind to others while the prompt is still being computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvlink.ticket import LeaseSeat
+
+from .announcements import Announcements
+from .handover import Greeting, Handover, expanded
+from .parts import STREAM, Part
+
+_MAX_NAME = 256
+
+GroupIds = tuple[list[int], ...]
+
+
+class Writes(Protocol):
+    """Makes the hand-over of a request."""
+
+    def __call__(
+        self,
+        request: Any,
+        seats: tuple[LeaseSeat, ...],
+        groups: tuple[array[int], ...],
+        num_tokens: int,
+        prompt: str,
+    ) -> Handover:
+        """`groups`: blocks of the pool, which hold `num_tokens`. `prompt`: digest of the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step does for one request."""
+
+    new_blocks: GroupIds
+    """Of the groups that are transferred, behind those it had; empty: it needs no more."""
+    num_tokens: int
+    """To be computed in this step."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    name: str
+    request: Any
+    seats: tuple[LeaseSeat, ...]
+    blocks: GroupIds
+    prompt: str
+    num_blocks: int = 0
+    """Of the pool, full once all is computed that is scheduled; at the prompt's end also the one that is not."""
+    ends: bool = False
+    """The prompt's last chunk is scheduled."""
+    holders: int = 0
+    """Workers that hold the lease."""
+    complete: bool = False
+    """The last part is announced."""
+    announced: list[Future[None]] = field(default_factory=list)
+
+    def goes_well(self) -> bool:
+        """Whether the coordinator took a part, and refused none. The last ones may still be on their way."""
+        ended = [each for each in self.announced if each.done()]
+        return bool(ended) and not any(each.cancelled() or each.exception() for each in ended)
+
+
+class Outgoing:
+    """Requests whose readers are told while they are computed.
+
+    from_tokens: shorter prompts are not. grows: by group, whether its blocks stay until the prompt has ended.
+    """
+
+    def __init__(
+        self, announcements: Announcements | None, from_tokens: int, grows: Sequence[bool], ttl_s: float
+    ) -> None:
+        self._announcements = announcements
+        self._from_tokens = from_tokens
+        self._grows = tuple(grows)
+        self._ttl_s = ttl_s
+        self._requests: dict[str, _Outgoing] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def begin(
+        self, request: Any, seats: tuple[LeaseSeat, ...], blocks: GroupIds, digest: Callable[[], str]
+    ) -> None:
+        """A request is scheduled for the first time; its reader may be waiting for it."""
+        name = (request.kv_transfer_params or {}).get(STREAM)
+        if self._announcements is None or not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+            return
+        if request.num_prompt_tokens < self._from_tokens or request.prompt_token_ids is None:
+            return
+        copied = tuple(map(list, blocks))
+        self._requests[request.request_id] = _Outgoing(name, request, seats, copied, digest())
+
+    def give_up(self, request_id: str, own: Greeting, why: str) -> None:
+        """It was preempted or aborted. Idempotent."""
+        out = self._requests.pop(request_id, None)
+        if out is not None and not out.complete:
+            self._send(out, own, Part.gone(why))
+
+    def advance(self, chunks: Mapping[str, Chunk], own: Sequence[Greeting], write: Writes) -> dict[str, int]:
+        """Announces what a step computes. Returns how many blocks of the pool are written once it has run."""
+        written = {}
+        for request_id in self._requests.keys() & chunks.keys():
+            out, chunk = self._requests[request_id], chunks[request_id]
+            if out.ends:
+                continue
+            for group, more in zip(out.blocks, chunk.new_blocks, strict=False):
+                group.extend(more)
+            whole = int(out.request.num_prompt_tokens)
+            end = min(int(out.request.num_computed_tokens) + chunk.num_tokens, whole)
+            out.ends = end == whole
+            # A block that is not full will be written again by the next chunk.
+            block_tokens = own[0].block_tokens
+            written[request_id] = out.num_blocks = (
+                -(-end // block_tokens) if out.ends else end // block_tokens
+            )
+            self._announce(out, own, write)
+        return written
+
+    def held(self, holders: Mapping[str, int], own: Sequence[Greeting], write: Writes) -> None:
+        """So many more workers hold the leases of these requests."""
+        for request_id in self._requests.keys() & holders.keys():
+            out = self._requests[request_id]
+            out.holders += holders[request_id]
+            self._announce(out, own, write)
+
+    def finish(self, request_id: str, own: Greeting, handover: Handover) -> str:
+        """Announces what was left. Returns the name under which everything was announced; empty: not everything."""
+        out = self._requests.pop(request_id, None)
+        if out is None or not out.goes_well():
+            return ""
+        if not out.complete:
+            self._send(out, own, Part(handover, handover.num_tokens, last=True, written=True).to_bytes())
+        return out.name
+
+    def _announce(self, out: _Outgoing, own: Sequence[Greeting], write: Writes) -> None:
+        if not out.num_blocks or out.holders < len(own):
+            return
+        whole = int(out.request.num_prompt_tokens)
+        blocks = tuple(
+            expanded(group, own[0].kernel_blocks)[: out.num_blocks] if grows else array("I")
+            for group, grows in zip(out.blocks, self._grows, strict=True)
+        )
+        num_tokens = min(out.num_blocks * own[0].block_tokens, whole)
+        handover = write(out.request, out.seats, blocks, num_tokens, out.prompt)
+        out.complete = out.ends and all(self._grows)
+        self._send(out, own[0], Part(handover, whole, last=out.complete, written=False).to_bytes())
+
+    def _send(self, out: _Outgoing, own: Greeting, part: bytes) -> None:
+        assert self._announcements is not None
+        number = len(out.announced)
+        out.announced.append(self._announcements.announce(out.name, number, own.owner, self._ttl_s, part))

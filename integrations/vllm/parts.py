@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over in parts: what a prefill server says of a prompt that it is still computing, chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from kvlink.errors import ConfigError, StaleBlocks
+
+from .handover import KEY, Handover, check_signature, signed
+
+STREAM = "kvlink_stream"
+"""In `kv_transfer_params` of both sides: the name under which prefill announces parts and decode claims them."""
+ANNOUNCED = "kvlink_announced"
+"""In prefill's answer: that name, if decode was told everything under it."""
+_GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """All that has blocks by now, from token 0 on. Parts of one hand-over differ in nothing else."""
+
+    handover: Handover
+    """`num_tokens`: of these blocks; `prompt`: of the whole prompt. Groups that come last have no blocks yet."""
+    num_tokens: int
+    """Of the whole prompt."""
+    last: bool
+    """Nothing follows."""
+    written: bool
+    """False: being computed; the lease's slot says how many blocks are written."""
+
+    def to_bytes(self) -> bytes:
+        """What the coordinator carries."""
+        part = {
+            KEY: self.handover.to_params(),
+            "num_tokens": self.num_tokens,
+            "last": self.last,
+            "written": self.written,
+        }
+        return json.dumps(signed(part)).encode()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Part:
+        """Parses foreign bytes. Raises StaleBlocks for `gone`, ConfigError for what neither can have written."""
+        try:
+            given = json.loads(blob)
+            check_signature(given)
+            if _GONE in given:
+                raise StaleBlocks(f"the prefill server gave the request up: {str(given[_GONE])[:80]}")
+            num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
+            handover = Handover.from_params(given)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"no part of a hand-over: {error!r}") from None
+        if type(num_tokens) is not int or not isinstance(last, bool) or not isinstance(written, bool):
+            raise ConfigError("no part of a hand-over: fields of another type")
+        if not handover.num_tokens <= num_tokens < 2**31 or (last and handover.num_tokens != num_tokens):
+            raise ConfigError(
+                f"no part of a hand-over: {handover.num_tokens} of {num_tokens} tokens, {last=}"
+            )
+        return cls(handover, num_tokens, last, written)
+
+    @staticmethod
+    def gone(why: str) -> bytes:
+        """In a part's place: no more of them come."""
+        return json.dumps(signed({_GONE: why})).encode()
+
+    def continues(self, first: Part) -> bool:
+        """Whether both are of one hand-over: after a preemption prefill begins anew, under another lease."""
+        ours, theirs = self.handover, first.handover
+        return (
+            ours.seats == theirs.seats
+            and ours.owners == theirs.owners
+            and ours.prompt == theirs.prompt
+            and ours.block_tokens == theirs.block_tokens
+            and len(ours.groups) == len(theirs.groups)
+            and self.num_tokens == first.num_tokens
+        )

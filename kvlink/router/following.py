@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides at once: decode follows the prefill while it runs, and pulls what is computed already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+from kvlink.router.bodies import Body, announced, following_body
+from kvlink.router.upstream import Answer, Upstream
+
+
+class Followed(NamedTuple):
+    """Decode's answer, and the rest of its body."""
+
+    answer: Answer
+    rest: AsyncIterator[bytes]
+
+
+@asynccontextmanager
+async def following(
+    prefill: Coroutine[Any, Any, Body | None],
+    decode: Upstream,
+    url: str,
+    path: str,
+    body: Body,
+    headers: Mapping[str, str],
+    stream: str,
+) -> AsyncIterator[Followed | Body | None]:
+    """Yields the answer of the decode server at `url`; or what `prefill` returned, its hand-off, when decode cannot
+    follow it or failed at it. Leaving ends both requests.
+
+    stream: the name that prefill was given. Raises what `prefill` raises, and NotServed of decode.
+    """
+    async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(AsyncExitStack())
+        prefilling = asyncio.create_task(prefill)
+        stack.push_async_callback(_end, prefilling)
+        answer = decode.stream(url, path, following_body(body, stream), headers)
+        answering = asyncio.create_task(opened.enter_async_context(answer))
+        stack.push_async_callback(_end, answering)
+        await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done() and not announced(await prefilling, stream):
+            yield prefilling.result()
+            return
+        came = Followed(*await answering)
+        yield came if came.answer.status < 500 else await prefilling
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

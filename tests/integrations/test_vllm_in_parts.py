@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-overs in parts: decode pulls what is written while prefill computes the rest, or nothing of it is used."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+from vllm_server import ASK_PREFILL, Server, request  # isort: skip
+
+from kvlink.control import ControlThread, Coordinator
+from kvlink.integrations.vllm import announcements
+from kvlink.integrations.vllm.outgoing import Chunk
+from kvlink.integrations.vllm.parts import ANNOUNCED, STREAM
+
+PROMPT = list(range(100, 110))  # blocks of 4: two whole ones and a half
+PREFILL = ASK_PREFILL | {STREAM: "s"}
+DECODE = {"do_remote_prefill": True, STREAM: "s"}
+LAYERS = ("layer.0", "layer.1")
+
+NewServer = Callable[..., Server]
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    control = ControlThread.shared()
+    coordinator = Coordinator()
+    control.run(coordinator.start())
+    yield coordinator
+    control.run(coordinator.close())
+
+
+@pytest.fixture
+def new(coordinator: Coordinator) -> Iterator[NewServer]:
+    servers: list[Server] = []
+
+    def start(name: str, *args: Any, **options: Any) -> Server:
+        servers.append(Server(name, *args, **{"coordinator": coordinator.address, **options}))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def same(decode: Server, prefill: Server, *pairs: tuple[int, int], layers: tuple[str, ...] = LAYERS) -> bool:
+    return all(
+        decode.block(layer, ours).equal(prefill.block(layer, theirs))
+        for layer in layers
+        for ours, theirs in pairs
+    )
+
+
+def eventually(decode: Server, condition: Callable[[], bool]) -> None:
+    decode.step_until(condition)
+
+
+def gone(server: Server) -> bool:
+    return len(server.scheduling._slots) == 15 and not server.scheduling._seats
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs: int, ours: int) -> None:
+    prefill, decode = new("p", theirs), new("d", ours)
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    assert decode.awaits(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6, writes=[3, 9])
+    assert decode.load_when_announced(waits, [5, 6, 7]) == 10
+    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    assert not same(decode, prefill, (6, 9)), "it is not full, and will be written again"
+    prefill.compute(asks, 4, [1], writes=[9, 1])
+    eventually(decode, lambda: "x" in decode.received)
+    assert not decode.failed
+    assert same(decode, prefill, (5, 3), (6, 9), (7, 1))
+    answer = prefill.end(asks, [3, 9, 1])
+    assert answer
+    assert answer[ANNOUNCED] == "s"
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+    tallies = [rank.take_tally() for rank in decode.ranks]
+    assert sum(tally["early_bytes"] for tally in tallies if tally) == decode.block("layer.0", 5).nbytes * 2
+
+
+def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> None:
+    """A chunk's blocks are announced before it runs."""
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 4)
+    decode.load_when_announced(waits, [5, 6, 7])
+
+    def meanwhile() -> None:
+        eventually(decode, lambda: same(decode, prefill, (5, 3)))
+        before = decode.block("layer.0", 6).clone()
+        for _ in range(50):
+            decode.step()
+        assert decode.block("layer.0", 6).equal(before)
+        assert not decode.received
+
+    prefill.step({"r": Chunk(([1],), 6)}, compute=meanwhile)
+    eventually(decode, lambda: "x" in decode.received)
+    assert not decode.failed
+    assert same(decode, prefill, (5, 3), (6, 9), (7, 1))
+
+
+def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> None:
+    """Who looks at a slot that is not taken yet finds it stale."""
+    prefill, decode = new("p", 2), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9, 1])
+    prefill.scheduling.scheduled({"r": Chunk((), 10)}, ())
+    orders = prefill.scheduling.take_orders()
+    for rank in prefill.ranks:
+        time.sleep(0.05)
+        assert decode.awaits(waits)
+        rank.carry_out(orders)
+        prefill.scheduling.held(Counter(rank.take_held()))
+    decode.load_when_announced(waits, [5, 6, 7])
+    for rank in prefill.ranks:
+        rank.computed(orders.written, lambda: True)
+    eventually(decode, lambda: "x" in decode.received)
+    assert not decode.failed
+
+
+def test_windows_come_with_the_last_part(new: NewServer) -> None:
+    groups = (("full.0", "full.1"), ("window.0",))
+    prefill, decode = new("p", groups=groups), new("d", groups=groups)
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9], [10, 11])
+    prefill.compute(asks, 8, writes=[3, 9, 10, 11])
+    decode.load_when_announced(waits, [5, 6, 7], [0, 0, 8])
+    eventually(decode, lambda: same(decode, prefill, (5, 3), (6, 9), layers=groups[0]))
+    prefill.compute(asks, 2, [1], [2], writes=[1, 2])
+    assert not decode.received
+    answer = prefill.end(asks, [3, 9, 1], [0, 11, 2])
+    assert answer
+    assert answer[ANNOUNCED] == "s"
+    eventually(decode, lambda: "x" in decode.received)
+    assert not decode.failed
+    assert same(decode, prefill, (5, 3), (6, 9), (7, 1), layers=groups[0])
+    assert same(decode, prefill, (8, 2), layers=groups[1])
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+
+
+def test_short_prompts_are_handed_over_by_the_answer(new: NewServer) -> None:
+    prefill, decode = new("p", streaming_from=11), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9, 1])
+    prefill.compute(asks, 10)
+    answer = prefill.end(asks, [3, 9, 1])
+    assert answer
+    assert ANNOUNCED not in answer
+    assert decode.awaits(waits)
+    decode.scheduling.finished(waits, ([],), False)
+    assert decode.load(request("y", PROMPT, answer), [5, 6, 7]) == (10, True)
+    eventually(decode, lambda: "y" in decode.received)
+    assert not decode.failed
+
+
+def test_another_prompt_is_refused(new: NewServer) -> None:
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", [*PROMPT[:-1], 1], DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6)
+    decode.load_when_announced(waits, [5, 6, 7])
+    eventually(decode, lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+    assert decode.scheduling.take_counts() == {"another_prompt": 1}
+    assert decode.scheduling.take_counts() == {}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bool) -> None:
+    """Others write into its blocks in that very step. What it is given later, or in that step, goes with its answer."""
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6)
+    decode.load_when_announced(waits, [5, 6, 7])
+    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    if not at_once:
+        prefill.step(preempted=["r"])
+    asks.num_computed_tokens, asks.num_preemptions = 0, 1
+    prefill.scheduling.allocated(asks, ([2, 4, 10],), 0)
+    if at_once:
+        prefill.step(preempted=["r"])
+    eventually(decode, lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+    prefill.compute(asks, 10, writes=[2, 4, 10])
+    answer = prefill.end(asks, [2, 4, 10])
+    assert answer
+    assert ANNOUNCED not in answer
+    decode.load(request("y", PROMPT, answer), [8, 11, 12])
+    eventually(decode, lambda: "y" in decode.received)
+    assert decode.failed == {"x"}
+    assert same(decode, prefill, (8, 2), (11, 4), (12, 10))
+
+
+@pytest.mark.parametrize("how", ["aborted", "dead"])
+def test_a_prefill_that_ends_early_fails_the_load(new: NewServer, how: str) -> None:
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6)
+    decode.load_when_announced(waits, [5, 6, 7])
+    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    if how == "aborted":
+        prefill.end(asks, [3, 9], complete=False)
+    else:
+        prefill.close()
+    eventually(decode, lambda: decode.failed == {"x"})
+
+
+def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6)
+    decode.load_when_announced(waits, [5, 6, 7])
+    decode.step()
+    decode.scheduling.finished(waits, ([5, 6, 7],), False)
+    eventually(decode, lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+    prefill.compute(asks, 4, [1])
+    prefill.end(asks, [3, 9, 1])
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+
+
+def test_without_a_coordinator_it_is_computed_here(new: NewServer) -> None:
+    decode = new("d", coordinator="")
+    waits = request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    assert decode.scheduling.num_matched(waits, 0) == (0, False)
+    assert decode.scheduling.take_counts() == {"not_offered": 1}
+
+
+def test_when_the_coordinator_dies_the_answer_still_hands_over(
+    new: NewServer, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "_CLAIM_S", 0.2)
+    prefill, decode = new("p"), new("d")
+    ControlThread.shared().run(coordinator.close())
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9, 1])
+    prefill.compute(asks, 10)
+    answer = prefill.end(asks, [3, 9, 1])
+    assert answer
+    assert ANNOUNCED not in answer
+    deadline = time.monotonic() + 10
+    while decode.awaits(waits):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert decode.scheduling.num_matched(waits, 0) == (0, False)
+    decode.load(request("y", PROMPT, answer), [5, 6, 7])
+    eventually(decode, lambda: "y" in decode.received)
+    assert not decode.failed
