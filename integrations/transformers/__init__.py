@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from .handoff import HandoffStats, KVLinkHandoff
 from .handover import Handover
+from .incoming import Landed
 
-__all__ = ["HandoffStats", "Handover", "KVLinkHandoff"]
+__all__ = ["HandoffStats", "Handover", "KVLinkHandoff", "Landed"]

@@ -13,13 +13,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from kvlink import BlockPool, Ticket, Worker, WorkerConfig
+from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.control import ControlThread
 from kvlink.errors import ConfigError
 
 from .batching import Batching, HeldBlocks
 from .handover import Handover
-from .incoming import Incoming
+from .incoming import Incoming, Landed
+from .memory import pool_of
 from .outgoing import Outgoing
 from .support import layout_of, request_types
 
@@ -44,6 +45,7 @@ class KVLinkHandoff:
 
     manager: from `model.init_continuous_batching`, warmed up if it is to be, running or not. Restarting it after
     `stop(keep_for_next_session=True)` is fine; otherwise close this first.
+    An empty cache on a CPU moves into memory that peers on the host may map.
     worker_id, coordinator, transports, config: as `kvlink.Worker` takes them.
     model: free text that both ends must share, such as name and revision; the architecture's name if empty.
     Raises ConfigError, naming what is missing, for versions and models that cannot be handed over.
@@ -65,7 +67,8 @@ class KVLinkHandoff:
         self._numbers = itertools.count()
         self._refusing, self._num_refused = threading.Lock(), 0
         with ExitStack() as opened:
-            pool = BlockPool.from_tensors([cache.cache_tensor], layout)
+            with self._batching.paused():
+                pool = pool_of(cache, allocator, layout)
             # One thread starts all pulls and sees them end: none may hold it.
             config = replace(config or WorkerConfig.from_env(), inline_bytes=0)
             self.worker = opened.enter_context(
@@ -158,6 +161,10 @@ class KVLinkHandoff:
             refused=self._num_refused,
             held_tables=self._held.num_tables,
         )
+
+    def newest(self) -> Landed | None:
+        """How the newest hand-over came in that no longer waits for bytes. Its blocks may be others' by now."""
+        return self._incoming.newest
 
     def close(self) -> None:
         """Ends offers and pulls, and leaves the manager as it was. What was under way is recomputed. Idempotent."""

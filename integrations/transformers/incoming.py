@@ -25,6 +25,16 @@ from .support import request_types
 _log = logging.getLogger("kvlink.transformers")
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """One hand-over that came in: its pull and the blocks that it wrote, or why its prompt is computed here instead."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    pull: Pull | None
+    error: Exception | None
+
+
 @dataclass(slots=True, eq=False)
 class _Arrival:
     """`num_matched` tokens at the start of the prompt were found in this process's own cache."""
@@ -54,6 +64,7 @@ class Incoming:
         self._arrivals: dict[str, _Arrival] = {}
         self._pulling: set[_Arrival] = set()
         self.num_pulled = self.num_recomputed = self.num_bytes = 0
+        self.newest: Landed | None = None
 
     def submit(self, state: Any, ticket: Ticket, handover: Handover) -> None:
         """Raises ConfigError for a request that could never run here. Everything else happens later."""
@@ -135,6 +146,7 @@ class Incoming:
                 self._held.free(arrival.table)
         if is_wanted:
             del self._arrivals[request_id]
+            self.newest = Landed(request_id, tuple(arrival.table), arrival.pull, error)
             self._join(arrival, error)
 
     def _join(self, arrival: _Arrival, error: Exception | None) -> None:

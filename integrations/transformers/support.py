@@ -25,13 +25,13 @@ _MANAGER = (
 _PROCESSOR = (
     "prepare_next_batch logit_processor.check_kwargs scheduler.active_requests scheduler.waiting_requests "
     "scheduler.add_waiting_request scheduler.finish_request scheduler.schedule_batch scheduler.starved_requests "
-    "scheduler._try_to_meet_safety_margin cache.cache_allocators cache.cache_tensor cache.can_store_request_tokens "
-    "cache.evict_cached_blocks cache.free_blocks cache.mark_complete_blocks "
-    "cache.search_prefix_match"
+    "scheduler._try_to_meet_safety_margin cache.bytes_per_sector cache.cache_allocators cache.cache_tensor "
+    "cache.can_store_request_tokens cache.evict_cached_blocks cache.free_blocks cache.mark_complete_blocks "
+    "cache.num_sectors cache.pool.num_free_sectors cache.pool.try_to_free_sectors cache.search_prefix_match"
 )
 _ALLOCATOR = (
     "block_table bytes_per_block cache_dtype head_dim layer_indices layer_type num_blocks num_key_value_heads "
-    "tokens_per_page"
+    "register_cache_tensor tokens_per_page"
 )
 _STATE = (
     "create_equivalent_initial_request generated_tokens initial_tokens logprobs position_offset "

@@ -3,16 +3,21 @@
 
 `run` is the router and the judge. It starts a coordinator, a prefill and a decode process, sends prompts from
 one to the other, and compares the tokens with a run of the same model, in a fourth, on a cache that never moved.
+Prefill and decode are continuous batching of Hugging Face transformers with kvlink.integrations.transformers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from kvlink.errors import ConfigError
 
 __all__ = ["run"]
+
+_TRANSFORMERS = (5, 19)  # older caches have no name for what they hold
 
 
 def run(transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0) -> int:
@@ -20,11 +25,17 @@ def run(transports: Sequence[str] | None = None, json: bool = False, patience: f
     `patience` multiplies every deadline, for slow machines.
 
     Returns 0, or 1 when any row's tokens differ or its transport fails. Raises ConfigError for names that
-    do not exist and when torch or transformers is not installed.
+    do not exist and when torch or a transformers that can hand requests over is not installed.
     """
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
+    if missing := _missing():
         raise ConfigError(f"the demo needs {' and '.join(missing)}: pip install 'kvlink[demo]'")
     from kvlink.demo.show import show
 
     return show(transports, json, patience)
+
+
+def _missing() -> list[str]:
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if not missing and tuple(map(int, re.findall(r"\d+", version("transformers"))[:2])) < _TRANSFORMERS:
+        missing.append("transformers {}.{}".format(*_TRANSFORMERS))
+    return missing

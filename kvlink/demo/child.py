@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import traceback
-from importlib import import_module
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import ModuleType
+from pkgutil import resolve_name
 from typing import Any
 
 from kvlink.demo.messages import Reply, Role, receive, send
 from kvlink.errors import KVLinkError
 
-ROLES = ("coordinator", "prefill", "decode", "reference")
+# By name: kvlink knows the engines that it is integrated with as an engine's user does, not as a part of itself.
+_BATCHING = "kvlink.integrations.transformers.demo"
+ROLES = {
+    "coordinator": "kvlink.demo.coordinator_role:CoordinatorRole",
+    "prefill": f"{_BATCHING}:PrefillRole",
+    "decode": f"{_BATCHING}:DecodeRole",
+    "reference": f"{_BATCHING}:ReferenceRole",
+}
 
 
 class Host:
@@ -25,7 +32,7 @@ class Host:
         """Runs one command; an exception becomes an "error" in the reply."""
         try:
             if do == "open":
-                self._roles[role] = module_of(role).make(**arguments)
+                self._roles[role] = role_type(role)(**arguments)
                 return {}
             if do == "close":
                 self._roles.pop(role).close()
@@ -42,9 +49,10 @@ class Host:
             self._roles.popitem()[1].close()
 
 
-def module_of(role: str) -> ModuleType:
-    """Imported on first use; its `make` opens the role."""
-    return import_module(f"kvlink.demo.{role}_role")
+def role_type(role: str) -> Callable[..., Role]:
+    """Imported on first use; calling it opens the role."""
+    found: Callable[..., Role] = resolve_name(ROLES[role])
+    return found
 
 
 def serve(pipe: Connection) -> None:

@@ -27,7 +27,7 @@ class Cluster:
         """Returns the coordinator's address once all have started. Raises ChildError."""
         self._children = self._family.wait_ready(_START_S)
         coordinator, *_, reference = self._children
-        reference.call("reference", "open")
+        reference.call("reference", "open", patience=self.patience)
         reference.ask("reference", "tokens")
         coordinator.call("coordinator", "open")
         return str(coordinator.call("coordinator", "address")["address"])

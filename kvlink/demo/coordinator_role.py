@@ -37,6 +37,3 @@ class CoordinatorRole:
 async def _start() -> tuple[Coordinator, str]:
     coordinator = Coordinator()
     return coordinator, await coordinator.start()
-
-
-make = CoordinatorRole

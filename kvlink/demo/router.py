@@ -53,9 +53,10 @@ class Route:
             return failed(self.transport, str(error))
 
     def _row(self, expected: Callable[[], Expected]) -> Row:
-        problems: list[str] = []
-        # Every other prompt's ticket travels with us, the rest are claimed at the coordinator.
-        replies = {name: self._continue(name, i % 2 == 0, problems) for i, name in enumerate(PROMPTS)}
+        replies = {name: self._hand_over(name, name, NUM_NEW_TOKENS) for name in PROMPTS}
+        problems = [
+            f"other bytes than were offered for {name!r}" for name in replies if _differs(replies[name])
+        ]
         wanted = expected()
         different = [name for name, reply in replies.items() if reply["tokens"] != wanted[name]]
         problems += [f"other tokens than the single-process run for {name!r}" for name in different]
@@ -63,6 +64,7 @@ class Route:
         num_bytes, p50_us = self._measure(longest, problems)
         self._check_ends(problems)
         return Row(
+            engine=replies[longest]["engine"],
             transport=self.transport,
             path=replies[longest]["path"],
             processes=1 if self.prefill is self.decode else 2,
@@ -76,54 +78,33 @@ class Route:
             explanation=replies[longest]["explanation"],
         )
 
-    def _continue(self, name: str, carry_ticket: bool, problems: list[str]) -> Reply:
-        """One request, from prompt to tokens."""
-        offer = self._offer([self._request_id(name)], name, publish=not carry_ticket)
-        reply = self.decode.call(
-            "decode",
-            "decode",
-            request_id=self._request_id(name),
-            ticket=offer["tickets"][0] if carry_ticket else None,
-            prompt=PROMPTS[name],
-            first_token=offer["first_token"],
-            num_tokens=NUM_NEW_TOKENS,
-        )
-        if reply["digest"] != offer["digest"]:
-            problems.append(f"other bytes than were offered for {name!r}")
-        self.step()
-        return reply
-
     def _measure(self, name: str, problems: list[str]) -> tuple[int, float]:
         """Bytes and median microseconds of a pull; every pull has an offer and new blocks of its own."""
-        request_ids = [f"{self._request_id(name)}, pull {i}" for i in range(NUM_TIMED_PULLS)]
-        offer = self._offer(request_ids, name, publish=False)
-        pulls = []
-        for request_id, ticket in zip(request_ids, offer["tickets"], strict=True):
-            pulls.append(
-                self.decode.call(
-                    "decode", "measure", request_id=request_id, ticket=ticket, prompt=PROMPTS[name]
-                )
-            )
-            self.step()
-        num_wrong = sum(pull["digest"] != offer["digest"] for pull in pulls)
+        pulls = [self._hand_over(f"{name}, pull {i}", name, num_tokens=1) for i in range(NUM_TIMED_PULLS)]
+        num_wrong = sum(map(_differs, pulls))
         if num_wrong:
             problems.append(f"other bytes than were offered in {num_wrong} of {len(pulls)} timed pulls")
         return pulls[0]["bytes"], median(pull["us"] for pull in pulls)
+
+    def _hand_over(self, request: str, name: str, num_tokens: int) -> Reply:
+        """One request, from prompt to tokens: decode's reply, and the digest of what prefill offered."""
+        offer = self.prefill.call(
+            "prefill", "prefill", request_id=f"{request} over {self.transport}", prompt=PROMPTS[name]
+        )
+        reply = self.decode.call("decode", "decode", handover=offer["handover"], num_tokens=num_tokens)
+        self.step()
+        return {**reply, "offered": offer["digest"]}
 
     def _check_ends(self, problems: list[str]) -> None:
         ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S * self.patience)
         if any(ended.values()):
             problems.append(
-                f"prefill had {ended['unsettled']} unsettled offers, {ended['leaked_blocks']} leaked blocks"
+                f"prefill had {ended['unsettled']} unsettled offers and held {ended['held']} requests' blocks"
             )
 
-    def _offer(self, request_ids: list[str], name: str, publish: bool) -> Reply:
-        return self.prefill.call(
-            "prefill", "offer", request_ids=request_ids, prompt=PROMPTS[name], publish=publish
-        )
 
-    def _request_id(self, name: str) -> str:
-        return f"{name} over {self.transport}"
+def _differs(reply: Reply) -> bool:
+    return bool(reply["digest"] != reply["offered"])
 
 
 def _close(child: Child, role: str) -> None:

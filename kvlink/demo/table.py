@@ -16,6 +16,8 @@ from rich.table import Table
 class Row:
     """One transport. `bytes`, `p50_us` and `gib_per_s` are those of the longest prompt, pulled repeatedly."""
 
+    engine: str
+    """What prefilled and decoded."""
     transport: str
     path: str
     """The transport that carried the bytes, by the pull's own account."""
@@ -41,7 +43,7 @@ class Row:
 
 def failed(transport: str, error: str) -> Row:
     """The row of a transport that did not get as far as tokens."""
-    return Row(transport, "", 0, 0, 0, 0, 0.0, 0.0, False, error)
+    return Row("", transport, "", 0, 0, 0, 0, 0.0, 0.0, False, error)
 
 
 def print_json(row: Row) -> None:
@@ -50,7 +52,7 @@ def print_json(row: Row) -> None:
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
-    """Columns as in Row, then the path of every transport in words, then what went wrong."""
+    """The engine, columns as in Row, then the path of every transport in words, then what went wrong."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("transport", "path"):
         table.add_column(name, no_wrap=True)
@@ -67,6 +69,8 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
             f"{row.gib_per_s:.2f}",
             f"[green]yes, {row.tokens}[/]" if row.tokens_equal else "[bold red]no[/]",
         )
+    for engine in dict.fromkeys(row.engine for row in rows if row.engine):
+        console.print(engine, highlight=False)
     console.print(table)
     for row in rows:
         if row.explanation:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from kvlink.demo.child import ROLES, module_of, serve
+from kvlink.demo.child import ROLES, role_type, serve
 from kvlink.demo.messages import receive, send
 
 _PR_SET_PDEATHSIG = 1
@@ -28,7 +28,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the router, which ends its children
     pipes = [Connection(int(fd)) for fd in sys.argv[1:]]
     for role in ROLES:
-        module_of(role)
+        role_type(role)
     gc.freeze()  # a collection in a child would write to, and so copy, every page
     router, *others = pipes
     send(router, {"pids": [_fork(pipe, pipes) for pipe in others]})

@@ -17,19 +17,22 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+pytest.importorskip("transformers", minversion="5.19", reason="pip install 'kvlink[demo]'")
+
+import torch
+import transformers
 
 from kvlink import _core
+from kvlink import demo as demo_package
 from kvlink.demo import run
 from kvlink.demo.child import Host
 from kvlink.demo.cluster import Cluster
-from kvlink.demo.decode_role import DecodeRole
 from kvlink.demo.messages import Reply
 from kvlink.demo.processes import Child, ChildError, Family
-from kvlink.demo.reference_role import single_process_run
 from kvlink.demo.router import Route
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
 from kvlink.errors import ConfigError
+from kvlink.integrations.transformers.incoming import Incoming
 
 AVAILABLE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
 
@@ -68,6 +71,7 @@ def test_a_row_says_what_was_moved_and_how(
 ) -> None:
     row = rows_of(everything.stdout)[transport]
     longest = max(len(text.encode()) for text in PROMPTS.values())
+    assert row["engine"] == f"continuous batching of transformers {transformers.__version__}"
     assert row["path"] == transport
     assert transport in row["explanation"]
     assert row["processes"] == (1 if transport == "loopback" else 2)
@@ -112,32 +116,55 @@ class HereChild(Child):
         return reply
 
 
-@pytest.mark.parametrize("corrupt", [False, True])
-def test_one_changed_block_changes_the_tokens(monkeypatch: pytest.MonkeyPatch, corrupt: bool) -> None:
-    """Between pull and decode, what one block holds is negated."""
-    pull = DecodeRole._pull
-
-    def pull_and_corrupt(
-        role: DecodeRole, request_id: str, ticket: str | None, block_ids: list[int]
-    ) -> object:
-        result = pull(role, request_id, ticket, block_ids)
-        if corrupt:
-            for plane in role._station.planes._planes:
-                plane[block_ids[0]].neg_()
-        return result
-
-    monkeypatch.setattr(DecodeRole, "_pull", pull_and_corrupt)
+@pytest.fixture
+def here() -> Iterator[HereChild]:
     child = HereChild()
-    child.call("coordinator", "open")
-    try:
-        coordinator = child.call("coordinator", "address")["address"]
-        row = Route("loopback", child, child, lambda: None).try_out(coordinator, single_process_run)
-    finally:
-        child.host.close()
+    yield child
+    child.host.close()
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_one_changed_block_changes_the_tokens(
+    here: HereChild, monkeypatch: pytest.MonkeyPatch, corrupt: bool
+) -> None:
+    """Between pull and decode, what one block holds is negated."""
+    adopt = Incoming._adopt
+
+    def adopt_and_corrupt(incoming: Incoming, arrival: Any) -> None:
+        if corrupt:
+            blocks = incoming._cache.cache_tensor.view(incoming._worker.pool.layout.num_blocks, -1)
+            blocks[arrival.table[0]].view(torch.float32).neg_()
+        adopt(incoming, arrival)
+
+    monkeypatch.setattr(Incoming, "_adopt", adopt_and_corrupt)
+    for role in ("coordinator", "reference"):
+        here.call(role, "open")
+    expected = here.call("reference", "tokens")
+    row = Route("loopback", here, here, lambda: None).try_out(
+        here.call("coordinator", "address")["address"], lambda: expected
+    )
     assert row.tokens_equal is not corrupt
     assert row.good is not corrupt
     assert ("other tokens than the single-process run for 'a page'" in row.error) is corrupt
     assert ("other bytes than were offered in 20 of 20 timed pulls" in row.error) is corrupt
+
+
+def test_a_prompt_that_was_computed_after_all_is_no_pull(here: HereChild) -> None:
+    """Its tokens would be right."""
+    here.call("coordinator", "open")
+    coordinator = here.call("coordinator", "address")["address"]
+    for role in ("prefill", "decode"):
+        here.call(role, "open", transport="loopback", coordinator=coordinator)
+    handover = here.call("prefill", "prefill", request_id="once", prompt="Only once")["handover"]
+    here.call("decode", "decode", handover=handover, num_tokens=2)
+    with pytest.raises(ChildError, match="StaleBlocks: request once"):
+        here.call("decode", "decode", handover=handover, num_tokens=2)
+
+
+def test_an_old_transformers_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_package, "version", lambda name: "5.18.3")
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.19: pip install 'kvlink\[demo\]'"):
+        run(["loopback"])
 
 
 def test_a_killed_role_fails_its_row_with_a_reason() -> None:

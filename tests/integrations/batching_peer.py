@@ -7,7 +7,9 @@ object: worker_id (none: a plain process without kvlink), page_size, num_blocks,
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -73,10 +75,10 @@ class Commands:
         from transformers.generation import ContinuousBatchingConfig
 
         from kvlink import WorkerConfig
-        from kvlink.demo.model import TinyLlama
+        from kvlink.demo.model import tiny_llama
         from kvlink.integrations.transformers import KVLinkHandoff
 
-        self.network = TinyLlama().network
+        self.network = tiny_llama()
         self.manager = self.network.init_continuous_batching(
             GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=-1),
             ContinuousBatchingConfig(page_size=page_size, num_blocks=num_blocks, max_batch_tokens=64),
@@ -147,6 +149,22 @@ class Commands:
         from dataclasses import asdict
 
         return asdict(self.handoff.stats())
+
+    def newest(self) -> dict[str, Any]:
+        """How the newest hand-over came in."""
+        landed = self.handoff.newest()
+        paths = landed.pull.explain() if landed.pull else []
+        return {
+            "request_id": landed.request_id,
+            "transports": [path.transport for path in paths],
+            "error": type(landed.error).__name__,
+        }
+
+    def resident_bytes(self) -> int:
+        """What this process has in memory, without what it shares."""
+        gc.collect()
+        pages = [int(number) for number in Path("/proc/self/statm").read_text().split()]
+        return (pages[1] - pages[2]) * os.sysconf("SC_PAGE_SIZE")
 
     def used(self) -> int:
         """Sectors that somebody holds; blocks kept for their prefixes count as free."""

@@ -24,7 +24,7 @@ from batching_peer import NUM_NEW, BatchingProcess  # noqa: E402
 from transports.processes import eventually  # noqa: E402
 
 from kvlink import Ticket  # noqa: E402
-from kvlink.demo.model import TinyLlama  # noqa: E402
+from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
 from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
 from kvlink.integrations.transformers.support import check_manager  # noqa: E402
@@ -33,18 +33,25 @@ pytestmark = pytest.mark.timeout(300)  # several processes import torch, on a ma
 
 BLOCK = 16
 SLOW_PULLS = {"transports": "fault+tcp", "fault": "delay-data=100ms@every:1"}
+LEASE_S = 10.0  # of `small`
+MAX_GROWTH_BYTES = 4 << 20
 
 _numbers = iter(range(10**6))
 
 
 class Peers:
-    """`plain` knows nothing of kvlink and says what the tokens are. `small` has few blocks, of half the size."""
+    """`plain` knows nothing of kvlink and says what the tokens are.
+
+    `small` has few blocks, of half the size, and pulls slowly.
+    """
 
     def __init__(self) -> None:
         self.plain = BatchingProcess()
         self.prefill = BatchingProcess("prefill")
         self.decode = BatchingProcess("decode")
-        self.small = BatchingProcess("small", page_size=BLOCK // 2, num_blocks=16, config=SLOW_PULLS)
+        self.small = BatchingProcess(
+            "small", page_size=BLOCK // 2, num_blocks=16, config=SLOW_PULLS | {"lease_s": LEASE_S}
+        )
 
     def expected(self, prompt: list[int]) -> list[int]:
         tokens: list[int] = self.plain.call("generate", prompt=prompt, request_id=f"plain-{next(_numbers)}")
@@ -109,6 +116,11 @@ def test_tokens_are_those_of_a_single_process(peers: Peers, num_tokens: int) -> 
     assert "recomputed" not in change
 
 
+def test_a_cache_on_the_cpu_can_be_mapped(peers: Peers) -> None:
+    peers.decoded(peers.prefill.call("prefill", prompt=prompt_of(40)), request_id="mapped")
+    assert peers.decode.call("newest") == {"request_id": "mapped", "transports": ["shm"], "error": "NoneType"}
+
+
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK + 5])
 def test_wrong_blocks_change_the_tokens(peers: Peers, num_tokens: int) -> None:
     """So that equal tokens prove right blocks."""
@@ -152,6 +164,17 @@ def test_an_owner_that_died_is_recomputed(peers: Peers) -> None:
     before = peers.decode.call("stats")
     assert peers.decoded(handover) == peers.expected(prompt)
     assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
+
+
+def test_a_decode_that_dies_costs_no_more_than_a_lease(peers: Peers) -> None:
+    before = peers.small.call("stats")
+    doomed = BatchingProcess("doomed decode", config=SLOW_PULLS)
+    assert doomed.call("stats")["pulled"] == 0  # it is up: the lease need not last for its start
+    doomed.call("submit", handover=peers.small.call("prefill", prompt=prompt_of(40)))
+    eventually(lambda: doomed.call("stats")["held_tables"] == 1)
+    doomed.kill()
+    eventually(lambda: peers.small.call("used") == 0, within_s=3 * LEASE_S)
+    assert gained(before, peers.small.call("stats")) == {"offered": 1, "expired": 1}
 
 
 def test_a_swapped_ticket_is_refused(peers: Peers) -> None:
@@ -199,6 +222,30 @@ def test_more_hand_overs_than_blocks_wait_for_each_other(peers: Peers) -> None:
     assert gained(before, peers.small.call("stats"))["pulled"] == 6
 
 
+def test_nothing_is_left_of_200_requests(peers: Peers) -> None:
+    """Eight at a time, of eight lengths. What a process takes at first it keeps."""
+
+    def hand_over(number: int) -> None:
+        prompts = [prompt_of(1 + 19 * length) for length in range(8)]
+        handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+        request_ids = [
+            peers.decode.call("submit", handover=handover, max_new_tokens=2) for handover in handovers
+        ]
+        for handover, request_id in zip(handovers, request_ids, strict=True):
+            tokens = peers.decode.call("tokens", request_id=request_id)
+            assert tokens[0] == json.loads(handover)["first_token"], number
+
+    before = peers.decode.call("stats")
+    for number in range(10):
+        hand_over(number)
+    settled = [peer.call("resident_bytes") for peer in (peers.prefill, peers.decode)]
+    for number in range(15):
+        hand_over(number)
+    left = [peer.call("resident_bytes") for peer in (peers.prefill, peers.decode)]
+    assert gained(before, peers.decode.call("stats"))["pulled"] == 200
+    assert max(after - first for first, after in zip(settled, left, strict=True)) < MAX_GROWTH_BYTES
+
+
 def test_a_prefill_that_finds_no_blocks_waits_for_a_lease_to_end(peers: Peers) -> None:
     prompts = [prompt_of(50) for _ in range(4)]
     peers.small.call("begin", prompts=prompts)
@@ -243,7 +290,7 @@ def test_closing_recomputes_what_is_on_its_way(peers: Peers) -> None:
 
 
 def test_other_attention_types_are_refused_by_name() -> None:
-    model = TinyLlama().network
+    model = tiny_llama()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 2
     model.config.sliding_window = 32
     config = transformers.generation.ContinuousBatchingConfig(

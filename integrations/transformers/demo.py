@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roles of `kvlink demo`: continuous batching that prefills, that decodes, and that does both by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, __version__
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from kvlink import WorkerConfig
+from kvlink.demo.messages import Reply
+from kvlink.demo.model import tiny_llama
+from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
+from kvlink.errors import TransferError
+
+from .handoff import KVLinkHandoff
+from .handover import Handover
+
+PAGE_TOKENS = 16
+_NUM_PAGES = 256
+_BATCH_TOKENS = 256
+_LEASE_S = 60.0
+_PULL_S = 20.0
+_RESULT_S = 50.0
+# Large, so that a block that was not pulled turns all later tokens wrong; finite, as what is masked must stay 0.
+_POISON = 1e4
+
+
+class _Engine:
+    """A manager on a model of its own, to be started by who is ready for requests."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS, num_blocks=_NUM_PAGES, max_batch_tokens=_BATCH_TOKENS
+        )
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW_TOKENS, eos_token_id=-1)
+        self.manager: Any = tiny_llama().init_continuous_batching(greedy, config)
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        """Of the one request under way, when it has finished. Raises TransferError."""
+        output = self.manager.get_result(request_id, timeout=_RESULT_S * self.patience)
+        if output is None or output.error:
+            raise TransferError(f"{request_id} has no tokens: {output and output.error}")
+        return [int(token) for token in output.generated_tokens]
+
+    def close(self) -> None:
+        """See Role."""
+        if self.manager.is_running():
+            self.manager.stop()
+
+
+class _Peer(_Engine):
+    """An engine that hands requests over, over one transport."""
+
+    name: str
+
+    def __init__(self, transport: str, coordinator: str, patience: float = 1.0) -> None:
+        super().__init__(patience)
+        config = WorkerConfig.from_env()
+        self.handoff = KVLinkHandoff(
+            self.manager,
+            f"{self.name}-{transport}",
+            coordinator=coordinator,
+            transports=transport,
+            config=replace(config, lease_s=_LEASE_S * patience, timeout_s=_PULL_S * patience),
+        )
+        self.manager.start()
+
+    def digest(self, block_ids: Sequence[int], num_tokens: int) -> str:
+        """Equal on both sides exactly if every byte of every token is; block ids do not matter."""
+        pool, planes = self.handoff.worker.pool, 2 * self.manager.model.config.num_hidden_layers
+        blocks = pool.numpy().reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)
+        found = hashlib.blake2b(digest_size=16)
+        for index, block in enumerate(block_ids):
+            found.update(np.ascontiguousarray(blocks[block, :, : num_tokens - index * PAGE_TOKENS]).data)
+        return found.hexdigest()
+
+    def close(self) -> None:
+        """See Role."""
+        self.handoff.close()
+        super().close()
+
+
+class PrefillRole(_Peer):
+    """One transport's prefill worker."""
+
+    name = "prefill"
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        """See Role."""
+        return {"prefill": self.prefill, "ended": self.ended}
+
+    def prefill(self, request_id: str, prompt: str) -> Reply:
+        """What the router carries to decode, and a digest of the prompt's blocks."""
+        handover = self.handoff.prefill(tokenize(prompt), request_id).result(_RESULT_S * self.patience)
+        blocks = handover.open_ticket().block_ids
+        return {"handover": handover.to_json(), "digest": self.digest(blocks, len(handover.prompt))}
+
+    def ended(self, timeout_s: float) -> Reply:
+        """Waits for all offers to end, and counts what did not end as it should."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            stats = self.handoff.stats()
+            left = {"unsettled": stats.offered - stats.settled, "held": stats.held_tables}
+            if not any(left.values()) or time.monotonic() > deadline:
+                return left
+            time.sleep(0.001)
+
+
+class DecodeRole(_Peer):
+    """One transport's decode worker."""
+
+    name = "decode"
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        """See Role."""
+        return {"decode": self.decode}
+
+    def decode(self, handover: str, num_tokens: int) -> Reply:
+        """Pulls and generates. "us": of the pull alone, microseconds from its start to validated, settled blocks.
+
+        Raises what the pull failed with; the tokens would be right nevertheless, of a prompt computed here.
+        """
+        self._poison()
+        received = Handover.from_json(handover)
+        tokens = self.tokens_of(self.handoff.submit(received, max_new_tokens=num_tokens))
+        landed = self.handoff.newest()
+        if landed is None or landed.pull is None or landed.error is not None:
+            raise (landed and landed.error) or TransferError("nothing was pulled")
+        stats, paths = landed.pull.stats, landed.pull.explain()
+        return {
+            "engine": f"continuous batching of transformers {__version__}",
+            "tokens": tokens,
+            "digest": self.digest(landed.block_ids, len(received.prompt)),
+            "us": stats.total_us,
+            "bytes": stats.num_bytes,
+            "path": ", ".join(path.transport for path in paths),
+            "explanation": "; ".join(map(str, paths)),
+        }
+
+    def _poison(self) -> None:
+        """Nothing that came before is left in the cache, so that every byte has to come anew."""
+        cache = self.manager.batch_processor.cache
+        with self.manager.pause():
+            cache.evict_cached_blocks()
+            trash = 2 * cache.bytes_per_sector
+            cache.cache_tensor[trash:].view(torch.float32).fill_(_POISON)
+
+
+class ReferenceRole(_Engine):
+    """The judge's yardstick: no worker, no hand-over, a cache that never leaves its process."""
+
+    def __init__(self, patience: float = 1.0) -> None:
+        super().__init__(patience)
+        self.manager.start()
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        """See Role."""
+        return {"tokens": self.tokens}
+
+    def tokens(self) -> Expected:
+        """Seconds of work."""
+        return {
+            name: self.tokens_of(self.manager.add_request(tokenize(text), name))
+            for name, text in PROMPTS.items()
+        }

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a cache lies: on a CPU in memory that other processes of the host may map, elsewhere where it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlink import BlockPool
+from kvlink.layout import KVLayout
+
+
+def pool_of(cache: Any, allocator: Any, layout: KVLayout) -> BlockPool:
+    """The cache as a pool. REQUIRES that no batch runs.
+
+    An empty cache on a CPU moves, so that peers may read it by shm too; one in use is lent where it is.
+    """
+    if cache.cache_tensor.device.type != "cpu" or _is_in_use(cache):
+        return BlockPool.from_tensors([cache.cache_tensor], layout)
+    pool = BlockPool.allocate(layout)
+    trash_bytes = 2 * cache.bytes_per_sector
+    cache.cache_tensor = pool.torch()
+    allocator.register_cache_tensor(
+        cache.bytes_per_sector, cache.cache_tensor.numel() - trash_bytes, cache.cache_tensor, cache.pool
+    )
+    return pool
+
+
+def _is_in_use(cache: Any) -> bool:
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    return bool(cache.pool.num_free_sectors != cache.num_sectors)
