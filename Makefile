@@ -97,12 +97,12 @@ test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over th
 	then run="tests/softroce/guest --"; fi; \
 	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane $(RDMA_TESTS); else pytest -m softroce; fi
 
-# ENGINES_TESTS="tests/engines/test_vllm.py -k llama": only these.
+# ENGINES=vllm: only this one. ENGINES_TESTS="tests/engines/test_vllm.py -k llama": only these tests.
+ENGINES ?= vllm sglang
 .PHONY: test-engines
 test-engines: build $(VENV)/.checked ## two real inference servers, a router, faults: tens of minutes, 24 GiB of memory
-	.ci/engines vllm $(PYTHON)
-	.ci/engines sglang $(PYTHON)
-	build/engines/vllm/bin/python tests/engines/models.py build/engines/models
+	for engine in $(ENGINES); do .ci/engines $$engine $(PYTHON); done
+	build/engines/$(firstword $(ENGINES))/bin/python tests/engines/models.py build/engines/models
 	pytest -m engines $(ENGINES_TESTS)
 
 .PHONY: test-wheel
@@ -110,11 +110,24 @@ test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment,
 	.ci/test-wheel $(PYTHON)
 
 .PHONY: bench
-bench: build ## the tables of the closing notes
+bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside its limits and other libraries; 10 minutes
+	mkdir -p build/bench
 	kvlink bench plan
 	kvlink bench control
-	kvlink bench pull
-	kvlink bench migrate
+	kvlink bench peers --seconds 1 --json >build/bench/results.jsonl
+	kvlink bench pull --json >>build/bench/results.jsonl
+	kvlink bench migrate --json >>build/bench/results.jsonl
+	kvlink predict --calibrate build/bench/results.jsonl
+	kvlink report build/bench/results.jsonl -o build/bench/report.html
+
+.PHONY: test-instructions
+test-instructions: build ## instructions of plan, post and settle against the committed baseline; a minute
+	.ci/system-packages $(PYTHON) instructions
+	python -m kvlink.benchmarks.instructions.gate
+
+.PHONY: peers
+peers: $(VENV)/.made ## build/peers/: other transfer libraries, each in its own environment, for kvlink bench peers
+	.ci/peers $(PYTHON)
 
 .PHONY: clean
 clean: ## remove .venv/ and everything built

@@ -7,11 +7,12 @@ Each module has `rows(…)`, which measures and yields one mapping a row; every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvlink.cli.tables import show_rows
+from kvlink.cli.tables import print_json, show_rows
 from kvlink.config import WorkerConfig, select
 
 app = typer.Typer(
@@ -58,12 +59,25 @@ def measure_migrate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 4096,
     transport: Transport = "all",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree: one rank's share moves.")] = 1,
+    model_config: Annotated[
+        Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
+    ] = None,
+    trace: Annotated[
+        str,
+        typer.Option(
+            help="Prompt lengths of a trace instead of --tokens: a file, or a published one's name."
+        ),
+    ] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Of the trace, in its order.")] = 100,
     as_json: Json = False,
 ) -> None:
     """Migrate a request of a named model; every phase on its own."""
     from . import migrate as bench
+    from .traces import requests_of
 
-    rows = (row for name in names_of(transport) for row in bench.rows(model, tokens, name, tp))
+    meant = str(model_config or model)
+    lengths = [each.prompt_tokens for each in requests_of(trace, requests)] if trace else tokens
+    rows = (row for name in names_of(transport) for row in bench.rows(meant, lengths, name, tp))
     _finish(rows, as_json, "bench migrate")
 
 
@@ -77,12 +91,57 @@ def measure_plan(as_json: Json = False) -> None:
 
 @app.command("control")
 def measure_control(
-    workers: Annotated[int, typer.Option(min=1, help="Processes that load it.")] = 2, as_json: Json = False
+    workers: Annotated[int, typer.Option(min=1, help="Processes that load it.")] = 2,
+    store: Annotated[
+        str, typer.Option(help="memory: one coordinator; etcd: several over three members, and their losses.")
+    ] = "memory",
+    replicas: Annotated[str, typer.Option(help="With etcd: how many coordinators.")] = "1,2,3",
+    as_json: Json = False,
 ) -> None:
-    """Offer and claim through a coordinator: latency, and hand-offs a second."""
-    from . import control as bench
+    """Offer and claim through coordinators: latency, hand-offs a second, and what losses cost."""
+    from . import control
+    from . import replicas as several
 
-    _finish(bench.rows(workers), as_json, "bench control")
+    if store == "memory":
+        _finish(control.rows(workers), as_json, "bench control")
+    if store != "etcd":
+        raise typer.BadParameter("memory or etcd", param_hint="--store")
+    counts = [int(count) for count in replicas.split(",") if count.isdigit() and int(count) > 0]
+    if not counts:
+        raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint="--replicas")
+    _finish(several.rows(counts), as_json, "bench control on etcd")
+
+
+@app.command("peers")
+def measure_peers(
+    path: Annotated[str, typer.Option(help="host, tcp, or both with a comma.")] = "host,tcp",
+    block_bytes: Annotated[
+        list[int] | None, typer.Option(min=8, help="May be repeated. [4096, 16384, 65536]")
+    ] = None,
+    blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="May be repeated. [256, 4096, and single ones of 16384]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Of each one's turns at each shape.")] = 3.0,
+    environments: Annotated[Path, typer.Option(help="Where `make peers` put them.")] = Path("build/peers"),
+    log: Annotated[Path, typer.Option(help="Takes what the peers print.")] = Path("build/peers/log"),
+    as_json: Json = False,
+) -> None:
+    """Let other transfer libraries move the same blocks, in alternation with kvlink and with bare copies.
+
+    Columns "times X": how many times as long as kvlink over X. Settings, versions and intervals: --json.
+    """
+    from .machine import describe
+    from .peers import run
+
+    common = {"kind": "machine", **describe()}
+    if as_json:
+        print_json(common)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as said:
+        contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, said)
+        rows = show_rows(contests if as_json else map(run.brief, contests), as_json, "bench peers")
+    show_rows(run.verdicts(rows), as_json, "what kvlink promises")
+    raise typer.Exit(0 if all(row.get("verified", True) for row in rows) else 1)
 
 
 def names_of(transport: str) -> list[str]:

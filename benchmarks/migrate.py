@@ -9,7 +9,9 @@ the decode worker's call until it has the blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,18 +37,28 @@ _VERIFY_EVERY = 4  # besides the first and the last
 _SEED = 20_250_102
 
 
-def rows(model: str, tokens: int, transport: str, tp: int = 1, iters: int | None = None) -> Iterator[Row]:
-    """One row a phase. `iters` None: what fits the size. Raises ConfigError, BenchError, TransferError."""
-    blocks = -(-tokens // BLOCK_TOKENS)
-    request_bytes = dense(geometry_of(model, tp, 1)).block_bytes * blocks
-    fitting = _POOL_BYTES // request_bytes
+def rows(
+    model: str, tokens: int | Sequence[int], transport: str, tp: int = 1, iters: int | None = None
+) -> Iterator[Row]:
+    """One row a phase. `tokens`: of every request, or of one after the other, those without room left out.
+
+    `iters` None: what fits the size. Raises ConfigError, BenchError, TransferError.
+    """
+    lengths = [tokens] if isinstance(tokens, int) else [count for count in tokens if count]
+    if not lengths:
+        raise ConfigError("none of these requests has a prompt")
+    block_bytes = dense(geometry_of(model, tp, 1)).block_bytes
+    most = _POOL_BYTES // block_bytes
+    fitting = [count for count in lengths if _blocks(count) <= most]
     if not fitting:
         raise ConfigError(
-            f"{tokens} tokens of {model} at TP {tp} are {request_bytes / 2**30:.1f} GiB, and a pool of this "
-            f"benchmark has at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens or more ranks"
+            f"{min(lengths)} tokens of {model} at TP {tp} are {_blocks(min(lengths)) * block_bytes / 2**30:.1f} GiB, "
+            f"and a pool of this benchmark has at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens or more ranks"
         )
-    geometry = geometry_of(model, tp, blocks * min(fitting, _POOL_REQUESTS))
-    iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // request_bytes, _MOST_ITERS))
+    largest = _blocks(max(fitting))
+    geometry = geometry_of(model, tp, largest * min(most // largest, _POOL_REQUESTS))
+    mean_bytes = sum(map(_blocks, fitting)) * block_bytes // len(fitting)
+    iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS))
     with (
         coordinator_process() as coordinator,
         owner_process(geometry, _SEED, transport, coordinator, here=transport.endswith("loopback")) as owner,
@@ -54,16 +66,21 @@ def rows(model: str, tokens: int, transport: str, tp: int = 1, iters: int | None
             BlockPool.allocate(dense(geometry)), "bench-reader", coordinator=coordinator, transports=transport
         ) as worker,
     ):
-        bench = _Bench(owner, worker, tokens, blocks)
+        bench = _Bench(owner, worker, fitting)
         bench.run(2)  # connects and warms up
         bench.forget()
         bench.run(iters)
-        yield from bench.rows({"model": model, "tokens": tokens, "tp": tp, "transport": transport})
+        left_out = {} if isinstance(tokens, int) else {"left_out": len(tokens) - len(fitting)}
+        yield from bench.rows({"model": model, "tp": tp, "transport": transport} | left_out)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
 
 
 class _Bench:
-    def __init__(self, owner: OwnerSide, worker: Worker, tokens: int, blocks: int) -> None:
-        self._owner, self._worker, self._tokens, self._blocks = owner, worker, tokens, blocks
+    def __init__(self, owner: OwnerSide, worker: Worker, lengths: Sequence[int]) -> None:
+        self._owner, self._worker, self._lengths = owner, worker, lengths
         self._contents = Contents(worker.pool.layout, _SEED)
         self._rng = np.random.default_rng(_SEED)
         self._next = 0
@@ -72,49 +89,53 @@ class _Bench:
     def forget(self) -> None:
         """Drops what was measured so far."""
         self._us: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._tokens: list[int] = []
+        self._bytes: list[int] = []
+        self._ops: list[int] = []
         self._verified = self._wrong = 0
 
     def run(self, iters: int) -> None:
         """Hands over fresh requests, one after the other."""
-        for number in range(iters):
-            owner_ids, ids = self._draw(), self._draw()
+        for number, tokens in enumerate(islice(cycle(self._lengths), iters)):
+            owner_ids, ids = self._draw(tokens), self._draw(tokens)
             check = number % _VERIFY_EVERY == 0 or number == iters - 1
             if check:
                 self._contents.poison(self._worker.pool, ids)
-            self._hand_over(owner_ids, ids)
+            self._hand_over(owner_ids, ids, tokens)
             if check:
                 self._verified += 1
-                self._wrong += not self._contents.equal(self._worker.pool, ids, owner_ids, self._tokens)
+                self._wrong += not self._contents.equal(self._worker.pool, ids, owner_ids, tokens)
 
     def rows(self, common: Row) -> Iterator[Row]:
-        """What was measured."""
+        """What was measured. Tokens, bytes and operations are those of the median request."""
         for phase, us in self._us.items():
             yield {
                 **common,
+                "tokens": round(median(self._tokens)),
                 "phase": phase,
                 "p50_us": float(np.median(us)),
                 "p99_us": float(np.percentile(us, 99)),
-                "bytes": self._stats.num_bytes,
-                "ops": self._stats.num_ops,
+                "bytes": round(median(self._bytes)),
+                "ops": round(median(self._ops)),
                 "iters": len(us),
                 "verified": self._verified > 0 and self._wrong == 0,
             }
 
-    def _draw(self) -> Ids:
-        [ids] = Order().draw(self._rng, self._worker.pool.layout.num_blocks, 1, self._blocks)
+    def _draw(self, tokens: int) -> Ids:
+        [ids] = Order().draw(self._rng, self._worker.pool.layout.num_blocks, 1, _blocks(tokens))
         return ids
 
-    def _hand_over(self, owner_ids: Ids, ids: Ids) -> None:
+    def _hand_over(self, owner_ids: Ids, ids: Ids, tokens: int) -> None:
         self._next += 1
         request_id = f"migrate-{self._next}"
         answer = self._owner.call(
-            "offer", requests={request_id: owner_ids.tolist()}, num_tokens=self._tokens, publish=True
+            "offer", requests={request_id: owner_ids.tolist()}, num_tokens=tokens, publish=True
         )
         start = time.perf_counter_ns()
         pull = self._worker.pull(request_id, into=ids)
         pull.wait()
         took_us = (time.perf_counter_ns() - start) / 1000
-        self._stats = stats = pull.stats
+        stats = pull.stats
         if not stats.settled:
             raise BenchError(f"{pull!r} returned before it was settled")
         measured = (
@@ -123,3 +144,6 @@ class _Bench:
         )  # fmt: skip
         for phase, us in zip(PHASES, measured, strict=True):
             self._us[phase].append(us)
+        self._tokens.append(tokens)
+        self._bytes.append(stats.num_bytes)
+        self._ops.append(stats.num_ops)

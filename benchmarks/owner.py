@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvlink import BlockPool, Worker
+import numpy as np
+
+from kvlink import BlockPool, KVLayout, Worker
 from kvlink._core import FloorSource, floor_memfd
 from kvlink.errors import KVLinkError
 from kvlink.layout import Geometry, dense
@@ -25,12 +27,19 @@ from .contents import Contents
 Answer = dict[str, Any]
 
 
+def lent_pool(layout: KVLayout) -> BlockPool:
+    """Of memory as numpy allocates it, in large pages where the system gives them to those who ask."""
+    return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
+
+
 class Owner:
     """Fills a pool from a seed and offers what it is asked to."""
 
-    def __init__(self, geometry: dict[str, Any], seed: int, transport: str, coordinator: str) -> None:
+    def __init__(
+        self, geometry: dict[str, Any], seed: int, transport: str, coordinator: str, lent: bool = False
+    ) -> None:
         layout = dense(Geometry(**geometry))
-        self._pool = BlockPool.allocate(layout)
+        self._pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
         Contents(layout, seed).fill(self._pool)
         self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None
@@ -49,8 +58,7 @@ class Owner:
     def memory(self) -> Answer:
         """Where the pool lies, for bare reads of it."""
         region = self._pool.regions[0]
-        assert region.memory is not None
-        return {"address": region.address, "memfd": floor_memfd(region.memory)}
+        return {"address": region.address, "memfd": floor_memfd(region.memory) if region.memory else -1}
 
     def listen(self) -> Answer:
         """Starts sending bare answers from the pool."""

@@ -94,14 +94,24 @@ class _Elsewhere:
 
 @contextmanager
 def owner_process(
-    geometry: Geometry, seed: int, transport: str, coordinator: str = "", *, here: bool = False
+    geometry: Geometry,
+    seed: int,
+    transport: str,
+    coordinator: str = "",
+    *,
+    here: bool = False,
+    lent: bool = False,
 ) -> Iterator[OwnerSide]:
-    """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper."""
+    """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper.
+
+    `lent`: its pool is memory that kvlink did not allocate.
+    """
     arguments = {
         "geometry": asdict(geometry),
         "seed": seed,
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,
+        "lent": lent,
     }
     if here:
         owner = Owner(**arguments)  # type: ignore[arg-type]

@@ -143,6 +143,15 @@ def test_rows_of_migrate_are_whole(transport: str) -> None:
     assert all(row["p50_us"] <= whole for row in rows)
 
 
+def test_requests_of_a_trace_are_migrated_one_after_the_other() -> None:
+    rows = list(migrate.rows("qwen3-8b", [100, 40, 10_000_000], "loopback", tp=8, iters=4))
+    assert [row["phase"] for row in rows] == list(migrate.PHASES)
+    for row in rows:
+        assert row["verified"] is True
+        assert (row["tokens"], row["left_out"], row["iters"]) == (70, 1, 4)
+        assert row["bytes"] == 70 * 36 * 2 * 128 * 2
+
+
 def test_flipped_bytes_of_a_migration_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
     assert not any(row["verified"] for row in migrate.rows("qwen3-8b", 40, "fault+loopback", iters=2))

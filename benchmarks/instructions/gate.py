@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kvlink.benchmarks.instructions.gate [--update]`: exit code 1 when a count left its baseline.
+
+Callgrind counts within one function and what it calls, so the same build gives the same count every time, on a busy
+machine too. Compilers differ: the baseline has an entry for each that it was made with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvlink import _core
+from kvlink.errors import ConfigError, KVLinkError
+
+BASELINE = Path(__file__).with_name("baseline.json")
+TOLERANCE = 0.01
+"""Libraries that are called (malloc, memcpy) may differ a little between machines."""
+
+_TIMEOUT_S = 300.0
+_COMPILER = re.compile(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+")
+
+
+class Case(NamedTuple):
+    """Counted while within `function` of work.py's `work`."""
+
+    work: str
+    function: str
+    rounds: int
+
+
+CASES = {
+    "plan": Case("plan", "*PlannerImpl::plan(*", 8),
+    "post": Case("post", "kvlink::time_posting(*", 2),
+    "grant": Case("settle", "kvlink::LeaseTable::grant(*", 400),
+    "settle": Case("settle", "kvlink::LeaseTable::settle(*", 400),
+}
+
+
+class Change(NamedTuple):
+    """One count beside its baseline."""
+
+    name: str
+    counted: int
+    baseline: int
+
+    @property
+    def ratio(self) -> float:
+        """Of the baseline."""
+        return self.counted / self.baseline
+
+    @property
+    def holds(self) -> bool:
+        """Fewer instructions are to be taken into the baseline too, or the next loss would hide behind them."""
+        return abs(self.ratio - 1) <= TOLERANCE
+
+
+class GateError(KVLinkError):
+    """A count could not be taken."""
+
+
+def count(case: Case) -> int:
+    """Instructions of one round. Raises GateError."""
+    work = Path(__file__).with_name("work.py")
+    command = [
+        "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--toggle-collect={case.function}",
+        sys.executable, str(work), str(_core.__file__), case.work, str(case.rounds),
+    ]  # fmt: skip
+    if not shutil.which(command[0]):
+        raise GateError("valgrind is not installed: apt-get install valgrind")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+    found = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or not found:
+        raise GateError(f"{' '.join(command)}:\n{done.stderr}")
+    if not int(found[1]):
+        raise GateError(
+            f"{case.function} was never called: rename it in gate.py as it is called in csrc/ now"
+        )
+    return round(int(found[1]) / case.rounds)
+
+
+def compare(counts: Mapping[str, int], baseline: Mapping[str, int]) -> list[Change]:
+    """Raises ConfigError for a baseline of other cases."""
+    if set(counts) != set(baseline):
+        raise ConfigError(
+            f"the baseline counts {sorted(baseline)}, not {sorted(counts)}: make it anew with --update"
+        )
+    return [Change(name, counted, baseline[name]) for name, counted in counts.items()]
+
+
+def compiler() -> str:
+    """As the extension module names it."""
+    found = _COMPILER.search(Path(str(_core.__file__)).read_bytes())
+    return found[0].decode() if found else "unknown"
+
+
+def main() -> int:
+    """Counts, compares, says which."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update", action="store_true", help="write the counts into the baseline")
+    update = parser.parse_args().update
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        counts = dict(zip(CASES, threads.map(count, CASES.values()), strict=True))
+    known: dict[str, dict[str, int]] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    if update:
+        known[compiler()] = counts
+        BASELINE.write_text(json.dumps(known, indent=2) + "\n")
+    if compiler() not in known:
+        print(f"SKIPPED: no baseline for {compiler()}, only for {', '.join(known)}; make one with --update")
+        return 0
+    changes = compare(counts, known[compiler()])
+    for change in changes:
+        says = "" if change.holds else "  <- changed: mend it, or take it into the baseline with --update"
+        print(f"{change.name:8} {change.counted:>12,} instructions, {change.ratio:.4f} of the baseline{says}")
+    return 0 if all(change.holds for change in changes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

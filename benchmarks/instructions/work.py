@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python work.py CORE CASE ROUNDS`: does one piece of the data plane's work ROUNDS times, on inputs that never change.
+
+Runs under valgrind, so it imports the extension module by its path and nothing else of kvlink.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from random import Random
+from typing import Any
+
+_LAYERS, _BLOCKS, _POOL_BLOCKS = 80, 256, 512  # one rank of Llama 3.1 70B at TP 8, 4,096 tokens
+_TOKENS, _ROW_BYTES = 16, 256
+_BLOCK_BYTES = _TOKENS * _ROW_BYTES
+_PLANES = 2 * _LAYERS
+_SLOTS, _TTL_S = 64, 3600.0
+
+
+def load(path: str) -> Any:
+    """The extension module, without the package around it."""
+    loader = ExtensionFileLoader("kvlink._core", path)
+    spec = spec_from_loader("kvlink._core", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def planning(core: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Fills a plan of random blocks, or a given one again."""
+    pool_bytes = _PLANES * _POOL_BLOCKS * _BLOCK_BYTES
+    planes = [(0, plane // 2, plane * _POOL_BLOCKS * _BLOCK_BYTES) for plane in range(_PLANES)]
+    layout = core.Layout(
+        _POOL_BLOCKS, _TOKENS, 0, 1, _ROW_BYTES, _BLOCK_BYTES, _ROW_BYTES, _ROW_BYTES, planes
+    )
+    planner = core.Planner(layout, layout, [(1 << 40, pool_bytes)], [pool_bytes], [0])
+    owner, reader = (array("I", Random(seed).sample(range(_POOL_BLOCKS), _BLOCKS)) for seed in (1, 2))
+    tokens = (0, _BLOCKS * _TOKENS)
+    return lambda plan: planner.plan(owner, reader, tokens, into=plan), planner.plan(owner, reader, tokens)
+
+
+def plan(core: Any, rounds: int) -> None:
+    """40,960 descriptors each time."""
+    fill, made = planning(core)
+    for _ in range(rounds - 1):
+        fill(made)
+
+
+def post(core: Any, rounds: int) -> None:
+    """Checks, chains and posts the same descriptors as RDMA reads, without a NIC."""
+    _, made = planning(core)
+    core.post_ns(made, rounds)
+
+
+def settle(core: Any, rounds: int) -> None:
+    """Grants a lease, settles it, and takes note of its end."""
+    engine = core.Engine(1, ["loopback"], "127.0.0.1", 0, "", _SLOTS, 1, 0, 1, [])
+    engine.add_pool_region(core.HostMemory(1 << 12))
+    engine.start()
+    for lease in range(1, rounds + 1):
+        [(slot, _, settle_nonce)] = engine.grant(lease, 1, 0, _TTL_S)
+        engine.settle_own(slot, settle_nonce)
+        [_] = engine.take_ended()
+    engine.close()
+
+
+CASES = {work.__name__: work for work in (plan, post, settle)}
+
+if __name__ == "__main__":
+    CASES[sys.argv[2]](load(sys.argv[1]), int(sys.argv[3]))

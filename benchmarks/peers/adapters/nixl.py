@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL as its vLLM connector uses it: descriptors of all blocks prepared once, one READ a request by their indices."""
+
+from __future__ import annotations
+
+import base64
+import json
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from nixl_cu12 import nixl_agent, nixl_agent_config
+
+from . import Transfer
+from .blocks import Blocks, Ids
+
+_MEMORY = "DRAM"
+
+
+class Nixl:
+    """One agent with its progress thread, which an owner that calls nothing needs. Options: `ucx`, UCX's own."""
+
+    def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
+        self.version = version("nixl-cu12")
+        self._blocks = blocks
+        self._agent = nixl_agent(options["name"], nixl_agent_config(backends=[]))
+        self._agent.create_backend("UCX", options.get("ucx", {}))
+        self._agent.register_memory([(blocks.address, blocks.num_bytes, 0, "")], _MEMORY)
+
+    def card(self) -> str:
+        """The agent's metadata, and where the blocks lie."""
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return json.dumps({"metadata": metadata, "address": self._blocks.address})
+
+    def connect(self, card: str) -> None:
+        """Also prepares the descriptors of both ends."""
+        other = json.loads(card)
+        name = self._agent.add_remote_agent(base64.b64decode(other["metadata"]))
+        name = name.decode() if isinstance(name, bytes) else name
+        self._agent.make_connection(name)
+        self._here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._all(self._blocks.address), _MEMORY)
+        self._there = self._agent.prep_xfer_dlist(name, self._all(other["address"]), _MEMORY)
+
+    def prepare(self, there: Ids, here: Ids) -> Transfer:
+        """Timed: make_prepped_xfer, transfer, and polling until it is done."""
+        agent, handles = self._agent, []
+
+        def run() -> None:
+            handle = agent.make_prepped_xfer("READ", self._here, here, self._there, there)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"the transfer ended as {state}")
+            handles.append(handle)
+
+        return Transfer(run, lambda: handles.pop().release())
+
+    def _all(self, base: int) -> Any:
+        size = self._blocks.block_bytes
+        starts = base + np.arange(self._blocks.num_blocks, dtype=np.uint64) * np.uint64(size)
+        return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+
+
+make = Nixl

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everybody moves blocks of one shape on one path, turn by turn, in an order drawn anew each round.
+
+The blocks of every transfer are fresh and random, at both ends, out of a memory larger than the caches. A turn poisons
+the destination, moves one block to warm up, then several transfers that are timed, then compares every byte. Peers are
+stopped while it is not their turn: an idle NIXL agent keeps a core busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from kvlink import _core
+from kvlink.errors import KVLinkError
+
+from ..machine import OtherLoad
+from ..spread import median_interval
+from .contender import KVLINK, Contender, Draw, Who
+from .here import Kvlink
+from .modes import HOST, MODES, TCP
+from .pair import Pair
+
+TRANSPORTS = {HOST: ("shm", "cma"), TCP: ("tcp",)}
+
+QUANTILES = (0, 1, *range(5, 100, 5), 99, 99.9, 100)
+"""Of the times in a row: enough to draw their distribution."""
+
+_SEED = 20_251_121
+_LEAST_MEMORY_BYTES = 64 << 20  # twice the last-level cache of the machines this is run on
+_TURN_BYTES = 64 << 20
+_MOST_TRANSFERS = 64
+_LEAST_TURNS = 3
+
+
+class Shape(NamedTuple):
+    """Of one transfer."""
+
+    block_bytes: int
+    blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one transfer."""
+        return self.block_bytes * self.blocks
+
+    @property
+    def transfers(self) -> int:
+        """Timed in one turn."""
+        return max(1, min(_TURN_BYTES // self.num_bytes, _MOST_TRANSFERS))
+
+    @property
+    def memory_blocks(self) -> int:
+        """Of each end: enough that no block is used twice in a turn."""
+        return max(_LEAST_MEMORY_BYTES // self.block_bytes, (1 + self.transfers) * self.blocks)
+
+
+@dataclass(slots=True)
+class _Score:
+    us: list[float] = field(default_factory=list)
+    cpu_ns: int = 0
+    wrong: int = 0
+    turns: int = 0
+    seconds: float = 0.0
+    why_not: str = ""
+
+
+def rows(
+    path: str, shape: Shape, seconds: float, environments: Path, log: IO[str]
+) -> Iterator[dict[str, Any]]:
+    """One row a contender, of `seconds` of each one's turns; also one for whoever cannot run. Peers write to `log`."""
+    others = OtherLoad()
+    with ExitStack() as stack:
+        there, absent = _gather(path, shape, environments, log, stack)
+        scores = [_Score() for _ in there]
+        rng = np.random.default_rng(_SEED)
+        for contender, score in zip(there, scores, strict=True):
+            _guarded(_tour, contender, score, shape)
+        while active := [i for i, score in enumerate(scores) if _goes_on(score, seconds)]:
+            for number in rng.permutation(active):
+                contender, score = there[number], scores[number]
+                _guarded(_turn, contender, score, _draws(contender, rng, shape))
+        measured = [_row(c.who, shape, score) for c, score in zip(there, scores, strict=True)]
+    busy = others.share()  # now that all of our processes have ended
+    ours = {row["mode"]: row["p50_us"] for row in measured if row["peer"] == KVLINK and "p50_us" in row}
+    for row in measured:
+        times = {f"times_{mode}": row["p50_us"] / us for mode, us in ours.items() if "p50_us" in row}
+        yield row | times | {"other_load": busy}
+    yield from (_row(who, shape, _Score(why_not=why_not)) for who, why_not in absent)
+
+
+def _gather(
+    path: str, shape: Shape, environments: Path, log: IO[str], stack: ExitStack
+) -> tuple[list[Contender], list[tuple[Who, str]]]:
+    there: list[Contender] = []
+    absent: list[tuple[Who, str]] = []
+    for who, make in _candidates(path, shape, environments, log):
+        if isinstance(make, str):
+            absent.append((who, make))
+            continue
+        try:
+            contender = make()
+        except (KVLinkError, OSError) as error:
+            absent.append((who, str(error)))
+            continue
+        stack.callback(contender.close)
+        there.append(contender)
+        for bare in contender.bare(*shape) if isinstance(contender, Kvlink) else ():
+            stack.callback(bare.close)
+            there.append(bare)
+    return there, absent
+
+
+def _candidates(
+    path: str, shape: Shape, environments: Path, log: IO[str]
+) -> Iterator[tuple[Who, Callable[[], Contender] | str]]:
+    """Who should be there, and how to begin or why not."""
+    memory = (shape.block_bytes, shape.memory_blocks, _SEED)
+    refused = {name: why_not for name, _, _, why_not, _ in _core.transports()}
+    for transport in TRANSPORTS[path]:
+        who = Who(KVLINK, transport, path, "", "its defaults")
+        yield who, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)
+    for mode in (mode for mode in MODES if mode.path == path):
+        who = Who(mode.peer, mode.name, path, "", mode.settings)
+        python = environments / mode.peer / "bin" / "python"
+        if python.exists():
+            yield who, partial(Pair, mode, python, *memory, log)
+        else:
+            yield who, f"{python} is missing: make peers"
+
+
+def _guarded(step: Callable[..., None], contender: Contender, score: _Score, *more: Any) -> None:
+    """Who fails is out, its processes ended."""
+    start = time.monotonic()
+    try:
+        step(contender, score, *more)
+    except (KVLinkError, OSError) as error:
+        score.why_not = str(error)
+        contender.close()
+    score.seconds += time.monotonic() - start
+
+
+def _goes_on(score: _Score, seconds: float) -> bool:
+    return not score.why_not and (score.turns < _LEAST_TURNS or score.seconds < seconds)
+
+
+def _tour(contender: Contender, score: _Score, shape: Shape) -> None:
+    """Connects, and touches every page of both memories by the path that is measured."""
+    everything = np.arange(shape.memory_blocks, dtype=np.uint32)
+    for at in range(0, shape.memory_blocks - shape.blocks + 1, shape.blocks):
+        ids = everything[at : at + shape.blocks]
+        _turn(contender, score, [Draw(ids, ids)])
+    score.turns, score.seconds = 0, 0.0
+
+
+def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:
+    contender.prepare(draws)
+    moved = contender.move()
+    score.wrong += contender.wrong()
+    score.us += moved.us
+    score.cpu_ns += moved.cpu_ns
+    score.turns += 1
+
+
+def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list[Draw]:
+    """The first is of one block, or of one run."""
+    lists = [
+        contender.order.draw(rng, shape.memory_blocks, 1 + shape.transfers, shape.blocks) for _ in range(2)
+    ]
+    first, *others = map(Draw, *lists)
+    return [Draw(first.there[: contender.order.run], first.here[: contender.order.run]), *others]
+
+
+def _row(who: Who, shape: Shape, score: _Score) -> dict[str, Any]:
+    row = {**who._asdict(), "block_bytes": shape.block_bytes, "blocks": shape.blocks}
+    if score.why_not or not score.us:
+        return row | {"why_not": score.why_not or "no transfer was timed"}
+    gib = shape.num_bytes / 2**30
+    p50 = float(np.median(score.us))
+    low, high = median_interval(score.us)
+    return row | {
+        "p50_us": p50,
+        "p50_low_us": low,
+        "p50_high_us": high,
+        "p99_us": float(np.percentile(score.us, 99)),
+        "quantiles_us": np.percentile(score.us, QUANTILES).tolist(),
+        "gib_per_s": gib / (p50 / 1e6),
+        "cpu_s_per_gib": score.cpu_ns / 1e9 / (gib * len(score.us)),
+        "transfers": len(score.us),
+        "turns": score.turns,
+        "verified": score.wrong == 0,
+    }

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contenders that need no other environment: kvlink, and the bare copies and sockets on its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+
+from kvlink import BlockPool, Ticket, Worker, __version__
+from kvlink.layout import Geometry, dense
+
+from ..contents import Contents
+from ..draws import Order
+from ..floors import Floor, floors_of
+from ..owner import lent_pool
+from ..processes import BenchError, owner_process
+from .contender import BARE, KVLINK, Draw, Moved, Who
+
+_SMALL_BYTES = 1 << 20  # up to this kvlink copies on the calling thread; so do the bare ways
+_CPU_TAIL_S = 0.002  # the owner may still take note of a settle
+
+
+class Kvlink:
+    """Timed: from `pull` until `wait` returns, so plan, read, validate and settle. Tickets are there before.
+
+    cma is for memory that kvlink did not allocate, so it has the same kind as the peers; shm and tcp have kvlink's own.
+    """
+
+    order = Order()
+
+    def __init__(self, transport: str, path: str, block_bytes: int, num_blocks: int, seed: int) -> None:
+        geometry = Geometry(
+            num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=num_blocks, block_tokens=1,
+            planes_per_layer=1, dtype="uint8", model="bench",
+        )  # fmt: skip
+        layout = dense(geometry)
+        lent = transport == "cma"
+        settings = f"its defaults, {'memory as the peers have it' if lent else 'memory that it allocated'}"
+        self.who = Who(KVLINK, transport, path, __version__, settings)
+        with ExitStack() as stack:
+            self._owner = stack.enter_context(owner_process(geometry, seed, transport, lent=lent))
+            pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
+            self._worker = stack.enter_context(Worker(pool, "bench-reader", transports=transport))
+            self._stack = stack.pop_all()
+        self._contents = Contents(layout, seed)
+        self._requests = map("peers-{}".format, count())
+        self._draws: Sequence[Draw] = ()
+        self._tickets: list[Ticket] = []
+
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        """Offers the blocks and reads the tickets."""
+        self.poison(draws)
+        requests = {next(self._requests): draw.there.tolist() for draw in draws}
+        answer = self._owner.call("offer", requests=requests, num_tokens=None, publish=False)
+        self._tickets = [Ticket.from_text(text) for text in answer["tickets"]]
+
+    def move(self) -> Moved:
+        """Pulls them."""
+        self._pull(0)
+        cpu = self.cpu_ns()
+        us = [self._pull(number) for number in range(1, len(self._draws))]
+        own = time.process_time_ns()
+        time.sleep(_CPU_TAIL_S)
+        return Moved(us, own + self._owner.cpu_ns() - cpu)
+
+    def wrong(self) -> int:
+        """How many transfers did not bring every byte."""
+        return sum(not self._contents.equal(self._worker.pool, draw.here, draw.there) for draw in self._draws)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stack.close()
+
+    def poison(self, draws: Sequence[Draw]) -> None:
+        """Spoils what is to come, here or by a bare copy."""
+        self._draws = draws
+        for draw in draws:
+            self._contents.poison(self._worker.pool, draw.here)
+
+    def cpu_ns(self) -> int:
+        """Of both processes so far."""
+        return time.process_time_ns() + self._owner.cpu_ns()
+
+    def bare(self, block_bytes: int, blocks: int) -> Iterator[Bare]:
+        """The bare ways on this memory."""
+        threaded = blocks * block_bytes > _SMALL_BYTES
+        for floor in floors_of(self.who.mode, self._owner, self._worker.pool, self.order, blocks):
+            yield Bare(self, floor, threaded)
+
+    def _pull(self, number: int) -> float:
+        start = time.perf_counter_ns()
+        pull = self._worker.pull(self._tickets[number], into=self._draws[number].here)
+        pull.wait()
+        took_us = (time.perf_counter_ns() - start) / 1000
+        if not pull.stats.settled:
+            raise BenchError(f"{pull!r} returned before it was settled")
+        return took_us
+
+
+class Bare:
+    """Timed: the bare calls alone. CPU time also has their lists made. Close it before its Kvlink."""
+
+    def __init__(self, memory: Kvlink, floor: Floor, threaded: bool) -> None:
+        self._memory, self._floor = memory, floor
+        self.order = floor.order
+        self._thread = ThreadPoolExecutor(1) if threaded else None
+        self.who = Who(BARE, floor.name, memory.who.path, "", "calls alone, lists made before")
+        self._draws: Sequence[Draw] = ()
+
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        """Only poisons."""
+        self._draws = draws
+        self._memory.poison(draws)
+
+    def move(self) -> Moved:
+        """On a thread of its own where kvlink has one."""
+        first, *others = self._draws
+        self._run(first)
+        cpu = self._memory.cpu_ns()
+        us = [self._run(draw) for draw in others]
+        return Moved(us, self._memory.cpu_ns() - cpu)
+
+    def wrong(self) -> int:
+        """How many transfers did not bring every byte."""
+        return self._memory.wrong()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _run(self, draw: Draw) -> float:
+        if self._thread is None:
+            return self._floor.run(draw.there, draw.here)
+        return self._thread.submit(self._floor.run, draw.there, draw.here).result()

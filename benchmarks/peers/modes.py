@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers, and every setting they are measured with. Their defaults stand where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST, TCP = "host", "tcp"
+PATHS = (HOST, TCP)
+"""Memory of one host by whatever is fastest; or TCP over the loopback interface."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way of using a peer. `why` says who recommends it, or what it shows."""
+
+    peer: str
+    name: str
+    path: str
+    why: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pushes(self) -> bool:
+        """Whether the owner of the blocks begins the transfers."""
+        return bool(self.options.get("push"))
+
+    @property
+    def settings(self) -> str:
+        """In one line."""
+        given = [f"{name}={value}" for name, value in self.environment.items()]
+        given += [f"{name}: {value}" for name, value in self.options.items()]
+        return f"{self.why} ({', '.join(given)})" if given else self.why
+
+
+_NO_ERRORS = {"ucx": {"ucx_error_handling_mode": "none"}}
+# A batch of more blocks than these fails by default.
+_QUEUES = {
+    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
+}
+_POOLED = {**_QUEUES, "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+
+MODES = (
+    Mode("nixl", "default", HOST, "its defaults: UCX takes process_vm_readv"),
+    Mode("nixl", "fast", HOST, "without UCX's error handling", options=_NO_ERRORS),
+    Mode("nixl", "posix", HOST, "UCX's shared memory alone", {"UCX_TLS": "posix,self"}, _NO_ERRORS),
+    Mode("nixl", "tcp", TCP, "its defaults over TCP", {"UCX_TLS": "tcp"}),
+    Mode("nixl", "tcp-vllm", TCP, "as vLLM sets it", {"UCX_TLS": "tcp"}, {"ucx": {"num_threads": "4"}}),
+    Mode("mooncake", "read", TCP, "its defaults", _QUEUES),
+    Mode("mooncake", "write", TCP, "as its vLLM connector uses it", _QUEUES, {"push": True}),
+    Mode("mooncake", "pooled", TCP, "connections kept, as deployments set it", _POOLED, {"push": True}),
+)
+
+NOT_RUN = {
+    (
+        "ucx",
+        "direct",
+    ): "no Python package has its one-sided reads; the rows of nixl are UCX under NIXL's descriptors",
+    ("mooncake", "shared memory"): "its TENT engine has it, and the wheel ignores MC_USE_TENT",
+    ("uccl", "default"): "the wheel does not start without an RDMA device",
+    ("infinistore", "default"): "the wheel does not start without an RDMA device",
+}
+"""Why other peers, or other ways of these, have no mode."""

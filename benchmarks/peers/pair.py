@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes of a peer: one owns blocks, one reads them. They are stopped while others are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from ..draws import Order
+from ..processes import BenchError
+from .contender import Draw, Moved, Who
+from .modes import Mode
+
+_ANSWER_S = 120.0
+_EXIT_S = 10.0
+_HERE = Path(__file__).parent
+_SETTINGS = ("UCX_", "NIXL_", "MC_")
+
+
+class Pair:
+    """A contender (contender.py). One thread."""
+
+    order = Order()
+
+    def __init__(
+        self, mode: Mode, python: Path, block_bytes: int, num_blocks: int, seed: int, log: IO[str]
+    ) -> None:
+        self._ends = [_End(mode, python, log) for _ in range(2)]
+        self._draws: Sequence[Draw] = ()
+        self._starts, self._answers = self._ends if mode.pushes else self._ends[::-1]
+        self._reads = self._ends[1]
+        self._pushes = mode.pushes
+        try:
+            cards = [
+                end.ask(
+                    "open", block_bytes=block_bytes, num_blocks=num_blocks, seed=seed,
+                    options={"name": f"bench-{end.pid}", **mode.options},
+                )
+                for end in self._ends
+            ]  # fmt: skip
+            self._starts.ask("connect", card=cards[1 if mode.pushes else 0]["card"])
+        except BaseException:
+            self.close()
+            raise
+        self.who = Who(mode.peer, mode.name, mode.path, cards[0]["version"], mode.settings)
+        self._signal(signal.SIGSTOP)
+
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        """Poisons what is to come, and lets the peer make ready what it can."""
+        self._signal(signal.SIGCONT)
+        self._draws = draws
+        there, here = self._lists()
+        self._reads.ask("poison", ids=here)
+        mine, theirs = (there, here) if self._pushes else (here, there)
+        self._starts.ask("prepare", there=theirs, here=mine)
+
+    def move(self) -> Moved:
+        """Runs what was prepared."""
+        answer = self._starts.ask("move", other_pid=self._answers.pid)
+        return Moved(answer["us"], answer["cpu_ns"])
+
+    def wrong(self) -> int:
+        """How many transfers did not bring every byte. Then stops both processes until the next `prepare`."""
+        there, here = self._lists()
+        wrong: int = self._reads.ask("check", there=there, here=here)["wrong"]
+        self._signal(signal.SIGSTOP)
+        return wrong
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._signal(signal.SIGCONT)
+        for end in self._ends:
+            end.close()
+
+    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        return [draw.there.tolist() for draw in self._draws], [draw.here.tolist() for draw in self._draws]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for end in self._ends:
+            end.signal(number)
+
+
+class _End:
+    """One process. Raises BenchError when it answers with an error, too late, or not at all."""
+
+    def __init__(self, mode: Mode, python: Path, log: IO[str]) -> None:
+        self._name = f"{mode.peer} {mode.name}"
+        self._process = subprocess.Popen(
+            [str(python), "-m", "adapters", mode.peer],
+            cwd=_HERE,
+            env={**_without_settings(), **mode.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Calls a method of adapters.__main__.End."""
+        asking, answering = self._process.stdin, self._process.stdout
+        assert asking is not None
+        assert answering is not None
+        try:
+            print(json.dumps({"do": do, "arguments": arguments}), file=asking, flush=True)
+            if not select.select([answering], [], [], _ANSWER_S)[0]:
+                raise BenchError(f"{self._name} did not {do} within {_ANSWER_S:g} s")
+            line = answering.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise BenchError(f"{self._name} ended when asked to {do}; its last messages are in the log")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"{self._name} could not {do}: {answer['error']}")
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """No effect on a process that has ended."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Idempotent. Ends it by the end of its input, then by force."""
+        with suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _without_settings() -> dict[str, str]:
+    """This process's environment, but for what would change a peer behind the back of modes.py."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}

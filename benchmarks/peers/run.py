@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All contests of `kvlink bench peers`, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from kvlink.errors import ConfigError
+
+from . import contest
+from .bars import bars
+from .contest import Shape
+from .modes import NOT_RUN, PATHS
+
+_BLOCK_BYTES, _BLOCKS = (4 << 10, 16 << 10, 64 << 10), (256, 4096)
+SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS), Shape(16 << 10, 1))
+"""Those that the promises are about."""
+
+_MOST_BYTES = 512 << 20  # of one transfer: everybody has twice that at each end
+_WORD_BYTES = 8
+_LONG = {"kind", "version", "settings", "p50_low_us", "p50_high_us", "quantiles_us", "turns"}
+
+
+def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
+    """Every size with every number; without any wish SHAPES. Raises ConfigError."""
+    if not block_bytes and not blocks:
+        return list(SHAPES)
+    found = [Shape(size, number) for size in block_bytes or _BLOCK_BYTES for number in blocks or _BLOCKS]
+    for shape in found:
+        if shape.block_bytes % _WORD_BYTES or shape.num_bytes > _MOST_BYTES:
+            raise ConfigError(
+                f"{shape.blocks} blocks of {shape.block_bytes} bytes: a block needs a multiple of {_WORD_BYTES} "
+                f"bytes, and a transfer at most {_MOST_BYTES >> 20} MiB"
+            )
+    return found
+
+
+def contests(
+    path: str, wanted: Iterable[Shape], seconds: float, environments: Path, log: IO[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of one contest after the other. Raises ConfigError for a path that is none."""
+    paths = path.split(",")
+    if unknown := sorted(set(paths) - set(PATHS)):
+        raise ConfigError(f"no path is called {unknown[0]!r}; choose from {', '.join(PATHS)}")
+    for (peer, mode), why_not in NOT_RUN.items():
+        yield {"kind": "peers", "peer": peer, "mode": mode, "path": "any", "why_not": why_not}
+    for name in paths:
+        for shape in wanted:
+            for row in contest.rows(name, shape, seconds, environments.absolute(), log):
+                yield {"kind": "peers", **row}
+
+
+def brief(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as it fits a screen."""
+    return {name: value for name, value in row.items() if name not in _LONG}
+
+
+def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row a promise that these rows speak about."""
+    return ({"kind": "bar", **bar._asdict()} for bar in bars(rows))

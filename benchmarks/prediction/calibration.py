@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost models fitted to measured transfers, with the error they have on transfers they were not fitted to."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvlink.cost import Cost
+from kvlink.errors import ConfigError
+
+_MOST_ROWS = 100_000
+LEAST_SHAPES = 3
+
+
+class Sample(NamedTuple):
+    """A measured transfer; `ops` are contiguous pieces."""
+
+    ops: int
+    num_bytes: int
+    us: float
+
+
+class Fit(NamedTuple):
+    """`errors`: of each sample, predicted / measured - 1, by a fit to the other shapes only; none when these are too
+    few.
+    """
+
+    cost: Cost
+    samples: int
+    errors: tuple[float, ...]
+
+    @property
+    def worst(self) -> float | None:
+        """The largest error, whichever its sign."""
+        return max(map(abs, self.errors), default=None)
+
+
+def fit(samples: Sequence[Sample]) -> Cost:
+    """The Cost with the least squares of relative errors; no part of it negative. Raises ConfigError."""
+    if num_shapes(samples) < LEAST_SHAPES:
+        raise ConfigError(f"a cost model needs transfers of {LEAST_SHAPES} shapes or more to be fitted to")
+    table = np.array(samples, float)
+    parts = np.stack([np.ones(len(table)), table[:, 0], table[:, 1]], axis=1) / table[:, 2:]
+    start, op, byte = _least_squares(parts)
+    # A rate that plays no part in what was measured is not known; 1e6 GiB/s predicts nothing for it.
+    return Cost(start, op * 1000, 1e6 / 2**30 / byte if byte > 0 else 1e6)
+
+
+def _least_squares(parts: Any) -> list[float]:
+    """Coefficients, none negative, that bring each row of `parts` nearest to 1: the best of all subsets in use."""
+    count = parts.shape[1]
+    best, best_error = [0.0] * count, float("inf")
+    for size in range(1, count + 1):
+        for used in combinations(range(count), size):
+            found, *_ = np.linalg.lstsq(parts[:, used], np.ones(len(parts)), rcond=None)
+            error = float(np.sum((parts[:, used] @ found - 1) ** 2))
+            if (found >= 0).all() and error < best_error:
+                best = [0.0] * count
+                for index, value in zip(used, found.tolist(), strict=True):
+                    best[index] = value
+                best_error = error
+    return best
+
+
+def num_shapes(samples: Iterable[Sample]) -> int:
+    """How many different transfers these are."""
+    return len({_shape(sample) for sample in samples})
+
+
+def cross_validated(samples: Sequence[Sample]) -> Fit:
+    """Leaves out one shape at a time. Raises ConfigError."""
+    errors = []
+    for left in samples if num_shapes(samples) > LEAST_SHAPES else ():
+        cost = fit([sample for sample in samples if _shape(sample) != _shape(left)])
+        errors.append(cost.predict_us(left.ops, left.num_bytes) / left.us - 1)
+    return Fit(fit(samples), len(samples), tuple(errors))
+
+
+def _shape(sample: Sample) -> tuple[int, int]:
+    return sample.ops, sample.num_bytes
+
+
+def samples_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Sample]]:
+    """kvlink's transfers of random blocks by transport, from rows of `kvlink bench pull` and `bench peers`."""
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for row in rows:
+        transport = row.get("transport") or (row.get("mode") if row.get("peer") == "kvlink" else None)
+        if row.get("order", "random") != "random" or "p50_us" not in row or "block_bytes" not in row:
+            continue
+        if isinstance(transport, str):
+            blocks, size, us = (_number(row, name) for name in ("blocks", "block_bytes", "p50_us"))
+            found[transport].append(Sample(round(blocks), round(blocks * size), us))
+    return found
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a results file, one a line; other lines are passed over. Raises ConfigError."""
+    try:
+        with path.open() as file:
+            for number, line in enumerate(file):
+                if number >= _MOST_ROWS:
+                    raise ConfigError(f"{path} has more than {_MOST_ROWS} lines: that is no results file")
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    if isinstance(row, dict):
+                        yield row
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no results file of JSON lines: {error}") from error
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e15:
+        raise ConfigError(f"a row of the results has {name} {value!r}")
+    return float(value)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of a machine as the command line describes it. Figures that nobody measured here are marked assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvlink.errors import ConfigError
+
+from ..models import Model
+from .path import NVLINK_GBPS, Path, Request, Staging, pcie_gbps, wire_efficiency
+
+_POST_NS = 17.0  # planning and posting a read: `kvlink bench plan` on a 2-core cloud machine
+_SOFTWARE_US = 6.0  # of one block over the bare copy, from Python: `kvlink bench pull` there
+_ROUND_TRIP_US = 5.0  # assumed: an unloaded fabric of one or two switches
+_ROUND_TRIPS = 2  # the data, then the lease slot
+_NIC_NS = 50.0  # assumed: 20 million reads a second
+_WINDOW = 4 * 16  # queue pairs of a peer, reads under way on each
+_BOUNCE_US = 12.0  # quoted for the extra host copy of one message
+_KERNEL_US = 15.0  # assumed: a gather kernel and its event
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Of each side: `nics` of `gbps` Gb/s on PCIe of `pcie`'s generation with 16 lanes, for all ranks together."""
+
+    nics: int = 8
+    gbps: float = 400.0
+    mtu: int = 4096
+    infiniband: bool = False
+    pcie: int = 5
+    nvlink: int = 4
+
+    def paths(self, ranks: int) -> list[Path]:
+        """GPUDirect first."""
+        wire = self.gbps / 8 * wire_efficiency(self.mtu, self.infiniband)
+        start_us = _SOFTWARE_US + _ROUND_TRIPS * _ROUND_TRIP_US
+        direct = Path(
+            "gpudirect",
+            self.nics,
+            wire,
+            start_us,
+            _POST_NS,
+            pcie_gbps(self.pcie),
+            _NIC_NS,
+            _ROUND_TRIP_US,
+            _WINDOW,
+        )
+        bounced = replace(direct, start_us=start_us + 2 * _BOUNCE_US)
+        return [
+            direct,
+            replace(bounced, name="bounce", staging=Staging.CHUNKS),
+            replace(bounced, name="bounce-whole", staging=Staging.WHOLE),
+            Path("nvlink", ranks, NVLINK_GBPS[self.nvlink], _SOFTWARE_US + _KERNEL_US, 0.0),
+        ]
+
+
+def request_of(model: Model, tokens: int, ranks: int, block_tokens: int, run: int) -> Request:
+    """Of all ranks. `run`: blocks that adjoin at the owner, on average. Raises ConfigError."""
+    if tokens < 1 or run < 1:
+        raise ConfigError("a request has one token at least, and runs have one block")
+    geometry = model.geometry(ranks, 1, block_tokens)
+    planes = geometry.num_layers * geometry.planes_per_layer
+    row_bytes = geometry.total_heads * geometry.row_bytes
+    blocks = -(-tokens // block_tokens)
+    return Request(tokens * planes * row_bytes * ranks, -(-blocks // run) * planes * ranks, model.layers)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Charts as SVG text. The only file that needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from itertools import cycle
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from ..migrate import PHASES
+from ..peers.contest import QUANTILES
+from .measures import Measure, size_text
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "kvlink", "font.family": "sans-serif", "font.size": 9, "grid.alpha": 0.25,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "legend.frameon": False,
+    "text.parse_math": False,
+}  # fmt: skip
+_WIDE = 500  # from end to end, as a factor: there is room for powers of ten only
+_OURS, _OTHERS, _LIMIT = (
+    ("#0b62d6", "#00937f", "#7a3db8"),
+    ("#d9480f", "#c2255c", "#e8a200", "#8c6d46"),
+    "#777777",
+)
+
+
+def _dashes(measures: Sequence[Measure]) -> dict[str, str]:
+    """Limits are dashed, each in its own way."""
+    ways = dict.fromkeys(measure.key.way for measure in measures)
+    limits = [way for way in ways if way.startswith("bare ")]
+    return dict.fromkeys(ways, "-") | dict(zip(limits, cycle(("--", ":", "-.")), strict=False))
+
+
+def _colours(measures: Sequence[Measure]) -> dict[str, str]:
+    """kvlink's in cold colours, other libraries' in warm ones, limits grey."""
+    ways = list(dict.fromkeys(measure.key.way for measure in measures))
+    ours = [way for way in ways if way.startswith("kvlink ")]
+    others = [way for way in ways if not way.startswith(("kvlink ", "bare "))]
+    found = {way: _OURS[index % len(_OURS)] for index, way in enumerate(ours)}
+    found |= {way: _OTHERS[index % len(_OTHERS)] for index, way in enumerate(others)}
+    return {way: found.get(way, _LIMIT) for way in ways}
+
+
+@mpl.rc_context(_STYLE)
+def speeds(measures: Sequence[Measure]) -> str:
+    """GiB/s against block size, limits dashed; of one path and number of blocks."""
+    figure, axes = _figure()
+    dashes = _dashes(measures)
+    for way, colour in _colours(measures).items():
+        points = sorted((m.key.block_bytes, m.gib_per_s) for m in measures if m.key.way == way)
+        axes.plot(
+            *zip(*points, strict=True), dashes[way], marker="o", markersize=3.5, color=colour, label=way
+        )
+    sizes = sorted({measure.key.block_bytes for measure in measures})
+    axes.set_xscale("log", base=2)
+    _log(axes, "y")
+    axes.set_xticks(sizes, list(map(size_text, sizes)), minor=False)
+    axes.set_xlabel("block")
+    axes.set_ylabel("GiB/s, median")
+    return _svg(figure, axes)
+
+
+@mpl.rc_context(_STYLE)
+def distributions(measures: Sequence[Measure]) -> str:
+    """Share of transfers that took at most as long; of one path and shape."""
+    figure, axes = _figure()
+    colours, dashes = _colours(measures), _dashes(measures)
+    for measure in measures:
+        if len(measure.quantiles_us) == len(QUANTILES):
+            way = measure.key.way
+            shares = [share / 100 for share in QUANTILES]
+            axes.plot(measure.quantiles_us, shares, dashes[way], color=colours[way], label=way)
+    _log(axes, "x")
+    axes.set_xlabel("µs")
+    axes.set_ylabel("share of transfers")
+    return _svg(figure, axes)
+
+
+@mpl.rc_context(_STYLE)
+def cpu_time(measures: Sequence[Measure]) -> str:
+    """CPU-s a GiB of both processes; of one path and number of blocks."""
+    known = [measure for measure in measures if measure.cpu_s_per_gib]
+    figure, axes = _figure(height=0.6 + 0.2 * len(known))
+    colours = _colours(known)
+    labels = [f"{measure.key.way}, {size_text(measure.key.block_bytes)}" for measure in known]
+    values = [measure.cpu_s_per_gib or 0.0 for measure in known]
+    axes.barh(range(len(known)), values, color=[colours[measure.key.way] for measure in known])
+    axes.set_yticks(range(len(known)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("CPU-s / GiB, both processes")
+    return _svg(figure, axes, legend=False)
+
+
+@mpl.rc_context(_STYLE)
+def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
+    """Where the time of a migration goes."""
+    figure, axes = _figure(height=0.9 + 0.35 * len(phases))
+    names = [name for name in PHASES if name != "whole"]
+    starts = [0.0] * len(phases)
+    for name, colour in zip(names, (*_OURS, *_OTHERS), strict=False):
+        widths = [found.get(name, 0.0) for found in phases.values()]
+        axes.barh(range(len(phases)), widths, left=starts, color=colour, label=name)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set_yticks(range(len(phases)), list(phases))
+    axes.invert_yaxis()
+    axes.set_xlabel("µs, medians of each phase")
+    return _svg(figure, axes)
+
+
+@mpl.rc_context(_STYLE)
+def predictions(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """(measured, predicted) in µs by transport, each by a model that was not fitted to it."""
+    figure, axes = _figure()
+    for (name, pairs), colour in zip(points.items(), (*_OURS, *_OTHERS), strict=False):
+        axes.plot(*zip(*pairs, strict=True), "o", color=colour, label=name)
+    ends = [value for pairs in points.values() for pair in pairs for value in pair]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=_LIMIT, label="as measured")
+    _log(axes, "x")
+    _log(axes, "y")
+    axes.set_xlabel("measured, µs")
+    axes.set_ylabel("predicted, µs")
+    return _svg(figure, axes)
+
+
+def _figure(height: float = 3.2) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _log(axes: Any, name: str) -> None:
+    """After the data is drawn. Plain numbers: names from files are never read as formulas, so labels hold none."""
+    getattr(axes, f"set_{name}scale")("log")
+    low, high = getattr(axes, f"get_{name}lim")()
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < _WIDE * low else (1,)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _svg(figure: Figure, axes: Any, *, legend: bool = True) -> str:
+    if legend:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]

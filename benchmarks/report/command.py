@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlink.errors import ConfigError
+
+from ..prediction.calibration import read_rows
+from .measures import results_of
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(help="What `kvlink bench … --json` printed; two are compared.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Draw results of the benchmarks on one page that opens anywhere, without a network."""
+    try:
+        from .page import write
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        raise ConfigError("the report needs matplotlib: pip install 'kvlink[report]'") from error
+
+    found = [results_of(path.stem, read_rows(path)) for path in results]
+    for path, each in zip(results, found, strict=True):
+        if not (each.measures or each.phases or each.absent):
+            raise ConfigError(f"{path} holds no row of kvlink bench pull, peers or migrate")
+    try:
+        output.write_text(write(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error}") from error
+    typer.echo(f"{output}: {sum(len(each.measures) for each in found)} measurements")

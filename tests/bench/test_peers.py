@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contest with other libraries: played by kvlink, bare ways and, where `make peers` was run, the peers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvlink.benchmarks import app, machine
+from kvlink.benchmarks.draws import Order
+from kvlink.benchmarks.peers import contest, run
+from kvlink.benchmarks.peers.adapters.blocks import Blocks
+from kvlink.benchmarks.peers.bars import bars
+from kvlink.benchmarks.peers.contender import BARE, KVLINK, Draw, Moved, Who
+from kvlink.benchmarks.peers.contest import Shape
+from kvlink.benchmarks.peers.modes import HOST, MODES, PATHS, TCP, Mode
+from kvlink.benchmarks.peers.pair import Pair
+from kvlink.benchmarks.processes import BenchError
+from kvlink.benchmarks.spread import median_interval
+from kvlink.errors import ConfigError
+
+ENVIRONMENTS = Path(__file__).resolve().parents[2] / "build" / "peers"
+SMALL = Shape(4096, 8)
+MEASURED = {
+    "p50_us", "p50_low_us", "p50_high_us", "p99_us", "quantiles_us", "gib_per_s", "cpu_s_per_gib", "transfers", "turns",
+    "verified", "other_load",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_LEAST_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(contest, "_TURN_BYTES", 1 << 17)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [SMALL, Shape(16_384, 1)])
+def test_who_is_here_is_measured_and_who_is_not_is_named(path: str, shape: Shape, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        rows = list(contest.rows(path, shape, 0, tmp_path, log))
+    ran = [row for row in rows if "why_not" not in row]
+    assert {row["peer"] for row in ran} == {KVLINK, BARE}
+    for row in ran:
+        assert set(row) >= MEASURED
+        assert row["verified"] is True
+        assert row["p50_low_us"] <= row["p50_us"] <= row["p50_high_us"]
+        assert row["turns"] * shape.transfers == row["transfers"]
+        assert 0 <= row["other_load"] <= 1
+    absent = {(row["peer"], row["mode"]): row["why_not"] for row in rows if "why_not" in row}
+    assert set(absent) >= {(mode.peer, mode.name) for mode in MODES if mode.path == path}
+    assert all("make peers" in absent[mode.peer, mode.name] for mode in MODES if mode.path == path)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.peer}-{mode.name}")
+def test_a_peer_moves_every_byte(mode: Mode, tmp_path: Path) -> None:
+    python = ENVIRONMENTS / mode.peer / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no environment for {mode.peer}: make peers")
+    with (tmp_path / "log").open("w") as log:
+        pair = Pair(mode, python, 4096, 64, 7, log)
+        try:
+            ids = Order().draw(np.random.default_rng(1), 64, 4, 8)
+            draws = [Draw(there, here) for there, here in zip(ids[:2], ids[2:], strict=True)]
+            pair.prepare(draws)
+            moved = pair.move()
+            assert len(moved.us) == 1
+            assert moved.cpu_ns > 0
+            assert pair.wrong() == 0
+            pair.prepare(draws)
+            assert pair.wrong() == 2  # poisoned and not moved
+        finally:
+            pair.close()
+
+
+class Liar:
+    """A contender that moves nothing, or fails."""
+
+    order = Order()
+    who = Who("liar", "default", HOST, "1", "")
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+        self._draws: Sequence[Draw] = ()
+
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        self._draws = draws
+
+    def move(self) -> Moved:
+        if self._fails and len(self._draws) > 1:
+            raise BenchError("it broke")
+        return Moved([1.0] * (len(self._draws) - 1), 1)
+
+    def wrong(self) -> int:
+        return len(self._draws)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_peer_that_lies_or_breaks_is_a_row_that_says_so(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "_gather", lambda *_: ([Liar(fails)], []))
+    with (tmp_path / "log").open("w") as log:
+        [row] = contest.rows(HOST, SMALL, 0, tmp_path, log)
+    assert row.get("why_not") == ("it broke" if fails else None)
+    assert row.get("verified") == (None if fails else False)
+
+
+def test_a_peer_process_that_dies_is_reported(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with (tmp_path / "log").open("w") as log, pytest.raises(BenchError, match="nixl default ended"):
+        Pair(MODES[0], python, 4096, 64, 7, log)
+
+
+def test_the_adapters_protocol_answers_errors(tmp_path: Path) -> None:
+    folder = Path(contest.__file__).parent
+    asked = json.dumps({"do": "connect", "arguments": {"card": "{}"}}) + "\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "adapters", "nixl"], cwd=folder, input=asked, capture_output=True, text=True
+    )
+    assert "error" in json.loads(done.stdout)
+    assert done.returncode == 0
+
+
+def test_blocks_know_what_they_should_hold() -> None:
+    here, there = Blocks(64, 8, seed=3), Blocks(64, 8, seed=3)
+    ids = np.array([1, 5], np.int32)
+    assert here.equal(ids, ids)
+    assert not here.equal(ids, ids[::-1].copy())
+    here.poison(ids[:1])
+    assert not here.equal(ids, ids)
+    assert here.equal(ids[1:], ids[1:])
+    assert there.equal(ids, ids)
+
+
+def row(
+    peer: str, mode: str, p50_us: float, cpu: float = 1.0, blocks: int = 256, path: str = HOST
+) -> dict[str, Any]:
+    return {
+        "peer": peer, "mode": mode, "path": path, "block_bytes": 16_384, "blocks": blocks, "p50_us": p50_us,
+        "cpu_s_per_gib": cpu,
+    }  # fmt: skip
+
+
+def test_bars_take_the_best_mode_of_the_best_peer() -> None:
+    rows = [
+        row(BARE, "memcpy", 1), row(KVLINK, "shm", 100, 0.1), row(KVLINK, "cma", 200, 0.4),
+        row("a", "slow", 900, 0.9), row("b", "fast", 400, 1.0), row("b", "tcp", 10, path=TCP),
+    ]  # fmt: skip
+    judged = {(bar.bar, bar.transport): bar for bar in bars(rows)}
+    assert len(judged) == 4
+    assert judged["times as fast", "shm"][4:] == ("b fast", "≥ 4.0", 4.0, True)
+    assert judged["times as fast", "cma"][4:] == ("b fast", "≥ 1.5", 2.0, True)
+    assert judged["CPU time", "shm"].holds
+    assert judged["CPU time", "shm"].against == "a slow"
+    assert not judged["CPU time", "cma"].holds
+
+
+def test_one_block_is_judged_by_its_latency() -> None:
+    [shm, cma] = bars(
+        [row(KVLINK, "shm", 7, blocks=1), row(KVLINK, "cma", 11, blocks=1), row("a", "x", 8, blocks=1)]
+    )
+    assert (shm.bar, shm.holds, cma.holds) == ("latency of one block", True, False)
+
+
+def test_without_a_peer_nothing_is_judged() -> None:
+    assert not list(bars([row(KVLINK, "shm", 100), {"peer": "a", "mode": "x", "why_not": "not here"}]))
+
+
+def test_shapes_and_paths_are_checked() -> None:
+    assert run.shapes(None, None) == list(run.SHAPES)
+    assert run.shapes([4096], [1, 2]) == [(4096, 1), (4096, 2)]
+    for size, blocks in ((12, 1), (1 << 20, 1024)):
+        with pytest.raises(ConfigError, match="at most 512 MiB"):
+            run.shapes([size], [blocks])
+    unmeasured = list(run.contests("host", [], 0, Path(), sys.stderr))
+    assert all(row["why_not"] for row in unmeasured)
+    with pytest.raises(ConfigError, match="choose from host, tcp"):
+        next(run.contests("wire", [], 0, Path(), sys.stderr))
+
+
+def test_the_interval_of_a_median_narrows_with_more_values() -> None:
+    assert median_interval([3, 1, 2]) == (1, 3)
+    low, high = median_interval(list(range(1000)))
+    assert 460 < low < 500 < high < 540
+
+
+def test_the_command_prints_machine_rows_and_verdicts(tmp_path: Path) -> None:
+    options = ["--block-bytes", "4096", "--blocks", "8", "--path", "host", "--seconds", "0", "--json"]
+    places = ["--environments", str(tmp_path), "--log", str(tmp_path / "log")]
+    done = CliRunner().invoke(app, ["peers", *options, *places])
+    assert done.exit_code == 0, done.output
+    first, *rows = map(json.loads, done.output.splitlines())
+    assert first["kind"] == "machine"
+    assert first["cores"] >= 1
+    assert {row["kind"] for row in rows} == {"peers"}  # nothing to judge without a peer
+    measured = [row["peer"] for row in rows if "p50_us" in row]
+    assert KVLINK in measured
+    assert BARE in measured
+
+
+def test_other_load_leaves_our_own_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(100.0, 200.0, 10.0), (108.0, 210.0, 13.0)])  # busy, whole, ours
+    monkeypatch.setattr(machine, "_times", lambda: next(times))
+    assert machine.OtherLoad().share() == pytest.approx((8 - 3) / 10)
+
+
+def test_times_of_this_machine_rise() -> None:
+    busy, whole, ours = machine._times()
+    assert 0 < ours <= busy < whole

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predictor: against figures derived by hand, a published table, and transfers made up from a known cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path as File
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvlink.benchmarks.models import MODELS
+from kvlink.benchmarks.prediction import published
+from kvlink.benchmarks.prediction.calibration import Sample, cross_validated, fit, read_rows, samples_of
+from kvlink.benchmarks.prediction.command import app
+from kvlink.benchmarks.prediction.machines import Machine, request_of
+from kvlink.benchmarks.prediction.path import Path, Request, Staging, pcie_gbps, wire_efficiency
+from kvlink.cost import Cost
+from kvlink.errors import ConfigError
+
+PLAIN = Path("plain", rails=1, wire_gbps=49, start_us=0, post_ns=0)
+ONE_RANK_OF_70B = Request(160 << 20, 40_960, 80)
+
+
+@pytest.mark.parametrize(
+    ("mtu", "roce", "infiniband"), [(1024, 0.923, 0.975), (2048, 0.960, 0.988), (4096, 0.979, 0.994)]
+)
+def test_headers_take_their_share_of_the_wire(mtu: int, roce: float, infiniband: float) -> None:
+    assert wire_efficiency(mtu) == pytest.approx(roce, abs=1e-3)
+    assert wire_efficiency(mtu, infiniband=True) == pytest.approx(infiniband, abs=1e-3)
+
+
+def test_sixteen_lanes_of_generation_5_carry_57_gb() -> None:
+    assert pcie_gbps(5) == pytest.approx(57, abs=0.5)
+
+
+@pytest.mark.parametrize(("million_posts", "ms"), [(0.32, 128), (1, 41), (10, 4.1), (12, 3.4)])
+def test_posting_binds_until_the_wire_does(million_posts: float, ms: float) -> None:
+    found = replace(PLAIN, post_ns=1e3 / million_posts).predict(ONE_RANK_OF_70B)
+    assert found.total_ms == pytest.approx(ms, rel=0.02)
+    assert found.bottleneck == ("wire" if million_posts > 11 else "posting")
+
+
+@pytest.mark.parametrize(
+    ("round_trip_us", "piece", "pairs"), [(3, 4096, 3), (5, 8192, 2), (10, 4096, 8), (10, 16_384, 2)]
+)
+def test_queue_pairs_are_enough_when_the_window_no_longer_binds(
+    round_trip_us: float, piece: int, pairs: int
+) -> None:
+    request = Request(1000 * piece, 1000, 1)
+    bound = [
+        replace(PLAIN, round_trip_us=round_trip_us, window=16 * number).predict(request).bottleneck
+        for number in (pairs - 1, pairs)
+        if number
+    ]
+    assert bound == ["window", "wire"][-len(bound) :]
+
+
+def test_bounce_buffers_cost_more_than_gpudirect_and_most_without_chunks() -> None:
+    direct, chunks, whole, _ = Machine().paths(8)
+    times = [path.predict(ONE_RANK_OF_70B).total_ms for path in (direct, chunks, whole)]
+    assert times == sorted(times)
+    assert whole.staging is Staging.WHOLE
+    assert times[2] - times[0] == pytest.approx(2 * (20 << 20) / pcie_gbps(5) / 1e6 + 0.024, rel=1e-3)
+
+
+def test_a_slow_bus_binds_a_fast_nic() -> None:
+    direct = Machine(pcie=3, gbps=400).paths(1)[0]
+    assert direct.predict(ONE_RANK_OF_70B).bottleneck == "PCIe"
+
+
+def test_layer_wise_moves_hide_behind_prefill() -> None:
+    request = Request(8 << 30, 1000, 80)
+    whole = PLAIN.predict(request).total_ms
+    assert PLAIN.exposed_ms(request, prefill_ms=10 * whole) == pytest.approx(whole / 80)
+    assert PLAIN.exposed_ms(request, prefill_ms=0) == pytest.approx(whole * 81 / 80)
+    assert PLAIN.rails_to_hide(request, prefill_ms=whole) == 2
+    assert PLAIN.rails_to_hide(request, prefill_ms=whole / 3.9) == 4
+    assert PLAIN.rails_to_hide(request, prefill_ms=0) is None
+
+
+@given(st.integers(1, 64), st.integers(1, 2**34), st.integers(1, 10**6))
+def test_more_rails_are_never_slower_and_more_bytes_never_faster(
+    rails: int, num_bytes: int, pieces: int
+) -> None:
+    path = Machine(nics=rails).paths(1)[0]
+    request = Request(num_bytes, pieces, 10)
+    time = path.predict(request).total_ms
+    assert replace(path, rails=rails + 1).predict(request).total_ms <= time
+    assert path.predict(Request(num_bytes + 1, pieces, 10)).total_ms >= time
+
+
+@pytest.mark.parametrize(("name", "pieces_each_rank"), [("llama-3.1-70b", 40_960), ("deepseek-v3", 15_616)])
+def test_requests_have_the_pieces_of_their_geometry(name: str, pieces_each_rank: int) -> None:
+    request = request_of(MODELS[name], 4096, 8, 16, 1)
+    assert request.pieces == 8 * pieces_each_rank
+    ranks = 8 if MODELS[name].mla else 1  # every rank of an MLA model has the whole latent
+    assert request.num_bytes == 4096 * MODELS[name].token_bytes * ranks
+    assert request_of(MODELS[name], 4096, 8, 16, 4).pieces == request.pieces // 4
+
+
+def test_the_published_table_comes_out_within_a_tenth() -> None:
+    rows = list(published.rows())
+    assert [row["tokens"] for row in rows if row["fitted"]] == [128, 32_768]
+    assert all(abs(row["error"]) < 1e-3 for row in rows if row["fitted"])
+    errors = [abs(row["error"]) for row in rows if not row["fitted"]]
+    assert len(errors) == 4
+    assert max(errors) < 0.10
+
+
+SHAPES = [(1, 16_384), (256, 4 << 20), (256, 1 << 20), (4096, 64 << 20), (4096, 256 << 20)]
+
+
+def test_a_fit_finds_the_cost_that_made_the_samples() -> None:
+    cost = Cost(start_us=7, op_ns=60, gib_per_s=9)
+    found = cross_validated([Sample(*shape, cost.predict_us(*shape)) for shape in SHAPES])
+    assert found.cost.start_us == pytest.approx(7)
+    assert found.cost.op_ns == pytest.approx(60)
+    assert found.cost.gib_per_s == pytest.approx(9)
+    assert found.worst is not None
+    assert found.worst < 1e-6
+
+
+def test_an_error_is_of_a_shape_that_the_fit_had_not_seen() -> None:
+    cost = Cost(start_us=7, op_ns=60, gib_per_s=9)
+    made = [Sample(*shape, cost.predict_us(*shape)) for shape in SHAPES]
+    odd = made[3]._replace(us=2 * made[3].us)
+    assert cross_validated([*made[:3], odd, odd, made[4]]).errors[3] == pytest.approx(-0.5)
+    assert cross_validated(made[:3]).worst is None  # three unknowns fit three shapes whatever they are
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=len(SHAPES), max_size=len(SHAPES)))
+def test_no_part_of_a_fit_is_negative(times: list[float]) -> None:
+    cost = fit([Sample(*shape, us) for shape, us in zip(SHAPES, times, strict=True)])
+    assert cost.start_us >= 0
+    assert cost.op_ns >= 0
+    assert cost.gib_per_s > 0
+    assert math.isfinite(cost.predict_us(1, 1))
+
+
+def test_too_few_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 shapes"):
+        fit([Sample(1, 16_384, 7.0)] * 5)
+
+
+def results(folder: File) -> File:
+    cost = Cost(start_us=35, op_ns=100, gib_per_s=3)
+    rows = [
+        {"transport": "tcp", "blocks": ops, "block_bytes": size // ops, "p50_us": cost.predict_us(ops, size)}
+        for ops, size in SHAPES
+    ]
+    rows += [
+        {"peer": "nixl", "mode": "tcp", "blocks": 1, "block_bytes": 1, "p50_us": 1.0},
+        {"kind": "machine"},
+    ]
+    path = folder / "results"
+    path.write_text("a line of a log\n" + "\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_results_calibrate_their_transport(tmp_path: File) -> None:
+    assert list(samples_of(read_rows(results(tmp_path)))) == ["tcp"]
+    done = CliRunner().invoke(
+        app,
+        [
+            "--model",
+            "qwen3-8b",
+            "--tokens",
+            "1024",
+            "--tp",
+            "1",
+            "--calibrate",
+            str(results(tmp_path)),
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    fitted, *rows = map(json.loads, done.output.splitlines())
+    assert (fitted["transport"], round(fitted["gib_per_s"], 3), fitted["samples"]) == ("tcp", 3, len(SHAPES))
+    assert fitted["worst_error"] < 1e-6
+    tcp = next(row for row in rows if row["path"] == "tcp")
+    assert tcp["ms"] == pytest.approx(0.035 + 36 * 2 * 64 * 1e-4 + 144 / 1024 / 3 * 1e3)
+
+
+@pytest.mark.parametrize("text", ["{", '{"transport": "tcp", "block_bytes": 1, "p50_us": 1}', "", '{"a": 1}'])
+def test_files_without_results_are_refused(text: str, tmp_path: File) -> None:
+    path = tmp_path / "results"
+    path.write_text(text)
+    done = CliRunner().invoke(app, ["--calibrate", str(path)])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_overlap_is_said_where_prefill_is_known() -> None:
+    done = CliRunner().invoke(app, ["--tokens", "8192", "--prefill-ms", "1000", "--json"])
+    direct = json.loads(done.output.splitlines()[0])
+    assert direct["path"] == "gpudirect"
+    assert direct["over_gpudirect"] == 1
+    assert direct["layer_wise_pays"] is True
+    assert direct["rails_to_hide"] == 1
+    assert 0 < direct["of_ttft"] < 0.01

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: what it takes from results files, and that it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvlink.benchmarks.peers.contest import QUANTILES
+from kvlink.benchmarks.report.command import app
+from kvlink.benchmarks.report.comparison import compare
+from kvlink.benchmarks.report.measures import Key, Measure, Results, results_of, size_text
+from kvlink.errors import ConfigError
+
+EVIL = "<script>alert(1)</script>"
+
+
+def peers_row(peer: str, mode: str, p50_us: float, size: int = 16_384, blocks: int = 256) -> dict[str, Any]:
+    return {
+        "kind": "peers", "peer": peer, "mode": mode, "path": "host", "version": "1", "settings": EVIL,
+        "block_bytes": size, "blocks": blocks, "p50_us": p50_us, "p50_low_us": 0.9 * p50_us,
+        "p50_high_us": 1.1 * p50_us,
+        "p99_us": 2 * p50_us, "quantiles_us": [p50_us * (1 + share / 100) for share in QUANTILES],
+        "gib_per_s": size * blocks / 2**30 / p50_us * 1e6, "cpu_s_per_gib": 0.2, "verified": True,
+    }  # fmt: skip
+
+
+FIELDS = [*peers_row("", "", 1), "transport", "limit", "limit_gib_per_s", "phase"]
+
+
+def rows(scale: float = 1.0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"kind": "machine", "cpu": EVIL, "cores": 2}]
+    for size in (4096, 16_384, 65_536):
+        found.append(peers_row("kvlink", "shm", scale * (5 + size / 50), size))
+        found.append(peers_row("bare", "memcpy", size / 60, size))
+        found.append(peers_row("nixl", "default", size / 9, size))
+    found.append(peers_row("kvlink", "shm", scale * 7, 16_384, 1))
+    found.append({"kind": "peers", "peer": "mooncake", "mode": EVIL, "path": "tcp", "why_not": "make peers"})
+    found.append(
+        {"kind": "bar", "bar": "times as fast", "transport": "shm", "block_bytes": 4096, "blocks": 256,
+         "against": "nixl default", "needs": "≥ 4.0", "got": 5.1, "holds": True}
+    )  # fmt: skip
+    found += [
+        {
+            "model": "qwen3-8b",
+            "tokens": 4096,
+            "tp": 8,
+            "transport": "shm",
+            "phase": phase,
+            "p50_us": 10.0 + number,
+        }
+        for number, phase in enumerate(("offer", "claim", "plan", "read", "validate", "settle", "whole"))
+    ]
+    return found
+
+
+def pull_row() -> dict[str, Any]:
+    return {
+        "transport": "cma", "block_bytes": 16_384, "blocks": 4096, "p50_us": 1e4, "p99_us": 2e4, "gib_per_s": 6.2,
+        "cpu_s_per_gib": 0.3, "verified": True, "limit": "process_vm_readv", "limit_gib_per_s": 6.4,
+    }  # fmt: skip
+
+
+def written(folder: Path, name: str, given_rows: list[dict[str, Any]]) -> Path:
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, given_rows)))
+    return path
+
+
+def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'kvlink[report]'")
+    page = tmp_path / "report.html"
+    files = [written(tmp_path, "before", [*rows(), pull_row()]), written(tmp_path, "after", rows(2.0))]
+    done = CliRunner().invoke(app, [*map(str, files), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    # speeds, distributions (three sizes, and one block), CPU time, phases, prediction of each; CPU time of the pull
+    assert len(drawings) == 2 * 8 + 1
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    assert EVIL not in text
+    assert not re.search(r"""(?:src|href)=["'](?!#)""", text)
+    assert "url(http" not in text
+    assert "$" not in text  # formulas that nothing draws
+    for said in (
+        "1 of 1 hold",
+        "Not measured",
+        "after against before",
+        ">slower<",
+        "process_vm_readv",
+        "no difference",
+    ):
+        assert said in text
+
+
+def test_rows_become_measures() -> None:
+    found = results_of("x", [*rows(), pull_row(), {"case": "nhd", "ns_per_descriptor": 2}])
+    assert len(found.measures) == 12
+    assert [str(measure.key) for measure in found.measures[-2:]] == [
+        "kvlink cma, 4,096 × 16 KiB (pull cma)",
+        "bare process_vm_readv, 4,096 × 16 KiB (pull cma)",
+    ]
+    assert found.measures[-1].p50_us == pytest.approx(64 / 1024 / 6.4 * 1e6)
+    assert found.phases == {
+        "shm: qwen3-8b, 4,096 tokens": {
+            "offer": 10, "claim": 11, "plan": 12, "read": 13, "validate": 14, "settle": 15, "whole": 16
+        }
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (9, 10, "faster"),
+        (90, 110, "slower"),
+        (20, 31, "no difference shown"),
+        (None, None, "unknown certainty"),
+    ],
+)
+def test_medians_differ_when_their_intervals_do(low: float | None, high: float | None, verdict: str) -> None:
+    key = Key("host", 4096, 256, "kvlink shm")
+    before, after = Results("before"), Results("after")
+    before.measures = [Measure(key, 35, 1, low_us=30, high_us=40)]
+    after.measures = [
+        Measure(key, (low + high) / 2 if low and high else 35, 1, low_us=low, high_us=high),
+        Measure(key._replace(blocks=1), 1, 1),
+    ]
+    [change] = compare(before, after)
+    assert change.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        peers_row("a", "b", 1) | {"p50_us": "fast"}, peers_row("a", "b", 1) | {"quantiles_us": ["1"]},
+        peers_row("a", "b", 1) | {"blocks": -1}, pull_row() | {"p99_us": None},
+        pull_row() | {"gib_per_s": float("nan")},
+    ],
+)  # fmt: skip
+def test_malformed_rows_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a row of the results"):
+        results_of("x", [row])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), st.none() | st.text() | st.floats()))
+def test_any_row_is_taken_or_refused(row: dict[str, Any]) -> None:
+    for known in (row, {**peers_row("a", "b", 1), **row}, {**pull_row(), **row}):
+        try:
+            results_of("x", [known])
+        except ConfigError:
+            continue
+
+
+def test_files_without_results_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'kvlink[report]'")
+    done = CliRunner().invoke(app, [str(written(tmp_path, "empty", [{"kind": "machine"}]))])
+    assert isinstance(done.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(4096, "4 KiB"), (3 << 20, "3 MiB"), (1000, "1,000 B"), (1536, "1,536 B")]
+)
+def test_sizes_read_well(size: int, text: str) -> None:
+    assert size_text(size) == text
