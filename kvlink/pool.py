@@ -68,8 +68,9 @@ class BlockPool:
         or anything on the CPU with DLPack.
 
         Region i of the layout is `tensors[i]`; offsets count from its first element. On the CPU such a pool is reached
-        by cma and tcp, not by shm; on a GPU by verbs only. NICs do not wait for CUDA streams: offer blocks once the
-        kernels that wrote them have ended. Raises ConfigError for tensors that are read-only, elsewhere, or too small.
+        by cma and tcp, not by shm; on a GPU by verbs, and by tcp, which stages it in host memory. Neither waits for
+        CUDA streams: offer blocks once the kernels that wrote them have ended. Raises ConfigError for tensors that are
+        read-only, elsewhere, or too small.
         """
         return cls([_region_of(tensor) for tensor in tensors], layout)
 

@@ -6,7 +6,7 @@ It rides on the router's message (as text) or through the coordinator (as bytes)
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms
-    (a longer header from a newer minor version is skipped)
+    [16 bytes of signature] (a longer header, signed or from a newer minor version, is skipped by who does not know it)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
 """
 
@@ -28,7 +28,11 @@ _HEADER = struct.Struct("<QIIIBBHHHHHI")
 _SEAT = struct.Struct("<IQQ")
 _MAGIC = b"KVT1"
 
+_UNSIGNED = b""
+
 MAX_BLOCKS = 1 << 20
+SIGNATURE_BYTES = 16
+_SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 MAX_NAME_BYTES = 512
 MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
 
@@ -62,6 +66,8 @@ class Ticket:
     tp_rank: int = 0
     tp_size: int = 1
     ttl_s: float = 30.0
+    signature: bytes = _UNSIGNED
+    """Over everything else; see `kvlink.control.security.tickets`."""
 
     def __repr__(self) -> str:
         """State in words, without the secrets."""
@@ -72,18 +78,30 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """The wire form above. Raises ConfigError when a field exceeds its bound."""
+        header, rest = self._parts()
+        body = header + self.signature + rest
+        return (
+            _PREFIX.pack(_MAGIC, len(header) + len(self.signature), PROTOCOL_VERSION, zlib.crc32(body)) + body
+        )
+
+    def signed_bytes(self) -> bytes:
+        """What a signature is over. Raises ConfigError as `to_bytes` does."""
+        return _MAGIC + b"".join(self._parts())
+
+    def _parts(self) -> tuple[bytes, bytes]:
         names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
         if any(len(name) > MAX_NAME_BYTES for name in names) or not names[0] or not names[1]:
             raise ConfigError(f"request and worker ids must have 1 to {MAX_NAME_BYTES} bytes: {self!r}")
         if not 1 <= len(self.seats) <= 255 or len(self.block_ids) > MAX_BLOCKS:
             raise ConfigError(f"a ticket has 1 to 255 seats and at most {MAX_BLOCKS} blocks: {self!r}")
+        if len(self.signature) not in (0, SIGNATURE_BYTES):
+            raise ConfigError(f"a signature has {SIGNATURE_BYTES} bytes: {self!r}")
         header = _HEADER.pack(
             self.epoch, self.num_tokens, len(self.block_ids), self.ready, self.ready_unit.value, len(self.seats),
             self.tp_rank, self.tp_size, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
         )  # fmt: skip
         seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
-        body = header + seats + b"".join(names) + _little_endian(self.block_ids).tobytes()
-        return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
+        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes()
 
     def to_text(self) -> str:
         """URL- and JSON-safe form of `to_bytes`."""
@@ -149,4 +167,5 @@ def _parse(blob: bytes) -> Ticket:
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), tp_rank=tp_rank, tp_size=tp_size, ttl_s=ttl_ms / 1000,
+        signature=bytes(body[_HEADER.size : _SIGNED_BYTES]) if header_bytes >= _SIGNED_BYTES else _UNSIGNED,
     )  # fmt: skip

@@ -56,6 +56,39 @@ def test_json_keeps_types_and_names_the_error() -> None:
     assert found["error"] == "OSError: gone"
 
 
+def test_pairs_at_the_end_of_a_message_become_fields() -> None:
+    made = record("%s failed request=%s error=%s tries=%d", "publish", "r 1", OSError("gone away"), 3)
+    line = log.KeyValueFormatter().format(made)
+    assert line.endswith('kvlink.worker: publish failed request="r 1" error="gone away" tries=3')
+    found = json.loads(log.JsonFormatter().format(made))
+    assert (found["event"], found["request"], found["error"]) == ("publish failed", "r 1", "gone away")
+    assert found["tries"] == 3, "numbers stay numbers"
+
+
+def test_a_request_in_a_sentence_is_a_field_too() -> None:
+    made = record("request %s: nobody fetched it in %.1f s (100%%)", "r1", 2.0)
+    found = json.loads(log.JsonFormatter().format(made))
+    assert found["event"] == "request r1: nobody fetched it in 2.0 s (100%)"
+    assert found["request"] == "r1"
+    middle = record("KV cache of request=%s came from %s", "r1", "tcp")
+    assert json.loads(log.JsonFormatter().format(middle))["request"] == "r1"
+
+
+def test_what_a_name_contains_makes_no_fields() -> None:
+    made = record("joined worker=%s", "w request=forged level=%s")
+    found = json.loads(log.JsonFormatter().format(made))
+    assert (found["worker"], "request" in found) == ("w request=forged level=%s", False)
+    assert 'worker="w request=forged level=%s"' in log.KeyValueFormatter().format(made)
+
+
+@pytest.mark.parametrize("arguments", [(), ({"a": 1},), ("one", "two")])
+def test_templates_that_do_not_fit_stay_whole(arguments: tuple[object, ...]) -> None:
+    made = record(
+        "100% sure" if not arguments else "%(a)s" if len(arguments) == 1 else "%s and %s", *arguments
+    )
+    assert json.loads(log.JsonFormatter().format(made))["event"] in ("100% sure", "1", "one and two")
+
+
 def test_setup_twice_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("info")
     log.setup("warning", as_json=True)

@@ -16,7 +16,20 @@ import pytest
 import kvlink
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = ("torch", "transformers", "cuda", "pyverbs", "cupy", "etcd3", "aetcd", "vllm", "sglang", "aiohttp")
+OPTIONAL = (
+    "torch",
+    "transformers",
+    "cuda",
+    "pyverbs",
+    "cupy",
+    "etcd3",
+    "aetcd",
+    "vllm",
+    "sglang",
+    "aiohttp",
+    "prometheus_client",
+    "matplotlib",
+)
 PURE = ("errors", "types", "layout", "ticket", "config", "topology", "log")
 
 BLOCK = """
@@ -76,7 +89,12 @@ def test_the_metadata_is_complete() -> None:
     assert found.metadata["License-Expression"] == "Apache-2.0"
     assert found.metadata.get_all("License-File") == ["LICENSE"]
     commands = {entry.name: entry.value for entry in found.entry_points.select(group="kvlink.commands")}
-    assert commands == {"bench": "kvlink.benchmarks:app", "router": "kvlink.cli.router:app"}
+    assert commands == {
+        "bench": "kvlink.benchmarks:app",
+        "predict": "kvlink.benchmarks.prediction.command:app",
+        "report": "kvlink.benchmarks.report.command:app",
+        "router": "kvlink.cli.router:app",
+    }
     (script,) = found.entry_points.select(group="console_scripts")
     assert callable(script.load())
 
