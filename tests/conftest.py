@@ -10,7 +10,14 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No test fails for being slow, and none because its inputs are slow to make.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 _RAN = ("passed", "failed", "error", "xfailed", "xpassed")
 
