@@ -41,11 +41,12 @@ def test_it_comes_while_prefill_computes(
     early = pair.decode.metric("vllm:kvlink_early_bytes_total")
     answer = ask(following.url, pair.model, tokens)
     assert (answer.status, answer.tokens) == (200, references(tokens))
-    assert followed(following) == 1
     assert eventually(lambda: pair.loads() == loads + 1, 5)
     came = pair.decode.metric("vllm:kvlink_early_bytes_total") - early
     print(f"{num_tokens} tokens: {came / 2**20:.1f} MiB came early")
+    # Two chunks may be over before the coordinator has taken what it was told first: then the answer hands over.
     if num_tokens > 2 * CHUNK_TOKENS:
+        assert followed(following) == 1
         assert came > 0
     assert pair.settles(SETTLE_S)
 
