@@ -14,8 +14,9 @@ KIB = 1024
 ALL = {"rxe0", "rxe1", "rxe2", "rxe3", "rxe4"}
 
 
-def reads(owner: str, reader: str) -> bool:
-    return read_bandwidth(owner, reader, size=64 * KIB, iterations=20) > 0
+def check_reads(owner: str, reader: str, qps: int = 1) -> None:
+    """Raises PerftestError. Its figure is not looked at: an emulated clock may leave 0.00 of it."""
+    read_bandwidth(owner, reader, size=64 * KIB, iterations=20, qps=qps)
 
 
 def test_libibverbs_opens_the_device(device: str) -> None:
@@ -24,9 +25,9 @@ def test_libibverbs_opens_the_device(device: str) -> None:
 
 
 def test_the_device_reads_itself(device: str) -> None:
-    assert reads(device, device)
-    assert read_bandwidth(device, device, size=64 * KIB, iterations=20, qps=4) > 0
-    assert read_latency(device, device, size=4 * KIB, iterations=20) > 0
+    check_reads(device, device)
+    check_reads(device, device, qps=4)
+    read_latency(device, device, size=4 * KIB, iterations=20)
 
 
 @pytest.mark.usefixtures("guest_links")
@@ -39,18 +40,18 @@ def test_five_devices_are_up() -> None:
 @pytest.mark.usefixtures("guest_links")
 @pytest.mark.parametrize(("owner", "reader"), [("rxe1", "rxe3"), ("rxe2", "rxe4"), ("rxe2", "rxe3")])
 def test_devices_read_each_other(owner: str, reader: str) -> None:
-    assert reads(owner, reader)
+    check_reads(owner, reader)
 
 
 @pytest.mark.usefixtures("guest_links")
 def test_a_cut_link_stops_its_own_device_only() -> None:
     with links.down("rxe1"):
         assert links.active() == ALL - {"rxe1"}
-        assert reads("rxe2", "rxe4")
+        check_reads("rxe2", "rxe4")
         with pytest.raises(PerftestError, match="Port number 1 state is Down"):
-            reads("rxe1", "rxe3")
+            check_reads("rxe1", "rxe3")
     assert links.active() == ALL
-    assert reads("rxe1", "rxe3")
+    check_reads("rxe1", "rxe3")
 
 
 @pytest.mark.usefixtures("guest_links")
@@ -65,4 +66,4 @@ def test_a_delay_is_felt_on_its_own_link() -> None:
 @pytest.mark.usefixtures("guest_links")
 def test_loss_is_made_good() -> None:
     with links.impaired("rxe1", "netem", "loss", "5%"):
-        assert reads("rxe1", "rxe3")
+        check_reads("rxe1", "rxe3")
