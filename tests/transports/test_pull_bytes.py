@@ -19,7 +19,6 @@ from kvlink.layout import Order, Regions
 few_examples = settings(
     max_examples=12,
     derandomize=True,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

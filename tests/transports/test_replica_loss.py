@@ -29,9 +29,8 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def pair(distant: str, fleet: Fleet, new_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture) -> Pair:
-    caplog.set_level(
-        logging.ERROR, "kvlink"
-    )  # a captured warning would keep its exception, and that the pair
+    # A captured warning would keep its exception, and that the pair.
+    caplog.set_level(logging.ERROR, "kvlink")
     return new_pair(distant, coordinator=fleet.addresses)
 
 

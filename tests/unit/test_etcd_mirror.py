@@ -24,7 +24,6 @@ from kvlink.v1 import etcd_pb2 as pb
 NAMES = st.text(min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(NAMES, st.integers(0, 1023), st.text(max_size=10), st.text(max_size=10))
 def test_keys_come_apart_again(name: str, rank: int, fleet: str, tenant: str) -> None:
     layout = Keys(fleet, tenant)
@@ -37,7 +36,6 @@ def test_keys_come_apart_again(name: str, rank: int, fleet: str, tenant: str) ->
     assert layout.parse(layout.pulse) is None
 
 
-@settings(deadline=None)
 @given(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
 def test_fleets_and_tenants_do_not_overlap(fleet: str, tenant: str, other: str, another: str) -> None:
     if (fleet, tenant) != (other, another):
@@ -154,7 +152,7 @@ def state(mirror: Mirror) -> object:
 
 
 @given(st.integers(0, 10**9), st.integers(0, 40), st.integers(0, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_following_and_listing_come_to_the_same(seed: int, before: int, missed: int) -> None:
     history = History(seed)
     follower, latecomer, absent = (Mirror(LAYOUT, Limits()) for _ in range(3))
@@ -168,7 +166,6 @@ def test_following_and_listing_come_to_the_same(seed: int, before: int, missed: 
     assert state(follower) == state(latecomer) == state(absent)
 
 
-@settings(deadline=None)
 @given(st.sampled_from([keys.WORKERS, keys.EPOCHS, keys.TICKETS, keys.CLAIMS, keys.SETTLES]), st.binary())
 def test_what_no_coordinator_wrote_is_passed_over(kind: bytes, noise: bytes) -> None:
     mirror = Mirror(LAYOUT, Limits())

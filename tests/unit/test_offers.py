@@ -154,4 +154,4 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
 
 TestOffers = OffersAgainstModel.TestCase
-TestOffers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOffers.settings = settings(max_examples=150, stateful_step_count=40)

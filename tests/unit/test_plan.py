@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(*ends, *used, range(first, last), range(draw(st.integers(0, end_layer - 1)), end_layer))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(cases())
 def test_a_plan_does_what_the_slow_reference_does(case: Case) -> None:
     assignment = assign(case.reader, case.owner)
