@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, Offer
+from kvlink.control.garbage import collect_seldom
 from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, WorkerCard
+
+from . import empty_service
 
 _SPAWN = multiprocessing.get_context("spawn")
 _TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
@@ -34,19 +37,25 @@ _TTL_S = 60.0
 
 Row = dict[str, Any]
 Load = Callable[[CoordinatorClient, int, int, int], Awaitable[None]]
+Loader = Callable[..., None]
 
 
 def rows(workers: int = 2) -> Iterator[Row]:
     """Runs with `workers` load processes (at least 2: nobody claims what it offered itself)."""
     workers = max(2, workers)
-    with _coordinator() as (address, pid):
+    with _serving(_coordinator) as (address, pid):
         yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
         yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
-        for what, load, count in (
-            ("unary hand-offs", unary, _UNARY_HANDOFFS),
-            ("batched stream hand-offs", stream, _STREAM_HANDOFFS),
-        ):
-            yield {"what": what, **_throughput(address, pid, workers, load, count)}
+        count = _UNARY_HANDOFFS // workers
+        row = _throughput(pid, workers, count, _loader, address, unary, workers, count)
+        yield {"what": "unary hand-offs", **row, "verified": True}
+        count = _STREAM_HANDOFFS // workers
+        row = _throughput(pid, workers, count, _loader, address, stream, workers, count)
+        yield {"what": "batched stream hand-offs", **row, "verified": True}
+    with _serving(empty_service.serve) as (address, pid):
+        count = _UNARY_HANDOFFS // workers
+        row = _throughput(pid, workers, count, empty_service.loader, address, _UNARY_IN_FLIGHT, count)
+        yield {"what": "limit: as unary, of a gRPC service that does nothing", **row}
 
 
 # Load: each process offers its own requests and claims those of the next one -------------------------------
@@ -95,9 +104,9 @@ def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> No
         raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
 
 
-def _throughput(address: str, coordinator: int, workers: int, load: Load, handoffs: int) -> Row:
-    count = handoffs // workers
-    with in_processes(_loader, workers, address, load, workers, count) as pipes:
+def _throughput(coordinator: int, workers: int, count: int, loader: Loader, *args: object) -> Row:
+    """`loader` makes `count` hand-offs in each of as many processes as there are workers."""
+    with in_processes(loader, workers, *args) as pipes:
         one_from_each(pipes)
         busy_s = cpu_s(coordinator)
         for pipe in pipes:
@@ -112,7 +121,6 @@ def _throughput(address: str, coordinator: int, workers: int, load: Load, handof
         "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
         "handoffs_per_coordinator_cpu_s": round(count * workers / busy_s),
         "coordinator_busy": round(busy_s / elapsed_s, 2),
-        "verified": True,
     }
 
 
@@ -193,10 +201,16 @@ def _claimer(pipe: Connection, _: int, address: str, run: str) -> None:
 # Processes --------------------------------------------------------------------------------------------------
 
 
+async def _coordinator() -> str:
+    collect_seldom()
+    return await Coordinator(lease_s=600.0).start()
+
+
 @contextmanager
-def _coordinator() -> Iterator[tuple[str, int]]:
+def _serving(service: Callable[[], Awaitable[str]]) -> Iterator[tuple[str, int]]:
+    """Its address and process id; alone on a core if there are two."""
     ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+    process = _SPAWN.Process(target=_serve, args=(theirs, service), daemon=True)
     process.start()
     try:
         yield ours.recv(), process.pid or 0
@@ -205,13 +219,13 @@ def _coordinator() -> Iterator[tuple[str, int]]:
         process.join()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, service: Callable[[], Awaitable[str]]) -> None:
     core = max(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
 
     async def run() -> None:
-        pipe.send(await Coordinator(lease_s=600.0).start())
+        pipe.send(await service())
         await asyncio.Event().wait()
 
     asyncio.run(run())

@@ -86,6 +86,7 @@ def coordinator(
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
     from kvlink.control.coordinator import serve
+    from kvlink.control.garbage import collect_seldom
 
     config = WorkerConfig.from_env()
     level = "info" if sources(os.environ)["log"] == "default" else config.log
@@ -96,6 +97,7 @@ def coordinator(
 
     security = Security.of(replace(config, insecure=insecure or config.insecure))
     gate = security.coordinator_gate(tenants)
+    collect_seldom()
     asyncio.run(
         serve(
             host,

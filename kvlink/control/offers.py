@@ -165,8 +165,10 @@ class Offers:
             self._claimed[claim.request_id] = _Claimed(tickets, request.claim_ids)
             if len(self._claimed) > self._limits.remembered_requests:
                 self._claimed.popitem(last=False)
-            for rank in list(ranks):
-                self._drop(claim.request_id, rank, None)
+            for offer in ranks.values():
+                self._forget(offer)
+            ranks.clear()
+            self._prune(claim.request_id, request)
         return tickets
 
     def _serve_waiters(self, request: _Request) -> list[Answer]:
@@ -177,17 +179,19 @@ class Offers:
             answers.append(Answer(waiter, self._serve(request, self._waiting.pop(waiter))))
         return answers
 
-    def _drop(self, request_id: str, rank: int, why: Refused | None) -> None:
+    def _drop(self, request_id: str, rank: int, why: Refused) -> None:
         request = self._requests[request_id]
-        offer = request.ranks.pop(rank)
-        self._ticket_bytes -= len(offer.ticket)
-        self._tickets.discard((request_id, rank))
-        self._disown(offer.worker_id, (request_id, rank))
-        if why is not None:
-            self._ended[request_id] = why
-            if len(self._ended) > self._limits.remembered_requests:
-                self._ended.popitem(last=False)
+        self._forget(request.ranks.pop(rank))
+        self._ended[request_id] = why
+        if len(self._ended) > self._limits.remembered_requests:
+            self._ended.popitem(last=False)
         self._prune(request_id, request)
+
+    def _forget(self, offer: Offer) -> None:
+        key = (offer.request_id, offer.tp_rank)
+        self._ticket_bytes -= len(offer.ticket)
+        self._tickets.discard(key)
+        self._disown(offer.worker_id, key)
 
     def _prune(self, request_id: str, request: _Request) -> None:
         if not request.ranks:

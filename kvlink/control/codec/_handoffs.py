@@ -96,12 +96,15 @@ def _write_batch(batch: HandoffBatch) -> pb.HandoffBatch:
 
 
 def _write_results(results: HandoffResults) -> pb.HandoffResults:
-    return pb.HandoffResults(
+    message = pb.HandoffResults(
         offers_done=results.offers_done,
         settles_done=results.settles_done,
-        claimed=[pb.HandoffResults.Claimed(claim=number, tickets=of) for number, of in results.claimed],
         refused=[_write_refused(refused) for refused in results.refused],
     )
+    add = message.claimed.add  # a list of messages would be copied, with all tickets
+    for number, tickets in results.claimed:
+        add(claim=number, tickets=tickets)
+    return message
 
 
 def _write_refused(refused: RefusedHandoff) -> pb.HandoffResults.Refused:

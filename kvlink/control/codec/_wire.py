@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -79,7 +80,7 @@ def plain(
 ) -> tuple[Callable[[T], M], Callable[[M], T]]:
     """For a NamedTuple of at least two scalar fields that are named as the message's."""
     names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
-    make: Callable[[Iterable[Any]], T] = value._make  # type: ignore[attr-defined]
+    make: Callable[[Iterable[Any]], T] = partial(tuple.__new__, value)  # type: ignore[type-var]  # _make, in C
     fields = attrgetter(*names)
 
     def write(value: T) -> M:

@@ -94,8 +94,9 @@ class MemoryStore:
         if not self._members.runs(offer.worker_id, offer.epoch):
             raise self._not_running(offer.worker_id, offer.epoch)
         self._totals.offered += 1
-        self._answer(self._offers.offer(offer, self._clock()))
-        self._arm(self._offers.next_deadline())
+        now = self._clock()
+        self._answer(self._offers.offer(offer, now))
+        self._arm(now + offer.ttl_s)
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:  # noqa: D102
         answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
@@ -112,10 +113,11 @@ class MemoryStore:
     def _wait(self, claim: Claim, answer: asyncio.Future[list[bytes]]) -> None:
         if self._closed:
             raise sentences.closing()
-        waiter = self._offers.wait(claim, self._clock())
+        now = self._clock()
+        waiter = self._offers.wait(claim, now)
         self._claims[waiter] = answer
         answer.add_done_callback(lambda _: self._cancel(waiter))
-        self._arm(self._offers.next_deadline())
+        self._arm(now + claim.timeout_s)
 
     def _cancel(self, waiter: int) -> None:
         if self._claims.pop(waiter, None) is not None:
