@@ -15,7 +15,7 @@ from transports.test_coordinator_loss import Load, claim
 
 from kvlink.errors import CoordinatorUnavailable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 * PATIENCE)]
 
 
 @pytest.fixture(scope="module")
