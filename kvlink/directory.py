@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvlink import tracing
 from kvlink.control import AgentClient, CoordinatorClient, Security, SettleOrder
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
 from kvlink.ticket import Ticket
@@ -56,12 +57,13 @@ class ControlDirectory:
     async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
         """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
         order = SettleOrder(ticket.worker_id, ticket.epoch, slot, settled)
-        try:
-            await self._agent(ticket.agent).settle(order)
-        except CoordinatorError:
-            if self._coordinator is None:
-                raise
-            await self._coordinator.settle(order)
+        with tracing.joined(ticket.trace):
+            try:
+                await self._agent(ticket.agent).settle(order)
+            except CoordinatorError:
+                if self._coordinator is None:
+                    raise
+                await self._coordinator.settle(order)
 
     async def close(self) -> None:
         """Ends running calls. Idempotent."""

@@ -15,6 +15,7 @@ from kvlink.engine import Engine
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.histogram import Durations
 from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.tracing import TraceParent
 from kvlink.types import LeaseEvent, ReadyUnit
 
 _MAX_EVENTS = 1 << 16  # kept for a user who never asks; older ones are forgotten
@@ -61,6 +62,7 @@ class Offers:
         readers: int,
         ready: int | None,
         ready_unit: ReadyUnit,
+        trace: str = "",
     ) -> Ticket:
         """See `Worker.offer`."""
         lease = next(self._lease_ids)
@@ -94,6 +96,7 @@ class Offers:
                 tp_rank=layout.tp_rank,
                 tp_size=layout.tp_size,
                 ttl_s=ttl_s,
+                trace=TraceParent.parse(trace) if trace else None,
             )
             ticket = self.sign(unsigned)
             self._by_request[request_id] = _Offered(lease, ticket)

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from kvlink import tracing
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
 from kvlink.control.overview import WorkerReport
@@ -100,18 +101,18 @@ class Presence:
         """Sends a ticket to the coordinator and keeps it there until `forget`. Raises CoordinatorError."""
         if self._session is None:
             return
-        await self._session.offer(
-            Offer(
-                request_id=ticket.request_id,
-                worker_id=ticket.worker_id,
-                epoch=ticket.epoch,
-                ttl_s=ticket.ttl_s,
-                tp_rank=ticket.tp_rank,
-                tp_size=ticket.tp_size,
-                num_seats=len(ticket.seats),
-                ticket=ticket.to_bytes(),
-            )
+        offer = Offer(
+            request_id=ticket.request_id,
+            worker_id=ticket.worker_id,
+            epoch=ticket.epoch,
+            ttl_s=ticket.ttl_s,
+            tp_rank=ticket.tp_rank,
+            tp_size=ticket.tp_size,
+            num_seats=len(ticket.seats),
+            ticket=ticket.to_bytes(),
         )
+        with tracing.joined(ticket.trace):
+            await self._session.offer(offer)
 
     def forget(self, request_id: str) -> None:
         """The offer has ended: do not publish it again after a coordinator's restart."""

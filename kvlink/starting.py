@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvlink import tracing
 from kvlink.control import ControlThread
 from kvlink.engine import Transfer
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.peers import Peer, Peers
 from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.tracing import Kind
 from kvlink.types import ReadyUnit
 
 _BLOCKS = ReadyUnit.BLOCKS
@@ -57,7 +59,13 @@ class Part(NamedTuple):
 
 
 Connected = list[tuple[Ticket, Peer]]
-Starting = concurrent.futures.Future[list[Part]]
+
+
+class Starting(concurrent.futures.Future[list[Part]]):
+    """The parts, once all are started."""
+
+    started_ns = 0
+    """When they were, by `time.time_ns()`."""
 
 
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
@@ -111,7 +119,7 @@ class Starts:
         job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
         self._waiting.add(starting)
 
-        def ended(starting: Starting) -> None:
+        def ended(starting: concurrent.futures.Future[list[Part]]) -> None:
             if starting.cancelled():
                 job.cancel()
                 self.failed["Cancelled"] += 1
@@ -129,9 +137,11 @@ class Starts:
 
 async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
     """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
-    found = await asyncio.gather(
-        *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
-    )
+    about = {"kvlink.request_id": tickets[0].request_id}
+    with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
+        found = await asyncio.gather(
+            *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
+        )
     connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
     if not connected:
         raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
@@ -145,7 +155,9 @@ async def start_connected(
     try:
         connected = await connect()
         if starting.set_running_or_notify_cancel():
-            starting.set_result(_start_all(connected, want, deadline))
+            parts = _start_all(connected, want, deadline)
+            starting.started_ns = time.time_ns()
+            starting.set_result(parts)
     except asyncio.CancelledError:
         starting.cancel()
         raise

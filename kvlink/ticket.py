@@ -6,7 +6,8 @@ It rides on the router's message (as text) or through the coordinator (as bytes)
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms
-    [16 bytes of signature] (a longer header, signed or from a newer minor version, is skipped by who does not know it)
+    [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags]]
+        (a longer header, signed, traced or from a newer minor version, is skipped by who does not know it)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
 """
 
@@ -21,6 +22,8 @@ from array import array
 from dataclasses import dataclass
 
 from kvlink.errors import ConfigError
+from kvlink.tracing import traceparent
+from kvlink.tracing.traceparent import TraceParent
 from kvlink.types import PROTOCOL_VERSION, ReadyUnit
 
 _PREFIX = struct.Struct("<4sHHI")
@@ -33,6 +36,7 @@ _UNSIGNED = b""
 MAX_BLOCKS = 1 << 20
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
+_TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
 MAX_NAME_BYTES = 512
 MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
 
@@ -67,7 +71,9 @@ class Ticket:
     tp_size: int = 1
     ttl_s: float = 30.0
     signature: bytes = _UNSIGNED
-    """Over everything else; see `kvlink.control.security.tickets`."""
+    """Over everything else but `trace`; see `kvlink.control.security.tickets`."""
+    trace: TraceParent | None = None
+    """The span that made it. Peers older than it would not believe a signature over it."""
 
     def __repr__(self) -> str:
         """State in words, without the secrets."""
@@ -79,10 +85,11 @@ class Ticket:
     def to_bytes(self) -> bytes:
         """The wire form above. Raises ConfigError when a field exceeds its bound."""
         header, rest = self._parts()
-        body = header + self.signature + rest
-        return (
-            _PREFIX.pack(_MAGIC, len(header) + len(self.signature), PROTOCOL_VERSION, zlib.crc32(body)) + body
-        )
+        header += self.signature
+        if self.trace is not None:
+            header = header.ljust(_SIGNED_BYTES, b"\0") + self.trace.to_bytes()
+        body = header + rest
+        return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
 
     def signed_bytes(self) -> bytes:
         """What a signature is over. Raises ConfigError as `to_bytes` does."""
@@ -163,9 +170,26 @@ def _parse(blob: bytes) -> Ticket:
         at += size
     block_ids = array("I")
     block_ids.frombytes(body[at:])
+    signature, trace = _added(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), tp_rank=tp_rank, tp_size=tp_size, ttl_s=ttl_ms / 1000,
-        signature=bytes(body[_HEADER.size : _SIGNED_BYTES]) if header_bytes >= _SIGNED_BYTES else _UNSIGNED,
+        signature=signature, trace=trace,
     )  # fmt: skip
+
+
+def _added(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:
+    """Signature and trace of a header that is longer than the first one was."""
+    signature = bytes(body[_HEADER.size : _SIGNED_BYTES]) if header_bytes >= _SIGNED_BYTES else _UNSIGNED
+    traced = body[_SIGNED_BYTES:_TRACED_BYTES] if header_bytes >= _TRACED_BYTES else _UNSIGNED
+    return signature if any(signature) else _UNSIGNED, TraceParent.from_bytes(bytes(traced))
+
+
+def trace_in(blob: bytes) -> TraceParent | None:
+    """Of a ticket for whoever only passes it on. None for one without, and for anything that is no ticket."""
+    try:
+        magic, header_bytes, _, _ = _PREFIX.unpack_from(blob)
+    except struct.error:
+        return None
+    return _added(memoryview(blob)[_PREFIX.size :], header_bytes)[1] if magic == _MAGIC else None

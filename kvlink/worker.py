@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from kvlink import metrics
+from kvlink import metrics, traced
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread, ticket_signing
 from kvlink.decode import Pull
@@ -26,7 +26,6 @@ from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
-from kvlink.prefill import Offers
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
 from kvlink.starting import Connected, Part, Starts, Want, connect_all, start
@@ -82,7 +81,8 @@ class Worker:
             self._presence = self._control.run(presence, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
-            self.offers = Offers(self._engine, worker_id, self.card.epoch, self.card.agent)
+            offers, self._pull = traced.kinds()
+            self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
             """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
             self.offers.on_ended = self._forget
             self.offers.sign, self._checked = ticket_signing(self.config.ticket_keys)
@@ -119,6 +119,7 @@ class Worker:
         ready: int | None = None,
         ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
         publish: bool = False,
+        trace: str = "",
     ) -> Ticket:
         """Pins a request's blocks for its readers and returns the ticket that they need. Calls nobody.
 
@@ -128,6 +129,7 @@ class Worker:
         readers: how many seats; `layout.num_readers` says how many a reader of another TP degree needs.
         ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
         publish: also sends the ticket to the coordinator, in the background.
+        trace: W3C `traceparent` of the request, for who collects spans; a malformed one is ignored.
         Raises ConfigError for bad arguments and for a full lease table.
         """
         if publish:
@@ -140,6 +142,7 @@ class Worker:
             readers=readers,
             ready=ready,
             ready_unit=ready_unit,
+            trace=trace,
         )
         if publish:
             self._in_background(self._presence.publish(ticket), "publish", request_id)
@@ -201,17 +204,18 @@ class Worker:
         if isinstance(ticket, str):
             self._require_coordinator(f"request {ticket}: claiming by id")
             starting = self._starts.start(partial(self._claim_and_connect, ticket), want)
-            return Pull(ticket, None, starting, on_unsettled, on_landed)
+            return self._pull(ticket, None, starting, on_unsettled, on_landed)
         if isinstance(ticket, Ticket):
             self._checked(ticket)
             peer = self._peers.get(ticket.worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
-                return Pull(ticket.request_id, [Part(ticket, peer, transfer)], None, on_unsettled, on_landed)
+                parts = [Part(ticket, peer, transfer)]
+                return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed)
         tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self._checked, ticket)]
         if not tickets:
             raise ConfigError("pull needs at least one ticket")
         starting = self._starts.start(partial(connect_all, self._peers, tickets), want)
-        return Pull(tickets[0].request_id, None, starting, on_unsettled, on_landed)
+        return self._pull(tickets[0].request_id, None, starting, on_unsettled, on_landed)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
@@ -261,7 +265,8 @@ class Worker:
     async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
         layout = self.pool.layout
         left_s = max(deadline - time.monotonic(), 0.001)
-        tickets = await self._presence.claim(request_id, left_s, layout.tp_rank, layout.tp_size)
+        claiming = self._presence.claim(request_id, left_s, layout.tp_rank, layout.tp_size)
+        tickets = await traced.claimed(request_id, claiming)
         return await connect_all(self._peers, [*map(self._checked, tickets)], deadline)
 
     # In the background.

@@ -39,6 +39,8 @@ class _Room:
 
     pinned: dict[str, Cache] = field(default_factory=dict)
     all_offered: bool = False
+    trace: str = ""
+    """Of its first offer, as a `traceparent`; SGLang does not say which the request has."""
 
 
 class Outgoing:
@@ -66,7 +68,10 @@ class Outgoing:
                 continue
             name = f"{room}/{next(self._numbers)}"
             num_tokens = written.num_tokens if cache.component is None else None
-            ticket = cache.worker.offer(name, items, num_tokens=num_tokens, readers=len(takers))
+            ticket = cache.worker.offer(
+                name, items, num_tokens=num_tokens, readers=len(takers), trace=state.trace
+            )
+            state.trace = state.trace or str(ticket.trace or "")
             state.pinned[name] = cache
             self._room_of[name] = room
             for taker in takers:

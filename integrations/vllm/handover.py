@@ -20,6 +20,7 @@ from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
+from kvlink.tracing import TraceParent
 
 KEY = "kvlink"
 _SIGNATURE = "signature"
@@ -62,6 +63,8 @@ class Handover:
     prompt: str
     """`prompt_digest` of the tokens."""
     ttl_s: float
+    trace: TraceParent | None = None
+    """The span of its offer."""
 
     def tickets(self, group: int, token_unit: int, *, written: bool = True) -> list[Ticket]:
         """One of each owner, for all blocks of one cache group. `token_unit`: as in Caches.
@@ -85,6 +88,7 @@ class Handover:
             tp_rank=rank,
             tp_size=len(self.owners),
             ttl_s=self.ttl_s,
+            trace=self.trace,
         )
         keys = _keys()
         return keys.sign(ticket) if keys else ticket
@@ -196,5 +200,6 @@ def _parse(given: Mapping[str, Any]) -> Handover:
     ):
         raise ValueError("no owners, no tokens, blocks of an impossible size, or no digest")
     return Handover(
-        first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s
-    )
+        first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
+        first.trace,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from .orders import Orders
 from .outgoing import Chunk, GroupIds, Outgoing
 from .parts import ANNOUNCED
 from .slots import SlotGroups
+from .traces import Traces
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -56,6 +57,7 @@ class Scheduling:
         self._ranks: tuple[Greeting, ...] = ()
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
         self._orders = Orders()
+        self._traces = Traces()
         self.counts: Counter[str] = Counter()
         """Hand-overs that were not used, by reason, since they were last taken."""
         self._incoming = Incoming(own, announcements, self._digest, self.counts)
@@ -110,6 +112,7 @@ class Scheduling:
     def sent(self, request_ids: Iterable[str]) -> None:
         """Leases that ended on every worker: their slots are free."""
         for request_id in request_ids:
+            self._traces.forget(request_id)
             seats = self._seats.pop(request_id, None)
             if seats is not None:
                 self._slots.give_back(seats)
@@ -189,6 +192,7 @@ class Scheduling:
 
     def _withdraw(self, request_id: str, seats: tuple[LeaseSeat, ...], why: str) -> None:
         del self._seats[request_id]
+        self._traces.forget(request_id)
         self._slots.give_back(seats)
         self._outgoing.give_up(request_id, self._ranks[0], why)
         if self._orders.granted.pop(request_id, None) is None:
@@ -211,6 +215,7 @@ class Scheduling:
             num_tokens=num_tokens,
             prompt=prompt,
             ttl_s=self._lease_s,
+            trace=self._traces.of(request, self._ranks[0].owner.worker_id),
         )
 
     def _digest(self, request: Any, num_tokens: int) -> str:

@@ -64,6 +64,9 @@ def coordinator(
     lease_s: Annotated[
         float, typer.Option(min=1, max=3600, help="A worker that has not beaten for this long is gone.")
     ] = 10.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0, max=3600, help="After SIGTERM, how long claims that wait may take.")
+    ] = 10.0,
     reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
     log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,
     http_port: Annotated[
@@ -81,7 +84,7 @@ def coordinator(
     import asyncio
     from dataclasses import replace
 
-    from kvlink import log
+    from kvlink import log, tracing
     from kvlink.cli import page
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
@@ -91,6 +94,7 @@ def coordinator(
     config = WorkerConfig.from_env()
     level = "info" if sources(os.environ)["log"] == "default" else config.log
     log.setup(level, log_json or config.log_json)
+    tracing.start()
 
     def ready(address: str) -> None:
         typer.echo(f"kvlink coordinator on {address}")
@@ -107,6 +111,7 @@ def coordinator(
             reflect=reflection,
             security=security,
             gate=gate,
+            drain_s=drain_s,
             on_ready=ready,
             beside=page.beside(http_host, http_port),
         )

@@ -44,11 +44,12 @@ def router(
         if not (error.name or "").startswith("aiohttp"):
             raise
         raise ConfigError("the router needs aiohttp: pip install 'kvlink[router]'") from error
-    from kvlink import log
+    from kvlink import log, tracing
     from kvlink.config import WorkerConfig
 
     config = WorkerConfig.from_env()
     log.setup(config.log, config.log_json)
+    tracing.start()
     asyncio.run(
         serve(
             _urls(prefill),

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from kvlink import tracing
 from kvlink.control.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
@@ -147,7 +148,8 @@ class Channel:
         self._check_open()
         end = self._ends[0]
         try:
-            return method.reply.decode(await end.unary(method.path)(blob, timeout=timeout_s))
+            call = end.unary(method.path)(blob, timeout=timeout_s, metadata=tracing.metadata())
+            return method.reply.decode(await call)
         except grpc.aio.AioRpcError as error:
             raise self._explain(error, end, method, f"within {timeout_s:.3g} s") from None
 

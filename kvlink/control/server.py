@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvlink import tracing
 from kvlink.control.codec import Codec, Method
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
@@ -21,6 +22,7 @@ from kvlink.control.refusal import REASON_TRAILER, Reason, Refused, refusal_of
 from kvlink.control.reports import CallCounts
 from kvlink.control.security import Gate, Security, answering
 from kvlink.control.security.tokens import bearer
+from kvlink.control.traced_calls import traced
 from kvlink.errors import ConfigError
 
 Q = TypeVar("Q")
@@ -71,7 +73,10 @@ class Host:
             try:
                 self._admit(method, context)
                 request = method.request.decode(blob)
-                return method.reply.encode(await handle(request))
+                answering = handle(request)
+                if tracing.spans is not None:
+                    answering = traced(method, request, answering, context.invocation_metadata())
+                return method.reply.encode(await answering)
             except Exception as error:
                 await self._refuse(context, method, error, getattr(request, "request_id", ""))
             finally:

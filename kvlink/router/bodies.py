@@ -21,23 +21,26 @@ _ASK_FOR_A_HANDOFF: Body = {
 _STREAM = "kvlink_stream"
 """A name of ours under which a server with kvlink announces a prefill that runs, and another one follows it."""
 _ANNOUNCED = "kvlink_announced"
+_TRACEPARENT = "kvlink_traceparent"
+"""The header of that name, for servers that keep headers to themselves."""
 _CHARACTERS_A_TOKEN = 4
 # Meaningless or refused together with a single token that is not streamed.
 _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 
 
-def prefill_body(body: Body, stream: str = "") -> Body:
+def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
     """Computes the prompt and one token, which decode computes again, and keeps the blocks for a hand-off.
 
     stream: a name under which decode may follow while it computes.
     """
+    ours = {key: value for key, value in ((_STREAM, stream), (_TRACEPARENT, traceparent)) if value}
     asked = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     return asked | {
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
-        HANDOFF: _ASK_FOR_A_HANDOFF | ({_STREAM: stream} if stream else {}),
+        HANDOFF: _ASK_FOR_A_HANDOFF | ours,
     }
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
+from kvlink import tracing
 from kvlink.router.bodies import (
     Body,
     decode_body,
@@ -23,6 +24,7 @@ from kvlink.router.bodies import (
 from kvlink.router.counts import Counts
 from kvlink.router.following import Followed, following
 from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream
+from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
 
@@ -78,6 +80,23 @@ class Proxy:
         for name in _OURS:
             headers.popall(name, None)
         headers.setdefault("X-Request-Id", uuid.uuid4().hex)
+        parent = TraceParent.parse(headers.get(HEADER, ""))
+        about = {"kvlink.request_id": headers["X-Request-Id"]}
+        with tracing.span(f"POST {request.path}", Kind.SERVER, parent, about) as span:
+            if span is None:
+                return await self._answered(request, body, headers)
+            headers[HEADER] = str(span.context)
+            if parent is None:  # a trace that begins here has no use for notes about another
+                headers.popall("tracestate", None)
+            answer = await self._answered(request, body, headers)
+            span.set({"http.response.status_code": answer.status})
+            if answer.status >= 500:
+                span.fail(f"answered {answer.status}")
+            return answer
+
+    async def _answered(
+        self, request: web.Request, body: Body, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
         try:
             return await self._complete(request, body, headers)
         except Refused as refused:
@@ -136,7 +155,8 @@ class Proxy:
             self.counts["not_suited"] += 1
             return None
         try:
-            answer = await self._prefill.ask_any("POST", path, prefill_body(body, stream), headers)
+            asked = prefill_body(body, stream, headers.get(HEADER, ""))
+            answer = await self._prefill.ask_any("POST", path, asked, headers)
         except NotServed as error:
             if not self._recompute:
                 raise NoPrefill(str(error)) from error

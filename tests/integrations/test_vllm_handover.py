@@ -20,6 +20,7 @@ from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, pr
 from kvlink.integrations.vllm.parts import Part
 from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.ticket import LeaseSeat
+from kvlink.tracing import TraceParent
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 NAMES = st.text(min_size=1, max_size=20)
@@ -34,6 +35,8 @@ HANDOVERS = st.builds(
     num_tokens=st.integers(1, 2**31),
     prompt=st.binary(min_size=16, max_size=16).map(bytes.hex),
     ttl_s=st.integers(1, 86400).map(float),
+    trace=st.none()
+    | st.builds(TraceParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255)),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),

@@ -213,4 +213,5 @@ def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -
         kv_transfer_params=dict(params) if params is not None else None,
         mm_features=None,
         lora_request=None,
+        trace_headers=None,
     )

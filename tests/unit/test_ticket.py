@@ -13,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.errors import ConfigError
-from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
+from kvlink.ticket import MAX_BLOCKS, SIGNATURE_BYTES, LeaseSeat, Ticket, trace_in
+from kvlink.tracing import TraceParent
+from kvlink.tracing.traceparent import NUM_BYTES
 from kvlink.types import ReadyUnit
 
 names = st.text(min_size=1, max_size=60)
 words = st.integers(0, 2**64 - 1)
 seats = st.builds(LeaseSeat, st.integers(0, 2**32 - 1), words, words)
+traces = st.builds(TraceParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
 tickets = st.builds(
     Ticket,
     request_id=names,
@@ -33,8 +36,11 @@ tickets = st.builds(
     tp_rank=st.integers(0, 65535),
     tp_size=st.integers(0, 65535),
     ttl_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
+    signature=st.just(b"") | st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES).filter(any),
+    trace=st.none() | traces,
 )
 
+TRACE = TraceParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)
 TICKET = Ticket(
     request_id="request-1",
     worker_id="prefill-0",
@@ -52,6 +58,7 @@ def test_bytes_and_text_give_the_same_ticket_back(ticket: Ticket) -> None:
     assert Ticket.from_bytes(ticket.to_bytes()) == ticket
     text = ticket.to_text()
     assert Ticket.from_text(text) == ticket
+    assert trace_in(ticket.to_bytes()) == ticket.trace
     assert text.isascii()
     assert not set(text) & set('"\\/+ \n')
 
@@ -59,14 +66,16 @@ def test_bytes_and_text_give_the_same_ticket_back(ticket: Ticket) -> None:
 @settings(max_examples=400)
 @given(st.binary(max_size=400))
 def test_foreign_bytes_are_refused(blob: bytes) -> None:
+    assert trace_in(blob) is None
     with pytest.raises(ConfigError, match="not a ticket"):
         Ticket.from_bytes(blob)
     with pytest.raises(ConfigError, match="not a ticket"):
         Ticket.from_text(blob.decode("latin-1"))
 
 
-def test_every_flipped_bit_is_noticed() -> None:
-    blob = TICKET.to_bytes()
+@pytest.mark.parametrize("trace", [None, TRACE])
+def test_every_flipped_bit_is_noticed(trace: TraceParent | None) -> None:
+    blob = dataclasses.replace(TICKET, trace=trace).to_bytes()
     for bit in range(8 * len(blob)):
         damaged = bytearray(blob)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -74,11 +83,13 @@ def test_every_flipped_bit_is_noticed() -> None:
             Ticket.from_bytes(bytes(damaged))
 
 
-def test_every_truncation_and_any_extension_is_noticed() -> None:
-    blob = TICKET.to_bytes()
+@pytest.mark.parametrize("trace", [None, TRACE])
+def test_every_truncation_and_any_extension_is_noticed(trace: TraceParent | None) -> None:
+    blob = dataclasses.replace(TICKET, trace=trace).to_bytes()
     for size in range(len(blob)):
         with pytest.raises(ConfigError):
             Ticket.from_bytes(blob[:size])
+        assert trace_in(blob[:size]) in (None, trace)
     with pytest.raises(ConfigError):
         Ticket.from_bytes(blob + b"\0")
 
@@ -87,7 +98,7 @@ def test_garbage_behind_a_right_checksum_is_refused_or_is_a_ticket() -> None:
     """An attacker can compute a CRC: the parser itself must hold."""
     rng = random.Random(1)
     body_at = 12
-    blob = TICKET.to_bytes()
+    blob = dataclasses.replace(TICKET, trace=TRACE).to_bytes()
     accepted = 0
     for _ in range(5000):
         body = bytearray(blob[body_at:])
@@ -100,8 +111,29 @@ def test_garbage_behind_a_right_checksum_is_refused_or_is_a_ticket() -> None:
             continue
         accepted += 1
         assert ticket.seats
+        assert ticket.trace is None or Ticket.from_bytes(ticket.to_bytes()) == ticket
         assert len(ticket.block_ids) == len(TICKET.block_ids)
     assert 0 < accepted < 5000
+
+
+def test_who_does_not_know_of_traces_reads_the_same_ticket() -> None:
+    """They skip what their header does not have, and believe no signature over it."""
+    signed = dataclasses.replace(TICKET, signature=b"s" * SIGNATURE_BYTES)
+    for ticket, added in (signed, NUM_BYTES), (TICKET, SIGNATURE_BYTES + NUM_BYTES):
+        traced = dataclasses.replace(ticket, trace=TRACE)
+        plain_blob, traced_blob = ticket.to_bytes(), traced.to_bytes()
+        header_bytes = int.from_bytes(plain_blob[4:6], "little")
+        assert int.from_bytes(traced_blob[4:6], "little") == header_bytes + added
+        at = 12 + header_bytes
+        assert traced_blob[:4] + traced_blob[6:8] == plain_blob[:4] + plain_blob[6:8]
+        assert traced_blob[12:at] + traced_blob[at + added :] == plain_blob[12:]
+        assert traced.signed_bytes() == ticket.signed_bytes()
+
+
+def test_a_trace_of_zeros_is_none() -> None:
+    blob = dataclasses.replace(TICKET, trace=TraceParent(0, 0, 1)).to_bytes()
+    assert Ticket.from_bytes(blob) == TICKET
+    assert trace_in(blob) is None
 
 
 def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:

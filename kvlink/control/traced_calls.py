@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of calls that a server answers. Calls that belong to no trace, as beats and status, have none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from kvlink import tracing
+from kvlink.control.codec import CoordinatorCalls, Method
+from kvlink.control.values import Offer
+from kvlink.ticket import trace_in
+from kvlink.tracing import HEADER, Attributes, Kind, TraceParent
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+async def traced(method: Method[Q, R], request: Q, answering: Awaitable[R], metadata: Any) -> R:
+    """What `answering` returns, told when it is over. `metadata`: of the call. Raises what `answering` raises."""
+    began_ns, reply, failed = time.time_ns(), None, ""
+    try:
+        reply = await answering
+        return reply
+    except BaseException as error:
+        failed = str(error) or type(error).__name__
+        raise
+    finally:
+        parent = _callers(metadata) or _tickets(method, request, reply)
+        if tracing.spans is not None and parent is not None:
+            times_ns = began_ns, time.time_ns()
+            tracing.spans.record(
+                method.path.lstrip("/"), Kind.SERVER, parent, times_ns, _about(request), failed
+            )
+
+
+def _callers(metadata: Any) -> TraceParent | None:
+    header = dict(metadata or ()).get(HEADER, "")
+    return TraceParent.parse(header) if isinstance(header, str) else None
+
+
+def _tickets(method: Method[Any, Any], request: object, reply: Any) -> TraceParent | None:
+    """Whoever claims does not know yet to which trace the request belongs; its ticket does."""
+    if isinstance(request, Offer):
+        return trace_in(request.ticket)
+    return trace_in(reply[0]) if reply and method is CoordinatorCalls.CLAIM else None
+
+
+def _about(request: object) -> Attributes:
+    about = {"rpc.system": "grpc"}
+    request_id = getattr(request, "request_id", "")
+    return about | {"kvlink.request_id": request_id} if request_id else about

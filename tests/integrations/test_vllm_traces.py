@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between two vLLM servers: the scheduler's hand-over carries the trace of the request to decode's workers."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvlink[otel]'")
+
+from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
+from tracing.memory import collecting_here
+from vllm_server import ASK_PREFILL, Server, request
+
+from kvlink.integrations.vllm.handover import Handover
+from kvlink.integrations.vllm.traces import TRACEPARENT
+from kvlink.tracing import TraceParent
+
+PROMPT = list(range(100, 110))
+
+
+@pytest.mark.parametrize("header", [False, True], ids=["in the hand-over", "as a header"])
+def test_one_trace(header: bool) -> None:
+    with collecting_here() as collected, Server("p", tp_size=2) as prefill, Server("d") as decode:
+        asked = request("r", PROMPT, ASK_PREFILL if header else ASK_PREFILL | {TRACEPARENT: REQUEST})
+        asked.trace_headers = {"traceparent": REQUEST} if header else None
+        _, params = prefill.prefill(asked, [3, 9, 1])
+        decode.load(request("x", PROMPT, params), [5, 6, 7])
+        decode.step_until(lambda: "x" in decode.received)
+        prefill.step_until(lambda: "r" in prefill.sent)
+        assert not prefill.scheduling._traces._offers
+        offer = collected.one("kvlink.offer")
+        reads, settles = collected.named("kvlink.read"), collected.named("kvlink.settle")
+    assert (offer.trace, offer.parent) == (TRACE_ID, SPAN_ID)
+    assert offer.attributes == {"kvlink.request_id": "r", "kvlink.peer": "p-0"}
+    assert {read.attributes["kvlink.peer"] for read in reads} == {"p-0", "p-1"}
+    assert all(read.within(offer) for read in reads)
+    assert {settle.parent for settle in settles} == {read.id for read in reads}
+
+
+@pytest.mark.parametrize("given", ["garbage", 7, None, ["00"]])
+def test_what_is_no_trace_is_ignored(given: object) -> None:
+    with Server("p") as prefill:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: given}), [3, 9, 1])
+        assert params
+        assert Handover.from_params(params).trace is None
+
+
+def test_what_nobody_collects_is_passed_on() -> None:
+    with Server("p") as prefill:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: REQUEST}), [3, 9, 1])
+        assert params
+        assert Handover.from_params(params).trace == TraceParent.parse(REQUEST)
+        assert params[TRACEPARENT] == REQUEST

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls between processes belong to the trace of their caller, and servers tell of those that do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from tracing.finding import REQUEST, TRACE_ID
+from tracing.memory import Collected
+from transports.pools import PoolSpec
+
+from kvlink import Worker, WorkerConfig
+from kvlink.control import Coordinator, CoordinatorClient
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.values import Claim
+from kvlink.errors import UnknownRequest
+
+CLAIM = "kvlink.v1.Coordinator/Claim"
+
+
+@pytest.fixture
+async def coordinator(collected: Collected) -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator()
+    await coordinator.start()
+    yield coordinator
+    await coordinator.close()
+
+
+async def test_a_refused_claim_is_an_error_below_its_caller(
+    coordinator: Coordinator, collected: Collected
+) -> None:
+    async with CoordinatorClient(coordinator.address) as client:
+        serving = collected.provider.get_tracer("server").start_as_current_span("serving")
+        with serving, pytest.raises(UnknownRequest):
+            await client.claim("r1", timeout_s=0)
+    claim = collected.one(CLAIM)
+    assert claim.within(collected.one("serving"))
+    assert claim.attributes == {"rpc.system": "grpc", "kvlink.request_id": "r1"}
+    assert "r1" in claim.failed
+
+
+async def test_calls_of_no_trace_have_no_spans(coordinator: Coordinator, collected: Collected) -> None:
+    async with CoordinatorClient(coordinator.address) as client:
+        await client.status()
+        with pytest.raises(UnknownRequest):
+            await client.claim("r1", timeout_s=0)
+    assert collected.named("kvlink.v1.Coordinator/Status") + collected.named(CLAIM) == []
+
+
+@pytest.mark.parametrize("header", [REQUEST, "garbage", "x" * 4000, ""])
+async def test_a_malformed_traceparent_is_ignored(
+    coordinator: Coordinator, collected: Collected, header: str
+) -> None:
+    method = CoordinatorCalls.CLAIM
+    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await channel.unary_unary(method.path)(
+                method.request.encode(Claim("r1", 0.0)), metadata=(("traceparent", header),)
+            )
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert [span.trace for span in collected.named(CLAIM)] == ([TRACE_ID] if header == REQUEST else [])
+
+
+async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
+    config = WorkerConfig(transports="loopback")
+    with (
+        Worker(PoolSpec().make(), "prefill", config=config) as owner,
+        Worker(PoolSpec().make(), "decode", config=config) as reader,
+    ):
+        pull = reader.pull(owner.offer("r1", [1], trace=REQUEST), [1], settle=False)
+        assert pull.wait(10)
+        assert pull._parts
+        reader._settle_otherwise(pull._parts[0])
+        deadline = time.monotonic() + 10
+        while not (settles := collected.named("kvlink.v1.WorkerAgent/SettleSeat")):
+            assert time.monotonic() < deadline, "nobody was told"
+            time.sleep(0.01)
+        assert owner.lease_counts().settled == 1
+    assert [settle.within(collected.one("kvlink.offer")) for settle in settles] == [True]
