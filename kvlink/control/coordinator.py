@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from kvlink.control.codec import CoordinatorCalls as Calls
-from kvlink.control.feed import Feed
+from kvlink.control.feed import Feed, merged
 from kvlink.control.handoffs import HandoffServer
 from kvlink.control.limits import Limits
 from kvlink.control.overview import Beat, Overview
@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 DEFAULT_PORT = 7400
 _BEATS_PER_LEASE = 3
+_LAST_WORDS_S = 0.5
+"""For replies that are on their way when a coordinator closes."""
 
 
 class Coordinator:
@@ -69,6 +71,7 @@ class Coordinator:
         self._lease_s = lease_s
         self._started = time.monotonic()
         self._draining = False
+        self._leaving: asyncio.Task[None] | None = None
         self._host = Host(reflect, security, gate)
         self._reports = Reports()
         self.counts = self._host.counts
@@ -87,10 +90,16 @@ class Coordinator:
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
 
-    async def drain(self, timeout_s: float) -> None:
-        """Takes no new claims, and returns when those that wait are answered, or after `timeout_s`."""
+    async def drain(self, timeout_s: float, elsewhere: bool = False) -> None:
+        """Takes no new claims, and returns when those that wait are answered, or after `timeout_s`.
+
+        `elsewhere`: others serve the same store, so that every caller is sent there at once. Otherwise offers are
+        still taken: the claims wait for them.
+        """
         self._draining = True
         await self._host.unready()
+        if elsewhere:
+            self._leaving = asyncio.create_task(self._host.stop(timeout_s + _LAST_WORDS_S))
         give_up = time.monotonic() + timeout_s
         while (await self._store.status()).waiting_claims and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
@@ -99,7 +108,9 @@ class Coordinator:
         """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
         self._draining = True
         await self._store.close()
-        await self._host.stop(0.5)
+        await self._host.stop(_LAST_WORDS_S)
+        if self._leaving is not None:
+            await self._leaving
 
     def _add_calls(self, host: Host) -> None:
         host.unary(Calls.JOIN, self._join)
@@ -157,7 +168,7 @@ class Coordinator:
         with contextlib.closing(await self._store.watch()) as feed:
             self.counts.feeds.add(feed)
             try:
-                async for changes in feed:
+                async for changes in merged(feed):
                     await send(changes)
             finally:
                 self.counts.feeds.discard(feed)
@@ -167,9 +178,18 @@ class Coordinator:
         return Nothing()
 
     async def _claim(self, claim: Claim) -> list[bytes]:
+        self._check_not_draining()
+        return await self._store.claim(claim)
+
+    def _check_not_draining(self) -> None:
         if self._draining:
             raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is draining; ask again")
-        return await self._store.claim(claim)
+
+    async def _until_draining(self, batches: AsyncIterator[HandoffBatch]) -> AsyncIterator[HandoffBatch]:
+        async for batch in batches:
+            if batch.claims:
+                self._check_not_draining()
+            yield batch
 
     async def _settle(self, order: SettleOrder) -> Nothing:
         await self._store.settle(order)
@@ -181,7 +201,7 @@ class Coordinator:
                 self.counts.refused(Calls.HANDOFFS.name, refused.reason)
             await send(results)
 
-        await HandoffServer(self._store, counted).serve(batches)
+        await HandoffServer(self._store, counted).serve(self._until_draining(batches))
 
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""
@@ -233,7 +253,7 @@ async def serve(
         async with beside(coordinator):
             on_ready(address)
             await stop.wait()
-            await coordinator.drain(drain_s)
+            await coordinator.drain(drain_s, elsewhere=store != MEMORY)
     finally:
         await coordinator.close()
         for number in (signal.SIGTERM, signal.SIGINT):

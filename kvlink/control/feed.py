@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -57,3 +58,10 @@ class Feed(Generic[T]):
             self._wake.clear()
             await self._wake.wait()
         return self._items.popleft()
+
+
+async def merged(feed: Feed[list[T]]) -> AsyncIterator[list[T]]:
+    """The first list as it is; then all that came while the consumer was busy, as one."""
+    yield await anext(feed)
+    async for items in feed:
+        yield [*items, *itertools.chain.from_iterable(feed.drain())]

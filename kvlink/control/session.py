@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +28,8 @@ _MISSED_ACKS = 3
 """Beats without an answer after which the coordinator counts as gone even though the connection stands."""
 _JOIN_TIMEOUT_S = 4.0
 """Of one attempt to join again; the next one follows at once."""
+_SPREAD_S = 3.0
+"""All workers notice at once that a coordinator is gone; their joins would hold up the next one for seconds."""
 
 
 class SessionState(Enum):
@@ -126,6 +130,8 @@ class Session:
 
     async def _publish(self, offer: Offer, deadline: float) -> None:
         while True:
+            if not self._joined.is_set():
+                self._doubt.set()
             try:
                 await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - time.monotonic()))
             except asyncio.TimeoutError:
@@ -160,6 +166,7 @@ class Session:
                     _log.warning("lost the coordinator worker=%s error=%s", self.card.worker_id, error)
                 self.state = SessionState.REJOINING
                 self._joined.clear()
+                await self._spread_out()
             await asyncio.sleep(backoff.delay_s())
             try:
                 await self._rejoin()
@@ -170,6 +177,12 @@ class Session:
                 return
             except KVLinkError as error:
                 _log.info("cannot join yet worker=%s error=%s", self.card.worker_id, error)
+
+    async def _spread_out(self) -> None:
+        """Waits for a random while, well within the lease, or until there is something to offer."""
+        delay_s = random.uniform(0.0, min(self._membership.keep_alive_s, _SPREAD_S))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._doubt.wait(), delay_s)
 
     async def _rejoin(self) -> None:
         membership = await self._client.join(self.card, rejoin=True, timeout_s=_JOIN_TIMEOUT_S)
@@ -184,11 +197,11 @@ class Session:
         _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
     async def _offer_again(self) -> None:
+        now = time.monotonic()
+        live = [offer._replace(ttl_s=due - now) for offer, due in self._offers.values() if due > now + 0.001]
+        if not live:
+            return
         async with self._client.handoffs() as stream:
-            now = time.monotonic()
-            live = [
-                offer._replace(ttl_s=due - now) for offer, due in self._offers.values() if due > now + 0.001
-            ]
             results = await asyncio.gather(*map(stream.offer, live), return_exceptions=True)
         for result in results:
             if isinstance(result, CoordinatorUnavailable):

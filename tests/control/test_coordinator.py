@@ -18,7 +18,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.feed import Feed, merged
 from kvlink.control.limits import MAX_REQUEST_BYTES
+from kvlink.control.values import WorkerChanges
 from kvlink.errors import (
     ConfigError,
     CoordinatorError,
@@ -26,7 +28,7 @@ from kvlink.errors import (
     LeaseExpired,
     UnknownRequest,
 )
-from kvlink.types import Joined
+from kvlink.types import Joined, WorkerChange
 
 
 async def test_a_ticket_goes_from_one_client_to_another(
@@ -143,6 +145,17 @@ async def test_a_watch_bridges_a_restart(client: CoordinatorClient, coordinator:
             assert seen.what is Joined.UP
         finally:
             await second.close()
+
+
+async def test_a_slow_watcher_gets_in_one_message_what_changed_meanwhile() -> None:
+    first, *later = [[WorkerChange(Joined.UP, make_card(f"w{number}"))] for number in range(4)]
+    feed: Feed[WorkerChanges] = Feed(8)
+    assert all(feed.put(changes) for changes in (first, *later))
+    feed.close()
+    assert [changes async for changes in merged(feed)] == [
+        first,
+        [change for each in later for change in each],
+    ]
 
 
 async def test_health_follows_the_state(coordinator: Coordinator) -> None:

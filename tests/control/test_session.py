@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -110,6 +111,31 @@ async def test_a_killed_coordinator_loses_neither_worker_nor_offer(coordinator_p
         with pytest.raises(UnknownRequest):
             await decode.claim("r49", timeout_s=0.0)
         await session.close()
+
+
+async def test_after_a_loss_idle_workers_take_their_time_and_those_with_an_offer_do_not(
+    coordinator_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[tuple[float, float]] = []
+
+    def most(least: float, most: float) -> float:
+        spread.append((least, most))
+        return 600.0 if least == 0.0 else least  # the others are delays before asking once more
+
+    monkeypatch.setattr(random, "uniform", most)
+    coordinator = coordinator_process(600.0)
+    async with CoordinatorClient(coordinator.address) as client:
+        idle, busy = [
+            await Session.join(client, make_card(name, process=number), ignore)
+            for number, name in enumerate(("idle", "busy"), 1)
+        ]
+        coordinator.restart()
+        await eventually(lambda: spread.count((0.0, 3.0)) == 2)
+        await busy.offer(make_offer("r", "busy"), timeout_s=20.0)
+        assert (busy.num_rejoins, busy.state) == (1, SessionState.JOINED)
+        assert (idle.num_rejoins, idle.state) == (0, SessionState.REJOINING)
+        await idle.close()
+        await busy.close()
 
 
 async def test_a_claim_that_waits_survives_the_coordinator(coordinator_process: StartProcess) -> None:

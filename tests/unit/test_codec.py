@@ -274,7 +274,7 @@ def test_a_batch_of_too_many_operations_is_not_taken() -> None:
 def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
-        ConfigError, match=r"worker 'prefill' speaks protocol version 9.*same version of kvlink"
+        ConfigError, match=r"worker 'prefill' speaks protocol version 9, this process 1; run releases"
     ):
         CARD.decode(blob)
 

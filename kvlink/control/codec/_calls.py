@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from kvlink.control import limits
 from kvlink.control.codec._cards import seal, unseal
+from kvlink.control.codec._version import UNSAID, check_version
 from kvlink.control.codec._wire import Codec, check_name, check_opaque, check_within, codec, nothing, plain
 from kvlink.control.values import (
     ConnectReply,
@@ -19,7 +20,7 @@ from kvlink.control.values import (
     WorkerChanges,
     WorkerEpoch,
 )
-from kvlink.types import Joined, WorkerCard, WorkerChange
+from kvlink.types import PROTOCOL_VERSION, Joined, WorkerCard, WorkerChange
 from kvlink.v1 import agent_pb2 as agent
 from kvlink.v1 import coordinator_pb2 as pb
 
@@ -43,6 +44,21 @@ def _write_join(request: JoinRequest) -> pb.JoinRequest:
 
 def _read_join(message: pb.JoinRequest) -> JoinRequest:
     return JoinRequest(unseal(message.card), message.rejoin)
+
+
+def _write_membership(membership: Membership) -> pb.JoinReply:
+    _check_membership(membership)
+    epoch, lease_s, keep_alive_s = membership
+    return pb.JoinReply(
+        epoch=epoch, lease_s=lease_s, keep_alive_s=keep_alive_s, protocol_version=PROTOCOL_VERSION
+    )
+
+
+def _read_membership(message: pb.JoinReply) -> Membership:
+    check_version("the coordinator", message.protocol_version or UNSAID)
+    membership = Membership(message.epoch, message.lease_s, message.keep_alive_s)
+    _check_membership(membership)
+    return membership
 
 
 def _write_push(push: Push) -> pb.Push:
@@ -76,11 +92,16 @@ def _read_changes(message: pb.WatchWorkersReply) -> WorkerChanges:
 def _write_connect(request: ConnectRequest) -> agent.ConnectRequest:
     _check_connect(request)
     return agent.ConnectRequest(
-        worker_id=request.worker_id, epoch=request.epoch, transport=request.transport, hellos=request.hellos
+        worker_id=request.worker_id,
+        epoch=request.epoch,
+        transport=request.transport,
+        hellos=request.hellos,
+        protocol_version=PROTOCOL_VERSION,
     )
 
 
 def _read_connect(message: agent.ConnectRequest) -> ConnectRequest:
+    check_version("the reader", message.protocol_version or UNSAID)
     request = ConnectRequest(message.worker_id, message.epoch, message.transport, list(message.hellos))
     _check_connect(request)
     return request
@@ -127,7 +148,7 @@ def _read_ended(message: agent.RenewSeatsReply) -> list[int]:
 
 
 JOIN = codec(pb.JoinRequest, _write_join, _read_join)
-MEMBERSHIP = codec(pb.JoinReply, *plain(Membership, pb.JoinReply, _check_membership))
+MEMBERSHIP = codec(pb.JoinReply, _write_membership, _read_membership)
 PUSH = codec(pb.Push, _write_push, _read_push)
 LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worker))
 LEFT = nothing(pb.LeaveReply)

@@ -7,10 +7,12 @@ import zlib
 from operator import attrgetter
 
 from kvlink.control import limits
+from kvlink.control.codec._remembered import Remembered
+from kvlink.control.codec._version import check_version
 from kvlink.control.codec._wire import check_name, check_opaque, check_within, codec
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout, Plane
-from kvlink.types import PROTOCOL_VERSION, HostIdentity, TransportCard, WorkerCard
+from kvlink.types import HostIdentity, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
 _LAYOUT_FIELDS = tuple(field.name for field in pb.KVLayout.DESCRIPTOR.fields if field.name != "planes")
@@ -19,7 +21,7 @@ _layout_fields = attrgetter(*_LAYOUT_FIELDS)
 _host_fields = attrgetter(*_HOST_FIELDS)
 
 
-def seal(card: WorkerCard) -> pb.SealedCard:
+def _seal(card: WorkerCard) -> pb.SealedCard:
     _check_card(card)
     blob = pb.WorkerCard(
         worker_id=card.worker_id,
@@ -37,17 +39,16 @@ def seal(card: WorkerCard) -> pb.SealedCard:
     return pb.SealedCard(card=blob, crc32=zlib.crc32(blob))
 
 
+seal = Remembered(_seal, most=4_096)  # each is sent to every watcher
+
+
 def unseal(sealed: pb.SealedCard) -> WorkerCard:
     if len(sealed.card) > limits.MAX_CARD_BYTES:
         raise ConfigError(f"the card has {len(sealed.card)} bytes, at most {limits.MAX_CARD_BYTES} are taken")
     if zlib.crc32(sealed.card) != sealed.crc32:
         raise ConfigError("checksum of the card differs")
     message = pb.WorkerCard.FromString(sealed.card)
-    if message.protocol_version != PROTOCOL_VERSION:
-        raise ConfigError(
-            f"worker {message.worker_id!r} speaks protocol version {message.protocol_version}, this process "
-            f"{PROTOCOL_VERSION}; run the same version of kvlink on both"
-        )
+    check_version(f"worker {message.worker_id!r}", message.protocol_version)
     card = WorkerCard(
         worker_id=message.worker_id,
         epoch=message.epoch,

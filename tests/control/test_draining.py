@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator that is told to end: claims that wait are answered or go elsewhere, and none fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from control.cards import make_card, make_offer
+from control.etcd_cluster import EtcdCluster, start_etcd
+from control.fleet import Fleet, Load
+
+from kvlink.control import Claim, Coordinator, CoordinatorClient
+from kvlink.control.store.etcd import EtcdStore
+from kvlink.errors import ConfigError, CoordinatorUnavailable
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    etcd = start_etcd()
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture
+async def pair(
+    etcd: EtcdCluster, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Coordinator, Coordinator]]:
+    """Two replicas that one name stands for: localhost, at one port."""
+    store = f"etcd://{etcd.addresses}/{request.node.name}"
+    first, second = (Coordinator(EtcdStore(store, 10.0), 10.0) for _ in range(2))
+    port = int((await first.start("127.0.0.1")).rpartition(":")[2])
+    try:
+        await second.start("::1", port)
+    except ConfigError as error:
+        await first.close()
+        pytest.skip(f"needs IPv6 on loopback: {error}")
+    yield first, second
+    await first.close()
+    await second.close()
+
+
+async def until_waiting(*coordinators: Coordinator) -> Coordinator:
+    """The one at which a claim waits."""
+    while True:
+        for each in coordinators:
+            if (await each.status()).waiting_claims:
+                return each
+        await asyncio.sleep(0.01)
+
+
+async def test_no_claim_fails_while_replicas_restart_in_turn(etcd: EtcdCluster) -> None:
+    fleet = Fleet(etcd, 2, name="in-turn")
+    async with Load(fleet.addresses) as load:
+        for victim in fleet.replicas:
+            await load.goes_on(50)
+            victim.send(signal.SIGTERM)
+            _, said = await asyncio.to_thread(victim.process.communicate)
+            assert (victim.process.returncode, said) == (0, "")
+            await load.goes_on(50)
+            await asyncio.to_thread(victim.start)
+    load.check()
+    assert len(load.brought) == load.num_offered
+    fleet.close()
+
+
+async def test_one_name_for_all_leads_to_those_that_stay(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with CoordinatorClient(f"localhost:{pair[0].address.rpartition(':')[2]}") as client:
+        await client.join(make_card())
+        waits = asyncio.create_task(client.claim("waits", timeout_s=60.0))
+        leaves = await until_waiting(*pair)
+        draining = asyncio.create_task(leaves.drain(60.0, elsewhere=True))
+        for number in range(20):
+            offer = make_offer(f"r{number}")
+            await client.offer(offer)
+            assert await client.claim(offer.request_id) == [offer.ticket]
+        assert not draining.done(), "a claim waits there"
+        await client.offer(make_offer("waits"))
+        assert await waits == [make_offer("waits").ticket]
+        await draining
+        await leaves.close()
+
+
+async def test_a_claim_that_waits_for_longer_waits_elsewhere(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with CoordinatorClient(f"localhost:{pair[0].address.rpartition(':')[2]}") as client:
+        await client.join(make_card())
+        waits = asyncio.create_task(client.claim("waits", timeout_s=60.0))
+        leaves = await until_waiting(*pair)
+        await leaves.drain(0.0, elsewhere=True)
+        await leaves.close()
+        (stays,) = set(pair) - {leaves}
+        await until_waiting(stays)
+        await client.offer(make_offer("waits"))
+        assert await waits == [make_offer("waits").ticket]
+
+
+async def test_a_stream_ends_with_the_next_claim_and_says_why(coordinator: Coordinator) -> None:
+    async with CoordinatorClient(coordinator.address) as client, client.handoffs() as stream:
+        await client.join(make_card())
+        waits = stream.claim(Claim("waits", 60.0))
+        await until_waiting(coordinator)
+        draining = asyncio.create_task(coordinator.drain(60.0))
+        await stream.offer(make_offer("waits"))
+        assert await waits == [make_offer("waits").ticket]
+        await draining
+        with pytest.raises(CoordinatorUnavailable, match="draining; ask again") as refused:
+            await stream.claim(Claim("late", 60.0))
+        assert refused.value.retryable
+
+
+async def test_a_lone_coordinator_restarts_between_claim_and_offer() -> None:
+    before, after = Coordinator(), Coordinator()
+    async with CoordinatorClient(await before.start()) as client:
+        waits = asyncio.create_task(client.claim("r", timeout_s=60.0))
+        await until_waiting(before)
+        await before.drain(0.0)
+        await before.close()
+        await after.start(port=int(before.address.rpartition(":")[2]))
+        await client.join(make_card())
+        await client.offer(make_offer("r"))
+        assert await waits == [make_offer("r").ticket]
+    await after.close()

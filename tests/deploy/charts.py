@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helm, where there is one, and Kubernetes' schemas."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from deploy.commands import CHART
+
+KUBERNETES = "1.33"
+OPERATORS = ("ServiceMonitor", "PrometheusRule")
+"""Not Kubernetes' own: their schemas are the Prometheus operator's."""
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("helm") is None:
+        pytest.skip("no helm on this machine: https://helm.sh/docs/intro/install")
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def render(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the chart makes of `values`, by kind, checked."""
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = helm("template", "kv", str(CHART), "--namespace", "prod", "--values", str(file))
+    assert done.returncode == 0, done.stderr
+    documents = [document for document in yaml.safe_load_all(done.stdout) if document]
+    for document in documents:
+        check(document)
+    by_kind = {document["kind"]: document for document in documents}
+    assert len(by_kind) == len(documents)
+    return by_kind
+
+
+def check(document: dict[str, Any]) -> None:
+    """Raises ValidationError for a field that Kubernetes does not know, or one of another type."""
+    if document["kind"] not in OPERATORS:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command lines of kvlink that stand in files for operators, taken from there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import typer.main
+import yaml
+
+from kvlink.cli import app
+
+DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
+CHART = DEPLOY / "chart"
+CONTAINERFILE = DEPLOY / "image" / "Containerfile"
+COMPOSE = DEPLOY / "compose" / "compose.yaml"
+UNIT = DEPLOY / "systemd" / "kvlink-coordinator.service"
+DROP_IN = DEPLOY / "systemd" / "kvlink-worker.conf"
+WORKER_POD = DEPLOY / "kubernetes" / "worker-pod.yaml"
+GUIDES = ("operators-guide.md", "monitoring.md", "security.md")
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """What kvlink's own parser makes of `kvlink ARGUMENTS…`. Raises click's UsageError."""
+    command: Any = typer.main.get_command(app)
+    rest = list(arguments)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    with command.make_context("kvlink", rest) as context:
+        return dict(context.params)
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+def image_command(instruction: str) -> list[str]:
+    """The JSON form: signals reach kvlink and no shell."""
+    text = CONTAINERFILE.read_text().replace("\\\n", " ")
+    (found,) = re.findall(rf"^{instruction}\b.*?(\[.*\])\s*$", text, re.MULTILINE)
+    return json.loads(found)
+
+
+def unit_settings(path: Path = UNIT) -> dict[str, list[str]]:
+    settings: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        if "=" in line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            settings.setdefault(key, []).append(value)
+    return settings
+
+
+def unit_command() -> list[str]:
+    (line,) = unit_settings()["ExecStart"]
+    (store,) = [value for value in unit_settings()["Environment"] if value.startswith("STORE=")]
+    return shlex.split(line.replace("${STORE}", store.partition("=")[2]))[1:]
+
+
+def coordinators() -> dict[str, list[str]]:
+    """By the file that they stand in, without the word kvlink."""
+    return {
+        "image": image_command("CMD"),
+        "compose": compose()["services"]["coordinator-0"]["command"],
+        "unit": unit_command(),
+    }
+
+
+def others() -> dict[str, list[str]]:
+    return {
+        "the image's health check": image_command("HEALTHCHECK")[1:],
+        "compose's certificates": compose()["services"]["certs"]["command"],
+    }
+
+
+def code_blocks(guide: str) -> list[list[str]]:
+    """Each `kvlink …` of a guide's indented lines, without comments and what is not written out."""
+    lines = re.findall(r"^    (?:\S+=\S+ )*kvlink (.*)$", (DEPLOY / guide).read_text(), re.MULTILINE)
+    return [[word for word in shlex.split(line, comments=True) if word != "…"] for line in lines]

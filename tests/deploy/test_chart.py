@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chart: as text wherever tests run, rendered and started where there is a helm."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deploy import charts, commands
+from deploy.running import Running, environment, here, run
+
+from kvlink import __version__
+
+TEMPLATES = "".join(path.read_text() for path in sorted((commands.CHART / "templates").iterdir()))
+VALUES: dict[str, Any] = yaml.safe_load((commands.CHART / "values.yaml").read_text())
+TENANTS = [{"tenant": "acme", "identity": "spiffe://example.org/ns/acme/*"}]
+ALL = {
+    "tenants": TENANTS,
+    "store": {"fleet": "fleet-a"},
+    "env": {"KVLINK_LOG": "debug"},
+    "serviceMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True, "labels": {"release": "monitoring"}},
+}
+
+
+def _paths(values: dict[str, Any], prefix: str = "") -> set[str]:
+    """Of what has no fields itself, or is handed on as a whole."""
+    whole = ("env", "resources", "nodeSelector", "affinity", "podAnnotations", "labels")
+    found: set[str] = set()
+    for key, value in values.items():
+        deeper = isinstance(value, dict) and key not in whole
+        found |= _paths(value, f"{prefix}{key}.") if deeper else {prefix + key}
+    return found
+
+
+def test_templates_use_the_values_that_there_are() -> None:
+    assert set(re.findall(r"\.Values\.([\w.]+)", TEMPLATES)) == _paths(VALUES)
+
+
+def test_templates_name_options_of_kvlink() -> None:
+    taken = commands.parsed(["coordinator"]) | commands.parsed(["status"])
+    options = {f"--{name.replace('_', '-')}" for name in taken} | {"--json"}
+    found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", TEMPLATES))
+    assert {"--store", "--drain-s", "--coordinator"} < found <= options
+
+
+def test_the_chart_is_of_this_release() -> None:
+    chart = yaml.safe_load((commands.CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+    assert commands.compose()["services"]["certs"]["image"] == f"kvlink:{__version__}"
+
+
+def test_the_rules_are_those_of_prometheus() -> None:
+    inside = commands.CHART / "files" / "kvlink.rules.yml"
+    assert inside.read_text() == (commands.DEPLOY / "prometheus" / "kvlink.rules.yml").read_text()
+
+
+def test_kubernetes_takes_the_pod_of_a_worker() -> None:
+    pod = yaml.safe_load(commands.WORKER_POD.read_text())
+    charts.check(pod)
+    (server,) = pod["spec"]["containers"]
+    assert server["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    ports = {f"KVLINK_{port['name'].removeprefix('kvlink-').upper()}": port for port in server["ports"]}
+    values = {variable["name"]: variable.get("value") for variable in server["env"]}
+    assert values["KVLINK_AGENT_PORT"] == str(ports["KVLINK_AGENT"]["containerPort"])
+    assert values["KVLINK_PORT"] == str(ports["KVLINK_DATA"]["containerPort"])
+    assert values["KVLINK_METRICS_PORT"] == str(ports["KVLINK_METRICS"]["containerPort"])
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    done = charts.helm("lint", str(commands.CHART), "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_of_it_is_kubernetes(tmp_path: Path) -> None:
+    some, every = charts.render(tmp_path, {}), charts.render(tmp_path, ALL)
+    assert set(some) == {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    assert set(every) == {*some, "ConfigMap", "ServiceMonitor", "PrometheusRule"}
+    rules = yaml.safe_load((commands.DEPLOY / "prometheus" / "kvlink.rules.yml").read_text())
+    assert every["PrometheusRule"]["spec"] == rules
+    assert every["PrometheusRule"]["metadata"]["labels"]["release"] == "monitoring"
+    alone = charts.render(tmp_path, {"replicas": 1, "store": {"etcd": []}})
+    assert set(alone) == {"StatefulSet", "Service", "NetworkPolicy"}
+    assert "--store=memory" in _container(alone)["args"]
+
+
+def test_names_fit_together(tmp_path: Path) -> None:
+    every = charts.render(tmp_path, ALL)
+    pod, service = every["StatefulSet"]["spec"], every["Service"]["spec"]
+    assert pod["serviceName"] == every["Service"]["metadata"]["name"]
+    labels = pod["template"]["metadata"]["labels"]
+    selectors = [service["selector"], pod["selector"]["matchLabels"]]
+    selectors += [
+        every[kind]["spec"]["selector"]["matchLabels"] for kind in ("PodDisruptionBudget", "ServiceMonitor")
+    ]
+    selectors.append(every["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"])
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+    ports = {port["name"] for port in _container(every)["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} == ports
+    assert {rule["ports"][0]["port"] for rule in every["NetworkPolicy"]["spec"]["ingress"]} == ports
+    volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in _container(every)["volumeMounts"]} == volumes
+    drain_s = commands.parsed(_container(every)["args"])["drain_s"]
+    assert pod["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"store": {"etcd": []}}, "several coordinators share an etcd"),
+        ({"certificates": {"secret": ""}}, "or say insecure: true"),
+        ({"insecure": True}, "take certificates.secret away"),
+    ],
+)
+def test_what_would_not_work_is_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    done = charts.helm("template", "kv", str(commands.CHART), "--values", str(file))
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def test_a_pod_starts_is_probed_and_ends(tmp_path: Path) -> None:
+    container = _container(charts.render(tmp_path, ALL | {"replicas": 1, "store": {"etcd": []}}))
+    assert run(["certs", f"--dir={tmp_path}"], environment(tmp_path, {})).returncode == 0
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(charts.render(tmp_path, ALL)["ConfigMap"]["data"]["tenants.json"])
+    env = environment(tmp_path, {variable["name"]: variable["value"] for variable in container["env"]})
+    arguments = [word.replace("/etc/kvlink/tenants.json", str(tenants)) for word in container["args"]]
+    running = Running.start(here(arguments, "memory"), env)
+    probe = container["startupProbe"]["exec"]["command"][1:]
+    address = f"localhost:{running.address.rpartition(':')[2]}"
+    probed = run([address if word == "localhost:7400" else word for word in probe], env)
+    running.process.send_signal(signal.SIGTERM)
+    said = running.process.communicate(timeout=30)[1]
+    assert running.process.returncode == 0, said
+    assert probed.returncode == 0, probed.stderr
+
+
+def _container(rendered: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    (container,) = rendered["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    return container

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compose file: as it stands, and run without containers, with real etcd under TLS, load and restarts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deploy import commands
+from deploy.composed import Composed
+
+SERVICES = commands.compose()["services"]
+STORE = commands.parsed(SERVICES["coordinator-0"]["command"])["store"]
+
+
+def test_names_fit_together() -> None:
+    members = {name for name in SERVICES if name.startswith("etcd")}
+    assert {address.rpartition(":")[0] for address in STORE.removeprefix("etcd://").split(",")} == members
+    certified = set(commands.parsed(SERVICES["certs"]["command"])["host"])
+    assert certified == set(SERVICES) - {"certs"}
+    for name in members:
+        environment = SERVICES[name]["environment"]
+        assert environment["ETCD_NAME"] == name
+        assert (
+            f"{name}={environment['ETCD_INITIAL_ADVERTISE_PEER_URLS']}" in environment["ETCD_INITIAL_CLUSTER"]
+        )
+    mounted = {mount.partition(":")[0] for service in SERVICES.values() for mount in service["volumes"]}
+    assert mounted == set(commands.compose()["volumes"])
+
+
+def test_etcd_has_these_options() -> None:
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd on this machine: apt-get install etcd-server")
+    said = subprocess.run(["etcd", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--([a-z-]+)", said.stdout + said.stderr))
+    used = {key.removeprefix("ETCD_").lower().replace("_", "-") for key in SERVICES["etcd-0"]["environment"]}
+    assert used <= options
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Composed]:
+    composed = Composed(tmp_path)
+    yield composed
+    composed.close()
+
+
+def say(client: subprocess.Popen[str], line: str) -> str:
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(line)
+    client.stdin.flush()
+    return client.stdout.readline().strip()
+
+
+@pytest.mark.netns
+def test_it_runs_under_load_while_coordinators_restart_in_turn(composed: Composed) -> None:
+    for _ in range(2):  # `docker compose up`, and again
+        made = composed.run("certs")
+        assert made.returncode == 0, made.stderr
+    replicas = [name for name in SERVICES if name.startswith("coordinator")]
+    for name in SERVICES:
+        if name != "certs":
+            composed.start(name)
+    addresses = ",".join(f"{name}:7400" for name in replicas)
+    etcd = STORE.removeprefix("etcd://")
+    load = composed.inside([str(Path(__file__).with_name("load.py")), addresses, etcd], composed.worker())
+    assert say(load, "") == "going", composed.log("coordinator-0") + composed.log("etcd-0")
+    for name in replicas:
+        assert composed.stop(name, signal.SIGTERM) == 0, composed.log(name)
+        assert say(load, "on\n") == "going"
+        composed.start(name)
+        assert say(load, "on\n") == "going"
+    last = say(load, "end\n")
+    print(last)
+    assert "handed over; etcd to a worker: etcd at" in last, last
