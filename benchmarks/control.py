@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -247,7 +247,8 @@ def in_processes(target: Callable[..., None], count: int, *args: object) -> Iter
         yield pipes
     finally:
         for pipe in pipes:
-            pipe.send(None)
+            with suppress(OSError):  # it may have died
+                pipe.send(None)
         for process in processes:
             process.join(5)
             process.kill()

@@ -34,15 +34,17 @@ _BEFORE_KILL_S = 0.3
 class Replica:
     """`kvlink coordinator` as an operator runs it. Keeps its port over restarts."""
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, lease_s: float = 600.0) -> None:
         self._store = store
+        self._lease_s = lease_s
         self.address = "127.0.0.1:0"
         self.start()
 
     def start(self) -> None:
         """Returns when it listens. Raises ConfigError when it does not come up."""
         host, _, port = self.address.rpartition(":")
-        options = ["--host", host, "--port", port, "--store", self._store, "--lease-s", "600"]
+        options = ["--host", host, "--port", port, "--store", self._store]
+        options += ["--lease-s", str(self._lease_s)]
         environment = os.environ | {"KVLINK_LOG": "error"}
         command = [sys.executable, "-m", "kvlink", "coordinator", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

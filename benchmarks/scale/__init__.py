@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one coordinator pays for a large fleet, and how that grows with the fleet.
+
+`rows(…)` runs `kvlink coordinator` and load processes on this host. fleet.py: workers that are joined and idle;
+losses.py: and come back; watchers.py: who hears of a change; crowd.py: the simulated workers; growth.py: the exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+
+from ..control import Row
+from ..etcd import EtcdCluster
+from ..replicas import Replica
+from .crowds import crowds
+from .fleet import fleet
+from .growth import exponent
+from .load import Load
+from .losses import lost_replica
+from .usage import keep_to_last_core
+from .watchers import fan_out, watch_each_other
+
+MEMORY, ETCD = "memory", "etcd"
+_WATCH_EACH_OTHER = 128
+"""Workers at most: n of them take n² deliveries."""
+_COSTS = {
+    "join": ("private_mib", "cpu_s"),
+    "idle": ("core_percent",),
+    "tickets": ("private_mib",),
+    "restart": ("cpu_s", "all_joined_s"),
+    "lost replica": ("cpu_s", "all_joined_s"),
+    "first list": ("cpu_ms", "list_bytes"),
+    "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
+    "watch each other": ("cpu_s", "deliveries"),
+}
+"""What must grow no faster than the number of workers (of watchers for the fan-out), by phase."""
+
+Phase = Callable[[Load, int], Iterator[Row]]
+
+
+def rows(
+    workers: Sequence[int],
+    tickets: int = 10,
+    store: str = MEMORY,
+    processes: int = 1,
+    lease_s: float = 10.0,
+    idle_s: float = 10.0,
+    changes: int = 20,
+) -> Iterator[Row]:
+    """All phases for each number of workers, then the growth of each cost. `tickets` are a worker's.
+
+    Raises BenchError when a load process failed.
+    """
+
+    def joined(load: Load, count: int) -> Iterator[Row]:
+        return fleet(load, count, tickets, idle_s)
+
+    def watched(load: Load, count: int) -> Iterator[Row]:
+        return fan_out(load, count, changes)
+
+    def lost(load: Load, count: int) -> Iterator[Row]:
+        return lost_replica(load, count, tickets)
+
+    seen: list[Row] = []
+    for count in workers:
+        phases: list[tuple[Phase, int]] = [(joined, 1), (watched, 1)]
+        phases += [(watch_each_other, 1)] if count <= _WATCH_EACH_OTHER else []
+        phases += [(lost, 2)] if store != MEMORY else []
+        for phase, replicas in phases:
+            with _load(store, replicas, processes, lease_s) as load:
+                for row in phase(load, count):
+                    seen.append(row)
+                    yield row
+    yield from growth(seen)
+
+
+def growth(seen: Sequence[Row]) -> Iterator[Row]:
+    """The exponent of every cost of which two sizes or more are known."""
+    for phase, costs in _COSTS.items():
+        for cost in costs:
+            curve = {row["workers"]: row[cost] for row in seen if row["what"] == phase and row[cost] > 0}
+            if len(curve) > 1:
+                grown = {"exponent": round(exponent(curve), 2), "from": min(curve), "to": max(curve)}
+                yield {"what": "growth", "phase": phase, "of": cost, **grown}
+
+
+@contextmanager
+def _load(store: str, replicas: int, processes: int, lease_s: float) -> Iterator[Load]:
+    """The coordinators share the last core."""
+    with ExitStack() as stack:
+        if store == ETCD:
+            store = f"etcd://{stack.enter_context(closing(EtcdCluster())).addresses}/scale"
+        all_of_them = [stack.enter_context(closing(Replica(store, lease_s))) for _ in range(replicas)]
+        for replica in all_of_them:
+            keep_to_last_core(replica.process.pid)
+        load = crowds(",".join(replica.address for replica in all_of_them), processes)
+        yield Load(all_of_them[0], all_of_them[-1], stack.enter_context(load))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Very many workers and watchers in one process: real clients and sessions, each over a connection of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from kvlink.control import Claim, CoordinatorClient, Offer, Security, Session
+from kvlink.control.overview import LinkReport, WorkerReport
+from kvlink.control.security import Trust
+from kvlink.control.security.dialling import Options
+from kvlink.layout import dense
+from kvlink.types import Joined, TransportCard, WorkerCard
+
+from ..control import card
+from ..models import MODELS
+
+T = TypeVar("T")
+
+_TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
+_TTL_S = 3_600.0
+_AT_ONCE = 32
+"""Calls of one process that are under way."""
+_WITHIN_S = 60.0
+_EVERY_S = 0.01
+_REPORT = WorkerReport(
+    num_links=8, links=tuple(LinkReport(f"worker-0-{n}", "verbs", True, 0, 10**6, 10**12) for n in range(8))
+)
+_WAYS = tuple(
+    TransportCard(name, bytes(64), (bytes(64),), bytes(64)) for name in ("shm", "cma", "tcp", "verbs")
+)
+_CARD = replace(card(0), layout=dense(MODELS["llama-3.1-8b"].geometry(1, 4_096)), transports=_WAYS)
+
+
+class Crowd:
+    """What a `Crowds` may ask of one of its processes. Belongs to the event loop it is made on."""
+
+    def __init__(self, address: str, index: int) -> None:
+        self._address = address
+        self._index = index
+        self._security = _Apart.from_env()
+        self._clients: list[CoordinatorClient] = []
+        self._sessions: list[tuple[CoordinatorClient, Session]] = []
+        self._missing: list[tuple[Session, int]] = []
+        self._offers: list[Offer] = []
+        self._watching: list[asyncio.Task[None]] = []
+        self._known: Counter[int] = Counter()
+        self._seen: defaultdict[int, list[float]] = defaultdict(list)
+        self._num_beats = 0
+
+    async def join(self, count: int) -> None:
+        """So many workers join, and beat from now on."""
+        self._sessions += await _few_at_once(self._join(number) for number in range(count))
+
+    async def offer(self, each: int) -> None:
+        """Every worker offers so many requests, and keeps them offered."""
+        jobs = []
+        for _, session in self._sessions:
+            offers = [_offer(session.card, number) for number in range(each)]
+            jobs += [session.offer(offer, _WITHIN_S) for offer in offers]
+            self._offers += offers
+        await _few_at_once(jobs)
+
+    async def claim(self) -> bool:
+        """Claims everything that was offered here. Whether each claim brought its own ticket."""
+        client = self._client()
+        await client.status()  # finds a coordinator that serves
+        async with client.handoffs() as handoffs:
+            claims = [handoffs.claim(Claim(offer.request_id, _WITHIN_S)) for offer in self._offers]
+            brought = await asyncio.gather(*claims, return_exceptions=True)
+        return brought == [[offer.ticket] for offer in self._offers]
+
+    async def beats(self) -> tuple[int, int]:
+        """How many were sent so far, and how often workers had to join again."""
+        return self._num_beats, sum(session.num_rejoins for _, session in self._sessions)
+
+    async def brace(self, address: str = "") -> int:
+        """The coordinator is about to be lost, or the one at an address. How many workers `rejoined` waits for."""
+        self._missing = [
+            (session, session.num_rejoins)
+            for client, session in self._sessions
+            if address in ("", client.asks)
+        ]
+        return len(self._missing)
+
+    async def rejoined(self) -> list[float]:
+        """When each of them was joined again, and its live offers with it."""
+        at: list[float] = []
+
+        def note() -> bool:
+            still = [(session, before) for session, before in self._missing if session.num_rejoins == before]
+            at.extend([time.monotonic()] * (len(self._missing) - len(still)))
+            self._missing = still
+            return not still
+
+        await _until(note)
+        return at
+
+    async def watch(self, count: int) -> None:
+        """So many watchers of all workers."""
+        for number in range(count):
+            self._watching.append(asyncio.create_task(self._watch(number, self._client())))
+
+    async def all_known(self, workers: int) -> int:
+        """Waits until every watcher knows so many workers. Returns how many cards they got."""
+        watchers = range(len(self._watching))
+        await _until(lambda: all(self._known[number] >= workers for number in watchers))
+        return self._known.total()
+
+    async def seen(self, mark: int) -> list[float]:
+        """When each watcher saw the card that bears this mark."""
+        await _until(lambda: len(self._seen[mark]) >= len(self._watching))
+        return self._seen.pop(mark)
+
+    async def _join(self, number: int) -> tuple[CoordinatorClient, Session]:
+        worker, client = make_card(f"worker-{self._index}-{number}"), self._client()
+        return client, await Session.join(client, worker, _ignore, _WITHIN_S, self._report)
+
+    async def _watch(self, number: int, client: CoordinatorClient) -> None:
+        async for change in client.watch():
+            if change.what is Joined.UP:
+                self._known[number] += 1
+                self._seen[change.card.region_bytes[0]].append(time.monotonic())
+
+    def _client(self) -> CoordinatorClient:
+        self._clients.append(CoordinatorClient(self._address, _WITHIN_S, self._security))
+        return self._clients[-1]
+
+    def _report(self) -> WorkerReport:
+        self._num_beats += 1
+        return _REPORT
+
+
+def make_card(worker_id: str, mark: int = 0) -> WorkerCard:
+    """As large as that of a worker with a common model and four transports. `mark` tells versions apart."""
+    return replace(_CARD, worker_id=worker_id, region_bytes=(mark,))
+
+
+class _Apart(Security):
+    """Every client connects by itself, as those in processes of their own do."""
+
+    def coordinators(self) -> Trust:
+        trust = super().coordinators()
+        return _OwnConnection(trust.security, trust.wanted, trust.tokens)
+
+
+class _OwnConnection(Trust):
+    def dial(self, address: str, options: Options) -> Any:
+        return super().dial(address, [*options, ("grpc.use_local_subchannel_pool", 1)])
+
+
+def _offer(worker: WorkerCard, number: int) -> Offer:
+    request_id = f"cmpl-{worker.worker_id}-{number:016d}"
+    ticket = request_id.encode().ljust(_TICKET_BYTES)
+    return Offer(request_id, worker.worker_id, worker.epoch, _TTL_S, 0, 1, 1, ticket)
+
+
+def _ignore(slot: int, nonce: int) -> None:
+    """Nobody settles."""
+
+
+async def _few_at_once(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """In the order of the jobs."""
+    left = iter(enumerate(jobs))
+    done: dict[int, T] = {}
+
+    async def lane() -> None:
+        for number, job in left:
+            done[number] = await job
+
+    await asyncio.gather(*(lane() for _ in range(_AT_ONCE)))
+    return [done[number] for number in sorted(done)]
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    """Or until that has taken too long, which those that ask will notice."""
+    deadline = time.monotonic() + _WITHIN_S
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(_EVERY_S)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers join, offer and are idle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+
+from kvlink.control import Security
+from kvlink.control.channel import Channel
+from kvlink.control.codec import Codec, CoordinatorCalls, Method
+from kvlink.control.values import Nothing
+
+from ..control import Row
+from .load import Load
+from .losses import restart
+
+_WATCH = CoordinatorCalls.WATCH_WORKERS
+_UNREAD: Method[Nothing, bytes] = Method(_WATCH.service, _WATCH.name, _WATCH.request, Codec(bytes, bytes))
+
+
+def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row]:
+    """`tickets` are a worker's. `verified`: nobody was lost, nothing that was offered went missing."""
+    yield {"what": "join", "workers": workers, **_join(load, workers)}
+    yield {"what": "tickets", "workers": workers, **_offer(load, workers, tickets)}
+    yield {"what": "idle", "workers": workers, **_idle(load, workers, idle_s)}
+    yield {"what": "first list", "workers": workers, **asyncio.run(_first_lists(load, workers))}
+    yield {"what": "restart", "workers": workers, **restart(load, workers, tickets)}
+
+
+def _join(load: Load, workers: int) -> Row:
+    load.status()
+    before_mib, busy_s, began = load.private_mib(), load.cpu_s(), time.monotonic()
+    load.crowds.shared_out("join", workers)
+    took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
+    grown_mib = load.private_mib() - before_mib
+    return {
+        "seconds": round(took_s, 2),
+        "cpu_s": round(busy_s, 3),
+        "private_mib": round(grown_mib, 1),
+        "before_mib": round(before_mib, 1),
+        "kib_per_worker": round(grown_mib * 1024 / workers, 1),
+        "verified": load.status().workers == workers,
+    }
+
+
+def _offer(load: Load, workers: int, tickets: int) -> Row:
+    before_mib = load.private_mib()
+    load.crowds.each("offer", tickets)
+    grown_mib = load.private_mib() - before_mib
+    return {
+        "tickets": workers * tickets,
+        "private_mib": round(grown_mib, 1),
+        "kib_per_ticket": round(grown_mib * 1024 / (workers * tickets), 2),
+        "verified": load.status().tickets == workers * tickets,
+    }
+
+
+def _idle(load: Load, workers: int, idle_s: float) -> Row:
+    beats, busy_s, began = _beats(load)[0], load.cpu_s(), time.monotonic()
+    time.sleep(idle_s)
+    took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
+    beats_now, rejoins = _beats(load)
+    status = load.status()
+    percent = 100 * busy_s / took_s
+    return {
+        "beats": beats_now - beats,
+        "core_percent": round(percent, 2),
+        "core_percent_per_1000": round(percent * 1000 / workers, 2),
+        "verified": beats_now > beats and (status.workers, status.lost_workers, rejoins) == (workers, 0, 0),
+    }
+
+
+def _beats(load: Load) -> tuple[int, int]:
+    """Those sent, and how often workers joined again."""
+    sent, rejoins = zip(*load.crowds.each("beats"), strict=True)
+    return sum(sent), sum(rejoins)
+
+
+async def _first_lists(load: Load, workers: int) -> Row:
+    """What a new watcher gets before anything changes: the first of them, and the next."""
+    trust = Security.from_env().coordinators()
+    channel = Channel(load.coordinator.address, "coordinator", "", trust=trust)
+    try:
+        await channel.call(CoordinatorCalls.STATUS, Nothing(), 60.0)  # connects
+        first_s, listed = await _first_list(load, channel)
+        again_s, again = await _first_list(load, channel)
+    finally:
+        await channel.close()
+    changes = _WATCH.reply.decode(listed)
+    return {
+        "cpu_ms": round(1e3 * first_s, 1),
+        "again_cpu_ms": round(1e3 * again_s, 1),
+        "list_bytes": len(listed),
+        "verified": len({change.card.worker_id for change in changes}) == workers and listed == again,
+    }
+
+
+async def _first_list(load: Load, channel: Channel) -> tuple[float, bytes]:
+    """CPU of the coordinator, and the message, which is not read yet: meanwhile workers go on beating."""
+    busy_s = load.cpu_s()
+    async with aclosing(channel.receive(_UNREAD, Nothing())) as replies:
+        listed = await anext(replies)
+    return load.cpu_s() - busy_s, listed

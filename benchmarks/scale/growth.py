@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a cost grows with the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def exponent(costs: Mapping[int, float]) -> float:
+    """Of the power law through (number, cost), both above zero: 1 is linear growth, 2 quadratic. Least squares."""
+    if len(costs) < 2:
+        raise ValueError("growth needs two sizes or more")
+    numbers, values = (np.log(np.array(list(side), dtype=float)) for side in (costs.keys(), costs.values()))
+    slope, _ = np.polyfit(numbers, values, 1)
+    return float(slope)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator with a handful of workers: that all join, beat, hear and come back. Timings gate nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvlink.benchmarks import scale
+from kvlink.benchmarks.control import Row
+from kvlink.benchmarks.processes import BenchError
+from kvlink.benchmarks.scale.growth import exponent
+from kvlink.cli.tables import show_rows
+
+PHASES = ["join", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
+
+
+def run(workers: Sequence[int], **options: Any) -> list[Row]:
+    return list(scale.rows(workers, tickets=3, lease_s=6.0, idle_s=2.5, changes=4, **options))
+
+
+def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None:
+    """Of one number of workers, with 3 tickets each."""
+    assert [row["what"] for row in rows] == [*phases]
+    assert [row for row in rows if (row["verified"], row["workers"]) != (True, workers)] == []
+    row = {row["what"]: row for row in rows}
+    assert row["tickets"]["tickets"] == 3 * workers
+    assert row["idle"]["beats"] >= workers  # one every 2 s, and none was refused
+    assert row["fan-out"]["events"] == 4
+    assert row["watch each other"]["deliveries"] == workers**2
+
+
+def test_every_phase_counts_whom_it_simulates() -> None:
+    rows = run([4, 8], processes=2)
+    check(rows[:7], 4)
+    check(rows[7:14], 8)
+    growth = {(row["phase"], row["of"]): row for row in rows[14:]}
+    deliveries = growth["watch each other", "deliveries"]
+    assert (deliveries["exponent"], deliveries["from"], deliveries["to"]) == (2.0, 4, 8)
+    assert ("restart", "cpu_s") in growth
+
+
+def test_on_etcd() -> None:
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd on this machine: apt-get install etcd-server")
+    rows = run([24], store="etcd")
+    check(rows, 24, [*PHASES, "lost replica"])
+    assert 0 < rows[-1]["moved"] <= 24  # each had picked one of two by chance
+
+
+def test_workers_that_are_lost_are_noticed() -> None:
+    rows = scale.rows([4], tickets=1, lease_s=3.0, idle_s=1.5)
+    assert [next(rows)["verified"] for _ in ("join", "tickets")] == [True, True]
+    (crowd,) = multiprocessing.active_children()
+    os.kill(crowd.pid or 0, signal.SIGSTOP)
+    time.sleep(5.0)
+    os.kill(crowd.pid or 0, signal.SIGCONT)
+    assert next(rows)["verified"] is False
+    rows.close()
+
+
+def test_a_load_process_that_dies_is_an_error() -> None:
+    rows = scale.rows([4], tickets=1)
+    next(rows)
+    (crowd,) = multiprocessing.active_children()
+    crowd.kill()
+    with pytest.raises(BenchError, match="a load process is gone"):
+        next(rows)
+
+
+def test_exponents_of_known_curves() -> None:
+    sizes = (125, 250, 1000)
+    assert exponent({n: 3.0 * n for n in sizes}) == pytest.approx(1)
+    assert exponent({n: 0.1 * n**2 for n in sizes}) == pytest.approx(2)
+    assert exponent(dict.fromkeys(sizes, 7.0)) == pytest.approx(0)
+    with pytest.raises(ValueError, match="two sizes"):
+        exponent({125: 1.0})
+
+
+def test_each_phase_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"what": "join", "mib": 1.5}, {"what": "idle", "beats": 7}, {"what": "join", "mib": 2.5}]
+    assert show_rows(rows, False, "bench scale", by="what") == rows
+    joined, idle = capsys.readouterr().out.split("idle", 1)
+    assert ("mib" in joined, "1.5" in joined, "2.5" in joined, "beats" in joined) == (True, True, True, False)
+    assert ("beats" in idle, "7" in idle, "mib" in idle) == (True, True, False)
+
+
+def kvlink(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvlink", "bench", "scale", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_tells_the_machine_first() -> None:
+    done = kvlink("--workers", "2", "--tickets", "1", "--lease-s", "3", "--idle-s", "1.2", "--json")
+    assert done.returncode == 0, done.stderr
+    machine, *rows = map(json.loads, done.stdout.splitlines())
+    assert machine["kind"] == "machine"
+    assert "commit" in machine
+    assert [row["what"] for row in rows] == PHASES
+
+
+@pytest.mark.parametrize("wrong", [("--workers", "0"), ("--workers", "8,"), ("--store", "disk")])
+def test_nonsense_is_bad_usage(wrong: tuple[str, str]) -> None:
+    assert kvlink(*wrong).returncode == 2
