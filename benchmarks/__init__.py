@@ -68,17 +68,30 @@ def measure_migrate(
             help="Prompt lengths of a trace instead of --tokens: a file, or a published one's name."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Of the trace, in its order.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Of the trace, in its order; or at --rate.")] = 100,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Poisson arrivals a second, instead of one after the other."),
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(min=0.001, help="The trace's own times, as many times as fast.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Migrate a request of a named model; every phase on its own."""
-    from . import migrate as bench
-    from .traces import requests_of
+    """Migrate a request of a named model; every phase on its own.
 
+    With --rate or --speed requests come when they come, and their time counts from then on: waiting for a slot is
+    part of it (late; more than 1 ms of it: started late).
+    """
+    from . import migrate as bench
+    from .arrivals import workload
+
+    lengths, arrivals = workload(tokens, trace, requests, rate, speed)
     meant = str(model_config or model)
-    lengths = [each.prompt_tokens for each in requests_of(trace, requests)] if trace else tokens
-    rows = (row for name in names_of(transport) for row in bench.rows(meant, lengths, name, tp))
-    _finish(rows, as_json, "bench migrate")
+    rows = (
+        row for name in names_of(transport) for row in bench.rows(meant, lengths, name, tp, arrivals=arrivals)
+    )
+    _finish(rows if as_json else map(bench.brief, rows), as_json, "bench migrate")
 
 
 @app.command("plan")
@@ -106,10 +119,36 @@ def measure_control(
         _finish(control.rows(workers), as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    counts = [int(count) for count in replicas.split(",") if count.isdigit() and int(count) > 0]
-    if not counts:
-        raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint="--replicas")
-    _finish(several.rows(counts), as_json, "bench control on etcd")
+    _finish(several.rows(_numbers(replicas, "--replicas")), as_json, "bench control on etcd")
+
+
+@app.command("scale")
+def measure_scale(
+    workers: Annotated[
+        str, typer.Option(help="How many, with commas for a curve.")
+    ] = "125,250,500,1000,2000",
+    tickets: Annotated[int, typer.Option(min=1, help="Live tickets of a worker.")] = 10,
+    store: Annotated[str, typer.Option(help="memory or etcd.")] = "memory",
+    processes: Annotated[int, typer.Option(min=1, help="That simulate workers.")] = 1,
+    lease_s: Annotated[
+        float, typer.Option(min=1, help="Of the coordinator; beats come three times as often.")
+    ] = 10.0,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="How long idle workers are measured.")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Simulate large fleets: what workers, tickets, a restart and watchers cost, and how each cost grows.
+
+    Rows of a growth give the exponent of a cost: 1 is linear in the number of workers.
+    """
+    from . import scale as bench
+    from .machine import describe
+
+    if store not in ("memory", "etcd"):
+        raise typer.BadParameter("memory or etcd", param_hint="--store")
+    if as_json:
+        print_json({"kind": "machine", **describe()})
+    rows = bench.rows(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
+    _finish(rows, as_json, "bench scale", by="what")
 
 
 @app.command("peers")
@@ -157,7 +196,15 @@ def names_of(transport: str) -> list[str]:
     return [name for name in allowed if name.removeprefix("fault+") not in refused]
 
 
-def _finish(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str) -> None:
+def _numbers(listed: str, option: str) -> list[int]:
+    """Raises BadParameter when there is anything else among them."""
+    counts = [int(count) if count.isdecimal() else 0 for count in listed.split(",")]
+    if min(counts) < 1:
+        raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint=option)
+    return counts
+
+
+def _finish(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = "") -> None:
     """Exit code 1 when any row says that its bytes were wrong."""
-    seen = show_rows(rows, as_json, title)
+    seen = show_rows(rows, as_json, title, by)
     raise typer.Exit(0 if all(row.get("verified", True) for row in seen) else 1)

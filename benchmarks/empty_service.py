@@ -22,7 +22,7 @@ async def serve() -> str:
         return blob
 
     server = grpc.aio.server()
-    handlers = {_CALL: grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, Any] = {_CALL: grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

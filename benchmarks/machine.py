@@ -44,10 +44,10 @@ class OtherLoad:
     def __init__(self) -> None:
         self._start = _times()
 
-    def share(self) -> float:
-        """Of all the CPU time there was. Right once our children have ended and were waited for."""
+    def share(self, running_s: float = 0.0) -> float:
+        """Of all the CPU time there was. `running_s`: CPU time meanwhile of children that were not yet waited for."""
         busy, whole, ours = (now - then for now, then in zip(_times(), self._start, strict=True))
-        return max(0.0, busy - ours) / whole if whole else 0.0
+        return max(0.0, busy - ours - running_s) / whole if whole else 0.0
 
 
 def _times() -> tuple[float, float, float]:

@@ -43,6 +43,7 @@ class Owner:
         Contents(layout, seed).fill(self._pool)
         self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None
+        self._held: dict[str, tuple[Sequence[int], int]] = {}
 
     def offer(self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool) -> Answer:
         """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
@@ -54,6 +55,16 @@ class Owner:
             took_us.append((time.perf_counter_ns() - start) / 1000)
             tickets.append(ticket.to_text())
         return {"tickets": tickets, "offer_us": took_us}
+
+    def hold(self, request_id: str, ids: Sequence[int], num_tokens: int) -> Answer:
+        """Takes note of a request that `offer_held` is to offer."""
+        self._held[request_id] = (ids, num_tokens)
+        return {}
+
+    def offer_held(self, request_id: str) -> Answer:
+        """Publishes an offer that was prepared, so that no more than its name has to be sent when it is due."""
+        ids, num_tokens = self._held.pop(request_id)
+        return self.offer({request_id: ids}, num_tokens, publish=True)
 
     def memory(self) -> Answer:
         """Where the pool lies, for bare reads of it."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvlink import tracing
 from kvlink.control import ControlThread
 from kvlink.engine import Transfer
-from kvlink.errors import ConfigError, PeerUnreachable
+from kvlink.errors import ConfigError, PeerUnreachable, TransferError
 from kvlink.peers import Peer, Peers
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.tracing import Kind
@@ -139,13 +139,19 @@ async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) 
     """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
     about = {"kvlink.request_id": tickets[0].request_id}
     with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
-        found = await asyncio.gather(
-            *(peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline) for ticket in tickets)
-        )
+        found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
     connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
     if not connected:
         raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
     return connected
+
+
+async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None:
+    """Others may wait for the same connect: each is told what failed of its own."""
+    try:
+        return await peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
+    except TransferError as error:
+        raise type(error)(f"request {ticket.request_id}: {error}") from error
 
 
 async def start_connected(

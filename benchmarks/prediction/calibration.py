@@ -115,6 +115,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{path} is no results file of JSON lines: {error}") from error
 
 
+def fits_of(path: Path) -> dict[str, Fit]:
+    """Of each transport that a results file has enough shapes of. Raises ConfigError."""
+    found = samples_of(read_rows(path))
+    enough = {name: samples for name, samples in found.items() if num_shapes(samples) >= LEAST_SHAPES}
+    if not enough:
+        raise ConfigError(
+            f"{path} holds no transport of kvlink's with transfers of {LEAST_SHAPES} shapes: write them with "
+            "`kvlink bench pull --json` or `kvlink bench peers --json`"
+        )
+    return {name: cross_validated(samples) for name, samples in enough.items()}
+
+
 def _number(row: Mapping[str, Any], name: str) -> float:
     value = row.get(name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e15:

@@ -12,10 +12,9 @@ import typer
 
 from kvlink.cli.tables import show_rows
 from kvlink.cost import PRIORS, Cost
-from kvlink.errors import ConfigError
 
 from ..models import BLOCK_TOKENS, model_of
-from .calibration import LEAST_SHAPES, Fit, cross_validated, num_shapes, read_rows, samples_of
+from .calibration import Fit, fits_of
 from .machines import Machine, request_of
 from .path import Path as Way
 from .path import Request
@@ -61,7 +60,7 @@ def predict(
 
         show_rows(published_rows(), as_json, "Mooncake's table, predicted from its first and last row")
         return
-    fits = _fits(calibrate) if calibrate else {}
+    fits = fits_of(calibrate) if calibrate else {}
     if fits:
         show_rows(_fit_rows(fits), as_json, f"fitted to {calibrate}")
     costs = {name: fits[name].cost if name in fits else PRIORS[name] for name in _HOST_PATHS}
@@ -123,17 +122,6 @@ def _largest(cost: Cost, request: Request, ranks: int) -> str:
         "bytes": request.num_bytes / ranks / (cost.gib_per_s * 2**30) * 1e6,
     }
     return max(terms, key=lambda name: terms[name])
-
-
-def _fits(path: Path) -> dict[str, Fit]:
-    found = samples_of(read_rows(path))
-    enough = {name: samples for name, samples in found.items() if num_shapes(samples) >= LEAST_SHAPES}
-    if not enough:
-        raise ConfigError(
-            f"{path} holds no transport of kvlink's with transfers of {LEAST_SHAPES} shapes: write them with "
-            "`kvlink bench pull --json` or `kvlink bench peers --json`"
-        )
-    return {name: cross_validated(samples) for name, samples in enough.items()}
 
 
 def _fit_rows(fits: dict[str, Fit]) -> Iterator[Row]:

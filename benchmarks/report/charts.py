@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ..migrate import PHASES
 from ..peers.contest import QUANTILES
-from .measures import Measure, size_text
+from .measures import Measure, Simulated, size_text
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "kvlink", "font.family": "sans-serif", "font.size": 9, "grid.alpha": 0.25,
@@ -124,6 +124,22 @@ def predictions(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     _log(axes, "y")
     axes.set_xlabel("measured, µs")
     axes.set_ylabel("predicted, µs")
+    return _svg(figure, axes)
+
+
+@mpl.rc_context(_STYLE)
+def fleets(curve: Sequence[Simulated]) -> str:
+    """Times of moves against the size of the fleet; of one scene."""
+    figure, axes = _figure()
+    moved = sorted(fleet for fleet in curve if fleet.p50_us and fleet.p99_us)
+    sizes = [fleet.workers for fleet in moved]
+    axes.plot(sizes, [fleet.p50_us for fleet in moved], "-o", markersize=3.5, color=_OURS[0], label="p50")
+    axes.plot(sizes, [fleet.p99_us for fleet in moved], "--o", markersize=3.5, color=_OTHERS[0], label="p99")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
+    _log(axes, "y")
+    axes.set_xlabel("workers, half of them prefill")
+    axes.set_ylabel("µs, simulated")
     return _svg(figure, axes)
 
 

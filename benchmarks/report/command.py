@@ -33,8 +33,10 @@ def report(
 
     found = [results_of(path.stem, read_rows(path)) for path in results]
     for path, each in zip(results, found, strict=True):
-        if not (each.measures or each.phases or each.absent):
-            raise ConfigError(f"{path} holds no row of kvlink bench pull, peers or migrate")
+        if not (each.measures or each.phases or each.absent or each.fleets or each.validated):
+            raise ConfigError(
+                f"{path} holds no row of kvlink bench pull, peers or migrate, or of kvlink simulate"
+            )
     try:
         output.write_text(write(found), encoding="utf-8")
     except OSError as error:

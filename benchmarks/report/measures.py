@@ -5,7 +5,12 @@ kind "machine": what machine.describe gives, the first line. kind "peers": conte
 settings), block_bytes, blocks, then why_not, or p50_us with p50_low_us and p50_high_us (95 % confidence), p99_us,
 quantiles_us (at contest.QUANTILES), gib_per_s, cpu_s_per_gib of both processes, transfers, turns, verified, times_X
 (p50 over that of kvlink's X), other_load (share of all CPU time that strangers took). kind "bar": bars.Bar. No kind:
-rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their modules write them.
+rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their modules write them:
+of migrate p50_us, p90_us, p99_us and p999_us, each with a 95 % interval (_low_us, _high_us; null: too few values), and
+in an open loop arrivals, slots, offered_per_s, started_late, failed, and the phase late. kind "simulation": the scene
+(path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured gives.
+kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated (simulated_…_us)
+and the difference (_error); drift (of the machine's rate between before and after), other_load, verified.
 """
 
 from __future__ import annotations
@@ -20,6 +25,13 @@ from kvlink.errors import ConfigError
 from ..migrate import PHASES
 
 Row = Mapping[str, Any]
+
+_SCENE = {
+    "load": "load {}",
+    "popular": "{} of the requests at one worker besides its own",
+    "fails_after": "a rail lost after {} of the run",
+    "lease_s": "leases of {} s",
+}
 
 
 class Key(NamedTuple):
@@ -49,6 +61,31 @@ class Measure:
     verified: bool = True
 
 
+class Simulated(NamedTuple):
+    """A fleet of a simulation's curve. `scene`: what all of the curve have in common. Times: nothing was moved."""
+
+    scene: str
+    workers: int
+    p50_us: float | None
+    p99_us: float | None
+    gib_per_s: float
+    expired: int
+    unreachable: int
+    requests: int
+
+
+class Validated(NamedTuple):
+    """Real pulls and the same ones simulated."""
+
+    transport: str
+    readers: int
+    p50_us: float
+    simulated_p50_us: float
+    p99_us: float
+    simulated_p99_us: float
+    other_load: float
+
+
 @dataclass(slots=True)
 class Results:
     """One file."""
@@ -60,10 +97,15 @@ class Results:
     absent: list[tuple[str, str]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of each migration: phase by phase, the median in µs."""
+    fleets: dict[str, list[Simulated]] = field(default_factory=dict)
+    """By scene."""
+    validated: list[Validated] = field(default_factory=list)
 
 
 def results_of(name: str, rows: Iterable[Row]) -> Results:
-    """Rows of `bench pull`, `peers` and `migrate`; others are passed over. Raises ConfigError for malformed ones."""
+    """Rows of `bench pull`, `peers`, `migrate` and `simulate`; others are passed over. Raises ConfigError for malformed
+    ones.
+    """
     found = Results(name)
     for row in rows:
         kind = row.get("kind")
@@ -77,10 +119,17 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
             )
         elif kind == "peers":
             found.measures.append(_of_peers(row))
+        elif kind == "simulation":
+            fleet = _of_simulation(row)
+            found.fleets.setdefault(fleet.scene, []).append(fleet)
+        elif kind == "validation":
+            times = [_number(row, name) for name in Validated._fields[2:]]
+            found.validated.append(Validated(str(row.get("transport")), _count(row, "readers"), *times))
         elif "limit_gib_per_s" in row:
             found.measures += _of_pull(row)
         elif row.get("phase") in PHASES:
             what = f"{row.get('transport')}: {row.get('model')}, {_number(row, 'tokens'):,.0f} tokens"
+            what += f", {row['arrivals']}" if "arrivals" in row else ""
             found.phases.setdefault(what, {})[str(row["phase"])] = _number(row, "p50_us")
     return found
 
@@ -116,6 +165,25 @@ def _of_pull(row: Row) -> Iterator[Measure]:
     if isinstance(limit, (int, float)) and math.isfinite(limit) and limit > 0:
         key = _key(row, path, f"bare {row.get('limit')}")
         yield Measure(key, key.block_bytes * key.blocks / 2**30 / limit * 1e6, limit)
+
+
+def _of_simulation(row: Row) -> Simulated:
+    said = [text.format(row[name]) for name, text in _SCENE.items() if row.get(name)]
+    p50_us, p99_us = (None if row.get(name) is None else _number(row, name) for name in ("p50_us", "p99_us"))
+    return Simulated(
+        f"{row.get('model')} over {row.get('path')}, {', '.join(said)}",
+        _count(row, "workers"),
+        p50_us,
+        p99_us,
+        _number(row, "gib_per_s"),
+        _count(row, "expired"),
+        _count(row, "unreachable"),
+        _count(row, "requests"),
+    )
+
+
+def _count(row: Row, name: str) -> int:
+    return round(_number(row, name))
 
 
 def _key(row: Row, path: str, way: str) -> Key:

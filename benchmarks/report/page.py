@@ -57,6 +57,7 @@ def _of_file(found: Results) -> Iterator[str]:
     if found.phases:
         yield "<h3>Where the time of a migration goes</h3>" + charts.waterfall(found.phases)
     yield from _predictions(found)
+    yield from _simulations(found)
     if found.absent:
         yield "<h3>Not measured</h3>"
         yield _table(("what", "why"), found.absent)
@@ -122,6 +123,27 @@ def _predictions(found: Results) -> Iterator[str]:
         yield f"<h3>Prediction against measurement: wrong by {worst:.0%} at most</h3>"
         yield "<p class='why'>Each point is predicted by start-up, operations and bytes fitted to the other shapes.</p>"
         yield charts.predictions(points)
+
+
+def _simulations(found: Results) -> Iterator[str]:
+    for scene, curve in found.fleets.items():
+        yield f"<h3>Simulated fleets: {escape(scene)}</h3>"
+        if sum(bool(fleet.p50_us and fleet.p99_us) for fleet in curve) > 1:
+            yield charts.fleets(curve)
+        names = ("workers", "p50 µs", "p99 µs", "GiB/s", "leases expired", "unreachable", "requests")
+        yield _table(names, (fleet[1:] for fleet in curve))
+    if found.validated:
+        yield "<h3>The simulation beside real pulls</h3>"
+        names = (
+            "transport",
+            "readers",
+            "p50 µs",
+            "simulated",
+            "p99 µs",
+            "simulated",
+            "share of CPU others took",
+        )
+        yield _table(names, found.validated)
 
 
 def _compared(before: Results, after: Results) -> Iterator[str]:

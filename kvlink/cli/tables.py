@@ -43,8 +43,13 @@ def print_json(row: Mapping[str, Any]) -> None:
     print(json.dumps(row, default=str), flush=True)
 
 
-def show_rows(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str) -> list[Mapping[str, Any]]:
-    """Prints rows as they come (JSON) or when all are there (a table; progress on stderr). Returns them."""
+def show_rows(
+    rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = ""
+) -> list[Mapping[str, Any]]:
+    """Prints rows as they come (JSON) or when all are there (a table; progress on stderr). Returns them.
+
+    `by` names a column: each of its values gets a table of its own.
+    """
     seen: list[Mapping[str, Any]] = []
     if as_json:
         for row in rows:
@@ -55,7 +60,8 @@ def show_rows(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str) -> l
         for row in rows:
             seen.append(row)
             status.update(f"{title}: {len(seen)} done, {_summary(row)}")
-    make_console().print(_table(seen, title))
+    for value in dict.fromkeys(row.get(by) for row in seen):
+        make_console().print(_table([row for row in seen if row.get(by) == value], value or title))
     return seen
 
 

@@ -33,7 +33,16 @@ def peers_row(peer: str, mode: str, p50_us: float, size: int = 16_384, blocks: i
     }  # fmt: skip
 
 
-FIELDS = [*peers_row("", "", 1), "transport", "limit", "limit_gib_per_s", "phase"]
+FIELDS = [
+    *peers_row("", "", 1),
+    "transport",
+    "limit",
+    "limit_gib_per_s",
+    "phase",
+    "arrivals",
+    "workers",
+    "readers",
+]
 
 
 def rows(scale: float = 1.0) -> list[dict[str, Any]]:
@@ -69,6 +78,21 @@ def pull_row() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def simulation_row(workers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "simulation", "model": "m", "path": "gpudirect", "load": 0.5, "popular": 0.0, "fails_after": None,
+        "lease_s": 30.0, "workers": workers, "requests": 10, "p50_us": 9.0 * workers, "p99_us": 20.0 * workers,
+        "gib_per_s": 3.0, "expired": 2, "unreachable": 0,
+    } | more  # fmt: skip
+
+
+def validation_row() -> dict[str, Any]:
+    return {
+        "kind": "validation", "transport": EVIL, "readers": 3, "p50_us": 5.0, "simulated_p50_us": 4.5, "p99_us": 9.0,
+        "simulated_p99_us": 8.0, "other_load": 0.01,
+    }  # fmt: skip
+
+
 def written(folder: Path, name: str, given_rows: list[dict[str, Any]]) -> Path:
     path = folder / name
     path.write_text("\n".join(map(json.dumps, given_rows)))
@@ -100,6 +124,22 @@ def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
         "no difference",
     ):
         assert said in text
+
+
+def test_simulated_fleets_have_a_curve_for_each_scene(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'kvlink[report]'")
+    page = tmp_path / "report.html"
+    given_rows = [simulation_row(2), simulation_row(4), simulation_row(8, p50_us=None, p99_us=None)]
+    given_rows += [simulation_row(2, popular=0.3, fails_after=0.5), validation_row()]
+    done = CliRunner().invoke(app, [str(written(tmp_path, "fleets", given_rows)), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    [drawing] = re.findall(r"<svg.*?</svg>", text, re.DOTALL)  # one fleet alone is no curve
+    ElementTree.fromstring(drawing)
+    assert EVIL not in text
+    assert "m over gpudirect, load 0.5, leases of 30.0 s" in text
+    assert "0.3 of the requests at one worker besides its own, a rail lost after 0.5 of the run" in text
+    assert "The simulation beside real pulls" in text
 
 
 def test_rows_become_measures() -> None:
@@ -142,6 +182,7 @@ def test_medians_differ_when_their_intervals_do(low: float | None, high: float |
     "row",
     [
         peers_row("a", "b", 1) | {"p50_us": "fast"}, peers_row("a", "b", 1) | {"quantiles_us": ["1"]},
+        simulation_row(2) | {"workers": "many"}, simulation_row(2, p50_us="fast"), validation_row() | {"readers": None},
         peers_row("a", "b", 1) | {"blocks": -1}, pull_row() | {"p99_us": None},
         pull_row() | {"gib_per_s": float("nan")},
     ],
@@ -154,7 +195,13 @@ def test_malformed_rows_are_refused(row: dict[str, Any]) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(FIELDS), st.none() | st.text() | st.floats()))
 def test_any_row_is_taken_or_refused(row: dict[str, Any]) -> None:
-    for known in (row, {**peers_row("a", "b", 1), **row}, {**pull_row(), **row}):
+    for known in (
+        row,
+        {**peers_row("a", "b", 1), **row},
+        {**pull_row(), **row},
+        {**simulation_row(2), **row},
+        {**validation_row(), **row},
+    ):
         try:
             results_of("x", [known])
         except ConfigError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from transports.pairs import POISON, Pair
+from transports.processes import PATIENCE
 
 from kvlink.errors import (
     AccessDenied,
@@ -40,13 +41,13 @@ FAULTS = {
 def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault)
     ticket = pair.offer(range(num_blocks))
-    pull = pair.start(ticket, range(num_blocks), timeout_s=0.3)
+    pull = pair.start(ticket, range(num_blocks), timeout_s=0.3 * PATIENCE)
     with pytest.raises(FAULTS[fault]) as failed:
-        pull.wait(20)
+        pull.wait(20 * PATIENCE)
     assert failed.type is FAULTS[fault]
     assert ticket.request_id in str(failed.value)
     assert f"{transport}" in str(failed.value)
-    assert 0 <= pull.stats.total_us < 20e6
+    assert 0 <= pull.stats.total_us < 20e6 * PATIENCE
     pair.pull(ticket, range(num_blocks), timeout_s=20)  # the very same lease is still good
     assert pair.owner.fate_of(ticket.request_id) == "settled"
 

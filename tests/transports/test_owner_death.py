@@ -127,7 +127,7 @@ def test_connecting_to_a_stopped_owner_ends_with_the_deadline(
     process.stop()
     for _ in range(2):
         started = time.monotonic()
-        with pytest.raises(TransferTimeout):
+        with pytest.raises(TransferTimeout, match=ticket.request_id):
             pair.start(ticket, [20, 21], timeout_s=0.5).wait(20)
         assert 0.5 <= time.monotonic() - started < 1.0
     assert (pair.blocks()[[20, 21]] == POISON).all()

@@ -29,8 +29,9 @@ OPTIONAL = (
     "aiohttp",
     "prometheus_client",
     "matplotlib",
+    "opentelemetry",
 )
-PURE = ("errors", "types", "layout", "ticket", "config", "topology", "log")
+PURE = ("errors", "types", "layout", "ticket", "config", "topology", "log", "tracing")
 
 BLOCK = """
 import sys
@@ -94,6 +95,7 @@ def test_the_metadata_is_complete() -> None:
         "predict": "kvlink.benchmarks.prediction.command:app",
         "report": "kvlink.benchmarks.report.command:app",
         "router": "kvlink.cli.router:app",
+        "simulate": "kvlink.benchmarks.simulation.command:app",
     }
     (script,) = found.entry_points.select(group="console_scripts")
     assert callable(script.load())

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlink.cli.tables import print_json, show_rows
+from kvlink.cost import PRIORS, Cost
+from kvlink.errors import ConfigError
+
+from ..models import model_of
+from ..prediction.calibration import fits_of
+from ..prediction.machines import Machine
+from ..prediction.path import Path as Way
+from ..traces import requests_of
+from .curve import SIZES, Scene, rows
+from .workload import Move, path_of
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_MOST_WORKERS = 1 << 16
+_LONG = {
+    "kind", "path", "model", "tp", "rails", "load", "popular", "fails_after", "pulls", "lease_s", "seed", "p90_us",
+    "p999_us", "mean_us", "simulated_mean_us", "p90_error", "simulated_p90_us",
+}  # fmt: skip
+
+
+@app.command()
+def simulate(
+    workers: Annotated[
+        list[int] | None, typer.Option(min=2, max=_MOST_WORKERS, help="May be repeated. [2, 4, … 1024]")
+    ] = None,
+    trace: Annotated[
+        str, typer.Option(help="Prompt lengths and times: a file, or a published trace's name.")
+    ] = "mooncake-conversation",
+    requests: Annotated[int, typer.Option(min=2, help="Of the trace, for each fleet.")] = 10_000,
+    load: Annotated[float, typer.Option(min=0.001, help="Of what prefill's NICs carry.")] = 0.5,
+    popular: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of the requests that one prefill worker has besides its own."),
+    ] = 0.0,
+    fail_rail: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of the run after which that worker loses a NIC; else none is lost."
+        ),
+    ] = None,
+    pulls: Annotated[int, typer.Option(min=1, help="Under way at a decode worker; others wait.")] = 8,
+    lease_s: Annotated[float, typer.Option(min=1e-6, help="Life of an offer.")] = 30.0,
+    model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-70b",
+    model_config: Annotated[
+        Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of each worker.")] = 8,
+    path: Annotated[str, typer.Option(help="gpudirect, bounce, bounce-whole or tcp.")] = "gpudirect",
+    nics: Annotated[int, typer.Option(min=1, max=1024, help="Of each worker, for all ranks.")] = 8,
+    gbps: Annotated[float, typer.Option(min=0.1, help="Gb/s of one NIC.")] = 400.0,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="With --path tcp: results of `kvlink bench pull --json`.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of who gets which request.")] = 0,
+    validate: Annotated[
+        str,
+        typer.Option(
+            metavar="TRANSPORT", help="Instead: real pulls of 1 to 4 readers here, beside theirs simulated."
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")] = False,
+) -> None:
+    """Simulate fleets: how long moves take, what is carried, and which leases end too soon.
+
+    Half of the workers prefill. Times are of requests that were moved, from the offer to the last byte. Switches
+    between the NICs are taken to be free.
+    """
+    if validate:
+        from ..machine import describe
+        from .validation import rows as validation_rows
+
+        if as_json:
+            print_json({"kind": "machine", **describe()})
+        found = validation_rows(validate)
+        seen = show_rows(
+            found if as_json else map(brief, found), as_json, f"{validate}: measured and simulated"
+        )
+        raise typer.Exit(0 if all(row["verified"] for row in seen) else 1)
+    meant = model_of(str(model_config or model))
+    if calibrate and path != "tcp":
+        raise ConfigError(f"--calibrate is for --path tcp; {path} is made of --nics and --gbps")
+    way = (
+        path_of(path, _cost(calibrate), meant, tp) if path == "tcp" else _nics(path, Machine(nics, gbps), tp)
+    )
+    scene = Scene(load, popular, fail_rail, pulls, lease_s, seed)
+    curve = rows(Move(meant, tp, way), requests_of(trace, requests), workers or SIZES, scene)
+    title = f"{meant.name} at TP {tp} over {way.name}, {way.rails} rails a worker, load {load:g}"
+    show_rows(curve if as_json else map(brief, curve), as_json, title)
+
+
+def _cost(calibrate: Path | None) -> Cost:
+    fits = fits_of(calibrate) if calibrate else {}
+    if calibrate and "tcp" not in fits:
+        raise ConfigError(f"{calibrate} holds tcp transfers of too few shapes to fit a cost to")
+    return fits["tcp"].cost if fits else PRIORS["tcp"]
+
+
+def _nics(name: str, machine: Machine, tp: int) -> Way:
+    ways = {way.name: way for way in machine.paths(tp) if way.name != "nvlink"}
+    if name not in ways:
+        raise ConfigError(
+            f"no path between hosts is called {name!r}; choose from {', '.join([*ways, 'tcp'])}"
+        )
+    return ways[name]
+
+
+def brief(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as it fits a screen."""
+    return {name: value for name, value in row.items() if name not in _LONG}

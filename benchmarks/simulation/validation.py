@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real pulls by one to four readers on this machine, beside a simulation of the same arrivals.
+
+The cost model is fitted to pulls of one reader, without the time they waited, and what the machine carries is taken
+from two readers that never pause, both just before and just after; what three and four readers do, and how long
+requests wait for each other, is the simulation's to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvlink import BlockPool, Ticket, Worker
+from kvlink.cost import Cost
+from kvlink.layout import Geometry, dense
+
+from ..arrivals import Served, open_loop, poisson_times
+from ..contents import Contents, Ids
+from ..draws import Order
+from ..machine import OtherLoad
+from ..prediction.calibration import Sample, fit
+from ..processes import BenchError, OwnerSide, owner_process
+from .engine import Fleet, Job, Rails, Simulation
+
+BLOCK_BYTES = 64 << 10
+SHAPES = (64, 128, 256, 512)
+"""Blocks of a pull: 4 to 32 MiB, above what runs on the caller's thread."""
+
+READERS = 4
+LOAD = 0.6
+_ALONE_PULLS = 10  # of each shape
+_PAIR_PULLS = 20  # of each of the two readers
+_LEAD_S = 0.2
+_MOST_S = 15.0  # of one run: all is offered before it starts, for half a minute
+_SEED = 20_250_104
+
+Row = dict[str, Any]
+
+
+def rows(transport: str, requests: int = 400, most_readers: int = READERS) -> Iterator[Row]:
+    """One row for each number of readers. Raises ConfigError, BenchError, TransferError."""
+    with _opened(transport, max(most_readers, 2)) as bench:
+        bench.warm_up()
+        for readers in range(1, most_readers + 1):
+            noise, owner_ns = OtherLoad(), bench.owner.cpu_ns()
+            before = Known(bench.alone(), [bench.together()])
+            blocks, jobs = _work(requests, readers, before)
+            measured = bench.run(blocks, jobs)
+            verified = bench.landed()
+            after = Known(bench.alone(), [bench.together()])
+            known = Known(before.alone + after.alone, before.together + after.together)
+            simulated = _simulated(jobs, readers, known)
+            yield {
+                "kind": "validation",
+                "transport": transport,
+                "readers": readers,
+                "requests": len(jobs),
+                "load": LOAD,
+                **_beside(measured, simulated),
+                "capacity_gib_per_s": known.capacity / 2**30,
+                "alone_gib_per_s": known.rate / 2**30,
+                "drift": after.rate / before.rate - 1,
+                "other_load": noise.share((bench.owner.cpu_ns() - owner_ns) / 1e9),
+                "verified": verified,
+            }
+
+
+class Known(NamedTuple):
+    """What was measured of the machine: pulls alone, and the bytes/s of two readers that never pause."""
+
+    alone: list[Sample]
+    together: list[float]
+
+    @property
+    def cost(self) -> Cost:
+        """Fitted to the medians of each shape."""
+        return fit(
+            [sample._replace(us=_median_us(self.alone, sample.ops)) for sample in self.alone[: len(SHAPES)]]
+        )
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of one reader once it has begun."""
+        cost = self.cost
+        return BLOCK_BYTES * 1e9 / (cost.op_ns + BLOCK_BYTES / (cost.gib_per_s * 2**30) * 1e9)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes/s of all readers; no less than one has."""
+        return max(float(np.mean(self.together)), self.rate)
+
+
+def _median_us(samples: Sequence[Sample], ops: int) -> float:
+    return float(np.median([each.us for each in samples if each.ops == ops]))
+
+
+def _work(requests: int, readers: int, known: Known) -> tuple[list[int], list[Job]]:
+    """Blocks of each request, and its arrival at a random reader: at most `requests`, LOAD of what readers can take."""
+    rng = np.random.default_rng(_SEED + readers)
+    start_s = known.cost.start_us / 1e6
+    rate = min(known.capacity, readers * known.rate)
+    mean_s = float(np.mean(SHAPES)) * BLOCK_BYTES / rate + start_s / readers
+    requests = max(1, min(requests, int(_MOST_S * LOAD / mean_s)))
+    blocks = rng.choice(SHAPES, requests).tolist()
+    times = poisson_times(requests, LOAD / mean_s, _SEED + readers)
+    of_readers = rng.integers(readers, size=requests).tolist()
+    return blocks, [
+        Job(at_s, num * BLOCK_BYTES, start_s, 0, reader)
+        for at_s, num, reader in zip(times, blocks, of_readers, strict=True)
+    ]
+
+
+def _simulated(jobs: Sequence[Job], readers: int, known: Known) -> list[float]:
+    start_s = known.cost.start_us / 1e6
+    jobs = [replace(job, start_s=start_s) for job in jobs]
+    fleet = Fleet(1, readers, Rails(1, known.capacity, known.rate), pulls=1, lease_s=3600)
+    return [each.took_s * 1e6 for each in Simulation(fleet, jobs).run()]
+
+
+def _beside(measured: Sequence[float], simulated: Sequence[float]) -> Row:
+    return {
+        name: value
+        for of, real, made in zip(
+            ("mean", "p50", "p90", "p99"), _times(measured), _times(simulated), strict=True
+        )
+        for name, value in {
+            f"{of}_us": real,
+            f"simulated_{of}_us": made,
+            f"{of}_error": made / real - 1,
+        }.items()
+    }
+
+
+def _times(us: Sequence[float]) -> list[float]:
+    return [float(np.mean(us)), *np.percentile(us, [50, 90, 99]).tolist()]
+
+
+def _good(served: list[Served]) -> list[Served]:
+    """Raises what a pull raised."""
+    if failed := next((each.error for each in served if each.error), None):
+        raise failed
+    return served
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    ticket: Ticket
+    into: Ids
+    owner_ids: Ids
+
+
+class _Bench:
+    """One owner process, and readers that are Workers of this one: large pulls run on threads of their own."""
+
+    def __init__(self, owner: OwnerSide, readers: Sequence[Worker]) -> None:
+        self.owner, self._readers = owner, readers
+        self._rng = np.random.default_rng(_SEED)
+        self._contents = Contents(readers[0].pool.layout, _SEED)
+        self._names = map("validation-{}".format, count())
+        self._last: dict[int, _Task] = {}
+
+    def warm_up(self) -> None:
+        """Connects, and touches pages."""
+        for reader in range(len(self._readers)):
+            for _ in range(4):
+                self._pull(reader, self._task(SHAPES[-1]))
+
+    def alone(self) -> list[Sample]:
+        """Of the first reader, the shapes in turn, under the load of the runs: what each pull took once it began."""
+        shapes = SHAPES * _ALONE_PULLS
+        tasks = list(map(self._task, shapes))
+        start = time.perf_counter_ns()
+        self._pull(0, self._task(SHAPES[-1]))
+        mean_s = (time.perf_counter_ns() - start) / 1e9 * float(np.mean(SHAPES)) / SHAPES[-1]
+        at_s = poisson_times(len(tasks), LOAD / mean_s, _SEED)
+        served = _good(open_loop(at_s, lambda _, index: self._pull(0, tasks[index]), 1))
+        return [
+            Sample(num, num * BLOCK_BYTES, each.took_us - each.late_us)
+            for num, each in zip(shapes, served, strict=True)
+        ]
+
+    def together(self) -> float:
+        """Bytes/s of two readers, large pulls back to back."""
+        tasks = [[self._task(SHAPES[-1]) for _ in range(_PAIR_PULLS)] for _ in range(2)]
+
+        def run(reader: int) -> None:
+            for task in tasks[reader]:
+                self._pull(reader, task)
+
+        start = time.perf_counter_ns()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(run, range(2)))
+        return 2 * _PAIR_PULLS * SHAPES[-1] * BLOCK_BYTES / (time.perf_counter_ns() - start) * 1e9
+
+    def run(self, blocks: Sequence[int], jobs: Sequence[Job]) -> list[float]:
+        """µs of each pull from its intended arrival on; a reader has one under way at a time."""
+        tasks = list(map(self._task, blocks))
+        for worker in self._readers:
+            self._contents.poison(worker.pool, np.arange(worker.pool.layout.num_blocks, dtype=np.uint32))
+        self._last.clear()
+        mine = [
+            [i for i, job in enumerate(jobs) if job.decode == reader] for reader in range(len(self._readers))
+        ]
+        start_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)
+
+        def read(reader: int) -> list[float]:
+            indices = mine[reader]
+            at_s = [jobs[index].at_s for index in indices]
+            served = open_loop(at_s, lambda _, turn: self._pull(reader, tasks[indices[turn]]), 1, start_ns)
+            return [each.took_us for each in _good(served)]
+
+        with ThreadPoolExecutor(len(mine)) as threads:
+            return [us for of_reader in threads.map(read, range(len(mine))) for us in of_reader]
+
+    def landed(self) -> bool:
+        """Whether the last pull of every reader brought every byte."""
+        return bool(self._last) and all(
+            self._contents.equal(self._readers[reader].pool, task.into, task.owner_ids)
+            for reader, task in self._last.items()
+        )
+
+    def _task(self, blocks: int) -> _Task:
+        num = self._readers[0].pool.layout.num_blocks
+        [owner_ids], [into] = (Order().draw(self._rng, num, 1, blocks) for _ in range(2))
+        name = next(self._names)
+        answer = self.owner.call("offer", requests={name: owner_ids.tolist()}, num_tokens=None, publish=False)
+        return _Task(Ticket.from_text(answer["tickets"][0]), into, owner_ids)
+
+    def _pull(self, reader: int, task: _Task) -> None:
+        pull = self._readers[reader].pull(task.ticket, into=task.into)
+        pull.wait()
+        if not pull.stats.settled:
+            raise BenchError(f"{pull!r} returned before it was settled")
+        self._last[reader] = task
+
+
+@contextmanager
+def _opened(transport: str, readers: int) -> Iterator[_Bench]:
+    geometry = Geometry(
+        num_layers=1, total_heads=1, row_bytes=BLOCK_BYTES, num_blocks=2 * SHAPES[-1], block_tokens=1,
+        planes_per_layer=1, dtype="uint8", model="bench",
+    )  # fmt: skip
+    layout = dense(geometry)
+    with (
+        owner_process(geometry, _SEED, transport, here=transport.endswith("loopback")) as owner,
+        ExitStack() as open_,
+    ):
+        workers = [
+            open_.enter_context(
+                Worker(BlockPool.allocate(layout), f"bench-reader-{number}", transports=transport)
+            )
+            for number in range(readers)
+        ]
+        yield _Bench(owner, workers)

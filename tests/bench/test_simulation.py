@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator: against the cost model for one pull, figures derived by hand for few, and laws for any number."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvlink.benchmarks.models import MODELS
+from kvlink.benchmarks.prediction.machines import Machine
+from kvlink.benchmarks.simulation import validation
+from kvlink.benchmarks.simulation.command import app
+from kvlink.benchmarks.simulation.curve import Scene, rows
+from kvlink.benchmarks.simulation.engine import Failure, Fate, Fleet, Job, Outcome, Rails, Simulation
+from kvlink.benchmarks.simulation.sharing import Flow, Port, level_of, share
+from kvlink.benchmarks.simulation.workload import Move, jobs_of, path_of
+from kvlink.benchmarks.traces import Request, synthetic
+from kvlink.cost import Cost
+from kvlink.errors import ConfigError
+
+MODEL = MODELS["llama-3.1-70b"]
+COST = Cost(start_us=35, op_ns=100, gib_per_s=3)
+_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:3]
+PATHS = [
+    _DIRECT,
+    *_STAGED,
+    path_of("tcp", COST, MODEL, 8),
+    replace(_DIRECT, name="slow posting", post_ns=1000),
+    replace(_DIRECT, name="slow NIC", rail_ns=1000),
+    replace(_DIRECT, name="small window", window=2),
+]
+ONE = Rails(1, 100.0, 100.0)  # bytes/s: figures that one can follow
+
+
+def run(fleet: Fleet, *jobs: Job) -> dict[Job, Outcome]:
+    return {each.job: each for each in Simulation(fleet, jobs).run()}
+
+
+# How rails are shared.
+
+sizes = st.floats(0.1, 1e6)
+
+
+@given(sizes, st.lists(sizes | st.just(inf), min_size=1))
+def test_a_level_fills_the_port(capacity: float, wants: list[float]) -> None:
+    level = level_of(capacity, wants)
+    if level == inf:
+        assert sum(wants) < capacity
+    else:
+        assert sum(min(level, want) for want in wants) == pytest.approx(capacity)
+
+
+def filled_progressively(flows: list[Flow]) -> dict[Flow, float]:
+    """All rates rise together; a flow stops at its ceiling or when a port of it is full. Slow, and obviously right."""
+    rates, rising = dict.fromkeys(flows, 0.0), set(flows)
+    ports = {port for flow in flows for port in (flow.sender, flow.receiver)}
+    while rising:
+        room = [flow.ceiling - rates[flow] for flow in rising]
+        for port in ports:
+            mine = [flow for flow in flows if port in (flow.sender, flow.receiver)]
+            if growing := sum(flow in rising for flow in mine):
+                room.append((port.capacity - sum(rates[flow] for flow in mine)) / growing)
+        step = max(0.0, min(room))
+        rates.update({flow: rates[flow] + step for flow in rising})
+        full = {
+            port
+            for port in ports
+            if sum(rates[flow] for flow in flows if port in (flow.sender, flow.receiver))
+            >= port.capacity * (1 - 1e-12)
+        }
+        rising -= {
+            flow
+            for flow in rising
+            if rates[flow] >= flow.ceiling * (1 - 1e-12) or flow.sender in full or flow.receiver in full
+        }
+    return rates
+
+
+@given(st.data())
+def test_rates_stay_max_min_fair_whatever_comes_and_goes(data: st.DataObject) -> None:
+    senders, receivers = ([Port(data.draw(st.integers(1, 20))) for _ in range(3)] for _ in range(2))
+    flows: list[Flow] = []
+    for step in data.draw(st.lists(st.sampled_from(["come", "come", "go", "change"]), max_size=25)):
+        if step == "go" and flows:
+            share(flows.pop(data.draw(st.integers(0, len(flows) - 1))).end())
+        elif step == "change":
+            port = data.draw(st.sampled_from(senders))
+            port.capacity = data.draw(st.integers(1, 20))
+            share([port])
+        else:
+            ceiling = data.draw(st.just(inf) | st.integers(1, 9))
+            flow = Flow(data.draw(st.sampled_from(senders)), data.draw(st.sampled_from(receivers)), ceiling)
+            flows.append(flow)
+            share([flow.sender, flow.receiver])
+        expected = filled_progressively(flows)
+        for flow in flows:
+            assert flow.rate == pytest.approx(expected[flow])
+        for port in senders + receivers:
+            assert sum(flow.rate for flow in port.flows) <= port.capacity * (1 + 1e-9)
+
+
+def test_a_port_that_no_longer_holds_a_flow_back_leaves_it_to_the_other_end() -> None:
+    narrow, wide, end = Port(10), Port(100), Port(8)
+    others = [Flow(narrow, Port(100)) for _ in range(3)]
+    first, second = Flow(narrow, end), Flow(wide, end)
+    share([narrow, wide, end, *(flow.receiver for flow in others)])
+    assert (first.rate, second.rate) == (2.5, 5.5)
+    share([port for flow in others for port in flow.end()])
+    assert (first.rate, second.rate) == (4, 4)
+
+
+# One pull, and few.
+
+
+@settings(max_examples=25)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+@given(st.integers(1, 200_000))
+def test_a_pull_alone_takes_what_the_cost_model_says(path: object, tokens: int) -> None:
+    assert path in PATHS
+    move = Move(MODEL, 8, PATHS[PATHS.index(path)])
+    shape = move.shape(tokens)
+    job = Job(3.0, shape.num_bytes, move.start_s(tokens), 0, 0)
+    took_s = run(Fleet(1, 1, move.rails()), job)[job].took_s
+    assert took_s == pytest.approx(move.path.predict(shape).total_ms / 1e3, rel=1e-9)
+    if move.path.name == "tcp":
+        assert took_s == pytest.approx(COST.predict_us(shape.pieces // 8, shape.num_bytes // 8) / 1e6)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 7])
+def test_readers_of_a_popular_worker_share_its_rails_evenly(readers: int) -> None:
+    jobs = [Job(0, 1000, 0.5, 0, reader) for reader in range(readers)]
+    for outcome in run(Fleet(1, readers, ONE, lease_s=100), *jobs).values():
+        assert outcome.took_s == pytest.approx(0.5 + readers * 10)
+
+
+def test_a_slow_reader_leaves_its_part_to_the_others() -> None:
+    slow = [
+        Job(0, 1000, 0, 0, 0),
+        Job(0, 1000, 0, 1, 0),
+        Job(0, 1000, 0, 2, 0),
+    ]  # one reader of three workers
+    fast = Job(0, 1000, 0, 0, 1)
+    found = run(Fleet(3, 2, ONE), *slow, fast)
+    assert found[fast].took_s == pytest.approx(15)  # two thirds of the first worker
+    assert found[slow[0]].took_s == pytest.approx(30)
+
+
+def test_who_comes_later_takes_half() -> None:
+    first, second = Job(0, 1000, 0, 0, 0), Job(5, 1000, 0, 0, 1)
+    found = run(Fleet(1, 2, ONE), first, second)
+    assert (found[first].took_s, found[second].took_s) == pytest.approx((15, 15))
+
+
+def test_a_decode_worker_has_only_so_many_pulls_under_way() -> None:
+    jobs = [Job(0, 1000, 1, sender, 0) for sender in range(3)]
+    found = run(Fleet(3, 1, ONE, pulls=1, lease_s=100), *jobs)
+    assert [found[job].took_s for job in jobs] == pytest.approx([11, 22, 33])
+
+
+# Leases and rails that end.
+
+
+def test_a_pull_is_cut_off_when_its_lease_ends() -> None:
+    job, other = Job(2, 1000, 1, 0, 0), Job(2, 300, 0, 1, 0)
+    found = run(Fleet(2, 1, ONE, lease_s=5.5), job, other)
+    assert (found[other].fate, found[other].took_s) == (Fate.MOVED, pytest.approx(5))
+    assert (found[job].fate, found[job].took_s) == (Fate.EXPIRED, 5.5)
+    assert found[job].num_bytes == pytest.approx(4 * 50 + 0.5 * 100)  # beside the other, then alone
+
+
+def test_who_had_to_wait_has_less_of_its_lease_left() -> None:
+    first, second = Job(0, 1000, 0, 0, 0), Job(1, 1000, 0, 1, 0)
+    found = run(Fleet(2, 1, ONE, pulls=1, lease_s=10.5), first, second)
+    assert found[first].fate is Fate.MOVED
+    assert (found[second].fate, found[second].num_bytes) == (Fate.EXPIRED, pytest.approx(150))
+    found = run(Fleet(2, 1, ONE, pulls=1, lease_s=5), first, second)
+    assert [found[job].num_bytes for job in (first, second)] == pytest.approx([500, 100])
+
+
+def test_losing_one_of_two_rails_halves_the_bandwidth() -> None:
+    job = Job(0, 2000, 0, 0, 0)
+    fleet = Fleet(1, 1, Rails(2, 100, 100), notice_s=0.1)
+    assert run(fleet, job)[job].took_s == pytest.approx(10)
+    for at_s, took_s in ((0, 20), (5, 15)):
+        broken = replace(fleet, failures=(Failure(at_s, 0, 1),))
+        found = run(broken, job)[job]
+        assert (found.fate, found.took_s, found.num_bytes) == (Fate.MOVED, pytest.approx(took_s), 2000)
+
+
+def test_what_was_under_way_on_a_dead_rail_is_missed_before_it_is_read_again() -> None:
+    job, next_one = Job(0, 2000, 0, 0, 0), Job(11, 1000, 0, 0, 0)
+    fleet = Fleet(1, 1, Rails(2, 100, 100), notice_s=4, failures=(Failure(9, 0, 0),))
+    found = run(fleet, job, next_one)
+    assert found[job].took_s == pytest.approx(13)  # bytes end at 11, the loss is known at 13
+    assert found[next_one].took_s == pytest.approx(10)  # the other rail is all its own
+
+
+def test_a_worker_without_rails_cannot_be_reached() -> None:
+    job, later = Job(0, 1000, 0, 0, 0), Job(8, 1000, 0, 0, 0)
+    fleet = Fleet(1, 1, ONE, notice_s=2, failures=(Failure(5, 0, 0),))
+    found = run(fleet, job, later)
+    assert (found[job].fate, found[job].took_s) == (Fate.UNREACHABLE, 7)
+    assert found[job].num_bytes == pytest.approx(500)
+    assert (found[later].fate, found[later].took_s) == (Fate.UNREACHABLE, 2)
+
+
+def test_rails_that_nobody_has_cannot_fail() -> None:
+    with pytest.raises(ValueError, match="cannot fail"):
+        Simulation(Fleet(1, 1, ONE, failures=(Failure(0, 0, 1),)), [])
+
+
+# Any number.
+
+some_jobs = st.lists(
+    st.builds(
+        Job,
+        st.floats(0, 50),
+        st.floats(1, 2000),
+        st.floats(0, 1),
+        st.integers(0, 3),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(some_jobs, st.sampled_from([2.0, 30.0, 1e6]), st.booleans())
+def test_every_job_ends_once_and_no_byte_is_lost_or_made(
+    jobs: list[Job], lease_s: float, fails: bool
+) -> None:
+    failures = (Failure(20, 0, 1),) if fails else ()
+    fleet = Fleet(4, 4, Rails(3, 50, 40, 30), pulls=2, lease_s=lease_s, failures=failures)
+    outcomes = Simulation(fleet, jobs).run()
+    assert sorted(map(hash, jobs)) == sorted(hash(each.job) for each in outcomes)
+    for each in outcomes:
+        assert each.num_bytes <= each.job.num_bytes * (1 + 1e-9)
+        assert (
+            each.took_s >= each.job.start_s + each.num_bytes / (3 * 30) - 1e-6
+        )  # a pull has 30 of a rail at most
+        if each.fate is Fate.MOVED:
+            assert each.num_bytes == each.job.num_bytes
+        assert each.took_s <= lease_s + 1e-6
+    if lease_s == 1e6:
+        assert all(each.fate is Fate.MOVED for each in outcomes)
+    for side, capacity in (("prefill", 150), ("decode", 120)):
+        for worker in range(4):
+            mine = [each for each in outcomes if getattr(each.job, side) == worker]
+            first = min((each.job.at_s for each in mine), default=0.0)
+            last = max((each.job.at_s + each.took_s for each in mine), default=0.0)
+            assert sum(each.num_bytes for each in mine) <= capacity * (last - first) * (1 + 1e-9) + 1e-6
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(1, 2000)), min_size=2, max_size=20))
+def test_more_load_makes_nobody_faster(wanted: list[tuple[float, float]]) -> None:
+    jobs = [Job(at_s, size, 0.1, 0, reader) for reader, (at_s, size) in enumerate(wanted)]
+    fleet = Fleet(1, len(jobs), Rails(2, 50, 40), lease_s=inf)
+    fewer, all_of_them = run(fleet, *jobs[1:]), run(fleet, *jobs)
+    for job in jobs[1:]:
+        assert all_of_them[job].took_s >= fewer[job].took_s - 1e-6
+
+
+# Fleets under a trace.
+
+MOVE = Move(MODEL, 8, PATHS[0])
+REQUESTS = synthetic("mooncake-conversation", 400, 1)
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    scene = Scene(0.7, popular=0.2)
+    again = list(rows(MOVE, REQUESTS, [4, 16], scene))
+    assert list(rows(MOVE, REQUESTS, [4, 16], scene)) == again
+    assert list(rows(MOVE, REQUESTS, [4, 16], replace(scene, seed=1))) != again
+
+
+def test_jobs_load_the_prefill_workers_as_asked() -> None:
+    fleet = Fleet(4, 4, MOVE.rails())
+    jobs = jobs_of(REQUESTS, MOVE, fleet, 0.25, 0.5, 0)
+    span = jobs[-1].at_s - jobs[0].at_s
+    assert sum(job.num_bytes for job in jobs) / span == pytest.approx(0.25 * 4 * 8 * fleet.rails.send)
+    assert sum(job.prefill == 0 for job in jobs) / len(jobs) == pytest.approx(0.5 + 0.5 / 4, abs=0.08)
+    assert {job.decode for job in jobs} == set(range(4))
+
+
+@pytest.mark.parametrize("requests", [[], [Request(0, 0, 1)], [Request(0, 5, 1), Request(0, 6, 1)]])
+def test_requests_at_one_time_are_no_load(requests: list[Request]) -> None:
+    with pytest.raises(ConfigError, match="two different times"):
+        jobs_of(requests, MOVE, Fleet(1, 1, MOVE.rails()), 0.5, 0.0, 0)
+
+
+def test_load_popularity_and_dead_rails_show_in_the_curve() -> None:
+    def row(**scene: float) -> dict[str, float]:
+        [found] = rows(MOVE, REQUESTS, [32], replace(Scene(0.3, lease_s=0.3), **scene))
+        return found
+
+    calm, busy, popular, broken = row(), row(load=0.9), row(popular=0.5), row(popular=0.5, fails_after=0.1)
+    assert calm["p50_us"] <= calm["p90_us"] <= calm["p99_us"] <= calm["p999_us"]
+    assert busy["p99_us"] > calm["p99_us"]
+    assert calm["expired"] == 0
+    assert calm["wasted_gib"] == pytest.approx(0)
+    assert broken["expired"] > popular["expired"] > 0
+    assert popular["wasted_gib"] > 0
+    assert popular["busiest"] > calm["busiest"]
+
+
+# The command.
+
+
+def shown(*arguments: str) -> list[dict[str, Any]]:
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in done.output.splitlines()]
+
+
+def test_the_command_draws_a_curve(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text(
+        "\n".join(
+            json.dumps({"timestamp": 100 * number, "input_length": 5000 + number, "output_length": 1})
+            for number in range(50)
+        )
+    )
+    found = shown(
+        "--workers", "2", "--workers", "8", "--trace", str(trace), "--requests", "40", "--popular", "0.3"
+    )
+    assert [row["workers"] for row in found] == [2, 8]
+    for row in found:
+        assert (row["kind"], row["path"], row["requests"], row["rails"]) == ("simulation", "gpudirect", 40, 8)
+        assert 0 < row["p50_us"] <= row["p99_us"]
+    table = CliRunner().invoke(app, ["--workers", "2", "--requests", "10"])
+    assert table.exit_code == 0
+    assert "expired" in table.output
+
+
+def test_a_measured_cost_makes_the_tcp_fleet(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shapes = [(1, 16_384), (256, 4 << 20), (4096, 64 << 20), (4096, 256 << 20)]
+
+    def calibrated(transport: str, cost: Cost) -> list[str]:
+        lines = [
+            {
+                "transport": transport,
+                "blocks": ops,
+                "block_bytes": size // ops,
+                "p50_us": cost.predict_us(ops, size),
+            }
+            for ops, size in shapes
+        ]
+        results.write_text("\n".join(map(json.dumps, lines)))
+        return [
+            "--path",
+            "tcp",
+            "--calibrate",
+            str(results),
+            "--workers",
+            "2",
+            "--requests",
+            "30",
+            "--load",
+            "0.01",
+        ]
+
+    slow = shown(*calibrated("tcp", Cost(50, 100, 1)))[0]["p50_us"]
+    assert slow == pytest.approx(4 * shown(*calibrated("tcp", Cost(12.5, 25, 4)))[0]["p50_us"], rel=0.01)
+    assert isinstance(CliRunner().invoke(app, calibrated("shm", Cost(50, 100, 1))).exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--path", "nvlink"), ("--trace", "nowhere"), ("--model", "gpt-2"), ("--calibrate", "results")],
+)
+def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, str]) -> None:
+    assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
+
+
+def test_real_pulls_are_put_beside_their_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
+    found = list(validation.rows("loopback", requests=12, most_readers=2))
+    assert [row["readers"] for row in found] == [1, 2]
+    for row in found:
+        assert row["verified"] is True
+        assert row["p50_error"] == pytest.approx(row["simulated_p50_us"] / row["p50_us"] - 1)
+        assert 0 < row["simulated_p50_us"] <= row["simulated_p99_us"]
+
+
+def test_wrong_bytes_of_a_validation_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
+    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
+    [row] = validation.rows("fault+loopback", requests=4, most_readers=1)
+    assert row["verified"] is False
