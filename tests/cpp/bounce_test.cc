@@ -212,6 +212,7 @@ TEST_P(Cancels, LandNothingLater) {
     for (int tries = 0; round % 4 == 0 && pair.device.num_under_way() == 0 && tries < 5000; ++tries) {
       pair.reader.poll_for(1'000'000);
     }
+    if (!pair.reader.ended.empty()) continue;  // the copies were faster than the polls
     const size_t under_way = pair.device.num_under_way();
     const bool back = pair.reader.endpoint->cancel(round);
     ASSERT_TRUE(back || round % 2 == 1 || under_way > 0);
