@@ -34,7 +34,7 @@ _BATCH = 32
 _SMALL_ITERS, _LARGE_ITERS = 2000, 100
 _VERIFY_EVERY = 8  # of large pulls, besides the first and the last
 _CPU_ROUNDS = 4
-_BARE_READS = 64
+_BARE_READS = 500
 _CPU_TAIL_S = 0.002  # the owner may still take note of a settle
 _MOST_BYTES = 512 << 20
 _LEAST_SECTION_BYTES = 64 << 20  # beyond the caches of a core
@@ -63,8 +63,9 @@ def rows(
     with _opened(transport, block_bytes, blocks, Order.parse(order, blocks)) as bench:
         batch = bench.fitting(_BATCH) if small else 1
         bench.warm_up(batch)
-        bench.refer(block_bytes, blocks, transport)
-        bench.measure(iters, batch, 1 if small else _VERIFY_EVERY)
+        for part in (iters - iters // 2, iters // 2):
+            bench.refer(block_bytes, blocks, transport)
+            bench.measure(part, batch, 1 if small else _VERIFY_EVERY)
         bench.refer(block_bytes, blocks, transport)
         cpu_s = bench.cpu_s_per_pull(batch)
         yield {
@@ -113,6 +114,7 @@ class _Bench:
         self._read_us: list[float] = []
         self._lanes = 1
         self._references: dict[str, list[float]] = {}
+        self._bare_us: list[float] = []  # beside them
         self._turn = 0  # who goes first changes each time
         self.verified = self.wrong = 0
 
@@ -144,6 +146,8 @@ class _Bench:
         lanes = self._lanes if blocks * block_bytes > _SMALL_BYTES else 1
         for reference in references_of(transport, block_bytes, blocks, lanes):
             self._references.setdefault(reference.name, []).append(reference.run())
+            if blocks == 1:
+                self._bare_us.append(self._bare_read_us())
 
     def cpu_s_per_pull(self, batch: int) -> float:
         """CPU time of both processes, of pulls alone, one after the other."""
@@ -177,14 +181,15 @@ class _Bench:
             "of_limit": limit_us / p50,
             **({"of_memcpy": float(np.median(others["memcpy"])) / p50} if "memcpy" in others else {}),
             **({"limit_us": limit_us, "overhead_us": p50 - limit_us} if alone else {}),
-            **({"bare_read_us": self._bare_read_us()} if alone and "ib_read_lat" in others else {}),
+            **({"bare_read_us": float(np.median(self._bare_us))} if self._bare_us else {}),
         }
 
     def _bare_read_us(self) -> float:
         """Of one block by our transport alone: what ib_read_lat measures, without plan, lease and Python."""
         (peer,) = self._worker.peers()
         to, size = self._worker.pool.regions[0].address, self._worker.pool.layout.block_bytes
-        reads = (peer.connection.time_read(0, index * size, to, size) for index in range(_BARE_READS))
+        offsets = (index % self._owner_blocks * size for index in range(_BARE_READS))
+        reads = (peer.connection.time_read(0, offset, to, size) for offset in offsets)
         return float(np.median(list(reads))) / 1000
 
     def _round(self, size: int, *, check: bool) -> None:
