@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from control.etcd_cluster import need_etcd
 
 from kvlink.benchmarks import scale
 from kvlink.benchmarks.control import Row
@@ -51,8 +51,7 @@ def test_every_phase_counts_whom_it_simulates() -> None:
 
 
 def test_on_etcd() -> None:
-    if shutil.which("etcd") is None:
-        pytest.skip("no etcd on this machine: apt-get install etcd-server")
+    need_etcd()
     rows = run([24], store="etcd")
     check(rows, 24, [*PHASES, "lost replica"])
     assert 0 < rows[-1]["moved"] <= 24  # each had picked one of two by chance

@@ -10,13 +10,18 @@ import pytest
 
 from kvlink.benchmarks.etcd import EtcdCluster
 
-__all__ = ["EtcdCluster", "start_etcd"]
+__all__ = ["EtcdCluster", "need_etcd", "start_etcd"]
 
 _MEMORY = Path("/dev/shm")
 
 
-def start_etcd(num_members: int = 1) -> EtcdCluster:
-    """In memory where that is possible: tests are not about its disk."""
+def need_etcd() -> None:
+    """Skips the test where there is none."""
     if shutil.which("etcd") is None:
         pytest.skip("no etcd on this machine: apt-get install etcd-server")
+
+
+def start_etcd(num_members: int = 1) -> EtcdCluster:
+    """In memory where that is possible: tests are not about its disk."""
+    need_etcd()
     return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from control.etcd_cluster import need_etcd
 from deploy import commands
 from deploy.composed import Composed
 
@@ -34,8 +34,7 @@ def test_names_fit_together() -> None:
 
 
 def test_etcd_has_these_options() -> None:
-    if shutil.which("etcd") is None:
-        pytest.skip("no etcd on this machine: apt-get install etcd-server")
+    need_etcd()
     said = subprocess.run(["etcd", "--help"], capture_output=True, text=True)
     options = set(re.findall(r"--([a-z-]+)", said.stdout + said.stderr))
     used = {key.removeprefix("ETCD_").lower().replace("_", "-") for key in SERVICES["etcd-0"]["environment"]}
