@@ -65,7 +65,12 @@ def coordinator(
         float, typer.Option(min=1, max=3600, help="A worker that has not beaten for this long is gone.")
     ] = 10.0,
     drain_s: Annotated[
-        float, typer.Option(min=0, max=3600, help="After SIGTERM, how long claims that wait may take.")
+        float,
+        typer.Option(
+            min=0,
+            max=3600,
+            help="After SIGTERM, how long claims that wait may take. On etcd they wait elsewhere.",
+        ),
     ] = 10.0,
     reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
     log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,

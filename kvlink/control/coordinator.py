@@ -71,7 +71,7 @@ class Coordinator:
         self._lease_s = lease_s
         self._started = time.monotonic()
         self._draining = False
-        self._leaving: asyncio.Task[None] | None = None
+        self._claims: set[asyncio.Future[list[bytes]]] = set()
         self._host = Host(reflect, security, gate)
         self._reports = Reports()
         self.counts = self._host.counts
@@ -90,27 +90,36 @@ class Coordinator:
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
 
-    async def drain(self, timeout_s: float, elsewhere: bool = False) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Takes no new claims, and returns when those that wait are answered, or after `timeout_s`.
 
-        `elsewhere`: others serve the same store, so that every caller is sent there at once. Otherwise offers are
-        still taken: the claims wait for them.
+        Offers are still taken: the claims wait for them.
         """
-        self._draining = True
-        await self._host.unready()
-        if elsewhere:
-            self._leaving = asyncio.create_task(self._host.stop(timeout_s + _LAST_WORDS_S))
+        await self._begin_to_leave()
         give_up = time.monotonic() + timeout_s
         while (await self._store.status()).waiting_claims and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
+
+    async def hand_over(self) -> None:
+        """Sends every caller to the others that serve the same store, and who waits there too.
+
+        Returns when the calls under way are answered. One that comes in as the port closes gRPC may leave without
+        an answer until then, which is why nobody is left waiting here.
+        """
+        await self._begin_to_leave()
+        for answer in self._claims:
+            answer.cancel()
+        await self._host.stop(_LAST_WORDS_S)
+
+    async def _begin_to_leave(self) -> None:
+        self._draining = True
+        await self._host.unready()
 
     async def close(self) -> None:
         """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
         self._draining = True
         await self._store.close()
         await self._host.stop(_LAST_WORDS_S)
-        if self._leaving is not None:
-            await self._leaving
 
     def _add_calls(self, host: Host) -> None:
         host.unary(Calls.JOIN, self._join)
@@ -179,7 +188,15 @@ class Coordinator:
 
     async def _claim(self, claim: Claim) -> list[bytes]:
         self._check_not_draining()
-        return await self._store.claim(claim)
+        answer = self._store.claim(claim)
+        self._claims.add(answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._check_not_draining()
+            raise
+        finally:
+            self._claims.discard(answer)
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -235,9 +252,10 @@ async def serve(
     on_ready: Callable[[str], None] = lambda address: None,
     beside: Beside = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then drains for at most `drain_s` and returns.
+    """Runs a coordinator until SIGTERM or SIGINT, then drains and returns.
 
-    `store` is "memory", or "etcd://host:2379,host2:2379/fleet": then any number of coordinators serve alike.
+    `store` is "memory", and draining takes at most `drain_s`, or "etcd://host:2379,host2:2379/fleet": then any number
+    of coordinators serve alike, and draining sends the callers to the others.
     `on_ready` gets "host:port" as bound; what is `beside` is entered before, and left last. Raises ConfigError when
     the port cannot be had.
     """
@@ -253,7 +271,7 @@ async def serve(
         async with beside(coordinator):
             on_ready(address)
             await stop.wait()
-            await coordinator.drain(drain_s, elsewhere=store != MEMORY)
+            await (coordinator.drain(drain_s) if store == MEMORY else coordinator.hand_over())
     finally:
         await coordinator.close()
         for number in (signal.SIGTERM, signal.SIGINT):
