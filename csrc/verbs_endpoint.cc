@@ -267,15 +267,13 @@ bool VerbsEndpoint::cancel(uint64_t token) {
 
 void VerbsEndpoint::wait_until_flushed(int64_t most_ns) {
   const int64_t end = now_ns() + most_ns;
-  uint64_t flushed = num_completed_ + static_cast<uint64_t>(std::exchange(num_stashed_, 0));
-  while (flushed < num_posted_ && now_ns() < end) {
-    const int count = cq_->poll(completions_.data(), kPollBatch);
+  uint64_t flushed = num_completed_;
+  for (int count = std::exchange(num_stashed_, 0);;) {
+    // Unsignalled ones before one have completed or have completions of their own.
+    for (int i = 0; i < count; ++i) flushed = std::max(flushed, completions_[static_cast<size_t>(i)].wr_id);
+    if (flushed >= num_posted_ || now_ns() >= end) return;
+    count = cq_->poll(completions_.data(), kPollBatch);
     if (count < 0) return;
-    for (int i = 0; i < count; ++i) {
-      const ibv_wc& completion = completions_[static_cast<size_t>(i)];
-      // Unsignalled ones before it have completed or have completions of their own.
-      flushed = std::max(flushed, completion.wr_id);
-    }
   }
 }
 

@@ -11,11 +11,13 @@ namespace {
 
 constexpr uint64_t kLargestPageBytes = uint64_t{1} << 30;
 
+constexpr size_t kAtATime = 8;  // slices of one NIC; pinning scales with cores until memory is the limit
+
 // The order of stores does not matter to bytes that count only once their completion is polled.
 int access_flags(Rights rights) {
   switch (rights) {
     case Rights::kLocal:
-      return IBV_ACCESS_LOCAL_WRITE;
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
     case Rights::kPeersRead:
       return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
     case Rights::kPeersReadWrite:
@@ -45,6 +47,20 @@ Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int err
       nic.name() + " cannot register " + std::to_string(bytes) + " bytes: " + std::strerror(error), fix);
 }
 
+/// Runs `one(0)`…`one(count - 1)` side by side, or in turn when that does not pay; the first refusal.
+template <typename One>
+Status each(size_t count, bool large, One one) {
+  std::vector<std::future<Status>> running;
+  for (size_t number = 0; number < count; ++number) {
+    running.push_back(std::async(large ? std::launch::async : std::launch::deferred, one, number));
+  }
+  Status result;
+  for (auto& its : running) {
+    if (Status status = its.get(); result.ok()) result = std::move(status);
+  }
+  return result;
+}
+
 std::vector<uint32_t> keys(const std::vector<Owned<ibv_mr>>& slices, uint32_t ibv_mr::* key) {
   std::vector<uint32_t> all;
   for (const auto& slice : slices) all.push_back(slice.get()->*key);
@@ -60,34 +76,31 @@ Result<std::shared_ptr<const Memory>> Memory::enlist(std::span<const std::shared
   memory->slices_.resize(nics.size());
   memory->sinks_.resize(nics.size());
   const int access = access_flags(rights);
-  // Pinning is most of the work, and the kernel does it for several NICs at a time.
-  const auto policy = range.bytes > kSliceBytes ? std::launch::async : std::launch::deferred;
-  std::vector<std::future<Status>> running;
-  for (size_t nic = 0; nic < nics.size(); ++nic) {
-    running.push_back(std::async(policy, [&memory, nic, access] {
-      const std::shared_ptr<Nic>& at = memory->nics_[nic];
-      Status status = memory->enlist_at(at, access, memory->slices_[nic]);
-      if (!status.ok() || !at->iwarp()) return status;
-      return memory->enlist_at(at, kSinkFlags, memory->sinks_[nic]);
-    }));
-  }
-  Status result;
-  for (auto& one : running) {
-    if (Status status = one.get(); result.ok()) result = status;
-  }
-  if (!result.ok()) return result;
+  // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
+  const Status status = each(nics.size(), range.bytes > kSliceBytes, [&memory, access](size_t nic) {
+    const std::shared_ptr<Nic>& at = memory->nics_[nic];
+    Status status = memory->enlist_at(at, access, memory->slices_[nic]);
+    if (!status.ok() || !at->iwarp()) return status;
+    return memory->enlist_at(at, kSinkFlags, memory->sinks_[nic]);
+  });
+  if (!status.ok()) return status;
   return std::shared_ptr<const Memory>(memory);
 }
 
 Status Memory::enlist_at(const std::shared_ptr<Nic>& nic, int access,
                          std::vector<Owned<ibv_mr>>& slices) const {
-  for (uint64_t at = 0; at < range_.bytes; at += kSliceBytes) {
-    const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
-    Owned<ibv_mr> slice(nic->register_memory(range_, at, bytes, iova() + at, access), nic->api().dereg_mr);
-    if (!slice) return refused(*nic, range_, bytes, errno);
-    slices.push_back(std::move(slice));
-  }
-  return {};
+  const size_t count = (range_.bytes + kSliceBytes - 1) / kSliceBytes;
+  for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic->api().dereg_mr);
+  const size_t parts = std::min(count, kAtATime);
+  return each(parts, parts > 1, [&](size_t part) {
+    for (size_t slice = part; slice < count; slice += parts) {
+      const uint64_t at = slice * kSliceBytes;
+      const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
+      slices[slice].reset(nic->register_memory(range_, at, bytes, iova() + at, access));
+      if (!slices[slice]) return refused(*nic, range_, bytes, errno);
+    }
+    return Status{};
+  });
 }
 
 uint64_t Memory::iova() const { return reinterpret_cast<uintptr_t>(range_.base) % kLargestPageBytes; }

@@ -17,6 +17,7 @@ namespace {
 
 constexpr uint32_t kMostSge = 32;
 constexpr uint32_t kMostWrs = 1024;
+constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
 constexpr uint32_t kMostReads = 16;  // more in flight on one queue pair gained nothing where it was measured
 
 std::string errno_text(int error) { return std::strerror(error); }
@@ -138,28 +139,35 @@ Status Nic::find_limits() {
   const auto within = [](int limit, uint32_t most) {
     return static_cast<uint32_t>(std::clamp<int64_t>(limit, 1, most));
   };
-  limits_.max_sge = within(device.max_sge_rd > 0 ? device.max_sge_rd : device.max_sge, kMostSge);
+  const int sge_rd = device.max_sge_rd > 0 ? device.max_sge_rd : device.max_sge;
+  limits_.max_sge = within(std::min(sge_rd, device.max_sge), kMostSge);
   if (iwarp_) limits_.max_sge = 1;  // whatever it says: a read response names one place
   limits_.max_wrs = within(device.max_qp_wr, kMostWrs);
   limits_.reads_out = within(device.max_qp_init_rd_atom, kMostReads);
   limits_.reads_in = within(device.max_qp_rd_atom, kMostReads);
   limits_.max_cqes = device.max_cqe;
+  ibv_port_attr port{};
+  if (Status status = query(port); !status.ok()) return status;
+  limits_.max_read_bytes = std::max<uint64_t>(port.max_msg_sz, 1);
+  ethernet_ = port.link_layer == IBV_LINK_LAYER_ETHERNET;
   return {};
+}
+
+Status Nic::query(ibv_port_attr& port) const {
+  const int error = api_.query_port(context_.get(), port_, &port);
+  if (error == 0) return {};
+  return unusable(name_, "does not answer: " + errno_text(error), "was the device removed? see dmesg");
 }
 
 Status Nic::find_address() {
   ibv_port_attr port{};
-  if (const int error = api_.query_port(context_.get(), port_, &port)) {
-    return unusable(name_, "cannot be asked for its state: " + errno_text(error), {});
-  }
+  if (Status status = query(port); !status.ok()) return status;
   std::lock_guard lock(mutex_);
-  ethernet_ = port.link_layer == IBV_LINK_LAYER_ETHERNET;
   mtu_ = port.active_mtu;
   lid_ = port.lid;
-  limits_.max_read_bytes = std::max<uint64_t>(port.max_msg_sz, 1);
   const bool roce = ethernet_ && !iwarp_;
   int best = 0;
-  for (int index = 0; index < port.gid_tbl_len; ++index) {
+  for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
     ibv_gid found;
     if (api_.query_gid(context_.get(), port_, index, &found) != 0) continue;
     Gid gid;
@@ -176,6 +184,16 @@ Status Nic::find_address() {
   return {};
 }
 
+ibv_mtu Nic::mtu() const {
+  std::lock_guard lock(mutex_);
+  return mtu_;
+}
+
+uint8_t Nic::gid_index() const {
+  std::lock_guard lock(mutex_);
+  return gid_index_;
+}
+
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
   return {name_, ethernet_, lid_, gid_, by_cm_, mbps_};
@@ -183,9 +201,7 @@ NicAddress Nic::address() const {
 
 Status Nic::check() const {
   ibv_port_attr port{};
-  if (const int error = api_.query_port(context_.get(), port_, &port)) {
-    return unusable(name_, "does not answer: " + errno_text(error), "was the device removed? see dmesg");
-  }
+  if (Status status = query(port); !status.ok()) return status;
   if (port.state == IBV_PORT_ACTIVE) return {};
   return unusable(name_, "is down",
                   ethernet_ ? "ip link set its interface up, or check the cable"

@@ -48,8 +48,8 @@ class Nic {
   /// memory that the network may write; its GID is no address.
   bool iwarp() const { return iwarp_; }
   bool by_cm() const { return by_cm_; }
-  ibv_mtu mtu() const { return mtu_; }
-  uint8_t gid_index() const { return gid_index_; }
+  ibv_mtu mtu() const;
+  uint8_t gid_index() const;
   NicAddress address() const;
 
   /// Whether the port can carry bytes now; else why not and what to do.
@@ -68,6 +68,7 @@ class Nic {
 
  private:
   Status choose_way(ibv_transport_type transport, Way wish);
+  Status query(ibv_port_attr& port) const;
   Status find_limits();
   Status find_address();
   void lose(const std::string& why);
@@ -81,11 +82,11 @@ class Nic {
   const uint32_t mbps_;
   Limits limits_;
   bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
-  ibv_mtu mtu_ = IBV_MTU_1024;
 
   std::atomic<uint32_t> losses_{0};
   mutable std::mutex mutex_;  // guards everything below
   std::string why_lost_;
+  ibv_mtu mtu_ = IBV_MTU_1024;
   uint32_t lid_ = 0;
   uint8_t gid_index_ = 0;
   Gid gid_{};

@@ -22,8 +22,10 @@ ibv_ah_attr path(const Nic& nic, const QpAddress& peer) {
   ibv_ah_attr path{};
   path.port_num = nic.port();
   path.dlid = static_cast<uint16_t>(peer.lid);
-  // Within an InfiniBand subnet the LID is the whole address.
-  path.is_global = nic.ethernet() ? 1 : 0;
+  // Within an InfiniBand subnet, whose prefix is the GID's first half, the LID is the whole address.
+  const Gid own = nic.address().gid;
+  const bool same_subnet = std::memcmp(own.data(), peer.gid.data(), own.size() / 2) == 0;
+  path.is_global = nic.ethernet() || !same_subnet ? 1 : 0;
   std::memcpy(path.grh.dgid.raw, peer.gid.data(), peer.gid.size());
   path.grh.sgid_index = nic.gid_index();
   path.grh.hop_limit = kHopLimit;
@@ -81,7 +83,6 @@ Result<std::unique_ptr<Qp>> Qp::create(std::shared_ptr<Nic> nic, const Cq& cq, u
     return Status::Unavailable(at.name() + " gives no queue pair: " + std::strerror(errno),
                                "close connections, or raise the device's max_qp and ulimit -l");
   }
-  made->max_inline_bytes_ = wanted.cap.max_inline_data;
   made->psn_ = random_psn();
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
@@ -197,7 +198,7 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
     case IBV_WC_REM_INV_REQ_ERR:
       return Status::AccessDenied(what +
                                   "the owner's NIC refuses the key or the range; the owner restarted or "
-                                  "revoked it");
+                                  "revoked it: ask for a fresh ticket, the next pull connects anew");
     case IBV_WC_LOC_QP_OP_ERR:  // rxe's, when its link goes down under a request
       return Status::Unreachable(what +
                                  "this process's own NIC could not carry it out; its link may be down");
@@ -205,9 +206,11 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
     case IBV_WC_LOC_LEN_ERR:
     case IBV_WC_LOC_ACCESS_ERR:
     case IBV_WC_MW_BIND_ERR:
-      return Status::AccessDenied(what + "this process's own NIC refuses the local memory or the request");
+      return Status::AccessDenied(what +
+                                  "this process's own NIC refuses the local memory or the request; was the "
+                                  "pool freed or mapped anew? restart the worker");
     default:
-      return Status::Unreachable(what + "the queue pair failed");
+      return Status::Unreachable(what + "the queue pair failed; see dmesg and rdma statistic");
   }
 }
 

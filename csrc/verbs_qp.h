@@ -66,7 +66,6 @@ class Qp {
   ibv_qp* get() const { return qp_.get(); }
   uint32_t qpn() const { return qp_->qp_num; }
   const std::shared_ptr<Nic>& nic() const { return nic_; }
-  uint32_t max_inline_bytes() const { return max_inline_bytes_; }
   /// "rxe0:1 qp 17 -> qp 23"
   std::string name() const;
 
@@ -86,7 +85,6 @@ class Qp {
   std::atomic<int> failed_{kNoEvent};
   uint32_t psn_ = 0;
   uint32_t peer_qpn_ = 0;
-  uint32_t max_inline_bytes_ = 0;
   Owned<ibv_qp> qp_;
   std::shared_ptr<void> link_;
 };

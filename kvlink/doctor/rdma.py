@@ -87,20 +87,27 @@ def gids(nics: Sequence[RdmaDevice]) -> Check:
 
 
 def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Check:
-    """RoCE wants a network that does not drop: PFC, or at least ECN. The switches' half cannot be seen from here."""
-    interfaces = [
-        port.netdev
+    """RoCE wants a network that does not drop: PFC, or at least ECN. The switches' half cannot be seen from here.
+
+    Either guards some priorities only. kvlink marks no packet: they have priority 0 unless the driver marks them.
+    """
+    cards = {
+        port.netdev: f"sys/class/infiniband/{nic.name}/tc/{port.number}/traffic_class"
         for nic, port in _ports(nics)
         if nic.pci and port.netdev and port.link_layer is LinkLayer.ETHERNET and not nic.is_iwarp
-    ]
-    if not interfaces:
+    }
+    if not cards:
         return Check("rdma flow control", Verdict.PASS, "no RoCE card: nothing to configure")
     evidence, fixes = [], []
-    for netdev in dict.fromkeys(interfaces):
-        pfc, ecn = _pfc(run, netdev), _ecn(root, netdev)
-        evidence.append(f"{netdev}: PFC {_on(pfc)}, ECN {_on(ecn)}")
-        if not pfc and not ecn:
+    for netdev, mark_file in cards.items():
+        pfc, ecn, mark = _pfc(run, netdev), _ecn(root, netdev), _mark(root, mark_file)
+        marked = "" if mark is None else f", traffic class {mark}"
+        evidence.append(f"{netdev}: PFC {_on(pfc)}, ECN {_on(ecn)}{marked}")
+        guarded = sorted({*(pfc or ()), *(ecn or ())})
+        if not guarded:
             fixes.append(_how_to_flow(netdev, pfc is None))
+        elif mark == 0 and 0 not in guarded:
+            fixes.append(_how_to_mark(netdev, mark_file, guarded[0]))
     verdict = Verdict.WARN if fixes else Verdict.PASS
     return Check("rdma flow control", verdict, "; ".join(evidence), "; ".join(fixes))
 
@@ -113,6 +120,12 @@ def _how_to_flow(netdev: str, unknown: bool) -> str:
     enabled = ",".join("1" if priority == _PRIORITY else "0" for priority in range(8))
     ecn = f"/sys/class/net/{netdev}/ecn/roce_{{np,rp}}/enable/{_PRIORITY}"
     return f"sudo mlnx_qos -i {netdev} --pfc {enabled}; echo 1 | sudo tee {ecn}"
+
+
+def _how_to_mark(netdev: str, mark_file: str, priority: int) -> str:
+    """Where DSCP is trusted, eight values in a row share a priority; guides take the third for RoCE (26 for 3)."""
+    dscp, able_to_ecn = 8 * priority + 2, 2
+    return f"sudo mlnx_qos -i {netdev} --trust dscp; echo {dscp << 2 | able_to_ecn} | sudo tee /{mark_file}"
 
 
 def _on(priorities: list[int] | None) -> str:
@@ -144,3 +157,11 @@ def _ecn(root: Path, netdev: str) -> list[int] | None:
         for end in ("roce_np", "roce_rp")
     ]
     return sorted(ends[0] & ends[1]) if (root / at).is_dir() else None
+
+
+def _mark(root: Path, mark_file: str) -> int | None:
+    """What the driver sets as the traffic class of every packet, 0 for nothing; None: it has no such file."""
+    if not (root / mark_file).is_file():
+        return None
+    match = re.search(r"tclass=(\d+)", read(root, mark_file))
+    return int(match[1]) if match else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest's links: rxeN is on nicN (see `devices`). What is done to one ends with its `with`."""
+"""The guest's links: rxeN is on nicN (see `devices`). What is done to one, or to who uses it, ends with its `with`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _DEVICES = Path("/sys/class/infiniband")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def netdev(device: str) -> str:
@@ -34,6 +35,21 @@ def impaired(device: str, *discipline: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run([*queue[:2], "del", *queue[3:]], check=True)
+
+
+@contextlib.contextmanager
+def limited(device: str, pid: int, num_objects: int) -> Iterator[None]:
+    """The kernel gives a process at most so many further objects of a device: queue pairs, regions…"""
+    group = _CGROUPS / f"limited-{pid}"
+    (_CGROUPS / "cgroup.subtree_control").write_text("+rdma")
+    group.mkdir()
+    try:
+        (group / "rdma.max").write_text(f"{device} hca_object={num_objects}")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        (_CGROUPS / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
 
 
 def devices() -> set[str]:

@@ -14,7 +14,7 @@ from softroce import links
 from transports.pairs import POISON, Pair
 from transports.processes import PeerProcess, RemoteWorker, eventually
 
-from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout, TransportUnavailable
 
 NewProcess = Callable[[str], PeerProcess]
 Rails = Callable[..., Pair]
@@ -159,6 +159,22 @@ def test_an_expired_lease_cuts_off_its_reader_and_no_other(rails: Rails, new_pro
     assert not path.connection.broken
     sleeping.do("pull", ticket=pair.offer([1]).to_text(), into=[2], timeout_s=30)  # connects again by itself
     sleeping.close()
+
+
+def test_an_owner_out_of_queue_pairs_refuses_newcomers_by_name_and_serves_on(rails: Rails) -> None:
+    pair = rails(ONE_NIC)
+    with ExitStack() as readers:
+        first, second, third = (
+            readers.enter_context(pair.another_reader(name)) for name in ("first", "second", "third")
+        )
+        with links.limited("rxe1", pair.owner.peer.pid, num_objects=3):
+            assert pair.pull(pair.offer([1]), [2], first, timeout_s=30).explain()[0].lanes == 2
+            assert pair.pull(pair.offer([1]), [2], second, timeout_s=30).explain()[0].lanes == 1
+            with pytest.raises(TransportUnavailable, match=r"rxe1:1 gives no queue pair: .*max_qp"):
+                pair.start(pair.offer([1]), [2], third, timeout_s=30).wait(30)
+            assert (pair.blocks(third)[2] == POISON).all()
+            pair.works()
+        pair.pull(pair.offer([1]), [2], third, timeout_s=30)
 
 
 def test_a_stopped_owner_serves_on(rails: Rails) -> None:

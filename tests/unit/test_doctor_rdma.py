@@ -219,6 +219,25 @@ def test_congestion_notification(root: FakeRoot) -> None:
     assert (check.verdict, check.evidence) == (WARN, "eth0: PFC cannot tell, ECN off")
 
 
+@pytest.mark.parametrize(
+    ("guarded", "mark", "mark_for_it"),
+    [(3, "", "106"), (4, "tclass=-1", "138"), (0, "", ""), (3, "Global tclass=106", ""), (3, None, "")],
+)
+def test_packets_outside_the_guarded_priority(
+    root: FakeRoot, guarded: int, mark: str | None, mark_for_it: str
+) -> None:
+    root.nic("mlx5_0")
+    for end in ("np", "rp"):
+        root.write(f"sys/class/net/eth0/ecn/roce_{end}/enable/{guarded}", "1")
+    if mark is not None:
+        root.write("sys/class/infiniband/mlx5_0/tc/1/traffic_class", mark)
+    check = found(root)["rdma flow control"]
+    assert check.verdict is (WARN if mark_for_it else PASS)
+    assert ("traffic class" in check.evidence) == (mark is not None)
+    how = f"echo {mark_for_it} | sudo tee /sys/class/infiniband/mlx5_0/tc/1/traffic_class"
+    assert check.fix == (f"sudo mlnx_qos -i eth0 --trust dscp; {how}" if mark_for_it else "")
+
+
 def test_flow_control_that_cannot_be_told(root: FakeRoot) -> None:
     root.nic("mlx5_0")
     check = found(root)["rdma flow control"]
