@@ -228,6 +228,11 @@ void register_tally(py::module_& m) {
       });
 }
 
+LeaseTable& leases_of(Engine& engine) {
+  if (!engine.started()) raise(Status::Config("this worker has not started"));
+  return engine.leases();
+}
+
 void register_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
@@ -303,31 +308,34 @@ void register_engine(py::module_& m) {
           py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
       .def(
           "set_ready",
-          [](Engine& self, uint64_t lease, uint64_t ready) { return self.leases().set_ready(lease, ready); },
+          [](Engine& self, uint64_t lease, uint64_t ready) {
+            return leases_of(self).set_ready(lease, ready);
+          },
           py::arg("lease"), py::arg("ready"))
       .def(
           "extend",
           [](Engine& self, uint64_t lease, double ttl_s) {
-            return self.leases().extend(lease, to_ns(ttl_s), now_ns());
+            return leases_of(self).extend(lease, to_ns(ttl_s), now_ns());
           },
           py::arg("lease"), py::arg("ttl_s"))
       .def(
           "set_ttl",
           [](Engine& self, uint64_t lease, double ttl_s) {
-            return self.leases().set_ttl(lease, to_ns(ttl_s), now_ns());
+            return leases_of(self).set_ttl(lease, to_ns(ttl_s), now_ns());
           },
           py::arg("lease"), py::arg("ttl_s"))
       .def(
           "renew",
           [](Engine& self, uint32_t slot, uint64_t nonce) {
-            return self.leases().renew(slot, nonce, now_ns());
+            return leases_of(self).renew(slot, nonce, now_ns());
           },
           py::arg("slot"), py::arg("settle_nonce"))
       .def(
-          "abort", [](Engine& self, uint64_t lease) { return self.leases().abort(lease); }, py::arg("lease"))
+          "abort", [](Engine& self, uint64_t lease) { return leases_of(self).abort(lease); },
+          py::arg("lease"))
       .def(
           "settle_own",
-          [](Engine& self, uint32_t slot, uint64_t nonce) { return self.leases().settle(slot, nonce); },
+          [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).settle(slot, nonce); },
           py::arg("slot"), py::arg("settle_nonce"))
       .def("take_ended",
            [](Engine& self) {
@@ -341,7 +349,7 @@ void register_engine(py::module_& m) {
       .def("watch_ended", &Engine::watch_ended, py::arg("queue"))
       .def("lease_counts",
            [](Engine& self) {
-             const LeaseCounts counts = self.leases().counts(now_ns());
+             const LeaseCounts counts = leases_of(self).counts(now_ns());
              return py::make_tuple(counts.active, counts.granted, counts.settled, counts.expired,
                                    counts.aborted, counts.fenced_readers,
                                    static_cast<double>(counts.oldest_ns) / 1e9);

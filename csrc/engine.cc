@@ -248,16 +248,21 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   return connection;
 }
 
+Status Engine::check_serving() const {
+  if (!started()) return Status::Config("this worker has not started");
+  return closing_ ? Status::Config("this worker is closed") : Status{};
+}
+
 Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                              int64_t ttl_ns) {
-  if (closing_) return Status::Config("this worker is closed");
+  if (Status status = check_serving(); !status.ok()) return status;
   auto seats = leases_->grant(lease, readers, ready, ttl_ns, now_ns());
   if (owner_asleep_) wake_owner();
   return seats;
 }
 
 Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns) {
-  if (closing_) return Status::Config("this worker is closed");
+  if (Status status = check_serving(); !status.ok()) return status;
   Status status = leases_->grant_at(lease, seats, ready, ttl_ns, now_ns());
   if (owner_asleep_) wake_owner();
   return status;
@@ -307,7 +312,7 @@ void Engine::sweep() {
 }
 
 std::vector<EndedLease> Engine::take_ended() {
-  if (!closing_) sweep();
+  if (started() && !closing_) sweep();
   std::lock_guard lock(mutex_);
   return std::exchange(ended_, {});
 }

@@ -72,6 +72,8 @@ class Engine {
   Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
                                            std::shared_ptr<Tally> tally = std::make_shared<Tally>());
 
+  bool started() const { return leases_ != nullptr; }
+  /// REQUIRES started().
   LeaseTable& leases() { return *leases_; }
   /// grant() through here so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
@@ -104,6 +106,7 @@ class Engine {
   bool lands_unlent(const Row& row) const;
   static void give_up(Row& row);
   Row* find(const std::string& transport);
+  Status check_serving() const;
   Status absent(const std::string& transport) const;
   void serve();
   void sweep();

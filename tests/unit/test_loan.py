@@ -81,6 +81,21 @@ def test_host_memory_needs_no_driver(root: Path) -> None:
     assert (len(keys), refused, bounces) == (2, "", False)
 
 
+def test_nothing_is_leased_before_the_start() -> None:
+    engine = core()
+    assert engine.take_ended() == []
+    for asked in (
+        lambda: engine.grant(1, 1, 0, 1.0),
+        lambda: engine.grant_at(1, [(0, 1, 2)], 0, 1.0),
+        lambda: engine.settle_own(0, 1),
+        lambda: engine.abort(1),
+        engine.lease_counts,
+    ):
+        with pytest.raises(ConfigError, match="has not started"):
+            asked()
+    engine.close()
+
+
 def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     driver = cuda(gpu)
