@@ -24,6 +24,13 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
 Transport = Annotated[str, typer.Option(help="One or more names with commas, or all.")]
+BlockOrder = Annotated[
+    str,
+    typer.Option(
+        help="Of the block ids: random; runs:K, of K blocks; allocator:N:M, as a paged allocator hands them out after "
+        "a trace, N requests at a time, has had the whole pool M times. [N 16, M 5]"
+    ),
+]
 
 
 @app.command("pull")
@@ -38,19 +45,25 @@ def measure_pull(
     iters: Annotated[
         int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")
     ] = None,
-    order: Annotated[str, typer.Option(help="random, or runs:K for runs of K blocks.")] = "random",
+    order: BlockOrder = "random",
+    trace: Annotated[
+        str, typer.Option(help="That the allocator saw: a file, or a published one's name. [azure-2023-conv]")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Pull blocks between two processes, beside the physical limit of the same path."""
     from . import pull as bench
 
+    if trace and not order.startswith("allocator"):
+        raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
     rows = (
         row
         for name in names_of(transport)
         for size, count in bench.shapes(block_bytes, blocks)
-        for row in bench.rows(name, size, count, iters, order)
+        for row in bench.rows(name, size, count, iters, order, trace)
     )
-    _finish(rows, as_json, "bench pull")
+    _begin(as_json)
+    _finish(rows if as_json else map(bench.brief, rows), as_json, "bench pull")
 
 
 @app.command("migrate")
@@ -76,6 +89,11 @@ def measure_migrate(
     speed: Annotated[
         float | None, typer.Option(min=0.001, help="The trace's own times, as many times as fast.")
     ] = None,
+    order: BlockOrder = "random",
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    prefill_ms: Annotated[
+        float, typer.Option(min=0, help="Of a request; 0: say nothing of shares of the time to first token.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Migrate a request of a named model; every phase on its own.
@@ -89,8 +107,13 @@ def measure_migrate(
     lengths, arrivals = workload(tokens, trace, requests, rate, speed)
     meant = str(model_config or model)
     rows = (
-        row for name in names_of(transport) for row in bench.rows(meant, lengths, name, tp, arrivals=arrivals)
+        row
+        for name in names_of(transport)
+        for row in bench.rows(
+            meant, lengths, name, tp, None, arrivals, order, trace, block_tokens, prefill_ms
+        )
     )
+    _begin(as_json)
     _finish(rows if as_json else map(bench.brief, rows), as_json, "bench migrate")
 
 
@@ -141,12 +164,10 @@ def measure_scale(
     Rows of a growth give the exponent of a cost: 1 is linear in the number of workers.
     """
     from . import scale as bench
-    from .machine import describe
 
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    if as_json:
-        print_json({"kind": "machine", **describe()})
+    _begin(as_json)
     rows = bench.rows(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
     _finish(rows, as_json, "bench scale", by="what")
 
@@ -169,12 +190,9 @@ def measure_peers(
 
     Columns "times X": how many times as long as kvlink over X. Settings, versions and intervals: --json.
     """
-    from .machine import describe
     from .peers import run
 
-    common = {"kind": "machine", **describe()}
-    if as_json:
-        print_json(common)
+    _begin(as_json)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as said:
         contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, said)
@@ -202,6 +220,14 @@ def _numbers(listed: str, option: str) -> list[int]:
     if min(counts) < 1:
         raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint=option)
     return counts
+
+
+def _begin(as_json: bool) -> None:
+    """Results begin with what they were measured on."""
+    from .machine import describe
+
+    if as_json:
+        print_json({"kind": "machine", **describe()})
 
 
 def _finish(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = "") -> None:

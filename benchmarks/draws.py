@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,23 @@ import numpy.typing as npt
 from kvlink.errors import ConfigError
 
 from .contents import Ids
+
+
+class Fragmentation(Protocol):
+    """How the blocks of a list follow each other."""
+
+    @property
+    def run(self) -> int:
+        """How many adjoin, at least."""
+
+    def whole_runs(self, least: int) -> int:
+        """The next number of blocks, from `least` on, that fits it."""
+
+    def lists_in(self, pool_blocks: int, blocks: int) -> int:
+        """How many lists `draw` can make."""
+
+    def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
+        """`num` lists of `blocks` ids, all different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +44,10 @@ class Order:
             return cls(1)
         kind, _, run = text.partition(":")
         if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
-            raise ConfigError(f"order {text!r}: write random, or runs:K for runs of K blocks")
+            raise ConfigError(
+                f"order {text!r}: write random, runs:K for runs of K blocks, or allocator:N for what an allocator "
+                "gives after a trace of N requests at a time"
+            )
         return cls(min(int(run), blocks))
 
     def whole_runs(self, least: int) -> int:

@@ -18,7 +18,7 @@ from kvlink import BlockPool, WorkerConfig, _core
 from kvlink.nics import MemoryPlace, select_ports
 
 from .contents import Ids
-from .draws import Order, pieces_of
+from .draws import Fragmentation, Order, pieces_of
 from .perftest import read_bandwidth, read_latency
 from .processes import OwnerSide
 
@@ -32,7 +32,7 @@ class Floor:
     """One bare way of moving blocks. `order` is how it may choose them."""
 
     name: str
-    order: Order
+    order: Fragmentation
     run: Callable[[Ids, Ids], float]
     """(blocks at the owner, blocks here) -> microseconds."""
     keeper: Any = None
@@ -69,7 +69,9 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     return [Reference("ib_read_bw", stream)]
 
 
-def floors_of(transport: str, owner: OwnerSide, pool: BlockPool, order: Order, blocks: int) -> list[Floor]:
+def floors_of(
+    transport: str, owner: OwnerSide, pool: BlockPool, order: Fragmentation, blocks: int
+) -> list[Floor]:
     """Those of one transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     if name == "verbs":

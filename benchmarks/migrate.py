@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, cycle, islice
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,21 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlink import BlockPool, Worker
-from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
+from .allocator import order_of
 from .arrivals import LATE_US, Arrivals, open_loop
+from .cache import Cache
 from .contents import Contents, Ids
-from .draws import Order
-from .models import BLOCK_TOKENS, geometry_of
+from .draws import Fragmentation
+from .models import BLOCK_TOKENS
 from .processes import BenchError, OwnerSide, coordinator_process, owner_process
-from .spread import quantiles_us
+from .spread import quantiles_us, with_median_interval
 
 Row = dict[str, Any]
 
 PHASES = ("offer", "claim", "plan", "read", "validate", "settle", "whole")
 
-_POOL_BYTES = 2 << 30  # of each of the two pools, at most
 _POOL_REQUESTS = 4
 _SLOTS = 16  # requests under way at a time in an open loop, at most
 _RUN_BYTES = 8 << 30
@@ -51,17 +52,24 @@ def rows(
     tp: int = 1,
     iters: int | None = None,
     arrivals: Arrivals | None = None,
+    order: str = "random",
+    trace: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+    prefill_ms: float = 0.0,
 ) -> Iterator[Row]:
     """One row a phase. `tokens`: of every request, or of one after the other, those without room left out.
 
-    `iters` None: what fits the size. `arrivals`: of each of `tokens`. Raises ConfigError, BenchError, TransferError.
+    `iters` None: what fits the size. `arrivals`: of each of `tokens`. `order`, `trace`: as order_of reads them.
+    `prefill_ms`: of a request, before its move; 0: say nothing of TTFT. Raises ConfigError, BenchError, TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
-    kept = _fitting(given, model, tp)
+    cache = Cache(model, tp, block_tokens)
+    kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
-    largest, most = _blocks(max(lengths)), _most_blocks(model, tp)
-    slots = min(most // largest, _SLOTS if arrivals else _POOL_REQUESTS)
-    geometry = geometry_of(model, tp, largest * slots)
+    blocks = order_of(order, cache.blocks(max(lengths)), trace)
+    largest = blocks.whole_runs(cache.blocks(max(lengths)))
+    slots = max(1, min(cache.most_blocks() // largest, _SLOTS if arrivals else _POOL_REQUESTS))
+    geometry = cache.geometry(largest * slots)
     with (
         coordinator_process() as coordinator,
         owner_process(geometry, _SEED, transport, coordinator, here=transport.endswith("loopback")) as owner,
@@ -69,43 +77,21 @@ def rows(
             BlockPool.allocate(dense(geometry)), "bench-reader", coordinator=coordinator, transports=transport
         ) as worker,
     ):
-        bench = _Bench(owner, worker, lengths)
+        bench = _Bench(owner, worker, lengths, blocks)
         bench.run(2)  # connects and warms up
         bench.forget()
-        common: Row = {"model": model, "tp": tp, "transport": transport}
+        common: Row = {
+            "model": model, "tp": tp, "block_tokens": block_tokens, "transport": transport, "order": order
+        }  # fmt: skip
         if not isinstance(tokens, int):
             common["left_out"] = len(given) - len(kept)
         if arrivals is None:
-            mean_bytes = sum(map(_blocks, lengths)) * dense(geometry).block_bytes // len(lengths)
+            mean_bytes = sum(map(cache.blocks, lengths)) * dense(geometry).block_bytes // len(lengths)
             bench.run(iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS)))
         else:
             common |= {"arrivals": arrivals.name}
             common |= bench.run_open([arrivals.at_s[index] for index in kept], largest, slots)
-        yield from bench.rows(common)
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
-
-
-def _most_blocks(model: str, tp: int) -> int:
-    return _POOL_BYTES // dense(geometry_of(model, tp, 1)).block_bytes
-
-
-def _fitting(lengths: Sequence[int], model: str, tp: int) -> list[int]:
-    """Which of the requests have a prompt and find room. Raises ConfigError when none does."""
-    most = _most_blocks(model, tp)
-    if not any(lengths):
-        raise ConfigError("none of these requests has a prompt")
-    found = [index for index, tokens in enumerate(lengths) if 0 < _blocks(tokens) <= most]
-    if not found:
-        least = min(filter(None, lengths))
-        gib = _blocks(least) * dense(geometry_of(model, tp, 1)).block_bytes / 2**30
-        raise ConfigError(
-            f"{least} tokens of {model} at TP {tp} are {gib:.1f} GiB, "
-            f"and a pool of this benchmark has at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens or more ranks"
-        )
-    return found
+        yield from bench.rows(common, prefill_ms * 1e3)
 
 
 class _Request(NamedTuple):
@@ -127,8 +113,10 @@ class _HandOver(NamedTuple):
 
 
 class _Bench:
-    def __init__(self, owner: OwnerSide, worker: Worker, lengths: Sequence[int]) -> None:
-        self._owner, self._worker, self._lengths = owner, worker, lengths
+    def __init__(
+        self, owner: OwnerSide, worker: Worker, lengths: Sequence[int], order: Fragmentation
+    ) -> None:
+        self._owner, self._worker, self._lengths, self._order = owner, worker, lengths, order
         self._asking = threading.Lock()  # for one answer at a time of the owner
         self._contents = Contents(worker.pool.layout, _SEED)
         self._num_blocks = worker.pool.layout.num_blocks
@@ -140,7 +128,7 @@ class _Bench:
         """Drops what was measured so far."""
         self._made: list[_HandOver] = []
         self._late_us: list[float] = []
-        self._verified = self._wrong = 0
+        self._verified = self._wrong = self._cpu_ns = 0
 
     def run(self, iters: int) -> None:
         """Hands over fresh requests, one after the other."""
@@ -149,7 +137,8 @@ class _Bench:
             check = number % _VERIFY_EVERY == 0 or number == iters - 1
             if check:
                 self._contents.poison(self._worker.pool, request.ids)
-            self._made.append(self._hand_over(request))
+            with self._counted():
+                self._made.append(self._hand_over(request))
             if check:
                 self._verify(request)
 
@@ -166,7 +155,8 @@ class _Bench:
             made[index] = self._hand_over(request)
             last[slot] = request
 
-        served = open_loop(at_s, serve, slots)
+        with self._counted():
+            served = open_loop(at_s, serve, slots)
         if not made:
             raise BenchError(f"none of {len(served)} requests was handed over: {served[0].error}")
         for index, done in sorted(made.items()):
@@ -181,13 +171,26 @@ class _Bench:
             "failed": len(served) - len(made),
         }
 
-    def rows(self, common: Row) -> Iterator[Row]:
-        """What was measured. Tokens, bytes and operations are those of the median request."""
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Adds the CPU time of both sides, all threads of them."""
+        start = time.process_time_ns() + self._owner.cpu_ns()
+        yield
+        self._cpu_ns += time.process_time_ns() + self._owner.cpu_ns() - start
+
+    def rows(self, common: Row, prefill_us: float) -> Iterator[Row]:
+        """What was measured. Tokens, bytes and operations are those of the median request; CPU time is of them all,
+        without the coordinator's.
+        """
+        gib = sum(each.num_bytes for each in self._made) / 2**30
+        common = common | {"cpu_s_per_gib": self._cpu_ns / 1e9 / gib}
         phases = dict(zip(PHASES, zip(*(each.us for each in self._made), strict=True), strict=True))
         late = {"late": self._late_us} if self._late_us else {}
+        ttft_us = prefill_us + median(phases["whole"])
         for phase, us in (late | phases).items():
             yield {
                 **common,
+                **({"of_ttft": median(us) / ttft_us} if prefill_us else {}),
                 "tokens": round(median(each.tokens for each in self._made)),
                 "phase": phase,
                 **quantiles_us(us),
@@ -199,8 +202,8 @@ class _Bench:
 
     def _request(self, tokens: int, within: int) -> _Request:
         """Into some of the first `within` blocks."""
-        num = _blocks(tokens)
-        [owner_ids], [ids] = (Order().draw(self._rng, of, 1, num) for of in (self._num_blocks, within))
+        num = -(-tokens // self._worker.pool.layout.block_tokens)
+        [owner_ids], [ids] = (self._order.draw(self._rng, of, 1, num) for of in (self._num_blocks, within))
         request = _Request(next(self._names), tokens, owner_ids, ids)
         self._owner.call("hold", request_id=request.request_id, ids=owner_ids.tolist(), num_tokens=tokens)
         return request
@@ -229,16 +232,12 @@ class _Bench:
         )
 
 
-_LONG = {"model", "tp", "bytes", "ops", "iters", "offered_per_s", "slots", "left_out"}
+_LONG = {
+    "model", "tp", "block_tokens", "order", "bytes", "ops", "iters", "cpu_s_per_gib", "offered_per_s", "slots",
+    "left_out",
+}  # fmt: skip
 
 
 def brief(row: Row) -> Row:
-    """A row as it fits a screen; of intervals that of the median."""
-    found = {
-        name: value
-        for name, value in row.items()
-        if name not in _LONG and not name.endswith(("_low_us", "_high_us"))
-    }
-    ends = [row["p50_low_us"], row["p50_high_us"]]
-    between = "–".join("" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends)
-    return found | {"p50_us_95": between}
+    """A row as it fits a screen."""
+    return with_median_interval(row, _LONG)

@@ -123,11 +123,6 @@ def model_of(name: str) -> Model:
     return model
 
 
-def geometry_of(name: str, tp_size: int, num_blocks: int) -> Geometry:
-    """One rank's share of a named model. Raises ConfigError."""
-    return model_of(name).geometry(tp_size, num_blocks)
-
-
 def _count(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The first of `names` that the config has."""
     for name in names:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,12 @@ from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
 
+from .allocator import order_of
 from .contents import Contents, Ids
-from .draws import Order
+from .draws import Fragmentation
 from .floors import Floor, floors_of, num_floors, references_of
 from .processes import BenchError, OwnerSide, owner_process
+from .spread import quantiles_us, with_median_interval
 
 _BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
 SHAPES = (*((size, _BLOCKS) for size in _BLOCK_BYTES), (16 << 10, 1))
@@ -49,9 +52,17 @@ def shapes(block_bytes: Sequence[int] | None, blocks: int | None) -> list[tuple[
 
 
 def rows(
-    transport: str, block_bytes: int, blocks: int, iters: int | None = None, order: str = "random"
+    transport: str,
+    block_bytes: int,
+    blocks: int,
+    iters: int | None = None,
+    order: str = "random",
+    trace: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """One row. `iters` None: what fits the size. Raises ConfigError, BenchError, TransferError."""
+    """One row. `iters` None: what fits the size. `order`, `trace`: as order_of reads them.
+
+    Raises ConfigError, BenchError, TransferError.
+    """
     num_bytes = blocks * block_bytes
     if num_bytes > _MOST_BYTES:
         raise ConfigError(
@@ -60,7 +71,7 @@ def rows(
         )
     small = num_bytes <= _SMALL_BYTES
     iters = iters or (_SMALL_ITERS if small else _LARGE_ITERS)
-    with _opened(transport, block_bytes, blocks, Order.parse(order, blocks)) as bench:
+    with _opened(transport, block_bytes, blocks, order_of(order, blocks, trace)) as bench:
         batch = bench.fitting(_BATCH) if small else 1
         bench.warm_up(batch)
         for part in (iters - iters // 2, iters // 2):
@@ -74,7 +85,7 @@ def rows(
             "blocks": blocks,
             "bytes": num_bytes,
             "iters": iters,
-            "order": order,
+            "order": f"{order} {Path(trace).name}".rstrip(),
             **bench.times(num_bytes, alone=blocks == 1),
             "cpu_s_per_gib": cpu_s / (num_bytes / 2**30),
             "verified": bench.verified > 0 and bench.wrong == 0,
@@ -82,11 +93,19 @@ def rows(
         }
 
 
+_LONG = {"bytes", "p90_us", "p999_us", "gb_per_s"}
+
+
+def brief(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it fits a screen."""
+    return with_median_interval(row, _LONG)
+
+
 class _Way(NamedTuple):
     """One way of moving the blocks: kvlink's is the first, the others are floors."""
 
     name: str
-    order: Order
+    order: Fragmentation
     run: Callable[[_Draw], float]
 
 
@@ -172,10 +191,11 @@ class _Bench:
         gib = num_bytes / 2**30
         return {
             "min_us": min(ours),
+            **quantiles_us(ours),
             "p50_us": p50,
-            "p99_us": float(np.percentile(ours, 99)),
             "read_us": float(np.median(self._read_us)),
             "gib_per_s": gib / (p50 / 1e6),
+            "gb_per_s": num_bytes / 1e3 / p50,
             "limit": limit,
             "limit_gib_per_s": gib / (limit_us / 1e6),
             "of_limit": limit_us / p50,
@@ -256,7 +276,7 @@ def _way(floor: Floor, thread: Executor | None) -> _Way:
 
 
 @contextmanager
-def _opened(transport: str, block_bytes: int, blocks: int, order: Order) -> Iterator[_Bench]:
+def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation) -> Iterator[_Bench]:
     plain = transport.removeprefix("fault+")
     num_ways = 1 + num_floors(transport)
     section = order.whole_runs(max(2 * blocks, -(-_LEAST_SECTION_BYTES // block_bytes)))

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,3 +56,15 @@ def quantiles_us(us: Sequence[float]) -> dict[str, float | None]:
         value = float(np.quantile(us, share, method="inverted_cdf")) if us else None
         row |= {f"{name}_us": value, f"{name}_low_us": low, f"{name}_high_us": high}
     return row
+
+
+def with_median_interval(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
+    """A row with quantiles_us as it fits a screen: of the intervals that of the median, as one text."""
+    ends = [row["p50_low_us"], row["p50_high_us"]]
+    between = "–".join("" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends)
+    found = {
+        name: value
+        for name, value in row.items()
+        if name not in leave_out and not name.endswith(("_low_us", "_high_us"))
+    }
+    return found | {"p50_us_95": between}

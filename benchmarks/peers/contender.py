@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..contents import Ids
-from ..draws import Order
+from ..draws import Fragmentation
 
 KVLINK, BARE = "kvlink", "bare"
 
@@ -40,8 +40,10 @@ class Contender(Protocol):
     """Its own memory, of as many blocks as everybody's, with random contents. One thread."""
 
     who: Who
-    order: Order
-    """How its blocks may follow each other; the bare socket stream is given one run."""
+
+    @property
+    def order(self) -> Fragmentation:
+        """How its blocks may follow each other; the bare socket stream is given one run."""
 
     def prepare(self, draws: Sequence[Draw]) -> None:
         """Poisons the destination and makes ready what may be ready before the blocks are wanted."""

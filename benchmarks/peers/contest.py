@@ -192,6 +192,7 @@ def _row(who: Who, shape: Shape, score: _Score) -> dict[str, Any]:
         "p99_us": float(np.percentile(score.us, 99)),
         "quantiles_us": np.percentile(score.us, QUANTILES).tolist(),
         "gib_per_s": gib / (p50 / 1e6),
+        "gb_per_s": shape.num_bytes / 1e3 / p50,
         "cpu_s_per_gib": score.cpu_ns / 1e9 / (gib * len(score.us)),
         "transfers": len(score.us),
         "turns": score.turns,

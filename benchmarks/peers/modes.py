@@ -29,6 +29,11 @@ class Mode:
         return bool(self.options.get("push"))
 
     @property
+    def allocates(self) -> bool:
+        """Whether the memory is the peer's own, as kvlink's is over shm and not over cma."""
+        return bool(self.options.get("allocate"))
+
+    @property
     def settings(self) -> str:
         """In one line."""
         given = [f"{name}={value}" for name, value in self.environment.items()]
@@ -37,6 +42,8 @@ class Mode:
 
 
 _NO_ERRORS = {"ucx": {"ucx_error_handling_mode": "none"}}
+# UCX emulates reads there, by messages to the owner's process; its writes are copies.
+_MAPPED = ({"UCX_TLS": "posix,self"}, {"allocate": True, "push": True})
 # A batch of more blocks than these fails by default.
 _QUEUES = {
     "MC_TCP_BIND_ADDRESS": "127.0.0.1",
@@ -52,16 +59,17 @@ MODES = (
     Mode("nixl", "posix", HOST, "UCX's shared memory alone", {"UCX_TLS": "posix,self"}, _NO_ERRORS),
     Mode("nixl", "tcp", TCP, "its defaults over TCP", {"UCX_TLS": "tcp"}),
     Mode("nixl", "tcp-vllm", TCP, "as vLLM sets it", {"UCX_TLS": "tcp"}, {"ucx": {"num_threads": "4"}}),
+    Mode("ucx", "direct", HOST, "its defaults: process_vm_readv"),
+    Mode("ucx", "direct-mapped", HOST, "memory of its own, written through a mapping", *_MAPPED),
+    Mode("ucx", "direct-tcp", TCP, "its defaults over TCP, an owner that sleeps", {"UCX_TLS": "tcp"}),
+    Mode("ucx", "direct-tcp-poll", TCP, "an owner that never sleeps", {"UCX_TLS": "tcp"}, {"poll": True}),
+    Mode("ucx", "direct-tcp-put", TCP, "written by the owner", {"UCX_TLS": "tcp"}, {"push": True}),
     Mode("mooncake", "read", TCP, "its defaults", _QUEUES),
     Mode("mooncake", "write", TCP, "as its vLLM connector uses it", _QUEUES, {"push": True}),
     Mode("mooncake", "pooled", TCP, "connections kept, as deployments set it", _POOLED, {"push": True}),
 )
 
 NOT_RUN = {
-    (
-        "ucx",
-        "direct",
-    ): "no Python package has its one-sided reads; the rows of nixl are UCX under NIXL's descriptors",
     ("mooncake", "shared memory"): "its TENT engine has it, and the wheel ignores MC_USE_TENT",
     ("uccl", "default"): "the wheel does not start without an RDMA device",
     ("infinistore", "default"): "the wheel does not start without an RDMA device",

@@ -20,7 +20,7 @@ SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS),
 
 _MOST_BYTES = 512 << 20  # of one transfer: everybody has twice that at each end
 _WORD_BYTES = 8
-_LONG = {"kind", "version", "settings", "p50_low_us", "p50_high_us", "quantiles_us", "turns"}
+_LONG = {"kind", "version", "settings", "p50_low_us", "p50_high_us", "quantiles_us", "gb_per_s", "turns"}
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:

@@ -24,7 +24,7 @@ _STYLE: dict[Any, Any] = {
 _WIDE = 500  # from end to end, as a factor: there is room for powers of ten only
 _OURS, _OTHERS, _LIMIT = (
     ("#0b62d6", "#00937f", "#7a3db8"),
-    ("#d9480f", "#c2255c", "#e8a200", "#8c6d46"),
+    ("#d9480f", "#c2255c", "#e8a200", "#8c6d46", "#f783ac", "#7a1f1f", "#b5a300", "#ffa07a"),
     "#777777",
 )
 

@@ -3,14 +3,15 @@
 
 kind "machine": what machine.describe gives, the first line. kind "peers": contender.Who (peer, mode, path, version,
 settings), block_bytes, blocks, then why_not, or p50_us with p50_low_us and p50_high_us (95 % confidence), p99_us,
-quantiles_us (at contest.QUANTILES), gib_per_s, cpu_s_per_gib of both processes, transfers, turns, verified, times_X
-(p50 over that of kvlink's X), other_load (share of all CPU time that strangers took). kind "bar": bars.Bar. No kind:
-rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their modules write them:
-of migrate p50_us, p90_us, p99_us and p999_us, each with a 95 % interval (_low_us, _high_us; null: too few values), and
-in an open loop arrivals, slots, offered_per_s, started_late, failed, and the phase late. kind "simulation": the scene
-(path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured gives.
-kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated (simulated_…_us)
-and the difference (_error); drift (of the machine's rate between before and after), other_load, verified.
+quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib of both processes, transfers, turns,
+verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU time that strangers took). kind "bar":
+bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their
+modules write them: both have the order of the block ids, p50_us, p90_us, p99_us and p999_us, each with a 95 %
+interval (_low_us, _high_us; null: too few values), and cpu_s_per_gib; migrate in an open loop arrivals, slots,
+offered_per_s, started_late, failed, and the phase late. kind "simulation": the scene (path, model, tp, rails, load,
+popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured gives. kind "validation": transport,
+readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated (simulated_…_us) and the difference
+(_error); drift (of the machine's rate between before and after), other_load, verified.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..migrate import PHASES
 
 Row = Mapping[str, Any]
 
+_ORDER = "random"  # of block ids, where nothing else is said
 _SCENE = {
     "load": "load {}",
     "popular": "{} of the requests at one worker besides its own",
@@ -93,6 +95,8 @@ class Results:
     name: str
     machine: dict[str, Any] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
+    settings: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    """(version, settings) by (path, way)."""
     bars: list[Row] = field(default_factory=list)
     absent: list[tuple[str, str]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -110,7 +114,7 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
     for row in rows:
         kind = row.get("kind")
         if kind == "machine":
-            found.machine = {key: value for key, value in row.items() if key != "kind"}
+            found.machine = found.machine or {key: value for key, value in row.items() if key != "kind"}
         elif kind == "bar":
             found.bars.append(row)
         elif kind == "peers" and "why_not" in row:
@@ -119,6 +123,8 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
             )
         elif kind == "peers":
             found.measures.append(_of_peers(row))
+            who = (str(row.get("path")), f"{row.get('peer')} {row.get('mode')}")
+            found.settings[who] = (str(row.get("version")), str(row.get("settings")))
         elif kind == "simulation":
             fleet = _of_simulation(row)
             found.fleets.setdefault(fleet.scene, []).append(fleet)
@@ -130,6 +136,7 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
         elif row.get("phase") in PHASES:
             what = f"{row.get('transport')}: {row.get('model')}, {_number(row, 'tokens'):,.0f} tokens"
             what += f", {row['arrivals']}" if "arrivals" in row else ""
+            what += _order(row)
             found.phases.setdefault(what, {})[str(row["phase"])] = _number(row, "p50_us")
     return found
 
@@ -152,24 +159,31 @@ def _of_peers(row: Row) -> Measure:
 
 
 def _of_pull(row: Row) -> Iterator[Measure]:
-    path = f"pull {row.get('transport')}"
+    path, order = f"pull {row.get('transport')}", _order(row)
     yield Measure(
-        _key(row, path, f"kvlink {row.get('transport')}"),
+        _key(row, path, f"kvlink {row.get('transport')}{order}"),
         _number(row, "p50_us"),
         _number(row, "gib_per_s"),
-        p99_us=_number(row, "p99_us"),
+        _number(row, "p99_us"),
+        _perhaps(row, "p50_low_us"),
+        _perhaps(row, "p50_high_us"),
         cpu_s_per_gib=_number(row, "cpu_s_per_gib"),
         verified=bool(row.get("verified")),
     )
     limit = row.get("limit_gib_per_s")
     if isinstance(limit, (int, float)) and math.isfinite(limit) and limit > 0:
-        key = _key(row, path, f"bare {row.get('limit')}")
+        key = _key(row, path, f"bare {row.get('limit')}{order}")
         yield Measure(key, key.block_bytes * key.blocks / 2**30 / limit * 1e6, limit)
+
+
+def _order(row: Row) -> str:
+    order = str(row.get("order", _ORDER))
+    return "" if order == _ORDER else f", {order}"
 
 
 def _of_simulation(row: Row) -> Simulated:
     said = [text.format(row[name]) for name, text in _SCENE.items() if row.get(name)]
-    p50_us, p99_us = (None if row.get(name) is None else _number(row, name) for name in ("p50_us", "p99_us"))
+    p50_us, p99_us = (_perhaps(row, name) for name in ("p50_us", "p99_us"))
     return Simulated(
         f"{row.get('model')} over {row.get('path')}, {', '.join(said)}",
         _count(row, "workers"),
@@ -195,6 +209,10 @@ def _number(row: Row, name: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e18:
         raise ConfigError(f"a row of the results has {name} {value!r}")
     return float(value)
+
+
+def _perhaps(row: Row, name: str) -> float | None:
+    return None if row.get(name) is None else _number(row, name)
 
 
 def size_text(num_bytes: int) -> str:

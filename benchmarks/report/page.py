@@ -58,6 +58,10 @@ def _of_file(found: Results) -> Iterator[str]:
         yield "<h3>Where the time of a migration goes</h3>" + charts.waterfall(found.phases)
     yield from _predictions(found)
     yield from _simulations(found)
+    if found.settings:
+        yield "<h3>Versions and settings</h3>"
+        rows = ((path, way, *said) for (path, way), said in found.settings.items())
+        yield _table(("path", "way", "version", "settings"), rows)
     if found.absent:
         yield "<h3>Not measured</h3>"
         yield _table(("what", "why"), found.absent)
@@ -99,7 +103,7 @@ def _interval(measure: Measure) -> str:
     return (
         ""
         if measure.low_us is None or measure.high_us is None
-        else f"{measure.low_us:.4g}–{measure.high_us:.4g}"
+        else f"{_text(measure.low_us)}–{_text(measure.high_us)}"
     )
 
 
@@ -169,7 +173,11 @@ def _cell(value: object) -> str:
         said = "yes" if value else "no"
         return f'<td class="{said}">{said}</td>'
     if isinstance(value, float):
-        return f"<td>{value:,.0f}</td>" if abs(value) >= 1000 else f"<td>{value:.3g}</td>"
+        return f"<td>{_text(value)}</td>"
     if isinstance(value, int):
         return f"<td>{value:,}</td>"
     return f"<td>{'' if value is None else escape(str(value))}</td>"
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

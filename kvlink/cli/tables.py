@@ -46,20 +46,20 @@ def print_json(row: Mapping[str, Any]) -> None:
 def show_rows(
     rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = ""
 ) -> list[Mapping[str, Any]]:
-    """Prints rows as they come (JSON) or when all are there (a table; progress on stderr). Returns them.
+    """Prints rows as they come (JSON) or when all are there (a table). Returns them. Progress goes to stderr, unless
+    it shares a terminal with JSON.
 
     `by` names a column: each of its values gets a table of its own.
     """
     seen: list[Mapping[str, Any]] = []
-    if as_json:
-        for row in rows:
-            print_json(row)
-            seen.append(row)
-        return seen
-    with Console(stderr=True).status(title) as status:
+    with Console(stderr=True, quiet=as_json and sys.stdout.isatty()).status(title) as status:
         for row in rows:
             seen.append(row)
+            if as_json:
+                print_json(row)
             status.update(f"{title}: {len(seen)} done, {_summary(row)}")
+    if as_json:
+        return seen
     for value in dict.fromkeys(row.get(by) for row in seen):
         make_console().print(_table([row for row in seen if row.get(by) == value], value or title))
     return seen

@@ -182,7 +182,8 @@ def test_the_command_takes_a_rate(shape: tuple[str, ...]) -> None:
     assert done.exit_code == 0, done.output
     assert "Poisson, 500/s" in done.output
     if shape:
-        late, *phases = map(json.loads, done.output.splitlines())
+        machine, late, *phases = map(json.loads, done.output.splitlines())
+        assert machine["kind"] == "machine"
         assert [row["phase"] for row in phases] == list(migrate.PHASES)
         assert late["phase"] == "late"
         assert (late["iters"], late["tokens"], late["p999_high_us"]) == (20, 40, None)

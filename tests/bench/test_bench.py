@@ -8,16 +8,19 @@ import pytest
 
 from kvlink import BlockPool, _core
 from kvlink.benchmarks import migrate, pull
+from kvlink.benchmarks.cache import Cache
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
-from kvlink.benchmarks.models import MODELS, geometry_of
+from kvlink.benchmarks.models import MODELS
+from kvlink.benchmarks.spread import quantiles_us
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
 HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",
-    "cpu_s_per_gib", "verified", "verified_pulls", "limit", "limit_gib_per_s", "of_limit", "read_us",
+    "cpu_s_per_gib", "verified", "verified_pulls", "limit", "limit_gib_per_s", "of_limit", "read_us", "gb_per_s",
+    *quantiles_us([1.0]),
 }  # fmt: skip
 
 
@@ -67,9 +70,37 @@ def test_runs_are_pulled_as_runs() -> None:
     assert row["order"] == "runs:4"
 
 
+def test_blocks_of_an_allocator_are_pulled_and_migrated() -> None:
+    transport = "shm" if "shm" in HERE else "loopback"
+    [row] = pull.rows(transport, 4096, 10, 40, "allocator:4")
+    assert row["verified"] is True
+    assert row["order"] == "allocator:4"
+    for row in migrate.rows("qwen3-8b", [100, 40, 300], transport, tp=8, iters=4, order="allocator:4:1"):
+        assert row["verified"] is True
+        assert row["order"] == "allocator:4:1"
+
+
+def test_larger_blocks_are_fewer_and_prefill_makes_a_share_of_ttft() -> None:
+    size = {"tokens": 100, "transport": "loopback", "tp": 8, "iters": 3}
+    small = list(migrate.rows("qwen3-8b", **size))
+    large = list(migrate.rows("qwen3-8b", **size, block_tokens=64, prefill_ms=50))
+    assert large[0]["ops"] < small[0]["ops"]
+    assert large[0]["bytes"] == small[0]["bytes"]
+    assert all(row["verified"] for row in large)
+    assert "of_ttft" not in small[0]
+    whole = large[-1]
+    assert whole["of_ttft"] == pytest.approx(whole["p50_us"] / (50_000 + whole["p50_us"]))
+
+
+def test_runs_are_migrated_as_runs() -> None:
+    runs, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp=8, iters=3, order="runs:100")
+    random, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp=8, iters=3)
+    assert runs["ops"] < random["ops"] / 10
+
+
 @pytest.mark.parametrize("order", ["", "sorted", "runs", "runs:", "runs:0", "runs:-1", "runs:x", "random:2"])
 def test_unknown_orders_are_refused(order: str) -> None:
-    with pytest.raises(ConfigError, match="write random, or runs:K"):
+    with pytest.raises(ConfigError, match="write random, runs:K"):
         next(pull.rows("loopback", 4096, 8, 1, order))
 
 
@@ -108,7 +139,7 @@ def test_pieces_merge_what_adjoins_at_both_ends() -> None:
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "deepseek-v3"])
 def test_every_byte_counts(model: str) -> None:
-    layout = dense(geometry_of(model, 1, 6))
+    layout = dense(Cache(model).geometry(6))
     owner, reader = BlockPool.allocate(layout), BlockPool.allocate(layout)
     contents = Contents(layout, 1)
     contents.fill(owner)
@@ -137,6 +168,7 @@ def test_rows_of_migrate_are_whole(transport: str) -> None:
     for row in rows:
         assert row["verified"] is True
         assert row["bytes"] == 100 * 36 * 2 * 128 * 2
+        assert row["cpu_s_per_gib"] > 0
         assert row["ops"] > 0
         assert 0 <= row["p50_us"] <= row["p99_us"]
     whole = rows[-1]["p50_us"]
@@ -173,5 +205,5 @@ def test_models_too_large_or_unknown_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_geometries_are_those_of_the_models(model: str, kib_per_token: float) -> None:
-    assert dense(geometry_of(model, 1, 1)).token_bytes == kib_per_token * 1024
+    assert dense(Cache(model).geometry(1)).token_bytes == kib_per_token * 1024
     assert len(MODELS) == 9

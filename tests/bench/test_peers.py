@@ -145,6 +145,16 @@ def test_blocks_know_what_they_should_hold() -> None:
     assert there.equal(ids, ids)
 
 
+def test_blocks_keep_their_bytes_in_other_memory() -> None:
+    blocks, ids = Blocks(64, 8, seed=3), np.arange(8, dtype=np.int32)
+    memory = np.zeros(blocks.num_bytes, np.uint8)
+    blocks.move_to(memory)
+    assert blocks.address == memory.ctypes.data
+    assert blocks.equal(ids, ids)
+    memory[100] ^= 1
+    assert not blocks.equal(ids, ids)
+
+
 def row(
     peer: str, mode: str, p50_us: float, cpu: float = 1.0, blocks: int = 256, path: str = HOST
 ) -> dict[str, Any]:
@@ -166,6 +176,23 @@ def test_bars_take_the_best_mode_of_the_best_peer() -> None:
     assert judged["CPU time", "shm"].holds
     assert judged["CPU time", "shm"].against == "a slow"
     assert not judged["CPU time", "cma"].holds
+
+
+def test_where_ucx_itself_is_best_the_best_library_is_a_bar_too() -> None:
+    rows = [row(KVLINK, "shm", 100, 0.1), row("ucx", "direct", 300, 0.2), row("a", "x", 500, 0.9)]
+    judged = [(bar.bar, bar.against, bar.got) for bar in bars([*rows, row("a", "y", 600, 0.5)])]
+    assert judged == [
+        ("times as fast", "ucx direct", 3.0), ("times as fast", "a x", 5.0),
+        ("CPU time", "ucx direct", 0.5), ("CPU time", "a y", 0.2),
+    ]  # fmt: skip
+    assert len(list(bars([*rows, row("a", "y", 200, 0.05)]))) == 2
+
+
+def test_memory_of_the_peers_own_is_no_measure_of_cma() -> None:
+    rows = [row(KVLINK, "shm", 100), row(KVLINK, "cma", 200), row("ucx", "direct-mapped", 150)]
+    assert {bar.transport for bar in bars(rows)} == {"shm"}
+    judged = {(bar.transport, bar.against) for bar in bars([*rows, row("ucx", "direct", 300)])}
+    assert judged == {("shm", "ucx direct-mapped"), ("cma", "ucx direct")}
 
 
 def test_one_block_is_judged_by_its_latency() -> None:

@@ -35,6 +35,12 @@ class Blocks:
         """Of all blocks."""
         return int(self._words.nbytes)
 
+    def move_to(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Lies in `memory` from now on, of exactly as many bytes."""
+        words = memory.view(np.uint64).reshape(self._words.shape)
+        words[:] = self._words
+        self._words = words
+
     def poison(self, ids: Ids) -> None:
         """Overwrites blocks with what no transfer brings."""
         for block in ids:

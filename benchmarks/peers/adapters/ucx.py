@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UCX itself: one ucp_get_nbx or ucp_put_nbx for each run of blocks, all posted, then progressed; ucx.cc does it."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import sys
+from ctypes import POINTER, byref, c_bool, c_char_p, c_size_t, c_uint64, c_void_p
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from numpy.ctypeslib import as_array
+
+from . import Transfer
+from .blocks import Blocks, Ids
+
+_ARGUMENTS = {
+    "ucx_open": (c_void_p, c_size_t, c_bool, POINTER(c_void_p), POINTER(c_void_p)),
+    "ucx_card": (c_void_p, POINTER(c_void_p), POINTER(c_size_t), POINTER(c_void_p), POINTER(c_size_t)),
+    "ucx_connect": (c_void_p, c_char_p, c_char_p, c_uint64),
+    "ucx_move": (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_bool),
+}
+
+
+class Ucx:
+    """One worker. Options: `push`, writes from the owner; `allocate`, memory of UCX's own, which others can map;
+    `poll`, an end that keeps asking whether it is needed instead of sleeping until it is.
+    """
+
+    def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
+        self.version = version("libucx-cu12")
+        self._blocks, self._push = blocks, bool(options.get("push"))
+        self._library = ctypes.CDLL(str(Path(sys.prefix) / "lib" / "libbench-ucx.so"))
+        for name, arguments in _ARGUMENTS.items():
+            call = getattr(self._library, name)
+            call.argtypes, call.restype = arguments, c_char_p
+        allocate, sleeps = bool(options.get("allocate")), not options.get("poll")
+        self._end, base = c_void_p(), c_void_p()
+        address = None if allocate else blocks.address
+        self._call("ucx_open", address, blocks.num_bytes, sleeps, byref(self._end), byref(base))
+        if allocate:
+            assert base.value is not None
+            memory = (ctypes.c_uint8 * blocks.num_bytes).from_address(base.value)
+            blocks.move_to(as_array(memory))
+
+    def card(self) -> str:
+        """The worker's address, the memory's key, and where the blocks lie."""
+        worker, key, worker_bytes, key_bytes = c_void_p(), c_void_p(), c_size_t(), c_size_t()
+        places = (byref(worker), byref(worker_bytes), byref(key), byref(key_bytes))
+        self._call("ucx_card", self._end, *places)
+        card = {"worker": _text(worker, worker_bytes), "key": _text(key, key_bytes)}
+        return json.dumps({**card, "address": self._blocks.address})
+
+    def connect(self, card: str) -> None:
+        """Returns when the other end has answered."""
+        other = json.loads(card)
+        worker, key = base64.b64decode(other["worker"]), base64.b64decode(other["key"])
+        self._call("ucx_connect", self._end, worker, key, other["address"])
+
+    def prepare(self, there: Ids, here: Ids) -> Transfer:
+        """Timed: all reads, or all writes and their flush, until the last byte is there."""
+        size = self._blocks.block_bytes
+
+        def run() -> None:
+            lists = (there.ctypes.data, here.ctypes.data, len(here))
+            self._call("ucx_move", self._end, *lists, size, self._push)
+
+        return Transfer(run, lambda: None)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if why_not := getattr(self._library, name)(*arguments):
+            raise RuntimeError(f"{name}: {why_not.decode()}")
+
+
+def _text(address: c_void_p, num_bytes: c_size_t) -> str:
+    assert address.value is not None
+    return base64.b64encode(ctypes.string_at(address.value, num_bytes.value)).decode()
+
+
+make = Ucx
