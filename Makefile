@@ -112,9 +112,9 @@ test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment,
 .PHONY: bench
 bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside its limits and other libraries; 10 minutes
 	mkdir -p build/bench
-	kvlink bench plan
 	kvlink bench control
 	kvlink bench peers --seconds 1 --json >build/bench/results.jsonl
+	kvlink bench plan --json >>build/bench/results.jsonl
 	kvlink bench pull --json >>build/bench/results.jsonl
 	kvlink bench migrate --json >>build/bench/results.jsonl
 	kvlink simulate --validate shm --json >>build/bench/results.jsonl

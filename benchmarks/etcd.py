@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
@@ -15,6 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from kvlink.control.security import TlsFiles
 from kvlink.errors import ConfigError
 
 _READY_WITHIN_S = 60.0
@@ -23,12 +25,14 @@ _READY_WITHIN_S = 60.0
 class EtcdCluster:
     """Members keep their ports and data over restarts. Raises ConfigError where there is no etcd.
 
-    `folder` holds the data, on a disk as fast as the figures shall be; without it, /tmp does.
+    `folder` holds the data, on a disk as fast as the figures shall be; without it, /tmp does. With `tls` clients
+    have to show a certificate of its CA.
     """
 
-    def __init__(self, num_members: int = 1, folder: Path | None = None) -> None:
+    def __init__(self, num_members: int = 1, folder: Path | None = None, tls: TlsFiles | None = None) -> None:
         if shutil.which("etcd") is None:
             raise ConfigError("there is no etcd on this machine: apt-get install etcd-server")
+        self._tls = tls
         self._folder = Path(tempfile.mkdtemp("kvlink-etcd", dir=folder))
         ports = _free_ports(2 * num_members)
         self._clients, self._peers = ports[:num_members], ports[num_members:]
@@ -49,7 +53,7 @@ class EtcdCluster:
 
     def start(self, number: int) -> None:
         """Returns before the member answers."""
-        client, peer = (f"http://127.0.0.1:{ports[number]}" for ports in (self._clients, self._peers))
+        client, peer = self._client_url(number), f"http://127.0.0.1:{self._peers[number]}"
         options = {
             "name": f"m{number}",
             "data-dir": str(self._folder / f"m{number}"),
@@ -63,6 +67,9 @@ class EtcdCluster:
             "logger": "zap",
             "log-level": "error",
         }
+        if self._tls is not None:
+            files = zip(("trusted-ca-file", "cert-file", "key-file"), map(str, self._tls), strict=True)
+            options |= {"client-cert-auth": "true", **dict(files)}
         command = ["etcd", *(f"--{name}={value}" for name, value in options.items())]
         with (self._folder / f"m{number}.log").open("ab") as log:
             self._members[number] = subprocess.Popen(command, stdout=log, stderr=log)
@@ -111,9 +118,16 @@ class EtcdCluster:
         except OSError:
             return False
 
+    def _client_url(self, number: int) -> str:
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self._clients[number]}"
+
     def _ask(self, number: int, path: str, body: bytes | None = None) -> bytes:
-        url = f"http://127.0.0.1:{self._clients[number]}/{path}"
-        with urllib.request.urlopen(url, body, timeout=2) as reply:
+        trust = None
+        if self._tls is not None:
+            trust = ssl.create_default_context(cafile=self._tls.ca)
+            trust.load_cert_chain(self._tls.cert, self._tls.key)
+        url = f"{self._client_url(number)}/{path}"
+        with urllib.request.urlopen(url, body, timeout=2, context=trust) as reply:
             answer: Any = reply.read()
         return bytes(answer)
 

@@ -136,7 +136,9 @@ class WorkerConfig:
         "KVLINK_TOKEN_FILE", "", "file with the token that tells the coordinator who this is"
     )
     ticket_keys: str = _setting(
-        "KVLINK_TICKET_KEYS", "", "file of secrets that the tenant's workers sign tickets with, newest first"
+        "KVLINK_TICKET_KEYS",
+        "",
+        "file of secrets that the tenant's workers sign tickets with, newest first; under TLS needed, or none",
     )
     insecure: bool = _setting("KVLINK_INSECURE", False, "speak plaintext to other hosts, too")
     fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, used by names such as fault+shm")

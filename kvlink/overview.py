@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlink.control.overview import LinkReport, Overview, WorkerReport, WorkerView
 from kvlink.control.values import CoordinatorStatus
+from kvlink.traffic import OTHERS
 
 STALE_S = 15.0
 """Several beats: a report older than this says little about now."""
@@ -29,7 +30,7 @@ def plain(status: CoordinatorStatus, overview: Overview) -> Row:
 def worker_row(view: WorkerView) -> Row:
     """One worker, its leases and what it receives. None: it has not reported here."""
     row: Row = {
-        "worker": view.worker_id,
+        "worker": _named(view, view.worker_id),
         "epoch": view.epoch,
         "agent": view.agent,
         "transports": list(view.transports),
@@ -42,6 +43,11 @@ def worker_row(view: WorkerView) -> Row:
     row["transfers_per_s"] = _total_rate(view, "transfers")
     row["num_links"] = view.report.num_links if view.report else None
     return row
+
+
+def _named(view: WorkerView, worker_id: str) -> str:
+    """Of a worker of the same tenant: two tenants may have workers of one name."""
+    return f"{view.tenant}/{worker_id}" if view.tenant and worker_id != OTHERS else worker_id
 
 
 def _total_rate(view: WorkerView, total: str) -> float | None:
@@ -75,7 +81,7 @@ def link_rows(view: WorkerView) -> list[Row]:
 
 
 def _link(view: WorkerView, link: LinkReport, before: LinkReport | None) -> Row:
-    row = {"from": link.worker_id, "to": view.worker_id, **link._asdict()}
+    row = {"from": _named(view, link.worker_id), "to": _named(view, view.worker_id), **link._asdict()}
     del row["worker_id"]
     for total in ("bytes", "transfers", "failed"):
         row[f"{total}_per_s"] = _rate(view, getattr(link, total), before and getattr(before, total))
@@ -93,7 +99,7 @@ def _error_rows(view: WorkerView) -> list[Row]:
     before = {failure.reason: failure.number for failure in view.before.failures} if view.before else {}
     return [
         {
-            "worker": view.worker_id,
+            "worker": _named(view, view.worker_id),
             "reason": failure.reason,
             "number": failure.number,
             "per_s": _rate(view, failure.number, before.get(failure.reason, 0 if view.before else None)),

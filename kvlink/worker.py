@@ -85,7 +85,7 @@ class Worker:
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
             """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
             self.offers.on_ended = self._forget
-            self.offers.sign, self._checked = ticket_signing(self.config.ticket_keys)
+            self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._presence.directory)
             self._presence.report = Reporter(self)
             if self.config.metrics_port:

@@ -102,7 +102,7 @@ class Announcements:
         try:
             await self._coordinator_client().offer(offer)
         except KVLinkError as error:
-            _log.warning("not announced part=%s error=%s", offer.request_id, error)
+            _log.warning("not announced request=%s error=%s", offer.request_id, error)
             raise
 
     async def _follow(self, following: Following) -> None:

@@ -23,7 +23,7 @@ def show(address: str, as_json: bool) -> None:
     address = address_of(address)
     status, cards, figures = asyncio.run(_ask(address))
     rows = [
-        _row(card, figures.get(card.worker_id, {}), as_json)
+        _row(card, figures.get(card.agent, {}), as_json)
         for card in sorted(cards, key=lambda card: card.worker_id)
     ]
     if as_json:
@@ -43,7 +43,7 @@ async def _ask(address: str) -> tuple[CoordinatorStatus, list[WorkerCard], dict[
             raise
         except CoordinatorError:  # an older coordinator
             return status, cards, {}
-        return status, cards, {row["worker"]: row for row in plain(status, overview)["workers"]}
+        return status, cards, {row["agent"]: row for row in plain(status, overview)["workers"]}
 
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:

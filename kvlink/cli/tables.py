@@ -12,6 +12,15 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from kvlink.config import CATALOGUE, WorkerConfig
@@ -22,6 +31,8 @@ _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 # Of a file or a pipe: wide enough that no row is broken.
 _WIDE = 400
+
+_REDRAWS_PER_S = 4  # in a process that may be measuring
 
 
 def make_console() -> Console:
@@ -46,23 +57,49 @@ def print_json(row: Mapping[str, Any]) -> None:
 def show_rows(
     rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = ""
 ) -> list[Mapping[str, Any]]:
-    """Prints rows as they come (JSON) or when all are there (a table). Returns them. Progress goes to stderr, unless
-    it shares a terminal with JSON.
+    """As show_parts, of rows that nobody knows the number of."""
+    return show_parts([rows], as_json, title, by)
 
-    `by` names a column: each of its values gets a table of its own.
+
+def show_parts(
+    parts: Sequence[Iterable[Mapping[str, Any]]], as_json: bool, title: str, by: str = ""
+) -> list[Mapping[str, Any]]:
+    """Prints rows as they come (JSON) or when all are there (a table). Returns them. Progress goes to stderr, unless
+    it shares a terminal with JSON: a bar of how many parts there are.
+
+    `parts`: each made only when it is iterated. `by` names a column: each of its values gets a table of its own.
     """
     seen: list[Mapping[str, Any]] = []
-    with Console(stderr=True, quiet=as_json and sys.stdout.isatty()).status(title) as status:
-        for row in rows:
-            seen.append(row)
-            if as_json:
-                print_json(row)
-            status.update(f"{title}: {len(seen)} done, {_summary(row)}")
+    with _progress(bar=len(parts) > 1, quiet=as_json and sys.stdout.isatty()) as progress:
+        task = progress.add_task(title, total=len(parts))
+        for part in parts:
+            for row in part:
+                seen.append(row)
+                if as_json:
+                    print_json(row)
+                progress.update(task, description=f"{title}: {len(seen)} rows, {_summary(row)}")
+            progress.advance(task)
     if as_json:
         return seen
     for value in dict.fromkeys(row.get(by) for row in seen):
         make_console().print(_table([row for row in seen if row.get(by) == value], value or title))
     return seen
+
+
+def _progress(bar: bool, quiet: bool) -> Progress:
+    """What is under way, and for how long; gone when it is over."""
+    columns: list[ProgressColumn] = [SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+    if bar:
+        columns[1:1] = [BarColumn(), MofNCompleteColumn()]
+    console = Console(stderr=True, quiet=quiet)
+    return Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=_REDRAWS_PER_S,
+        redirect_stdout=False,  # rows go there, whatever this terminal shows
+        disable=quiet or not console.is_interactive,
+    )
 
 
 def _summary(row: Mapping[str, Any]) -> str:

@@ -18,12 +18,12 @@ from kvlink.control.limits import Limits
 from kvlink.control.overview import Beat, Overview
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.reports import Reports
-from kvlink.control.security import Gate, Security, coordinator_gate
+from kvlink.control.security import Gate, Security, caller, coordinator_gate
 from kvlink.control.server import Host, Send
 from kvlink.control.store import Store
 from kvlink.control.store.choice import MEMORY, store_maker
 from kvlink.control.store.memory import MemoryStore
-from kvlink.control.tenancy import TenantStores, stores
+from kvlink.control.tenancy import TenantStores, by_tenant, stores
 from kvlink.control.values import (
     Claim,
     CoordinatorStatus,
@@ -152,11 +152,11 @@ class Coordinator:
                 if orders is None:
                     orders = await self._store.orders(worker.worker_id, worker.epoch)
                     forwarding = asyncio.create_task(_forward(orders, send))
-                self._reports.note(worker)
+                self._reports.note(caller().tenant, worker)
                 await send(Push(PushKind.ACK))
         finally:
             if worker is not None:
-                self._reports.forget(worker.worker_id, worker.epoch)
+                self._reports.forget(caller().tenant, worker.worker_id, worker.epoch)
             if orders is not None and forwarding is not None:
                 orders.close()
                 forwarding.cancel()
@@ -225,8 +225,9 @@ class Coordinator:
         return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
 
     async def overview(self) -> Overview:
-        """Of the caller's workers, as `status`."""
-        return self.counts.overview(self._reports.views(await self._store.workers()))
+        """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""
+        views = self._reports.views(await by_tenant(self._store))
+        return self.counts.overview(views) if caller().sees_all else Overview(views)
 
 
 Beside = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys are due: a heap with lazy removal, so that nothing is ever scanned."""
+"""Which keys are due: a heap with lazy entry and removal, so that nothing is ever scanned."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """One deadline a key, in seconds of any one clock. Every call is O(log n) amortised."""
+    """One deadline a key, in seconds of any one clock. Every call is O(log n) amortised.
+
+    A key enters the heap when it is asked what is due: most are forgotten before.
+    """
 
     def __init__(self) -> None:
+        self._new: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._current: dict[K, int] = {}
+        """Numbers of the keys' last entries in the heap."""
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._current)
+        return len(self._new) + len(self._current)
 
     def set(self, key: K, deadline: float) -> None:
         """Sets or moves the deadline of `key`."""
-        self._number += 1
-        self._current[key] = self._number
-        heapq.heappush(self._heap, (deadline, self._number, key))
-        if len(self._heap) > 2 * len(self._current) + 64:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        self._current.pop(key, None)
+        self._new[key] = deadline
 
     def discard(self, key: K) -> None:
         """Forgets `key` if it is known."""
-        self._current.pop(key, None)
+        if self._new.pop(key, None) is None:
+            self._current.pop(key, None)
 
     def next(self) -> float:
         """No key is due before this time; `math.inf` when there is none."""
+        self._enter()
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> list[K]:
         """Removes and returns the keys whose deadline has come, earliest first."""
+        self._enter()
         keys = []
         while self._heap and self._heap[0][0] <= now:
             _, number, key = heapq.heappop(self._heap)
@@ -48,3 +52,13 @@ class Deadlines(Generic[K]):
                 del self._current[key]
                 keys.append(key)
         return keys
+
+    def _enter(self) -> None:
+        for key, deadline in self._new.items():
+            self._number += 1
+            self._current[key] = self._number
+            heapq.heappush(self._heap, (deadline, self._number, key))
+        self._new.clear()
+        if len(self._heap) > 2 * len(self._current) + 64:
+            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)

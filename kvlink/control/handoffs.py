@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from kvlink.control.refusal import refusal_of
+from kvlink import tracing
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.prompt import Prompt
+from kvlink.control.refusal import Reason, refusal_of
 from kvlink.control.store import Store
-from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, RefusedHandoff
+from kvlink.control.traced_calls import follow
+from kvlink.control.values import (
+    Claim,
+    HandoffBatch,
+    HandoffKind,
+    HandoffResults,
+    Offer,
+    RefusedHandoff,
+    SettleOrder,
+)
 
-_Answer = asyncio.Future[list[bytes]]
+_log = logging.getLogger("kvlink.control")
+_Answer = Prompt[list[bytes]]
+_Operation = Offer | SettleOrder | Claim
 
 
 class HandoffServer:
@@ -24,7 +38,7 @@ class HandoffServer:
         self._told = (0, 0)
         self._claimed: list[tuple[int, list[bytes]]] = []
         self._refused: list[RefusedHandoff] = []
-        self._waiting: set[_Answer] = set()
+        self._waiting: dict[_Answer, tuple[int, Claim]] = {}
         self._news = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
@@ -39,51 +53,63 @@ class HandoffServer:
             await self._tell()
         finally:
             telling.cancel()
-            for answer in list(self._waiting):
-                answer.cancel()
+            while self._waiting:
+                self._waiting.popitem()[0].cancel()
             await asyncio.gather(telling, return_exceptions=True)
 
     async def _carry_out(self, batch: HandoffBatch) -> None:
         offers = [self._store.offer(offer) for offer in batch.offers]
-        self._num_offers = await self._note_refused(HandoffKind.OFFER, self._num_offers, offers)
+        if tracing.spans is not None:
+            follow(CoordinatorCalls.OFFER, batch.offers, offers)
+        await self._note_refused(HandoffKind.OFFER, self._num_offers, batch.offers, offers)
+        self._num_offers += len(offers)
         settles = [self._store.settle(order) for order in batch.settles]
-        self._num_settles = await self._note_refused(HandoffKind.SETTLE, self._num_settles, settles)
+        await self._note_refused(HandoffKind.SETTLE, self._num_settles, batch.settles, settles)
+        self._num_settles += len(settles)
         for claim in batch.claims:
             self._claim(claim, self._num_claims)
             self._num_claims += 1
 
-    async def _note_refused(self, kind: HandoffKind, number: int, ops: list[asyncio.Future[None]]) -> int:
-        """Of operations numbered from `number` on. Returns the next number."""
-        for op in ops:
-            if not op.done():
-                await asyncio.wait([op])
-        for offset, op in enumerate(ops):
-            if error := op.exception():
-                self._refuse(kind, number + offset, error)
-        return number + len(ops)
+    async def _note_refused(
+        self,
+        kind: HandoffKind,
+        number: int,
+        operations: Sequence[_Operation],
+        done: Sequence[asyncio.Future[None]],
+    ) -> None:
+        """Of operations numbered from `number` on, when all are over."""
+        for each in done:
+            if not each.done():
+                await asyncio.wait([each])
+        for offset, each in enumerate(done):
+            if error := each.exception():
+                self._refuse(kind, number + offset, operations[offset], error)
 
     def _claim(self, claim: Claim, number: int) -> None:
         answer = self._store.claim(claim)
+        if tracing.spans is not None:
+            follow(CoordinatorCalls.CLAIM, [claim], [answer])
         if answer.done():
-            self._note_answer(number, answer)
+            self._note_answer(number, claim, answer)
         else:
-            self._waiting.add(answer)
-            answer.add_done_callback(functools.partial(self._answered, number))
+            self._waiting[answer] = number, claim
+            answer.on_answer = self._answered
 
-    def _answered(self, number: int, answer: _Answer) -> None:
-        self._waiting.discard(answer)
-        if not answer.cancelled():
-            self._note_answer(number, answer)
-            self._news.set()
+    def _answered(self, answer: _Answer) -> None:
+        self._note_answer(*self._waiting.pop(answer), answer)
+        self._news.set()
 
-    def _note_answer(self, number: int, answer: _Answer) -> None:
+    def _note_answer(self, number: int, claim: Claim, answer: _Answer) -> None:
         if error := answer.exception():
-            self._refuse(HandoffKind.CLAIM, number, error)
+            self._refuse(HandoffKind.CLAIM, number, claim, error)
         else:
             self._claimed.append((number, answer.result()))
 
-    def _refuse(self, kind: HandoffKind, number: int, error: BaseException) -> None:
+    def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)
+        if refused.reason is Reason.FAILED:
+            request_id = getattr(operation, "request_id", "")
+            _log.error("%s failed request=%s", kind.name.lower(), request_id, exc_info=error)
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 
     async def _tell_news(self) -> None:

@@ -50,4 +50,4 @@ class Limits:
     remembered_epochs: int = 65_536
     """Workers that left or died, so that the next process of the name gets a higher epoch."""
     remembered_requests: int = 16_384
-    """Requests that ended unclaimed, so that claims for them fail at once with the reason."""
+    """Requests that ended: claims sent again get the same tickets, or at once the reason why there are none."""

@@ -75,6 +75,8 @@ class WorkerView(NamedTuple):
     age_s: float = 0.0
     before: WorkerReport | None = None
     interval_s: float = 0.0
+    tenant: str = ""
+    """"" where nobody knows who is whose."""
 
 
 class CallCount(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from kvlink.control.feed import Feed
@@ -32,36 +32,39 @@ class _Told(NamedTuple):
 
 
 class Reports:
-    """The last two reports of each worker. One a worker whose stream ends here is forgotten."""
+    """The last two reports of each worker of each tenant. One whose worker's stream ends here is forgotten."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[tuple[str, int], _Told] = {}
+        self._told: dict[tuple[str, str, int], _Told] = {}
+        """By tenant, worker and epoch."""
 
-    def note(self, beat: Beat) -> None:
+    def note(self, tenant: str, beat: Beat) -> None:
         """Of a worker that is joined."""
         if beat.report is None:
             return
-        now, life = self._clock(), (beat.worker_id, beat.epoch)
+        now, life = self._clock(), (tenant, beat.worker_id, beat.epoch)
         told = _Told(now, beat.report)
         if (last := self._told.get(life)) is not None:
             told = told._replace(before=last.report, interval_s=now - last.at)
         self._told[life] = told
 
-    def forget(self, worker_id: str, epoch: int) -> None:
+    def forget(self, tenant: str, worker_id: str, epoch: int) -> None:
         """It reports elsewhere, or no more."""
-        self._told.pop((worker_id, epoch), None)
+        self._told.pop((tenant, worker_id, epoch), None)
 
-    def views(self, cards: Iterable[WorkerCard]) -> tuple[WorkerView, ...]:
-        """Of the first MAX_VIEWS workers by name."""
-        shown = sorted(cards, key=_name)[:MAX_VIEWS]
+    def views(self, joined: Mapping[str, Collection[WorkerCard]]) -> tuple[WorkerView, ...]:
+        """Of the first MAX_VIEWS workers by tenant and name."""
+        everyone = [(tenant, card) for tenant, cards in joined.items() for card in cards]
+        shown = sorted(everyone, key=_name)[:MAX_VIEWS]
         num_links = min(MAX_LINKS, MAX_VIEWED_LINKS // max(len(shown), 1))
-        return tuple(self._view(card, num_links) for card in shown)
+        return tuple(self._view(tenant, card, num_links) for tenant, card in shown)
 
-    def _view(self, card: WorkerCard, num_links: int) -> WorkerView:
+    def _view(self, tenant: str, card: WorkerCard, num_links: int) -> WorkerView:
         ways = tuple(way.name for way in card.transports if not way.refused)
-        view = WorkerView(card.worker_id, card.epoch, card.agent, sum(card.region_bytes), ways)
-        told = self._told.get((card.worker_id, card.epoch))
+        pool_bytes = sum(card.region_bytes)
+        view = WorkerView(card.worker_id, card.epoch, card.agent, pool_bytes, ways, tenant=tenant)
+        told = self._told.get((tenant, card.worker_id, card.epoch))
         if told is None:
             return view
         return view._replace(
@@ -72,8 +75,8 @@ class Reports:
         )
 
 
-def _name(card: WorkerCard) -> str:
-    return card.worker_id
+def _name(of: tuple[str, WorkerCard]) -> tuple[str, str]:
+    return of[0], of[1].worker_id
 
 
 def _busiest(report: WorkerReport, num_links: int) -> WorkerReport:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvlink.control.feed import Feed
+from kvlink.control.prompt import Prompt, prompt
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.security import EVERY_TENANT, Role, Security, caller
+from kvlink.control.security import Role, Security, caller
 from kvlink.control.store import Store
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
 from kvlink.types import WorkerCard
@@ -20,6 +21,11 @@ _MAX_TENANTS = 1_024
 def stores(make: Callable[[str], Store], security: Security) -> Store:
     """One a tenant under TLS; without it nobody knows who calls, and all share one."""
     return TenantStores(make) if security.keyring else make("")
+
+
+async def by_tenant(store: Store) -> dict[str, list[WorkerCard]]:
+    """Everyone who is joined and in the caller's sight; of tenant "" where nobody knows who calls."""
+    return await store.by_tenant() if isinstance(store, TenantStores) else {"": await store.workers()}
 
 
 class TenantStores:
@@ -48,7 +54,14 @@ class TenantStores:
         return _shown(await (await self._here()).worker(worker_id, epoch))
 
     async def workers(self) -> list[WorkerCard]:  # noqa: D102
-        return [_shown(card) for store in await self._in_sight() for card in await store.workers()]
+        return [card for cards in (await self.by_tenant()).values() for card in cards]
+
+    async def by_tenant(self) -> dict[str, list[WorkerCard]]:
+        """As `workers`."""
+        return {
+            tenant: [_shown(card) for card in await store.workers()]
+            for tenant, store in (await self._in_sight()).items()
+        }
 
     async def watch(self) -> Feed[WorkerChanges]:  # noqa: D102
         return await (await self._here()).watch()
@@ -57,9 +70,9 @@ class TenantStores:
         here = self._opening()
         return here.result().offer(offer) if here.done() else asyncio.ensure_future(_offer_at(here, offer))
 
-    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:  # noqa: D102
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
         here = self._opening()
-        return here.result().claim(claim) if here.done() else asyncio.ensure_future(_claim_at(here, claim))
+        return here.result().claim(claim) if here.done() else prompt(_claim_at(here, claim))
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
         here = self._opening()
@@ -69,7 +82,7 @@ class TenantStores:
         return await (await self._here()).orders(worker_id, epoch)
 
     async def status(self) -> CoordinatorStatus:  # noqa: D102
-        rows = [await store.status() for store in await self._in_sight()]
+        rows = [await store.status() for store in (await self._in_sight()).values()]
         return CoordinatorStatus._make(map(sum, zip(CoordinatorStatus(), *rows, strict=True)))
 
     async def close(self) -> None:  # noqa: D102
@@ -85,7 +98,7 @@ class TenantStores:
     def _opening(self) -> asyncio.Task[Store]:
         """The calling tenant's store. One that could not be started is tried again."""
         tenant = caller().tenant
-        if tenant in ("", EVERY_TENANT):
+        if caller().sees_all:
             raise Refused(Reason.DENIED, "this call is about one tenant, and you are of none")
         opening = self._stores.get(tenant)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
@@ -94,11 +107,11 @@ class TenantStores:
             opening = self._stores[tenant] = asyncio.ensure_future(_started(self._make(tenant)))
         return opening
 
-    async def _in_sight(self) -> list[Store]:
-        if caller().tenant not in ("", EVERY_TENANT):
-            return [await self._here()]
-        opened = [each for each in self._stores.values() if each.done() and not each.cancelled()]
-        return [each.result() for each in opened if not each.exception()]
+    async def _in_sight(self) -> dict[str, Store]:
+        if not caller().sees_all:
+            return {caller().tenant: await self._here()}
+        opened = [(name, each) for name, each in self._stores.items() if each.done() and not each.cancelled()]
+        return {name: each.result() for name, each in opened if not each.exception()}
 
 
 async def _started(store: Store) -> Store:

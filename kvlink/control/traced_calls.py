@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of calls that a server answers. Calls that belong to no trace, as beats and status, have none."""
+"""Spans of calls that a server answers, and of the offers and claims in hand-off streams.
+
+What belongs to no trace, as beats and status, has none.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from kvlink import tracing
@@ -28,11 +33,32 @@ async def traced(method: Method[Q, R], request: Q, answering: Awaitable[R], meta
         raise
     finally:
         parent = _callers(metadata) or _tickets(method, request, reply)
-        if tracing.spans is not None and parent is not None:
-            times_ns = began_ns, time.time_ns()
-            tracing.spans.record(
-                method.path.lstrip("/"), Kind.SERVER, parent, times_ns, _about(request), failed
-            )
+        _record(method, request, parent, began_ns, failed)
+
+
+def follow(method: Method[Q, Any], requests: Iterable[Q], answers: Iterable[asyncio.Future[Any]]) -> None:
+    """As `traced`, of the operations of a batch: a stream carries many traces, so each operation has its ticket's."""
+    began_ns = time.time_ns()
+    for request, answer in zip(requests, answers, strict=True):
+        answer.add_done_callback(partial(_followed, method, request, began_ns))
+
+
+def _followed(method: Method[Q, Any], request: Q, began_ns: int, answer: asyncio.Future[Any]) -> None:
+    if answer.cancelled():
+        reply, failed = None, "nobody waits any more"
+    elif error := answer.exception():
+        reply, failed = None, str(error) or type(error).__name__
+    else:
+        reply, failed = answer.result(), ""
+    _record(method, request, _tickets(method, request, reply), began_ns, failed)
+
+
+def _record(
+    method: Method[Any, Any], request: object, parent: TraceParent | None, began_ns: int, failed: str
+) -> None:
+    if tracing.spans is not None and parent is not None:
+        times_ns = began_ns, time.time_ns()
+        tracing.spans.record(method.path.lstrip("/"), Kind.SERVER, parent, times_ns, _about(request), failed)
 
 
 def _callers(metadata: Any) -> TraceParent | None:

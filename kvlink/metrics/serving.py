@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's own /metrics, on a thread of prometheus_client's."""
+"""A worker's own /metrics, on a few threads of its own: an inference server runs around them."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+import socket
+import threading
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from kvlink.errors import ConfigError
 from kvlink.figures import Counted
 from kvlink.metrics.worker import WorkerCollector
+
+MAX_VISITORS = 16
+"""At a time; further ones are hung up on."""
+_SILENCE_S = 5.0
 
 
 class MetricsPort:
@@ -17,15 +27,47 @@ class MetricsPort:
         registry = CollectorRegistry()
         registry.register(WorkerCollector([worker]))
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _Server(host, port)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; give each worker of a host its own "
                 "KVLINK_METRICS_PORT, or 0 for none"
             ) from error
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvlink-metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, *_: Any) -> None:
+        """Nobody reads it."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 4 * MAX_VISITORS
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, self._room = found[0][0], threading.BoundedSemaphore(MAX_VISITORS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from aiohttp import web
@@ -20,6 +20,7 @@ from kvlink.control.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.metrics.coordinator import exposition
 from kvlink.overview import plain
+from kvlink.status_page.visitors import Visitors
 
 _PAGE = Path(__file__).with_name("page.html")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,20 +33,28 @@ async def showing(coordinator: Coordinator, host: str, port: int) -> AsyncIterat
     """Serves until left; yields the URL. Raises ConfigError when the port cannot be had."""
     runner = web.AppRunner(_application(coordinator), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    assert runner.server is not None
     try:
-        yield await _listen(runner, host, port)
+        with (
+            closing(Visitors(runner.server)) as visitors,
+            closing(await _listen(visitors, host, port)) as listening,
+        ):
+            yield _url(host, listening)
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+async def _listen(visitors: Visitors, host: str, port: int) -> asyncio.Server:
     try:
-        await web.TCPSite(runner, host, port).start()
+        return await asyncio.get_running_loop().create_server(visitors, host, port)
     except OSError as error:
         raise ConfigError(
             f"the status page cannot listen on {host}:{port}: {error.strerror}; give another --http-port"
         ) from error
-    return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+
+
+def _url(host: str, listening: asyncio.Server) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.sockets[0].getsockname()[1]}"
 
 
 def _application(coordinator: Coordinator) -> web.Application:

@@ -82,7 +82,7 @@ def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyP
     found = {
         row["phase"]: row for row in migrate.rows("qwen3-8b", [40] * num, "tcp", tp=8, arrivals=arrivals)
     }
-    assert list(found) == ["late", *migrate.PHASES]
+    assert list(found) == ["late", *migrate.PHASES, migrate.OVERHEAD]
     least = least_us(list(arrivals.at_s), stalled)
     for phase, quantile in (("whole", 50), ("whole", 90), ("whole", 99), ("late", 90)):
         # By their actual starts one of sixty would have seen the stall.
@@ -182,8 +182,8 @@ def test_the_command_takes_a_rate(shape: tuple[str, ...]) -> None:
     assert done.exit_code == 0, done.output
     assert "Poisson, 500/s" in done.output
     if shape:
-        machine, late, *phases = map(json.loads, done.output.splitlines())
-        assert machine["kind"] == "machine"
-        assert [row["phase"] for row in phases] == list(migrate.PHASES)
+        machine, late, *phases, noise = map(json.loads, done.output.splitlines())
+        assert (machine["kind"], noise["kind"]) == ("machine", "noise")
+        assert [row["phase"] for row in phases] == [*migrate.PHASES, migrate.OVERHEAD]
         assert late["phase"] == "late"
         assert (late["iters"], late["tokens"], late["p999_high_us"]) == (20, 40, None)

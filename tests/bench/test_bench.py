@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from kvlink import BlockPool, _core
-from kvlink.benchmarks import migrate, pull
+from kvlink.benchmarks import app, machine, migrate, plan, pull
 from kvlink.benchmarks.cache import Cache
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
@@ -16,6 +20,7 @@ from kvlink.benchmarks.spread import quantiles_us
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
+ROWS = [*migrate.PHASES, migrate.OVERHEAD]
 HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",
@@ -88,7 +93,7 @@ def test_larger_blocks_are_fewer_and_prefill_makes_a_share_of_ttft() -> None:
     assert large[0]["bytes"] == small[0]["bytes"]
     assert all(row["verified"] for row in large)
     assert "of_ttft" not in small[0]
-    whole = large[-1]
+    whole = large[ROWS.index("whole")]
     assert whole["of_ttft"] == pytest.approx(whole["p50_us"] / (50_000 + whole["p50_us"]))
 
 
@@ -164,20 +169,85 @@ def test_every_byte_counts(model: str) -> None:
 @pytest.mark.parametrize("transport", HERE)
 def test_rows_of_migrate_are_whole(transport: str) -> None:
     rows = list(migrate.rows("Qwen3-8B", 100, transport, tp=8, iters=3))
-    assert [row["phase"] for row in rows] == list(migrate.PHASES)
+    assert [row["phase"] for row in rows] == ROWS
     for row in rows:
         assert row["verified"] is True
         assert row["bytes"] == 100 * 36 * 2 * 128 * 2
         assert row["cpu_s_per_gib"] > 0
         assert row["ops"] > 0
         assert 0 <= row["p50_us"] <= row["p99_us"]
-    whole = rows[-1]["p50_us"]
+    whole = rows[ROWS.index("whole")]["p50_us"]
     assert all(row["p50_us"] <= whole for row in rows)
+
+
+def test_overhead_is_what_each_request_did_not_spend_reading() -> None:
+    [request] = ([row["p50_us"] for row in migrate.rows("qwen3-8b", 40, "loopback", tp=8, iters=1)],)
+    us = dict(zip(ROWS, request, strict=True))
+    assert us["overhead"] == pytest.approx(us["whole"] - us["read"])
+    assert us["overhead"] >= us["offer"] + us["plan"]
+
+
+@pytest.mark.parametrize("transport", sorted({"loopback", "shm"} & set(HERE)))
+def test_requests_of_several_slots_keep_their_blocks_apart(transport: str) -> None:
+    rows = list(migrate.rows("qwen3-8b", [40, 100], transport, tp=8, iters=30, slots=3))
+    assert [row["phase"] for row in rows] == ROWS  # nobody is late: nothing was due
+    for row in rows:
+        assert (row["verified"], row["iters"], row["slots"], row["failed"]) == (True, 30, 3, 0)
+        assert row["made_per_s"] > 0
+
+
+def test_wrong_bytes_in_a_slot_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
+    rows = migrate.rows("qwen3-8b", 40, "fault+loopback", iters=4, slots=2)
+    assert not any(row["verified"] for row in rows)
+
+
+def test_there_are_no_more_slots_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cache, "most_blocks", lambda _: 7)
+    rows = migrate.rows("qwen3-8b", 40, "loopback", tp=8, iters=4, slots=100)
+    assert {row["slots"] for row in rows} == {2}
+
+
+def posted(ns: float | None) -> dict[str, Any]:
+    return {
+        "layout": plan.PROMISED.name, "descriptors": 40_960, "bytes": 40_960 * 4096, "fresh_ns_per_descriptor": 22.0,
+        "posted_ns_per_descriptor": ns,
+    }  # fmt: skip
+
+
+def test_planning_and_posting_is_judged_by_the_promised_transfer() -> None:
+    [held] = plan.verdicts([posted(100.0), posted(8.0) | {"layout": "another"}])
+    assert (held["kind"], held["blocks"], held["block_bytes"], held["holds"]) == ("bar", 40_960, 4096, True)
+    assert held["got"] == pytest.approx(122 * 0.04096)
+    [broken] = plan.verdicts([posted(101.0)])
+    assert broken["holds"] is False
+    assert not list(plan.verdicts([posted(None)]))
+
+
+def test_the_promised_transfer_is_a_case() -> None:
+    first = next(plan.rows())
+    judged = {name: first[name] for name in ("layout", "descriptors", "bytes")}
+    assert judged == {name: posted(None)[name] for name in judged}
+
+
+@pytest.mark.parametrize(
+    "command", ["pull --block-bytes 4096 --blocks 8 --iters 4", "migrate --tokens 40 --tp 8"]
+)
+def test_results_end_with_what_others_did(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.OtherLoad, "share", lambda _: 0.25)
+    arguments = [*command.split(), "--transport", "loopback"]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    *_, last = map(json.loads, done.output.splitlines())
+    assert last == {"kind": "noise", "of": f"bench {arguments[0]}", "other_load": 0.25}
+    assert "other processes had 25.0% of all CPU time" in CliRunner().invoke(app, arguments).output
+    monkeypatch.setattr(machine.OtherLoad, "share", lambda _: 0.001)
+    assert "other processes" not in CliRunner().invoke(app, arguments).output
 
 
 def test_requests_of_a_trace_are_migrated_one_after_the_other() -> None:
     rows = list(migrate.rows("qwen3-8b", [100, 40, 10_000_000], "loopback", tp=8, iters=4))
-    assert [row["phase"] for row in rows] == list(migrate.PHASES)
+    assert [row["phase"] for row in rows] == ROWS
     for row in rows:
         assert row["verified"] is True
         assert (row["tokens"], row["left_out"], row["iters"]) == (70, 1, 4)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,13 @@ from kvlink.benchmarks.peers.contest import Shape
 from kvlink.benchmarks.peers.modes import HOST, MODES, PATHS, TCP, Mode
 from kvlink.benchmarks.peers.pair import Pair
 from kvlink.benchmarks.processes import BenchError
-from kvlink.benchmarks.spread import median_interval
+from kvlink.benchmarks.spread import median_interval, quantile_interval, quantiles_us
 from kvlink.errors import ConfigError
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / "build" / "peers"
 SMALL = Shape(4096, 8)
 MEASURED = {
-    "p50_us", "p50_low_us", "p50_high_us", "p99_us", "quantiles_us", "gib_per_s", "cpu_s_per_gib", "transfers", "turns",
-    "verified", "other_load",
+    *quantiles_us([1.0]), "quantiles_us", "gib_per_s", "cpu_s_per_gib", "transfers", "turns", "verified", "other_load",
 }  # fmt: skip
 
 
@@ -212,10 +212,21 @@ def test_shapes_and_paths_are_checked() -> None:
     for size, blocks in ((12, 1), (1 << 20, 1024)):
         with pytest.raises(ConfigError, match="at most 512 MiB"):
             run.shapes([size], [blocks])
-    unmeasured = list(run.contests("host", [], 0, Path(), sys.stderr))
+    unmeasured = list(chain.from_iterable(run.contests("host", [], 0, Path(), sys.stderr)))
     assert all(row["why_not"] for row in unmeasured)
     with pytest.raises(ConfigError, match="choose from host, tcp"):
-        next(run.contests("wire", [], 0, Path(), sys.stderr))
+        run.contests("wire", [], 0, Path(), sys.stderr)
+
+
+def test_rows_say_how_sure_their_tails_are() -> None:
+    few, many = ([float(us) for us in range(count, 0, -1)] for count in (8, 1000))
+    made = [contest._row(Liar.who, SMALL, contest._Score(us=us)) for us in (few, many)]
+    assert (made[0]["p90_high_us"], made[0]["p99_high_us"]) == (None, None)
+    assert [(row["p90_us"], row["p99_us"]) for row in made] == [(8, 8), (900, 990)]
+    for name, share in (("p90", 0.9), ("p99", 0.99)):
+        assert (made[1][f"{name}_low_us"], made[1][f"{name}_high_us"]) == quantile_interval(many, share)
+    assert {"p50_us", "p99_us"} < set(run.brief(made[1]))
+    assert not [name for name in run.brief(made[1]) if "_low_" in name or "_high_" in name]
 
 
 def test_the_interval_of_a_median_narrows_with_more_values() -> None:

@@ -47,6 +47,7 @@ FIELDS = [
 
 def rows(scale: float = 1.0) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"kind": "machine", "cpu": EVIL, "cores": 2}]
+    found.append({"kind": "noise", "of": EVIL, "other_load": 0.125})
     for size in (4096, 16_384, 65_536):
         found.append(peers_row("kvlink", "shm", scale * (5 + size / 50), size))
         found.append(peers_row("bare", "memcpy", size / 60, size))
@@ -127,6 +128,7 @@ def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
     assert "$" not in text  # formulas that nothing draws
     for said in (
         "1 of 1 hold",
+        "12.5%",
         "Not measured",
         "after against before",
         ">slower<",
@@ -192,6 +194,7 @@ def test_medians_differ_when_their_intervals_do(low: float | None, high: float |
     "row",
     [
         peers_row("a", "b", 1) | {"p50_us": "fast"}, peers_row("a", "b", 1) | {"quantiles_us": ["1"]},
+        {"kind": "noise", "of": "bench pull", "other_load": "much"},
         simulation_row(2) | {"workers": "many"}, simulation_row(2, p50_us="fast"), validation_row() | {"readers": None},
         peers_row("a", "b", 1) | {"blocks": -1}, pull_row() | {"p99_us": None},
         pull_row() | {"gib_per_s": float("nan")},

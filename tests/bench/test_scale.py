@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,13 +21,15 @@ from kvlink.benchmarks import scale
 from kvlink.benchmarks.control import Row
 from kvlink.benchmarks.processes import BenchError
 from kvlink.benchmarks.scale.growth import exponent
-from kvlink.cli.tables import show_rows
+from kvlink.cli.tables import show_parts, show_rows
 
 PHASES = ["join", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
 
 
 def run(workers: Sequence[int], **options: Any) -> list[Row]:
-    return list(scale.rows(workers, tickets=3, lease_s=6.0, idle_s=2.5, changes=4, **options))
+    return list(
+        chain.from_iterable(scale.parts(workers, tickets=3, lease_s=6.0, idle_s=2.5, changes=4, **options))
+    )
 
 
 def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None:
@@ -58,7 +61,7 @@ def test_on_etcd() -> None:
 
 
 def test_workers_that_are_lost_are_noticed() -> None:
-    rows = scale.rows([4], tickets=1, lease_s=3.0, idle_s=1.5)
+    rows, _ = scale.parts([4], tickets=1, lease_s=3.0, idle_s=1.5)
     assert [next(rows)["verified"] for _ in ("join", "tickets")] == [True, True]
     (crowd,) = multiprocessing.active_children()
     os.kill(crowd.pid or 0, signal.SIGSTOP)
@@ -69,7 +72,7 @@ def test_workers_that_are_lost_are_noticed() -> None:
 
 
 def test_a_load_process_that_dies_is_an_error() -> None:
-    rows = scale.rows([4], tickets=1)
+    rows, _ = scale.parts([4], tickets=1)
     next(rows)
     (crowd,) = multiprocessing.active_children()
     crowd.kill()
@@ -92,6 +95,25 @@ def test_each_phase_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str]) -
     joined, idle = capsys.readouterr().out.split("idle", 1)
     assert ("mib" in joined, "1.5" in joined, "2.5" in joined, "beats" in joined) == (True, True, True, False)
     assert ("beats" in idle, "7" in idle, "mib" in idle) == (True, True, False)
+
+
+@pytest.mark.parametrize(("parts", "bar"), [(2, True), (1, False)])
+def test_progress_on_a_terminal_says_how_much_there_is(
+    parts: int, bar: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    rows = [{"what": "join"}, {"what": "idle"}]
+    assert show_parts([rows] * parts, True, "bench scale") == rows * parts
+    said = capsys.readouterr()
+    assert list(map(json.loads, said.out.splitlines())) == rows * parts
+    assert (f"{parts}/{parts}" in said.err) == bar
+    assert f"bench scale: {2 * parts} rows, idle" in said.err
+
+
+def test_progress_leaves_no_trace_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    show_parts([[{"what": "join"}], []], True, "bench scale")
+    assert capsys.readouterr().err == ""
 
 
 def kvlink(*arguments: str) -> subprocess.CompletedProcess[str]:

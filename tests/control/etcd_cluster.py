@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvlink.benchmarks.etcd import EtcdCluster
+from kvlink.control.security import TlsFiles
 
 __all__ = ["EtcdCluster", "need_etcd", "start_etcd"]
 
@@ -21,7 +22,7 @@ def need_etcd() -> None:
         pytest.skip("no etcd on this machine: apt-get install etcd-server")
 
 
-def start_etcd(num_members: int = 1) -> EtcdCluster:
+def start_etcd(num_members: int = 1, tls: TlsFiles | None = None) -> EtcdCluster:
     """In memory where that is possible: tests are not about its disk."""
     need_etcd()
-    return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None)
+    return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None, tls)

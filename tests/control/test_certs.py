@@ -186,6 +186,14 @@ def test_a_worker_off_loopback_wants_certificates_or_the_flag() -> None:
         worker("w", {}, "10.1.2.3:7400")
 
 
+def test_a_worker_with_certificates_wants_ticket_keys_or_to_be_told(made: list[dict[str, str]]) -> None:
+    without = {name: value for name, value in made[1].items() if name != "KVLINK_TICKET_KEYS"}
+    with pytest.raises(ConfigError, match=r"set KVLINK_TICKET_KEYS .*or KVLINK_TICKET_KEYS=none"):
+        worker("w", without)
+    with worker("w", without | {"KVLINK_TICKET_KEYS": "none"}) as unsigned:
+        assert not unsigned.offer("r", [1]).signature
+
+
 def test_the_doctor_looks_at_certificates(made: list[dict[str, str]], tmp_path: Path) -> None:
     def evidence(**env: str) -> tuple[Verdict, str, str]:
         (check,) = certificates.checks(env)

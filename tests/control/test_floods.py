@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.certificates import Pki
 from control.processes import eventually
@@ -24,6 +25,8 @@ from kvlink.control.agent import MAX_CONNECTS
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
 from kvlink.control.refusal import Overloaded
 from kvlink.control.store.memory import MemoryStore
+from kvlink.status_page import visitors
+from kvlink.status_page.serving import showing
 
 STRANGERS = 200
 TLS_CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")
@@ -186,6 +189,23 @@ async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time() -> None:
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert sum(isinstance(result, Overloaded) for result in results) == 5
     await agent.close()
+
+
+async def test_strangers_at_the_page_cost_the_coordinator_little(
+    strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get some connections and a while; then there is room for who asks."""
+    monkeypatch.setattr(visitors, "MAX_CONNECTIONS", 50)
+    monkeypatch.setattr(visitors, "CONNECTION_S", 0.3)
+    coordinator = Coordinator()
+    await coordinator.start()
+    async with showing(coordinator, "127.0.0.1", 0) as url:
+        await asyncio.to_thread(crowd, strangers, url.removeprefix("http://"))
+        await eventually(lambda: sum(map(is_closed, strangers)) >= STRANGERS - 50)
+        await eventually(lambda: all(map(is_closed, strangers)))
+        async with ClientSession(url) as session, session.get("/metrics") as answer:
+            assert "kvlink_coordinator_workers 0.0" in await answer.text()
+    await coordinator.close()
 
 
 def test_strangers_at_a_worker_cost_its_readers_nothing(strangers: list[socket.socket]) -> None:

@@ -13,6 +13,7 @@ from control.processes import CoordinatorProcess
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
+from kvlink.control.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, UnknownRequest
 
 
@@ -89,6 +90,26 @@ async def test_cancelled_operations_do_not_confuse_the_others(client: Coordinato
         given_up.cancel()
         await asyncio.gather(stream.offer(make_offer("r")), stream.offer(make_offer("s")))
         assert await wanted == [make_offer("s").ticket]
+
+
+class Broken(MemoryStore):
+    """With a bug in its claims."""
+
+    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        answer.set_exception(ZeroDivisionError("a bug"))
+        return answer
+
+
+async def test_a_bug_is_told_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(Broken())
+    async with CoordinatorClient(await coordinator.start()) as client, client.handoffs() as stream:
+        with pytest.raises(CoordinatorError, match="ZeroDivisionError: a bug"):
+            await stream.claim(Claim("r1"))
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "request=r1" in record.getMessage()
+    assert record.exc_info is not None
+    await coordinator.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])

@@ -235,7 +235,21 @@ async def test_a_claim_waits_for_its_offer(joined: Stage) -> None:
     await started(claim)
     await joined.store.offer(make_offer("r"))
     assert await claim == [make_offer("r").ticket]
+    await asyncio.sleep(0)  # a claim may leave the queue a turn of the loop after its answer
     assert (await joined.store.status()).waiting_claims == 0
+
+
+async def test_the_hook_of_a_claim_hears_of_tickets_and_of_refusals(joined: Stage) -> None:
+    claims = [joined.store.claim(Claim(name, 2.0)) for name in ("r", "none")]
+    heard: list[object] = []
+    for claim in claims:
+        claim.on_answer = heard.append
+    await joined.store.offer(make_offer("r"))
+    assert await claims[0] == [make_offer("r").ticket]
+    assert heard == claims[:1]
+    await joined.pass_time(2.0)
+    await refused(claims[1])
+    assert heard == claims
 
 
 async def test_a_claim_waits_for_every_rank_and_gets_them_in_order(joined: Stage) -> None:

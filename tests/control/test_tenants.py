@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
 from kvlink.control.codec import CoordinatorCalls, Method
+from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Refused
 from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
 from kvlink.control.security.callers import _OBSERVERS_CALL
@@ -28,6 +29,7 @@ from kvlink.control.store.choice import store_maker
 from kvlink.control.tenancy import stores
 from kvlink.control.values import Nothing
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
+from kvlink.overview import plain
 from kvlink.types import Joined
 
 
@@ -88,6 +90,33 @@ async def test_tenants_are_strangers_under_the_same_names(pki: Pki, coordinator:
         assert (await other.status()).workers == 2
         assert settled == []
         await session.close()
+
+
+async def test_what_workers_report_stays_with_their_tenant(pki: Pki, coordinator: Coordinator) -> None:
+    """Although both workers are called "prefill" and have epoch 1."""
+    async with (
+        CoordinatorClient(coordinator.address, security=pki.worker("acme")) as acme,
+        CoordinatorClient(coordinator.address, security=pki.worker("other")) as other,
+        CoordinatorClient(coordinator.address, security=pki.coordinator()) as observer,
+    ):
+        for client, report in ((acme, WorkerReport(active_leases=7)), (other, WorkerReport(active_leases=9))):
+            await client.join(make_card())
+            stream = client.keep_alive()
+            await stream.send(Beat("prefill", 1, report))
+            assert (await stream.receive()) is not None
+            (view,) = (await client.overview()).workers
+            assert view.report == report
+        of_acme, of_all = await acme.overview(), await observer.overview()
+        assert [(view.tenant, view.report) for view in of_acme.workers] == [
+            ("acme", WorkerReport(active_leases=7))
+        ]
+        assert of_acme.calls == of_acme.refusals == (), "what others call is none of its business"
+        assert of_all.calls
+        rows = plain(await observer.status(), of_all)["workers"]
+        assert [(row["worker"], row["leases"]["active_leases"]) for row in rows] == [
+            ("acme/prefill", 7),
+            ("other/prefill", 9),
+        ]
 
 
 def replace_ticket(request_id: str, epoch: int, ticket: bytes) -> Any:

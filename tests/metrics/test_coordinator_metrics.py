@@ -105,11 +105,11 @@ def test_of_a_large_fleet_each_shows_its_busiest_links() -> None:
     cards = [make_card(f"w{index:03}") for index in range(500)]
     links = tuple(LinkReport(f"p{index}", "tcp", bytes=100 - index) for index in range(32))
     for card in cards:
-        reports.note(Beat(card.worker_id, card.epoch, WorkerReport(num_links=32, links=links)))
-    views = reports.views(cards)
+        reports.note("", Beat(card.worker_id, card.epoch, WorkerReport(num_links=32, links=links)))
+    views = reports.views({"": cards})
     assert len(views) == 500
     assert all(view.report and view.report.links == links[:4] for view in views)
-    assert reports.views(cards[:3])[0].report.links == links  # type: ignore[union-attr]
+    assert reports.views({"": cards[:3]})[0].report.links == links  # type: ignore[union-attr]
 
 
 def test_rates_are_differences_of_reports() -> None:
@@ -118,7 +118,7 @@ def test_rates_are_differences_of_reports() -> None:
     card, link = make_card("w"), LinkReport("p", "tcp", True)
 
     def row() -> dict[str, float]:
-        (view,) = reports.views([card])
+        (view,) = reports.views({"": [card]})
         (found,) = plain_of(view)["links"]
         return found
 
@@ -128,18 +128,18 @@ def test_rates_are_differences_of_reports() -> None:
 
         return plain(CoordinatorStatus(), Overview((view,)))  # type: ignore[arg-type]
 
-    reports.note(Beat("w", 1, WorkerReport(links=(link._replace(bytes=1000, transfers=10),))))
+    reports.note("", Beat("w", 1, WorkerReport(links=(link._replace(bytes=1000, transfers=10),))))
     assert row()["bytes_per_s"] == 0, "one report says nothing about a rate"
     now += 2.0
-    reports.note(Beat("w", 1, WorkerReport(links=(link._replace(bytes=5000, transfers=30),))))
+    reports.note("", Beat("w", 1, WorkerReport(links=(link._replace(bytes=5000, transfers=30),))))
     assert (row()["bytes_per_s"], row()["transfers_per_s"]) == (2000, 10)
     now += STALE_S + 1
     assert row()["bytes_per_s"] == 0, "a worker that is silent is not known to receive"
-    reports.note(Beat("w", 2, WorkerReport(links=(link,))))
+    reports.note("", Beat("w", 2, WorkerReport(links=(link,))))
     assert len(reports._told) == 2, "another life is another worker"
-    reports.forget("w", 2)
-    reports.forget("w", 1)
-    assert reports.views([card])[0].report is None
+    reports.forget("", "w", 2)
+    reports.forget("", "w", 1)
+    assert reports.views({"": [card]})[0].report is None
 
 
 async def test_a_beat_without_a_report_is_taken(coordinator: Coordinator, client: CoordinatorClient) -> None:

@@ -45,8 +45,8 @@ class _Replayed:
 
 
 @pytest.fixture(scope="module")
-def exported() -> set[str]:
-    """Names of all samples that there can be."""
+def exposed() -> str:
+    """A worker's and a coordinator's /metrics, with every metric that there can be."""
     from dataclasses import replace
 
     config = WorkerConfig(transports="loopback")
@@ -65,8 +65,13 @@ def exported() -> set[str]:
     calls = CallCounts()
     calls.answered("Join", 1)
     calls.refused("Join", "FAILED")
-    text = generate_latest(registry).decode() + exposition(CoordinatorStatus(), calls).decode()
-    return set(re.findall(r"^(kvlink_\w+)[ {]", text, re.MULTILINE))
+    return generate_latest(registry).decode() + exposition(CoordinatorStatus(), calls).decode()
+
+
+@pytest.fixture(scope="module")
+def exported(exposed: str) -> set[str]:
+    """Names of the samples in it."""
+    return set(re.findall(r"^(kvlink_\w+)[ {]", exposed, re.MULTILINE))
 
 
 def asked(text: str) -> set[str]:
@@ -145,7 +150,5 @@ def test_promtool_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
 
 
 @needs_promtool
-def test_promtool_takes_the_exposition() -> None:
-    calls = CallCounts()
-    calls.answered("Join", 1)
-    promtool("check", "metrics", stdin=exposition(CoordinatorStatus(), calls).decode())
+def test_promtool_takes_the_exposition(exposed: str) -> None:
+    promtool("check", "metrics", stdin=exposed)

@@ -84,7 +84,7 @@ def note(coordinator: Coordinator, worker: str, link: LinkReport, *failures: Fai
         transfers=link.transfers,
         received_bytes=link.bytes,
     )
-    coordinator._reports.note(Beat(worker, 1, report))
+    coordinator._reports.note("", Beat(worker, 1, report))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
+from contextlib import ExitStack
 
 import pytest
 from metrics.scrapes import Scrape, get
@@ -15,6 +19,7 @@ from transports.pools import PoolSpec
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import ConfigError, StaleBlocks
+from kvlink.metrics import serving
 from kvlink.metrics.worker import WorkerCollector
 
 LINK = {"worker": "decode", "peer": "prefill", "transport": "loopback"}
@@ -129,6 +134,26 @@ def test_a_port_of_its_own(free_port: int) -> None:
             Worker(PoolSpec().make(), "second", config=config)
     with pytest.raises(urllib.error.URLError):
         get(url)
+
+
+def test_strangers_at_the_port_take_a_few_threads_and_go(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving._Handler, "timeout", 1.0)
+    config = WorkerConfig(transports="loopback", metrics_port=free_port)
+    with Worker(PoolSpec().make(), "served", config=config), ExitStack() as strangers:
+        threads_before = threading.active_count()
+        sockets = [
+            strangers.enter_context(socket.create_connection(("127.0.0.1", free_port)))
+            for _ in range(4 * serving.MAX_VISITORS)
+        ]
+        assert sockets[-1].recv(1) == b"", "more than there is room for are hung up on"
+        assert threading.active_count() <= threads_before + serving.MAX_VISITORS
+        for each in sockets:
+            assert each.recv(1) == b"", "the others when they have said nothing for a while"
+        while threading.active_count() > threads_before:
+            time.sleep(0.01)
+        assert "kvlink_pool_blocks" in get(f"http://127.0.0.1:{free_port}/metrics")
 
 
 def test_without_prometheus_client_only_who_asks_hears_of_it() -> None:

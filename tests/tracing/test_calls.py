@@ -4,21 +4,31 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
-from tracing.finding import REQUEST, TRACE_ID
+from control.cards import make_card, make_offer
+from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
 from tracing.memory import Collected
 from transports.pools import PoolSpec
 
-from kvlink import Worker, WorkerConfig
+from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.control import Coordinator, CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.values import Claim
 from kvlink.errors import UnknownRequest
+from kvlink.ticket import LeaseSeat
+from kvlink.tracing import TraceParent
 
 CLAIM = "kvlink.v1.Coordinator/Claim"
+OFFER = "kvlink.v1.Coordinator/Offer"
+
+
+def make_ticket(request_id: str, trace: TraceParent | None) -> bytes:
+    seats, blocks = (LeaseSeat(0, 1, 2),), array("I", [1])
+    return Ticket(request_id, "prefill", 1, "127.0.0.1:1", seats, blocks, 16, 1, trace=trace).to_bytes()
 
 
 @pytest.fixture
@@ -48,6 +58,31 @@ async def test_calls_of_no_trace_have_no_spans(coordinator: Coordinator, collect
         with pytest.raises(UnknownRequest):
             await client.claim("r1", timeout_s=0)
     assert collected.named("kvlink.v1.Coordinator/Status") + collected.named(CLAIM) == []
+
+
+async def test_each_hand_off_of_a_stream_is_in_its_own_trace(
+    coordinator: Coordinator, collected: Collected
+) -> None:
+    traces = {"r1": REQUEST, "r2": REQUEST.replace(TRACE_ID, "ab" * 16), "r3": ""}
+    tickets = {name: make_ticket(name, TraceParent.parse(trace)) for name, trace in traces.items()}
+    async with CoordinatorClient(coordinator.address) as client:
+        await client.join(make_card())
+        async with client.handoffs() as stream:
+            waits = [stream.claim(Claim(name, 10.0)) for name in traces]
+            for name, ticket in tickets.items():
+                await stream.offer(make_offer(name)._replace(ticket=ticket))
+            assert [await each for each in waits] == [[ticket] for ticket in tickets.values()]
+            with pytest.raises(UnknownRequest):
+                await stream.offer(make_offer("r1", epoch=7)._replace(ticket=tickets["r1"]))
+    for name in (OFFER, CLAIM):
+        spans = [span for span in collected.named(name) if not span.failed]
+        assert {span.attributes["kvlink.request_id"]: span.trace for span in spans} == {
+            "r1": TRACE_ID,
+            "r2": "ab" * 16,
+        }
+        assert all(span.parent == SPAN_ID and span.ended_ns >= span.began_ns for span in spans)
+    (refused,) = [span for span in collected.named(OFFER) if span.failed]
+    assert "epoch" in refused.failed
 
 
 @pytest.mark.parametrize("header", [REQUEST, "garbage", "x" * 4000, ""])

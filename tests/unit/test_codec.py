@@ -67,7 +67,9 @@ REPORTS = st.builds(
 )
 BEATS = st.builds(Beat, NAMES, U64, st.none() | REPORTS)
 TRANSPORTS = st.lists(SHORT, max_size=2).map(tuple)
-VIEWS = st.builds(WorkerView, SHORT, U64, SHORT, U64, TRANSPORTS, REPORTS, SECONDS, st.none(), SECONDS)
+VIEWS = st.builds(
+    WorkerView, SHORT, U64, SHORT, U64, TRANSPORTS, REPORTS, SECONDS, st.none(), SECONDS, st.just("") | SHORT
+)
 OVERVIEWS = st.builds(
     Overview,
     st.lists(VIEWS, max_size=1).map(tuple),

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.offers import Answer, Offers
+from kvlink.control.offers import Offers
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.values import Claim, Offer
 
@@ -45,6 +45,7 @@ def test_deadlines_that_are_always_moved_do_not_pile_up() -> None:
     deadlines: Deadlines[int] = Deadlines()
     for step in range(10_000):
         deadlines.set(step % 10, float(step))
+        assert deadlines.next() <= step
     assert len(deadlines._heap) < 200
 
 
@@ -53,9 +54,9 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.offers = Offers(Limits(remembered_requests=2))
+        self.offers: Offers[int] = Offers(Limits(remembered_requests=2))
         self.now = 0.0
-        self.num_offered = 0
+        self.num_offered = self.num_claims = 0
         self.tickets: dict[str, dict[int, tuple[Offer, float]]] = {}
         self.waiting: dict[int, tuple[Claim, float]] = {}
 
@@ -82,7 +83,7 @@ class OffersAgainstModel(RuleBasedStateMachine):
         answers = self.offers.offer(offer, self.now)
         wanted = [waiter for waiter, (claim, _) in self.waiting.items() if claim.request_id == request_id]
         if self.complete(request_id) and wanted:
-            assert answers == [Answer(max(wanted), self.expected(request_id))]
+            assert answers == [(max(wanted), self.expected(request_id), None)]
             del self.waiting[max(wanted)]
         else:
             assert answers == []
@@ -99,7 +100,9 @@ class OffersAgainstModel(RuleBasedStateMachine):
             assert tickets == self.expected(request_id)
         else:
             assert tickets is None
-            self.waiting[self.offers.wait(claim, self.now)] = (claim, self.now + timeout_s)
+            self.num_claims += 1
+            self.offers.wait(claim, self.num_claims, self.now)
+            self.waiting[self.num_claims] = (claim, self.now + timeout_s)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -126,8 +129,8 @@ class OffersAgainstModel(RuleBasedStateMachine):
                     self.drop(request_id, rank)
         answers = self.offers.expire(self.now)
         late = {waiter for waiter, (_, due) in self.waiting.items() if due <= self.now}
-        assert {answer.waiter for answer in answers} == late
-        assert all(answer.refused and answer.refused.reason is Reason.UNKNOWN for answer in answers)
+        assert {waiter for waiter, _, _ in answers} == late
+        assert all(refused and refused.reason is Reason.UNKNOWN for _, _, refused in answers)
         for waiter in late:
             del self.waiting[waiter]
 
@@ -135,6 +138,7 @@ class OffersAgainstModel(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert self.offers.num_tickets == sum(map(len, self.tickets.values()))
         assert self.offers.num_waiting == len(self.waiting)
+        assert self.offers.waiting() == list(self.waiting)
 
     @invariant()
     def nothing_is_left_behind(self) -> None:

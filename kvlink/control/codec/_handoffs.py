@@ -21,21 +21,23 @@ from kvlink.v1 import coordinator_pb2 as pb
 
 
 def _check_offer(offer: Offer) -> None:
-    check_name("request_id", offer.request_id)
-    check_name("worker_id", offer.worker_id)
-    check_within("ttl_s", offer.ttl_s, 0.001, limits.MAX_TTL_S)
-    if not offer.tp_rank < offer.tp_size <= limits.MAX_TP_SIZE:
-        raise ConfigError(f"rank {offer.tp_rank} of {offer.tp_size} is out of bounds")
-    check_within("num_seats", offer.num_seats, 1, limits.MAX_SEATS)
-    check_within("bytes of the ticket", len(offer.ticket), 1, limits.MAX_TICKET_BYTES)
+    request_id, worker_id, _, ttl_s, tp_rank, tp_size, num_seats, ticket = offer
+    check_name("request_id", request_id)
+    check_name("worker_id", worker_id)
+    check_within("ttl_s", ttl_s, 0.001, limits.MAX_TTL_S)
+    if not tp_rank < tp_size <= limits.MAX_TP_SIZE:
+        raise ConfigError(f"rank {tp_rank} of {tp_size} is out of bounds")
+    check_within("num_seats", num_seats, 1, limits.MAX_SEATS)
+    check_within("bytes of the ticket", len(ticket), 1, limits.MAX_TICKET_BYTES)
 
 
 def _check_claim(claim: Claim) -> None:
-    check_name("request_id", claim.request_id)
-    check_within("timeout_s", claim.timeout_s, 0, limits.MAX_TIMEOUT_S)
-    if not claim.reader < claim.num_readers <= limits.MAX_TP_SIZE:
-        raise ConfigError(f"reader {claim.reader} of {claim.num_readers} is out of bounds")
-    check_within("bytes of claim_id", len(claim.claim_id), 0, limits.MAX_CLAIM_ID_BYTES)
+    request_id, timeout_s, reader, num_readers, claim_id = claim
+    check_name("request_id", request_id)
+    check_within("timeout_s", timeout_s, 0, limits.MAX_TIMEOUT_S)
+    if not reader < num_readers <= limits.MAX_TP_SIZE:
+        raise ConfigError(f"reader {reader} of {num_readers} is out of bounds")
+    check_within("bytes of claim_id", len(claim_id), 0, limits.MAX_CLAIM_ID_BYTES)
 
 
 def _check_settle(order: SettleOrder) -> None:
@@ -103,7 +105,9 @@ def _write_results(results: HandoffResults) -> pb.HandoffResults:
     )
     add = message.claimed.add  # a list of messages would be copied, with all tickets
     for number, tickets in results.claimed:
-        add(claim=number, tickets=tickets)
+        claimed = add()
+        claimed.claim = number
+        claimed.tickets.extend(tickets)
     return message
 
 

@@ -100,6 +100,7 @@ def _check_view(view: WorkerView) -> None:
     check_name("worker_id", view.worker_id)
     check_within("age_s", view.age_s, 0, _MOST_S)
     check_within("interval_s", view.interval_s, 0, _MOST_S)
+    check_within("bytes of a tenant", len(view.tenant.encode()), 0, limits.MAX_NAME_BYTES)
     check_within("number of transports", len(view.transports), 0, limits.MAX_TRANSPORTS)
 
 
@@ -120,6 +121,7 @@ def _read_view(message: pb.WorkerView) -> WorkerView:
         message.age_s,
         _read_report(message.before) if message.HasField("before") else None,
         message.interval_s,
+        message.tenant,
     )
     _check_view(view)
     return view

@@ -23,6 +23,9 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
+_SHORT_NAME = limits.MAX_NAME_BYTES // 4
+"""Characters that fit, however many bytes each has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Codec(Generic[T]):
@@ -96,8 +99,8 @@ def plain(
 
 
 def check_name(field: str, name: str) -> None:
-    if 0 < len(name) <= limits.MAX_NAME_BYTES // 4:
-        return  # however many bytes its characters have
+    if 0 < len(name) <= _SHORT_NAME:
+        return
     num_bytes = len(name.encode())
     if not 0 < num_bytes <= limits.MAX_NAME_BYTES:
         raise ConfigError(f"{field} has {num_bytes} bytes, 1 to {limits.MAX_NAME_BYTES} are taken")

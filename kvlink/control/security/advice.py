@@ -10,6 +10,9 @@ from kvlink.control.security.names import listed
 
 _TRY = "(KVLINK_TLS_CA, KVLINK_TLS_CERT, KVLINK_TLS_KEY; `kvlink certs` makes them for development)"
 
+_HUNG_UP = ("ocket closed", "reset", "TSI_DATA_CORRUPTED")
+"""gRPC's own servers close without a word; those in Go, as etcd, send an alert first, which gRPC cannot read."""
+
 
 def for_plaintext(sentence: str) -> str:
     """Of a client without certificates. "": nothing points at TLS."""
@@ -36,7 +39,7 @@ def for_tls(sentence: str, keys: Keys, wanted: str) -> str:
             "Its certificate does not name the host that was dialled: make it with that name or address, or check only "
             "roles and tenants (KVLINK_TLS_HOSTS=0)"
         )
-    if "failed to connect" in sentence and ("ocket closed" in sentence or "reset" in sentence):
+    if "failed to connect" in sentence and any(sign in sentence for sign in _HUNG_UP):
         if keys.expires_at < time.time():
             return f"It hung up: {own} has expired; renew it (for development: `kvlink certs --renew`)"
         return (

@@ -29,6 +29,11 @@ class Caller(NamedTuple):
     tenant: str = ""
     role: Role = Role.WORKER
 
+    @property
+    def sees_all(self) -> bool:
+        """Of no one tenant: an observer of all, this process itself, or anybody where nobody is known."""
+        return self.tenant in ("", EVERY_TENANT)
+
 
 Gate = Callable[[str, Sequence[str], str], Caller]
 """(method, names in the certificate, token or "") -> who calls. Raises Refused (DENIED)."""

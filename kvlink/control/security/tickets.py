@@ -15,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from kvlink.config import WorkerConfig
 from kvlink.control.security.watched import LOOK_EVERY_S, Watched
 from kvlink.errors import AccessDenied, ConfigError
 from kvlink.ticket import SIGNATURE_BYTES, Ticket
 
+_NONE = "none"
+"""Instead of a path: tickets go unsigned although this process has certificates."""
 _LEAST_BYTES = 32
 _MAX_KEYS = 8
 
@@ -62,13 +65,21 @@ class TicketKeys(Watched[tuple[bytes, ...]]):
 
 @functools.lru_cache(maxsize=64)
 def ticket_keys(path: str) -> TicketKeys | None:
-    """One a process for the same file; None for "". Raises ConfigError."""
-    return TicketKeys(Path(path)) if path else None
+    """One a process for the same file; None for "" and "none". Raises ConfigError."""
+    return TicketKeys(Path(path)) if path not in ("", _NONE) else None
 
 
-def ticket_signing(path: str) -> tuple[_Pass, _Pass]:
-    """How to sign and how to check with the file's keys; "" neither does. Raises ConfigError."""
-    keys = ticket_keys(path)
+def ticket_signing(config: WorkerConfig) -> tuple[_Pass, _Pass]:
+    """How a worker signs and checks; without keys it does neither, which has to be asked for under TLS.
+
+    Raises ConfigError.
+    """
+    if config.tls_cert and not config.ticket_keys:
+        raise ConfigError(
+            "a worker with certificates signs its tickets, and reads no others: set KVLINK_TICKET_KEYS (`kvlink certs` "
+            f"makes a file for each tenant), or KVLINK_TICKET_KEYS={_NONE} to believe every ticket that is passed on"
+        )
+    keys = ticket_keys(config.ticket_keys)
     return (keys.sign, keys.checked) if keys else (_as_it_is, _as_it_is)
 
 

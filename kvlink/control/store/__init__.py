@@ -7,6 +7,7 @@ import asyncio
 from typing import Protocol
 
 from kvlink.control.feed import Feed
+from kvlink.control.prompt import Prompt
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
 from kvlink.types import WorkerCard
 
@@ -47,7 +48,7 @@ class Store(Protocol):
         Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
         """
 
-    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
         """The tickets once every rank has offered. Cancel it to stop waiting. Refused: EXPIRED, UNKNOWN, TOO_MANY."""
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:

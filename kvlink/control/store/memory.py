@@ -8,18 +8,16 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
 from kvlink.control.members import Members
 from kvlink.control.offers import Answer, Offers
+from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.store import sentences
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
 from kvlink.types import Joined, WorkerCard, WorkerChange
-
-T = TypeVar("T")
 
 _WATCH_BACKLOG = 1_024
 """Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
@@ -42,18 +40,19 @@ class MemoryStore:
         self._limits = limits or Limits()
         self._clock = clock
         self._members = Members(lease_s, self._limits)
-        self._offers = Offers(self._limits)
+        self._offers: Offers[Prompt[list[bytes]]] = Offers(self._limits)
         self._totals = _Totals()
-        self._claims: dict[int, asyncio.Future[list[bytes]]] = {}
         self._watchers: set[Feed[WorkerChanges]] = set()
         self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._closed = False
         self._done: asyncio.Future[None]
+        """One for all that went well: there are many of them."""
 
     async def start(self) -> None:  # noqa: D102
-        self._done = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
         self._done.set_result(None)
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
@@ -88,18 +87,21 @@ class MemoryStore:
         return feed
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
-        return self._ended(self._offer, offer)
-
-    def _offer(self, offer: Offer) -> None:
-        if not self._members.runs(offer.worker_id, offer.epoch):
-            raise self._not_running(offer.worker_id, offer.epoch)
-        self._totals.offered += 1
-        now = self._clock()
-        self._answer(self._offers.offer(offer, now))
+        try:
+            if not self._members.runs(offer.worker_id, offer.epoch):
+                raise self._not_running(offer.worker_id, offer.epoch)
+            self._totals.offered += 1
+            now = self._clock()
+            answers = self._offers.offer(offer, now)
+        except Refused as refused:
+            return _failed(refused)
+        if answers:
+            self._answer(answers)
         self._arm(now + offer.ttl_s)
+        return self._done
 
-    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:  # noqa: D102
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
+        answer: Prompt[list[bytes]] = Prompt(loop=self._loop)
         try:
             tickets = self._offers.take(claim)
             if tickets is None:
@@ -110,37 +112,23 @@ class MemoryStore:
             answer.set_exception(refused)
         return answer
 
-    def _wait(self, claim: Claim, answer: asyncio.Future[list[bytes]]) -> None:
+    def _wait(self, claim: Claim, answer: Prompt[list[bytes]]) -> None:
         if self._closed:
             raise sentences.closing()
         now = self._clock()
-        waiter = self._offers.wait(claim, now)
-        self._claims[waiter] = answer
-        answer.add_done_callback(lambda _: self._cancel(waiter))
+        self._offers.wait(claim, answer, now)
+        answer.on_cancel = self._offers.cancel
         self._arm(now + claim.timeout_s)
 
-    def _cancel(self, waiter: int) -> None:
-        if self._claims.pop(waiter, None) is not None:
-            self._offers.cancel(waiter)
-
-    def _ended(self, call: Callable[[T], None], value: T) -> asyncio.Future[None]:
-        """One future for all that went well: there are many of them."""
-        try:
-            call(value)
-        except Refused as refused:
-            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            failed.set_exception(refused)
-            return failed
-        return self._done
-
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
-        return self._ended(self._settle, order)
-
-    def _settle(self, order: SettleOrder) -> None:
-        self._members.card(order.worker_id, order.epoch)
-        if not self._orders_of(order.worker_id, order.epoch).put(order):
-            raise sentences.too_many_orders(order.worker_id, self._limits.pending_settles)
+        try:
+            self._members.card(order.worker_id, order.epoch)
+            if not self._orders_of(order.worker_id, order.epoch).put(order):
+                raise sentences.too_many_orders(order.worker_id, self._limits.pending_settles)
+        except Refused as refused:
+            return _failed(refused)
         self._totals.settle_orders += 1
+        return self._done
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
         self._members.card(worker_id, epoch)
@@ -170,9 +158,9 @@ class MemoryStore:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = -math.inf  # never again
-        for answer in list(self._claims.values()):
-            if not answer.done():
-                answer.set_exception(sentences.closing())
+        for waiter in self._offers.waiting():
+            self._offers.cancel(waiter)
+            waiter.set_exception(sentences.closing())
         for watcher in list(self._watchers):
             watcher.close()
         for _, feed in list(self._orders.values()):
@@ -199,15 +187,12 @@ class MemoryStore:
         self._timer_due = due
         self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
 
-    def _answer(self, answers: Iterable[Answer]) -> None:
+    def _answer(self, answers: Iterable[Answer[Prompt[list[bytes]]]]) -> None:
         for waiter, tickets, refused in answers:
-            answer = self._claims.pop(waiter)
-            if answer.done():
-                continue
             if refused is None:
-                answer.set_result(tickets)
+                waiter.set_result(tickets)
             else:
-                answer.set_exception(refused)
+                waiter.set_exception(refused)
 
     def _publish(self, changes: WorkerChanges) -> None:
         for watcher in list(self._watchers) if changes else ():
@@ -238,3 +223,9 @@ class MemoryStore:
         except Refused as unknown:
             return Refused(Reason.NOT_JOINED, unknown.sentence)
         return sentences.restarted(worker_id, epoch, running)
+
+
+def _failed(refused: Refused) -> asyncio.Future[None]:
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    failed.set_exception(refused)
+    return failed

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
+from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import Etcd, split_url
@@ -115,8 +116,8 @@ class EtcdStore:
         await self._offering.offer(offer)
         self._totals.offered += 1
 
-    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
+        answer: Prompt[list[bytes]] = Prompt()
         try:
             if self._closed:
                 raise sentences.closing()
