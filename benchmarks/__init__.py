@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kvlink bench`: what a path does, beside what the machine could do. Installed as `kvlink.benchmarks`.
 
-Each module has `rows(…)`, which measures and yields one mapping a row; every byte moved is verified.
+Each module has `rows(…)`, which measures and yields one mapping a row (or `parts(…)`, several of these); every byte
+moved is verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvlink.cli.tables import print_json, show_rows
+from kvlink.cli.tables import make_console, print_json, show_parts, show_rows
 from kvlink.config import WorkerConfig, select
+
+if TYPE_CHECKING:
+    from .machine import OtherLoad
+
+_NOISE = 0.02  # of all CPU time: a table says when others had as much
 
 app = typer.Typer(
     help="Measure kvlink on this machine. Rows go to stdout.",
@@ -56,14 +62,13 @@ def measure_pull(
 
     if trace and not order.startswith("allocator"):
         raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
-    rows = (
-        row
+    parts = [
+        bench.rows(name, size, count, iters, order, trace)
         for name in names_of(transport)
         for size, count in bench.shapes(block_bytes, blocks)
-        for row in bench.rows(name, size, count, iters, order, trace)
-    )
-    _begin(as_json)
-    _finish(rows if as_json else map(bench.brief, rows), as_json, "bench pull")
+    ]
+    others = _begin(as_json)
+    _finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench pull", others)
 
 
 @app.command("migrate")
@@ -94,9 +99,12 @@ def measure_migrate(
     prefill_ms: Annotated[
         float, typer.Option(min=0, help="Of a request; 0: say nothing of shares of the time to first token.")
     ] = 0.0,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at a time. [1, with --rate or --speed 16]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Migrate a request of a named model; every phase on its own.
+    """Migrate a request of a named model; every phase on its own, and what is not the read of the bytes (overhead).
 
     With --rate or --speed requests come when they come, and their time counts from then on: waiting for a slot is
     part of it (late; more than 1 ms of it: started late).
@@ -106,15 +114,12 @@ def measure_migrate(
 
     lengths, arrivals = workload(tokens, trace, requests, rate, speed)
     meant = str(model_config or model)
-    rows = (
-        row
+    parts = [
+        bench.rows(meant, lengths, name, tp, None, arrivals, order, trace, block_tokens, prefill_ms, slots)
         for name in names_of(transport)
-        for row in bench.rows(
-            meant, lengths, name, tp, None, arrivals, order, trace, block_tokens, prefill_ms
-        )
-    )
-    _begin(as_json)
-    _finish(rows if as_json else map(bench.brief, rows), as_json, "bench migrate")
+    ]
+    others = _begin(as_json)
+    _finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench migrate", others)
 
 
 @app.command("plan")
@@ -122,7 +127,8 @@ def measure_plan(as_json: Json = False) -> None:
     """Plan transfers: CPU time a descriptor."""
     from . import plan as bench
 
-    _finish(bench.rows(), as_json, "bench plan")
+    rows = show_rows(bench.rows(), as_json, "bench plan")
+    show_rows(bench.verdicts(rows), as_json, "what kvlink promises")
 
 
 @app.command("control")
@@ -139,10 +145,10 @@ def measure_control(
     from . import replicas as several
 
     if store == "memory":
-        _finish(control.rows(workers), as_json, "bench control")
+        _finish([control.rows(workers)], as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    _finish(several.rows(_numbers(replicas, "--replicas")), as_json, "bench control on etcd")
+    _finish([several.rows(_numbers(replicas, "--replicas"))], as_json, "bench control on etcd")
 
 
 @app.command("scale")
@@ -168,8 +174,8 @@ def measure_scale(
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
     _begin(as_json)
-    rows = bench.rows(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
-    _finish(rows, as_json, "bench scale", by="what")
+    parts = bench.parts(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
+    _finish(parts, as_json, "bench scale", by="what")
 
 
 @app.command("peers")
@@ -196,7 +202,9 @@ def measure_peers(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as said:
         contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, said)
-        rows = show_rows(contests if as_json else map(run.brief, contests), as_json, "bench peers")
+        rows = show_parts(
+            [part if as_json else map(run.brief, part) for part in contests], as_json, "bench peers"
+        )
     show_rows(run.verdicts(rows), as_json, "what kvlink promises")
     raise typer.Exit(0 if all(row.get("verified", True) for row in rows) else 1)
 
@@ -222,15 +230,33 @@ def _numbers(listed: str, option: str) -> list[int]:
     return counts
 
 
-def _begin(as_json: bool) -> None:
-    """Results begin with what they were measured on."""
-    from .machine import describe
+def _begin(as_json: bool) -> OtherLoad:
+    """Results begin with what they were measured on. Watches what others do from now on."""
+    from .machine import OtherLoad, describe
 
     if as_json:
         print_json({"kind": "machine", **describe()})
+    return OtherLoad()
 
 
-def _finish(rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = "") -> None:
-    """Exit code 1 when any row says that its bytes were wrong."""
-    seen = show_rows(rows, as_json, title, by)
+def _finish(
+    parts: Sequence[Iterable[Mapping[str, Any]]],
+    as_json: bool,
+    title: str,
+    others: OtherLoad | None = None,
+    by: str = "",
+) -> None:
+    """Exit code 1 when any row says that its bytes were wrong. `others`: what they had of the CPUs ends the results."""
+    seen = show_parts(parts, as_json, title, by)
+    if others is not None:
+        _tell_of(others.share(), as_json, title)  # all of our processes have ended
     raise typer.Exit(0 if all(row.get("verified", True) for row in seen) else 1)
+
+
+def _tell_of(other_load: float, as_json: bool, title: str) -> None:
+    if as_json:
+        print_json({"kind": "noise", "of": title, "other_load": other_load})
+    elif other_load >= _NOISE:
+        make_console().print(
+            f"other processes had {other_load:.1%} of all CPU time meanwhile: not a quiet machine"
+        )

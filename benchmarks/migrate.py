@@ -3,10 +3,11 @@
 
 offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
 besides the transfer. plan, read, validate, settle: as the pull counts them. whole: offer, then from
-the decode worker's call until it has the blocks.
+the decode worker's call until it has the blocks. overhead: what of each request's whole is not its read.
 
-Requests come one after the other, or at times of their own (arrivals.py). Then there is a phase late, until a slot
-was free, and whole counts from the intended arrival: late, telling the prefill process to offer, and all the rest.
+Requests come one after the other, or as soon as one of several slots is free, or at times of their own (arrivals.py).
+In the last case there is a phase late, until a slot was free, and whole counts from the intended arrival: late, telling
+the prefill process to offer, and all the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvlink import BlockPool, Worker
 from kvlink.layout import dense
 
 from .allocator import order_of
-from .arrivals import LATE_US, Arrivals, open_loop
+from .arrivals import LATE_US, Arrivals, Served, open_loop
 from .cache import Cache
 from .contents import Contents, Ids
 from .draws import Fragmentation
@@ -36,9 +37,10 @@ from .spread import quantiles_us, with_median_interval
 Row = dict[str, Any]
 
 PHASES = ("offer", "claim", "plan", "read", "validate", "settle", "whole")
+OVERHEAD = "overhead"
 
 _POOL_REQUESTS = 4
-_SLOTS = 16  # requests under way at a time in an open loop, at most
+_SLOTS = 16  # requests under way at a time in an open loop, where nothing else is asked for
 _RUN_BYTES = 8 << 30
 _LEAST_ITERS, _MOST_ITERS = 10, 200
 _VERIFY_EVERY = 4  # besides the first and the last
@@ -56,11 +58,14 @@ def rows(
     trace: str = "",
     block_tokens: int = BLOCK_TOKENS,
     prefill_ms: float = 0.0,
+    slots: int | None = None,
 ) -> Iterator[Row]:
-    """One row a phase. `tokens`: of every request, or of one after the other, those without room left out.
+    """One row a phase, then the overhead. `tokens`: of every request, or of one after the other, those without room
+    left out.
 
     `iters` None: what fits the size. `arrivals`: of each of `tokens`. `order`, `trace`: as order_of reads them.
-    `prefill_ms`: of a request, before its move; 0: say nothing of TTFT. Raises ConfigError, BenchError, TransferError.
+    `prefill_ms`: of a request, before its move; 0: say nothing of TTFT. `slots`: requests under way at a time, if there
+    is room for as many; None: one, or 16 with `arrivals`. Raises ConfigError, BenchError, TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     cache = Cache(model, tp, block_tokens)
@@ -68,8 +73,9 @@ def rows(
     lengths = [given[index] for index in kept]
     blocks = order_of(order, cache.blocks(max(lengths)), trace)
     largest = blocks.whole_runs(cache.blocks(max(lengths)))
-    slots = max(1, min(cache.most_blocks() // largest, _SLOTS if arrivals else _POOL_REQUESTS))
-    geometry = cache.geometry(largest * slots)
+    room = max(1, cache.most_blocks() // largest)
+    slots = min(room, slots or (_SLOTS if arrivals else 1))
+    geometry = cache.geometry(largest * max(slots, min(room, _POOL_REQUESTS)))
     with (
         coordinator_process() as coordinator,
         owner_process(geometry, _SEED, transport, coordinator, here=transport.endswith("loopback")) as owner,
@@ -85,12 +91,15 @@ def rows(
         }  # fmt: skip
         if not isinstance(tokens, int):
             common["left_out"] = len(given) - len(kept)
-        if arrivals is None:
-            mean_bytes = sum(map(cache.blocks, lengths)) * dense(geometry).block_bytes // len(lengths)
-            bench.run(iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS)))
-        else:
+        mean_bytes = sum(map(cache.blocks, lengths)) * dense(geometry).block_bytes // len(lengths)
+        iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS))
+        if arrivals is not None:
             common |= {"arrivals": arrivals.name}
             common |= bench.run_open([arrivals.at_s[index] for index in kept], largest, slots)
+        elif slots > 1:
+            common |= bench.run_together(max(iters, slots), largest, slots)
+        else:
+            bench.run(iters)
         yield from bench.rows(common, prefill_ms * 1e3)
 
 
@@ -143,8 +152,33 @@ class _Bench:
                 self._verify(request)
 
     def run_open(self, at_s: Sequence[float], largest: int, slots: int) -> Row:
-        """Hands each request over when it comes. A slot has `largest` blocks; its last request is verified."""
-        requests = [self._request(tokens, largest) for tokens in self._lengths]
+        """Hands each request over when it comes."""
+        served, made = self._run_in_slots(at_s, self._lengths, largest, slots)
+        for index, done in sorted(made.items()):
+            self._made.append(done._replace(us=(*done.us[:-1], served[index].took_us)))
+            self._late_us.append(served[index].late_us)
+        return {
+            "slots": slots,
+            "offered_per_s": len(at_s) / at_s[-1] if at_s[-1] else None,
+            "started_late": sum(each.late_us > LATE_US for each in served),
+            "failed": len(served) - len(made),
+        }
+
+    def run_together(self, iters: int, largest: int, slots: int) -> Row:
+        """Hands fresh requests over, a slot's next one as soon as its last is there."""
+        lengths = list(islice(cycle(self._lengths), iters))
+        served, made = self._run_in_slots([0.0] * iters, lengths, largest, slots)
+        self._made += made.values()
+        took_s = (max(each.took_us for each in served) - min(each.late_us for each in served)) / 1e6
+        return {"slots": slots, "made_per_s": len(made) / took_s, "failed": len(served) - len(made)}
+
+    def _run_in_slots(
+        self, at_s: Sequence[float], lengths: Sequence[int], largest: int, slots: int
+    ) -> tuple[list[Served], dict[int, _HandOver]]:
+        """What became of each request, and those that were made by their index. A slot has `largest` blocks; its last
+        request is verified.
+        """
+        requests = [self._request(tokens, largest) for tokens in lengths]
         self._contents.poison(self._worker.pool, np.arange(self._num_blocks, dtype=np.uint32))
         made: dict[int, _HandOver] = {}
         last: dict[int, _Request] = {}
@@ -159,17 +193,9 @@ class _Bench:
             served = open_loop(at_s, serve, slots)
         if not made:
             raise BenchError(f"none of {len(served)} requests was handed over: {served[0].error}")
-        for index, done in sorted(made.items()):
-            self._made.append(done._replace(us=(*done.us[:-1], served[index].took_us)))
-            self._late_us.append(served[index].late_us)
         for request in last.values():
             self._verify(request)
-        return {
-            "slots": slots,
-            "offered_per_s": len(at_s) / at_s[-1] if at_s[-1] else None,
-            "started_late": sum(each.late_us > LATE_US for each in served),
-            "failed": len(served) - len(made),
-        }
+        return served, made
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -186,8 +212,9 @@ class _Bench:
         common = common | {"cpu_s_per_gib": self._cpu_ns / 1e9 / gib}
         phases = dict(zip(PHASES, zip(*(each.us for each in self._made), strict=True), strict=True))
         late = {"late": self._late_us} if self._late_us else {}
+        over = [whole - read for whole, read in zip(phases["whole"], phases["read"], strict=True)]
         ttft_us = prefill_us + median(phases["whole"])
-        for phase, us in (late | phases).items():
+        for phase, us in (late | phases | {OVERHEAD: over}).items():
             yield {
                 **common,
                 **({"of_ttft": median(us) / ttft_us} if prefill_us else {}),

@@ -19,7 +19,7 @@ _ALLOCATED = {(mode.peer, mode.name) for mode in MODES if mode.allocates}
 
 
 class Bar(NamedTuple):
-    """`got` must be at least `needs` (factor) or at most (share)."""
+    """`got` must be at least `needs` (factor) or at most (share, or ms)."""
 
     bar: str
     transport: str

@@ -22,7 +22,7 @@ from kvlink import _core
 from kvlink.errors import KVLinkError
 
 from ..machine import OtherLoad
-from ..spread import median_interval
+from ..spread import median_interval, quantiles_us
 from .contender import KVLINK, Contender, Draw, Who
 from .here import Kvlink
 from .modes import HOST, MODES, TCP
@@ -186,10 +186,10 @@ def _row(who: Who, shape: Shape, score: _Score) -> dict[str, Any]:
     p50 = float(np.median(score.us))
     low, high = median_interval(score.us)
     return row | {
+        **quantiles_us(score.us),
         "p50_us": p50,
         "p50_low_us": low,
         "p50_high_us": high,
-        "p99_us": float(np.percentile(score.us, 99)),
         "quantiles_us": np.percentile(score.us, QUANTILES).tolist(),
         "gib_per_s": gib / (p50 / 1e6),
         "gb_per_s": shape.num_bytes / 1e3 / p50,

@@ -20,7 +20,8 @@ SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS),
 
 _MOST_BYTES = 512 << 20  # of one transfer: everybody has twice that at each end
 _WORD_BYTES = 8
-_LONG = {"kind", "version", "settings", "p50_low_us", "p50_high_us", "quantiles_us", "gb_per_s", "turns"}
+_LONG = {"kind", "version", "settings", "p90_us", "p999_us", "quantiles_us", "gb_per_s", "turns"}
+_INTERVALS = ("_low_us", "_high_us")
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
@@ -39,22 +40,25 @@ def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> l
 
 def contests(
     path: str, wanted: Iterable[Shape], seconds: float, environments: Path, log: IO[str]
-) -> Iterator[dict[str, Any]]:
-    """The rows of one contest after the other. Raises ConfigError for a path that is none."""
+) -> list[Iterable[dict[str, Any]]]:
+    """Who is in none of them, then the rows of each contest, held as they are iterated. Raises ConfigError for a path
+    that is none.
+    """
     paths = path.split(",")
     if unknown := sorted(set(paths) - set(PATHS)):
         raise ConfigError(f"no path is called {unknown[0]!r}; choose from {', '.join(PATHS)}")
-    for (peer, mode), why_not in NOT_RUN.items():
-        yield {"kind": "peers", "peer": peer, "mode": mode, "path": "any", "why_not": why_not}
-    for name in paths:
-        for shape in wanted:
-            for row in contest.rows(name, shape, seconds, environments.absolute(), log):
-                yield {"kind": "peers", **row}
+    absent = [
+        {"peer": peer, "mode": mode, "path": "any", "why_not": why} for (peer, mode), why in NOT_RUN.items()
+    ]
+    held = [
+        contest.rows(name, shape, seconds, environments.absolute(), log) for name in paths for shape in wanted
+    ]
+    return [({"kind": "peers", **row} for row in part) for part in (absent, *held)]
 
 
 def brief(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as it fits a screen."""
-    return {name: value for name, value in row.items() if name not in _LONG}
+    return {name: value for name, value in row.items() if name not in _LONG and not name.endswith(_INTERVALS)}
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

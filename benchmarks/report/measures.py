@@ -2,16 +2,18 @@
 """What the rows of a results file say: one JSON object a line.
 
 kind "machine": what machine.describe gives, the first line. kind "peers": contender.Who (peer, mode, path, version,
-settings), block_bytes, blocks, then why_not, or p50_us with p50_low_us and p50_high_us (95 % confidence), p99_us,
-quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib of both processes, transfers, turns,
-verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU time that strangers took). kind "bar":
-bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their
-modules write them: both have the order of the block ids, p50_us, p90_us, p99_us and p999_us, each with a 95 %
-interval (_low_us, _high_us; null: too few values), and cpu_s_per_gib; migrate in an open loop arrivals, slots,
-offered_per_s, started_late, failed, and the phase late. kind "simulation": the scene (path, model, tp, rails, load,
-popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured gives. kind "validation": transport,
-readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated (simulated_…_us) and the difference
-(_error); drift (of the machine's rate between before and after), other_load, verified.
+settings), block_bytes, blocks, then why_not, or p50_us, p90_us, p99_us and p999_us, each with a 95 % interval
+(_low_us, _high_us; null: too few values), quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib
+of both processes, transfers, turns, verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU
+time that strangers took). kind "bar": bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench
+migrate` (they have phase), as their modules write them: both have the order of the block ids, p50_us, p90_us, p99_us
+and p999_us, each with its interval, and cpu_s_per_gib; migrate also a row of the overhead (what of each whole is not
+its read), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots, offered_per_s,
+started_late, failed, and the phase late. kind "noise" ends both: of (the run), other_load. kind "simulation": the
+scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured
+gives. kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated
+(simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after), other_load,
+verified.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class Results:
     absent: list[tuple[str, str]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of each migration: phase by phase, the median in µs."""
+    noise: dict[str, float] = field(default_factory=dict)
+    """Of each run: the share of all CPU time that strangers took."""
     fleets: dict[str, list[Simulated]] = field(default_factory=dict)
     """By scene."""
     validated: list[Validated] = field(default_factory=list)
@@ -117,6 +121,8 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
             found.machine = found.machine or {key: value for key, value in row.items() if key != "kind"}
         elif kind == "bar":
             found.bars.append(row)
+        elif kind == "noise":
+            found.noise[str(row.get("of"))] = _number(row, "other_load")
         elif kind == "peers" and "why_not" in row:
             found.absent.append(
                 (f"{row.get('peer')} {row.get('mode')} ({row.get('path')})", str(row["why_not"]))

@@ -45,6 +45,9 @@ def _of_file(found: Results) -> Iterator[str]:
             f"{name} {value}" for name, value in found.machine.items() if value not in ("", None)
         )
         yield f"<p><small>{escape(said)}</small></p>"
+    if found.noise:
+        said = "; ".join(f"{of} {share:.1%}" for of, share in found.noise.items())
+        yield f"<p><small>CPU time that other processes took meanwhile: {escape(said)}</small></p>"
     yield from _bars(found)
     for (path, blocks), measures in groups(found.measures).items():
         yield f"<h3>{escape(path)}: {blocks:,} block{'s' if blocks > 1 else ''} a transfer</h3>"

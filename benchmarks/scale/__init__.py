@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one coordinator pays for a large fleet, and how that grows with the fleet.
 
-`rows(…)` runs `kvlink coordinator` and load processes on this host. fleet.py: workers that are joined and idle;
+`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py: workers that are joined and idle;
 losses.py: and come back; watchers.py: who hears of a change; crowd.py: the simulated workers; growth.py: the exponents.
 """
 
@@ -39,7 +39,7 @@ _COSTS = {
 Phase = Callable[[Load, int], Iterator[Row]]
 
 
-def rows(
+def parts(
     workers: Sequence[int],
     tickets: int = 10,
     store: str = MEMORY,
@@ -47,10 +47,11 @@ def rows(
     lease_s: float = 10.0,
     idle_s: float = 10.0,
     changes: int = 20,
-) -> Iterator[Row]:
-    """All phases for each number of workers, then the growth of each cost. `tickets` are a worker's.
+) -> list[Iterator[Row]]:
+    """Rows of all phases for each number of workers, then of the growth of each cost: in that order, each when it is
+    iterated. `tickets` are a worker's.
 
-    Raises BenchError when a load process failed.
+    They raise BenchError when a load process failed.
     """
 
     def joined(load: Load, count: int) -> Iterator[Row]:
@@ -63,7 +64,8 @@ def rows(
         return lost_replica(load, count, tickets)
 
     seen: list[Row] = []
-    for count in workers:
+
+    def of(count: int) -> Iterator[Row]:
         phases: list[tuple[Phase, int]] = [(joined, 1), (watched, 1)]
         phases += [(watch_each_other, 1)] if count <= _WATCH_EACH_OTHER else []
         phases += [(lost, 2)] if store != MEMORY else []
@@ -72,7 +74,8 @@ def rows(
                 for row in phase(load, count):
                     seen.append(row)
                     yield row
-    yield from growth(seen)
+
+    return [*map(of, workers), growth(seen)]
 
 
 def growth(seen: Sequence[Row]) -> Iterator[Row]:

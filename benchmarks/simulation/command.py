@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvlink.cli.tables import print_json, show_rows
+from kvlink.cli.tables import print_json, show_parts, show_rows
 from kvlink.cost import PRIORS, Cost
 from kvlink.errors import ConfigError
 
@@ -95,9 +95,10 @@ def simulate(
         path_of(path, _cost(calibrate), meant, tp) if path == "tcp" else _nics(path, Machine(nics, gbps), tp)
     )
     scene = Scene(load, popular, fail_rail, pulls, lease_s, seed)
-    curve = rows(Move(meant, tp, way), requests_of(trace, requests), workers or SIZES, scene)
+    move, given = Move(meant, tp, way), requests_of(trace, requests)
+    curve = [rows(move, given, [size], scene) for size in workers or SIZES]
     title = f"{meant.name} at TP {tp} over {way.name}, {way.rails} rails a worker, load {load:g}"
-    show_rows(curve if as_json else map(brief, curve), as_json, title)
+    show_parts([fleet if as_json else map(brief, fleet) for fleet in curve], as_json, title)
 
 
 def _cost(calibrate: Path | None) -> Cost:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,20 @@ from kvlink.integrations.vllm.handover import Handover
 from kvlink.types import WorkerCard
 
 
-def cache_of(handoff: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.uint8]:
+def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.NDArray[np.uint8]:
     """The cache of the first tokens: all layers of a server of one rank with one cache group, in a fixed order.
 
-    num_tokens: of whole blocks. Uses the hand-off up.
+    num_tokens: of whole blocks. Takes two hand-offs: the first one's lease may end while a pool like the server's is
+    made, on a machine that does much else.
     """
-    handover = Handover.from_params(handoff)
-    [owner] = handover.owners
+    [owner] = Handover.from_params(hand_off()).owners
     card = ControlThread.shared().run(_card(owner.agent))
-    unit = handover.block_tokens // card.layout.block_tokens
-    [ticket] = handover.tickets(0, unit)
     pool = BlockPool.allocate(card.layout)
-    into = range(1, len(ticket.block_ids) + 1)
     with Worker(pool, "reader", config=WorkerConfig(transports="cma,tcp")) as reader:
+        handover = Handover.from_params(hand_off())
+        unit = handover.block_tokens // card.layout.block_tokens
+        [ticket] = handover.tickets(0, unit)
+        into = range(1, len(ticket.block_ids) + 1)
         assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
     return np.concatenate([pool.numpy(region) for region in range(len(pool.regions))])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -47,7 +48,9 @@ def test_the_same_bytes_lie_at_both_servers(pair: Pair) -> None:
     assert pair.continued(tokens, pair.hand_off(tokens)).status == 200
     assert eventually(lambda: pair.loads() == loads + 1, 5)
     # What decode has loaded is in its prefix cache by now, and it hands that on.
-    ours, theirs = (cache_of(pair.hand_off(tokens, at), whole) for at in (pair.decode, pair.prefill))
+    ours, theirs = (
+        cache_of(functools.partial(pair.hand_off, tokens, at), whole) for at in (pair.decode, pair.prefill)
+    )
     assert np.count_nonzero(ours) > ours.size / 1000
     assert np.array_equal(ours, theirs)
     assert pair.settles(SETTLE_S)
