@@ -14,7 +14,7 @@ import yaml
 from deploy.commands import CHART
 
 KUBERNETES = "1.33"
-OPERATORS = ("ServiceMonitor", "PrometheusRule")
+OPERATORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 """Not Kubernetes' own: their schemas are the Prometheus operator's."""
 
 
@@ -24,11 +24,11 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
 
 
-def render(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the chart makes of `values`, by kind, checked."""
+def render(folder: Path, values: dict[str, Any], chart: Path = CHART) -> dict[str, dict[str, Any]]:
+    """What `chart` makes of `values`, by kind, checked."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
-    done = helm("template", "kv", str(CHART), "--namespace", "prod", "--values", str(file))
+    done = helm("template", "kv", str(chart), "--namespace", "prod", "--values", str(file))
     assert done.returncode == 0, done.stderr
     documents = [document for document in yaml.safe_load_all(done.stdout) if document]
     for document in documents:

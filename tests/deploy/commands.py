@@ -20,6 +20,7 @@ CONTAINERFILE = DEPLOY / "image" / "Containerfile"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 UNIT = DEPLOY / "systemd" / "kvlink-coordinator.service"
 DROP_IN = DEPLOY / "systemd" / "kvlink-worker.conf"
+DOCTOR = CHART / "files" / "doctor.sh"
 WORKER_POD = DEPLOY / "kubernetes" / "worker-pod.yaml"
 GUIDES = ("operators-guide.md", "monitoring.md", "security.md")
 

@@ -29,7 +29,7 @@ ALL = {
 
 def _paths(values: dict[str, Any], prefix: str = "") -> set[str]:
     """Of what has no fields itself, or is handed on as a whole."""
-    whole = ("env", "resources", "nodeSelector", "affinity", "podAnnotations", "labels")
+    whole = ("env", "resources", "nodeSelector", "affinity", "podAnnotations", "labels", "selector")
     found: set[str] = set()
     for key, value in values.items():
         deeper = isinstance(value, dict) and key not in whole
@@ -57,18 +57,6 @@ def test_the_chart_is_of_this_release() -> None:
 def test_the_rules_are_those_of_prometheus() -> None:
     inside = commands.CHART / "files" / "kvlink.rules.yml"
     assert inside.read_text() == (commands.DEPLOY / "prometheus" / "kvlink.rules.yml").read_text()
-
-
-def test_kubernetes_takes_the_pod_of_a_worker() -> None:
-    pod = yaml.safe_load(commands.WORKER_POD.read_text())
-    charts.check(pod)
-    (server,) = pod["spec"]["containers"]
-    assert server["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
-    ports = {f"KVLINK_{port['name'].removeprefix('kvlink-').upper()}": port for port in server["ports"]}
-    values = {variable["name"]: variable.get("value") for variable in server["env"]}
-    assert values["KVLINK_AGENT_PORT"] == str(ports["KVLINK_AGENT"]["containerPort"])
-    assert values["KVLINK_PORT"] == str(ports["KVLINK_DATA"]["containerPort"])
-    assert values["KVLINK_METRICS_PORT"] == str(ports["KVLINK_METRICS"]["containerPort"])
 
 
 def test_helm_finds_nothing_wrong() -> None:

@@ -3,17 +3,34 @@
 {{- printf "%s-kvlink" .Release.Name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
-{{- define "kvlink.selector" -}}
+{{- define "kvlink.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "kvlink.instance" -}}
 app.kubernetes.io/name: kvlink
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kvlink.release" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- define "kvlink.selector" -}}
+{{ include "kvlink.instance" . }}
 app.kubernetes.io/component: coordinator
 {{- end -}}
 
 {{- define "kvlink.labels" -}}
 {{ include "kvlink.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{ include "kvlink.release" . }}
+{{- end -}}
+
+{{- define "kvlink.coordinators" -}}
+{{- $name := include "kvlink.name" . -}}
+{{ range $n := until (int .Values.replicas) }}{{ if $n }},{{ end }}{{ $name }}-{{ $n }}.{{ $name }}.{{ $.Release.Namespace }}.svc:{{ $.Values.ports.grpc }}{{ end }}
 {{- end -}}
 
 {{- define "kvlink.check" -}}

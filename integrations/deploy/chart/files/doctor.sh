@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+# Usage: doctor.sh FILE SECONDS CHECK…
+# Prints every SECONDS what `kvlink doctor` finds. FILE is there while it finds no failure and each CHECK passes.
+file=$1 every=$2
+shift 2
+trap 'kill "$!" 2>/dev/null; exit 0' TERM
+
+ready() {
+  kvlink doctor >"$file.found" 2>&1
+  verdict=$?
+  cat "$file.found"
+  for check in "$@"; do
+    grep -q "^pass  $check  " "$file.found" || { echo "does not pass: $check"; verdict=1; }
+  done
+  return "$verdict"
+}
+
+while :; do
+  if ready "$@"; then touch "$file"; echo ready; else rm -f "$file"; echo not ready; fi
+  sleep "$every" &
+  wait "$!"
+done
