@@ -3,7 +3,7 @@
 # Prints every SECONDS what `kvlink doctor` finds. FILE is there while it finds no failure and each CHECK passes.
 file=$1 every=$2
 shift 2
-trap 'kill "$!" 2>/dev/null; exit 0' TERM
+trap 'exit 0' TERM  # between two commands, so that none may take long
 
 ready() {
   kvlink doctor >"$file.found" 2>&1
@@ -17,6 +17,9 @@ ready() {
 
 while :; do
   if ready "$@"; then touch "$file"; echo ready; else rm -f "$file"; echo not ready; fi
-  sleep "$every" &
-  wait "$!"
+  slept=0
+  while [ "$slept" -lt "$every" ]; do
+    sleep 1
+    slept=$((slept + 1))
+  done
 done
