@@ -113,7 +113,8 @@ test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment,
 bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside its limits and other libraries; 10 minutes
 	mkdir -p build/bench
 	kvlink bench control
-	kvlink bench peers --seconds 1 --json >build/bench/results.jsonl
+	kvlink bench peers --seconds 0.5 --blocks 256 --json >build/bench/results.jsonl
+	kvlink bench peers --seconds 0.5 --blocks 1 --block-bytes 16384 --json >>build/bench/results.jsonl
 	kvlink bench plan --json >>build/bench/results.jsonl
 	kvlink bench pull --json >>build/bench/results.jsonl
 	kvlink bench migrate --json >>build/bench/results.jsonl
