@@ -83,7 +83,7 @@ def rows(
             BlockPool.allocate(dense(geometry)), "bench-reader", coordinator=coordinator, transports=transport
         ) as worker,
     ):
-        bench = _Bench(owner, worker, lengths, blocks)
+        bench = _Bench(owner, worker, cache, lengths, blocks)
         bench.run(2)  # connects and warms up
         bench.forget()
         common: Row = {
@@ -123,9 +123,10 @@ class _HandOver(NamedTuple):
 
 class _Bench:
     def __init__(
-        self, owner: OwnerSide, worker: Worker, lengths: Sequence[int], order: Fragmentation
+        self, owner: OwnerSide, worker: Worker, cache: Cache, lengths: Sequence[int], order: Fragmentation
     ) -> None:
-        self._owner, self._worker, self._lengths, self._order = owner, worker, lengths, order
+        self._owner, self._worker, self._cache = owner, worker, cache
+        self._lengths, self._order = lengths, order
         self._asking = threading.Lock()  # for one answer at a time of the owner
         self._contents = Contents(worker.pool.layout, _SEED)
         self._num_blocks = worker.pool.layout.num_blocks
@@ -229,7 +230,7 @@ class _Bench:
 
     def _request(self, tokens: int, within: int) -> _Request:
         """Into some of the first `within` blocks."""
-        num = -(-tokens // self._worker.pool.layout.block_tokens)
+        num = self._cache.blocks(tokens)
         [owner_ids], [ids] = (self._order.draw(self._rng, of, 1, num) for of in (self._num_blocks, within))
         request = _Request(next(self._names), tokens, owner_ids, ids)
         self._owner.call("hold", request_id=request.request_id, ids=owner_ids.tolist(), num_tokens=tokens)

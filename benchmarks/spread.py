@@ -58,13 +58,17 @@ def quantiles_us(us: Sequence[float]) -> dict[str, float | None]:
     return row
 
 
-def with_median_interval(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
-    """A row with quantiles_us as it fits a screen: of the intervals that of the median, as one text."""
-    ends = [row["p50_low_us"], row["p50_high_us"]]
-    between = "–".join("" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends)
-    found = {
+def without_intervals(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
+    """A row with quantiles_us as it fits a screen."""
+    return {
         name: value
         for name, value in row.items()
         if name not in leave_out and not name.endswith(("_low_us", "_high_us"))
     }
-    return found | {"p50_us_95": between}
+
+
+def with_median_interval(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
+    """As without_intervals, but with that of the median, as one text."""
+    ends = [row["p50_low_us"], row["p50_high_us"]]
+    between = "–".join("" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends)
+    return without_intervals(row, leave_out) | {"p50_us_95": between}

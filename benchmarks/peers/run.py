@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from kvlink.errors import ConfigError
 
+from ..spread import without_intervals
 from . import contest
 from .bars import bars
 from .contest import Shape
@@ -21,7 +22,6 @@ SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS),
 _MOST_BYTES = 512 << 20  # of one transfer: everybody has twice that at each end
 _WORD_BYTES = 8
 _LONG = {"kind", "version", "settings", "p90_us", "p999_us", "quantiles_us", "gb_per_s", "turns"}
-_INTERVALS = ("_low_us", "_high_us")
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
@@ -58,7 +58,7 @@ def contests(
 
 def brief(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as it fits a screen."""
-    return {name: value for name, value in row.items() if name not in _LONG and not name.endswith(_INTERVALS)}
+    return without_intervals(row, _LONG)
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
