@@ -87,6 +87,13 @@ class WorkerConfig:
         "how verbs connects: direct, or cm (rdma_cm; at both ends); empty: as the NIC needs",
         choices=("", "direct", "cm"),
     )
+    rdma_traffic_class: int = _setting(
+        "KVLINK_RDMA_TRAFFIC_CLASS",
+        0,
+        "of what verbs sends; with RoCE v2 the IP header's byte: DSCP x 4. At both ends",
+        least=0,
+        most=255,
+    )
     gpudirect: str = _setting(
         "KVLINK_GPUDIRECT",
         "",
@@ -148,6 +155,9 @@ class WorkerConfig:
         "port of this worker's /metrics for Prometheus; 0: none",
         least=0,
         most=65535,
+    )
+    metrics_host: str = _setting(
+        "KVLINK_METRICS_HOST", "", "address that /metrics listens on; empty: that of KVLINK_HOST"
     )
     log: str = _setting("KVLINK_LOG", "warning", "least severe message that is logged", choices=LOG_LEVELS)
     log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object a line")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvlink.engine import Engine, LeaseCounts
+from kvlink.engine import Engine, LeaseCounts, Port
 from kvlink.histogram import Durations
 from kvlink.peers import Peers
 from kvlink.prefill import Offers
@@ -37,7 +37,7 @@ class WorkerFigures:
     lease_slots: int
     """How many readers can hold offers at one time."""
     pinned_blocks: int
-    """Of live offers, now. Without those whose tickets somebody else wrote (`Offers.grant_at`)."""
+    """That wait for readers now; one of two offers counts twice."""
     pool_blocks: int
     pool_bytes: int
     links: tuple[Link, ...]
@@ -50,6 +50,7 @@ class WorkerFigures:
     joined: bool | None
     """Now; None: there is no coordinator."""
     rejoins: int
+    ports: tuple[Port, ...] = ()
 
 
 class Counted(Protocol):
@@ -81,6 +82,7 @@ def gather(
         failed_starts=dict(starts.failed),
         joined=presence.joined,
         rejoins=presence.num_rejoins,
+        ports=tuple(engine.ports()),
     )
 
 

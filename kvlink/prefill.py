@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.histogram import Durations
-from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.ticket import MAX_NAME_BYTES, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
 from kvlink.types import LeaseEvent, ReadyUnit
 
@@ -23,11 +23,13 @@ _TIMED_EVERY = 16
 _COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing grows when nobody asks for events
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offered:
     lease: int
-    ticket: Ticket | None
-    """None: somebody else wrote it."""
+    num_blocks: int = 0
+    """That wait for readers."""
+    ticket: Ticket | None = None
+    """None: it is being signed, or somebody else wrote it."""
 
 
 class Offers:
@@ -83,24 +85,24 @@ class Offers:
                     f"request {request_id} is offered already; wait for its event or abort it before offering it again"
                 )
             seats = self._engine.grant(lease, readers, written, ttl_s)
-            unsigned = Ticket(
-                request_id=request_id,
-                worker_id=self._worker_id,
-                epoch=self._epoch,
-                agent=self._agent,
-                seats=tuple(LeaseSeat(*seat) for seat in seats),
-                block_ids=ids,
-                num_tokens=tokens,
-                ready=written,
-                ready_unit=ready_unit,
-                tp_rank=layout.tp_rank,
-                tp_size=layout.tp_size,
-                ttl_s=ttl_s,
-                trace=TraceParent.parse(trace) if trace else None,
-            )
-            ticket = self.sign(unsigned)
-            self._by_request[request_id] = _Offered(lease, ticket)
+            offered = self._by_request[request_id] = _Offered(lease, len(ids))
             self._requests[lease] = request_id
+        unsigned = Ticket(
+            request_id=request_id,
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            agent=self._agent,
+            seats=tuple(LeaseSeat(*seat) for seat in seats),
+            block_ids=ids,
+            num_tokens=tokens,
+            ready=written,
+            ready_unit=ready_unit,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+            ttl_s=ttl_s,
+            trace=TraceParent.parse(trace) if trace else None,
+        )
+        ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket
@@ -117,13 +119,20 @@ class Offers:
                 raise ConfigError(f"request {request_id} is offered already")
             rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
             self._engine.core.grant_at(lease, rows, 0, ttl_s)
-            self._by_request[request_id] = _Offered(lease, None)
+            self._by_request[request_id] = _Offered(lease)
             self._requests[lease] = request_id
 
     def set_ttl(self, request_id: str, ttl_s: float) -> None:
         """Lets an offer end `ttl_s` seconds from now, sooner or later than it would. Raises UnknownRequest."""
         if not self._engine.core.set_ttl(self._lease_of(request_id), ttl_s):
             raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def hand_over(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
+        """The caller's ticket is out: so many blocks wait `ttl_s` seconds for its readers. Raises UnknownRequest."""
+        self.set_ttl(request_id, ttl_s)
+        with self._lock:
+            if (offered := self._by_request.get(request_id)) is not None:
+                offered.num_blocks = num_blocks
 
     def set_ready(self, request_id: str, ready: int) -> None:
         """See `Worker.set_ready`."""
@@ -163,7 +172,8 @@ class Offers:
     def num_pinned_blocks(self) -> int:
         """Blocks of the live offers, a block of two offers counted twice."""
         self._collect()
-        return sum(len(ticket.block_ids) for ticket in self.tickets())
+        with self._lock:
+            return sum(offered.num_blocks for offered in self._by_request.values())
 
     def _lease_of(self, request_id: str) -> int:
         with self._lock:
@@ -182,6 +192,8 @@ def _check_offer(
     ttl_s: float,
     readers: int,
 ) -> None:
+    if not 0 < len(request_id.encode()) <= MAX_NAME_BYTES:
+        raise ConfigError(f"offer {request_id:.80}: request ids must have 1 to {MAX_NAME_BYTES} bytes")
     if not ids or max(ids) >= num_blocks:
         raise ConfigError(f"offer {request_id}: block ids must be one or more of 0 to {num_blocks - 1}")
     if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:

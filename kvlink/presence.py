@@ -16,6 +16,7 @@ from kvlink.engine import Engine
 from kvlink.errors import ConfigError
 from kvlink.histogram import Durations
 from kvlink.host import this_host
+from kvlink.ports import PortLog
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
 
@@ -32,12 +33,13 @@ class Presence:
         at = config.coordinator
         self._client = CoordinatorClient(at, security=security) if at else None
         self._agent = WorkerAgent(
-            lambda transport, hellos: engine().accept(transport, hellos),
+            lambda transport, hellos, takes_keys: engine().accept(transport, hellos, takes_keys),
             settle=self._settle_own,
             renew=lambda slot, nonce: engine().core.renew(slot, nonce),
             security=security,
         )
         self._session: Session | None = None
+        self._ports: PortLog | None = None
         self.directory = ControlDirectory(self._client, security)
         self.claims = Durations()
         """Of those that were answered with tickets, waiting included."""
@@ -87,10 +89,13 @@ class Presence:
             )
             card = self._session.card
         self._agent.publish(card)
+        self._leave_ports()
+        self._ports = PortLog(engine, worker_id)
         return card
 
     async def leave(self) -> None:
         """Idempotent."""
+        self._leave_ports()
         await self._leave_session()
         await self._agent.close()
         await self.directory.close()
@@ -129,6 +134,11 @@ class Presence:
         blobs = await self._client.claim(request_id, timeout_s, reader, num_readers)
         self.claims.add(time.perf_counter_ns() - began)
         return [Ticket.from_bytes(blob) for blob in blobs]
+
+    def _leave_ports(self) -> None:
+        if self._ports is not None:
+            self._ports.close()
+            self._ports = None
 
     async def _leave_session(self) -> None:
         if self._session is not None:

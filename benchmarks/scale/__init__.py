@@ -25,11 +25,11 @@ MEMORY, ETCD = "memory", "etcd"
 _WATCH_EACH_OTHER = 128
 """Workers at most: n of them take n² deliveries."""
 _COSTS = {
-    "join": ("private_mib", "cpu_s"),
-    "idle": ("core_percent",),
+    "join": ("private_mib", "cpu_s", "store_cpu_s"),
+    "idle": ("core_percent", "store_core_percent"),
     "tickets": ("private_mib",),
-    "restart": ("cpu_s", "all_joined_s"),
-    "lost replica": ("cpu_s", "all_joined_s"),
+    "restart": ("cpu_s", "all_joined_s", "store_cpu_s"),
+    "lost replica": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "first list": ("cpu_ms", "list_bytes"),
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
     "watch each other": ("cpu_s", "deliveries"),
@@ -91,11 +91,13 @@ def growth(seen: Sequence[Row]) -> Iterator[Row]:
 @contextmanager
 def _load(store: str, replicas: int, processes: int, lease_s: float) -> Iterator[Load]:
     """The coordinators share the last core."""
+    store_pids: list[int] = []
     with ExitStack() as stack:
         if store == ETCD:
-            store = f"etcd://{stack.enter_context(closing(EtcdCluster())).addresses}/scale"
+            etcd = stack.enter_context(closing(EtcdCluster()))
+            store, store_pids = f"etcd://{etcd.addresses}/scale", etcd.pids
         all_of_them = [stack.enter_context(closing(Replica(store, lease_s))) for _ in range(replicas)]
         for replica in all_of_them:
             keep_to_last_core(replica.process.pid)
         load = crowds(",".join(replica.address for replica in all_of_them), processes)
-        yield Load(all_of_them[0], all_of_them[-1], stack.enter_context(load))
+        yield Load(all_of_them[0], all_of_them[-1], stack.enter_context(load), store_pids)

@@ -11,14 +11,14 @@ from contextlib import aclosing
 from kvlink.control import Security
 from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, CoordinatorCalls, Method
-from kvlink.control.values import Nothing
+from kvlink.control.values import Nothing, Watch
 
 from ..control import Row
 from .load import Load
 from .losses import restart
 
 _WATCH = CoordinatorCalls.WATCH_WORKERS
-_UNREAD: Method[Nothing, bytes] = Method(_WATCH.service, _WATCH.name, _WATCH.request, Codec(bytes, bytes))
+_UNREAD: Method[Watch, bytes] = Method(_WATCH.service, _WATCH.name, _WATCH.request, Codec(bytes, bytes))
 
 
 def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row]:
@@ -33,12 +33,15 @@ def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row
 def _join(load: Load, workers: int) -> Row:
     load.status()
     before_mib, busy_s, began = load.private_mib(), load.cpu_s(), time.monotonic()
+    store_s = load.store_cpu_s()
     load.crowds.shared_out("join", workers)
     took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
+    store_s = load.store_cpu_s() - store_s
     grown_mib = load.private_mib() - before_mib
     return {
         "seconds": round(took_s, 2),
         "cpu_s": round(busy_s, 3),
+        "store_cpu_s": round(store_s, 3),
         "private_mib": round(grown_mib, 1),
         "before_mib": round(before_mib, 1),
         "kib_per_worker": round(grown_mib * 1024 / workers, 1),
@@ -59,9 +62,11 @@ def _offer(load: Load, workers: int, tickets: int) -> Row:
 
 
 def _idle(load: Load, workers: int, idle_s: float) -> Row:
-    beats, busy_s, began = _beats(load)[0], load.cpu_s(), time.monotonic()
+    beats, busy_s, store_s = _beats(load)[0], load.cpu_s(), load.store_cpu_s()
+    began = time.monotonic()
     time.sleep(idle_s)
     took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
+    store_s = load.store_cpu_s() - store_s
     beats_now, rejoins = _beats(load)
     status = load.status()
     percent = 100 * busy_s / took_s
@@ -69,6 +74,7 @@ def _idle(load: Load, workers: int, idle_s: float) -> Row:
         "beats": beats_now - beats,
         "core_percent": round(percent, 2),
         "core_percent_per_1000": round(percent * 1000 / workers, 2),
+        "store_core_percent": round(100 * store_s / took_s, 2),
         "verified": beats_now > beats and (status.workers, status.lost_workers, rejoins) == (workers, 0, 0),
     }
 
@@ -101,6 +107,6 @@ async def _first_lists(load: Load, workers: int) -> Row:
 async def _first_list(load: Load, channel: Channel) -> tuple[float, bytes]:
     """CPU of the coordinator, and the message, which is not read yet: meanwhile workers go on beating."""
     busy_s = load.cpu_s()
-    async with aclosing(channel.receive(_UNREAD, Nothing())) as replies:
+    async with aclosing(channel.receive(_UNREAD, Watch())) as replies:
         listed = await anext(replies)
     return load.cpu_s() - busy_s, listed

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlink.control import CoordinatorClient, CoordinatorStatus
@@ -22,10 +23,16 @@ class Load:
     other: Replica
     """Serves the same store where there are several, else the same as `coordinator`."""
     crowds: Crowds
+    store_pids: Sequence[int] = ()
+    """Of etcd's members, where that is the store."""
 
     def cpu_s(self) -> float:
         """Of the coordinator, all threads, so far."""
         return cpu_s(self.coordinator.process.pid)
+
+    def store_cpu_s(self) -> float:
+        """Of etcd's members together, so far."""
+        return sum(map(cpu_s, self.store_pids))
 
     def private_mib(self) -> float:
         """Memory of the coordinator alone."""

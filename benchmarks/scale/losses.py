@@ -36,9 +36,9 @@ def lost_replica(load: Load, workers: int, tickets: int) -> Iterator[Row]:
 def _came_back(
     load: Load, moving: int, workers: int, tickets: int, lose: Callable[[], None] = lambda: None
 ) -> Row:
-    busy_s = load.cpu_s()
+    busy_s, store_s = load.cpu_s(), load.store_cpu_s()
     lost_at, rejoined, stall_s, peak = asyncio.run(_come_back(load, lose))
-    busy_s = load.cpu_s() - busy_s
+    busy_s, store_s = load.cpu_s() - busy_s, load.store_cpu_s() - store_s
     after_s = sorted(max(0.0, at - lost_at) for at in rejoined)
     status = load.status()
     complete = (status.workers, status.tickets) == (workers, workers * tickets)
@@ -46,6 +46,7 @@ def _came_back(
         "half_joined_s": round(statistics.median(after_s), 2),
         "all_joined_s": round(after_s[-1], 2),
         "cpu_s": round(busy_s, 2),
+        "store_cpu_s": round(store_s, 2),
         "peak_core": round(peak, 2),
         "longest_stall_ms": round(1e3 * stall_s),
         "verified": len(rejoined) == moving and complete and all(load.crowds.each("claim")),

@@ -12,9 +12,11 @@ import time
 from collections import deque
 from concurrent.futures import Future
 
+from kvlink import tracing
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread, CoordinatorClient, Offer
 from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
+from kvlink.tracing import TraceParent
 
 from .handover import Owner
 from .parts import Part
@@ -30,8 +32,9 @@ _CLOSE_S = 2.0
 class Following:
     """What one request's prefill server announces, as it comes. Read by the scheduler, fed by the control thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, trace: TraceParent | None) -> None:
         self.name = name
+        self._asked_in = trace
         self.why_ended = ""
         """Why no more parts come; empty while they do, and after the last."""
         self._parts: deque[Part] = deque()
@@ -44,6 +47,12 @@ class Following:
         while self._parts:
             parts.append(self._parts.popleft())
         return parts
+
+    @property
+    def trace(self) -> TraceParent | None:
+        """What its claims belong to: the offer, once it is known; before that what asked for it."""
+        offered_in = self._first.handover.trace if self._first else None
+        return offered_in or self._asked_in
 
     def stop(self) -> None:
         """Nobody reads on. Idempotent."""
@@ -79,15 +88,17 @@ class Announcements:
         """None: there is no coordinator."""
         return cls(config.coordinator, config.timeout_s) if config.coordinator else None
 
-    def announce(self, name: str, number: int, owner: Owner, ttl_s: float, part: bytes) -> Future[None]:
+    def announce(
+        self, name: str, number: int, owner: Owner, ttl_s: float, part: bytes, trace: TraceParent | None
+    ) -> Future[None]:
         """Offers the `number`th part of `name` in the background, on behalf of a worker that has joined there."""
         # Of one rank to one reader: servers talk here, whatever the number of their workers.
         offer = Offer(_numbered(name, number), owner.worker_id, owner.epoch, ttl_s, 0, 1, 1, part)
-        return self._control.submit(self._offer(offer))
+        return self._control.submit(self._offer(offer, trace))
 
-    def follow(self, name: str) -> Following:
-        """Claims the parts of `name`, one after the other, until the last or `stop`."""
-        following = Following(name)
+    def follow(self, name: str, trace: TraceParent | None) -> Following:
+        """Claims the parts of `name`, one after the other, until the last or `stop`. `trace`: of who asks."""
+        following = Following(name, trace)
         following._job = self._control.submit(self._follow(following))
         return following
 
@@ -98,9 +109,10 @@ class Announcements:
 
     # On the control thread.
 
-    async def _offer(self, offer: Offer) -> None:
+    async def _offer(self, offer: Offer, trace: TraceParent | None) -> None:
         try:
-            await self._coordinator_client().offer(offer)
+            with tracing.joined(trace):
+                await self._coordinator_client().offer(offer)
         except KVLinkError as error:
             _log.warning("not announced request=%s error=%s", offer.request_id, error)
             raise
@@ -109,7 +121,8 @@ class Announcements:
         number, goes_on = 0, True
         try:
             while goes_on:
-                blob = await self._claim(following.name, number)
+                with tracing.joined(following.trace):
+                    blob = await self._claim(following.name, number)
                 goes_on = following._add(blob)
                 number += 1
         except KVLinkError as error:

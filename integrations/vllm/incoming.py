@@ -19,6 +19,7 @@ from .handover import KEY, Handover
 from .orders import Load, Orders
 from .parts import STREAM, Part
 from .remote_leases import RemoteLeases
+from .traces import trace_of
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -77,7 +78,8 @@ class Incoming:
             else:
                 self._take(request, incoming, handover, handover.num_tokens)
         elif self._announcements is not None and isinstance(name, str) and name:
-            self._requests[request.request_id] = _Incoming(following=self._announcements.follow(name))
+            following = self._announcements.follow(name, trace_of(request))
+            self._requests[request.request_id] = _Incoming(following=following)
         else:
             without = "; to follow a prefill that still runs this server needs KVLINK_COORDINATOR" * bool(
                 name

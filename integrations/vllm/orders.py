@@ -28,6 +28,16 @@ class Load:
     """What to pull comes by `Orders.parts`."""
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The ticket is out."""
+
+    num_blocks: int
+    """Of the pool, that stay for its readers."""
+    ttl_s: float
+    """From now on."""
+
+
 @dataclass(slots=True)
 class Orders:
     """Carried out in this order: a slot that is withdrawn may be granted again."""
@@ -36,8 +46,7 @@ class Orders:
     """Requests whose leases end now; their blocks are free already."""
     granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)
     """Requests that will be handed over: take a lease at these seats."""
-    handed_over: dict[str, float] = field(default_factory=dict)
-    """Requests whose tickets are out, and their time to live in seconds from now."""
+    handed_over: dict[str, HandedOver] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     parts: dict[str, list[Part]] = field(default_factory=dict)
     """Loads whose prefill server has said more."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvlink.ticket import LeaseSeat
+from kvlink.tracing import TraceParent
 
 from .announcements import Announcements
 from .handover import Greeting, Handover, expanded
@@ -64,6 +65,8 @@ class _Outgoing:
     """Workers that hold the lease."""
     complete: bool = False
     """The last part is announced."""
+    trace: TraceParent | None = None
+    """Of its offer, once there is one."""
     announced: list[Future[None]] = field(default_factory=list)
 
     def goes_well(self) -> bool:
@@ -144,6 +147,7 @@ class Outgoing:
         if out is None or not out.goes_well():
             return ""
         if not out.complete:
+            out.trace = handover.trace
             self._send(out, own, Part(handover, handover.num_tokens, last=True, written=True).to_bytes())
         return out.name
 
@@ -157,10 +161,11 @@ class Outgoing:
         )
         num_tokens = min(out.num_blocks * own[0].block_tokens, whole)
         handover = write(out.request, out.seats, blocks, num_tokens, out.prompt)
-        out.complete = out.ends and all(self._grows)
+        out.complete, out.trace = out.ends and all(self._grows), handover.trace
         self._send(out, own[0], Part(handover, whole, last=out.complete, written=False).to_bytes())
 
     def _send(self, out: _Outgoing, own: Greeting, part: bytes) -> None:
         assert self._announcements is not None
-        number = len(out.announced)
-        out.announced.append(self._announcements.announce(out.name, number, own.owner, self._ttl_s, part))
+        name, number = out.name, len(out.announced)
+        announced = self._announcements.announce(name, number, own.owner, self._ttl_s, part, out.trace)
+        out.announced.append(announced)

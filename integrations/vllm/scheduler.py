@@ -18,7 +18,7 @@ from .announcements import Announcements
 from .caches import Rank
 from .handover import KEY, Greeting, Handover, expanded, prompt_digest
 from .incoming import Incoming
-from .orders import Orders
+from .orders import HandedOver, Orders
 from .outgoing import Chunk, GroupIds, Outgoing
 from .parts import ANNOUNCED
 from .slots import SlotGroups
@@ -129,9 +129,10 @@ class Scheduling:
         if not complete or not any(groups) or request.prompt_token_ids is None:
             self._withdraw(request_id, seats, "aborted")
             return False, None
-        self._orders.handed_over[request_id] = self._lease_s
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         own = tuple(expanded(group, self._ranks[0].kernel_blocks) for group in groups)
+        num_blocks = sum(block != 0 for group in own for block in group)
+        self._orders.handed_over[request_id] = HandedOver(num_blocks, self._lease_s)
         handover = self._handover(request, seats, own, num_tokens, self._digest(request, num_tokens))
         announced = self._outgoing.finish(request_id, self._ranks[0], handover)
         return True, {

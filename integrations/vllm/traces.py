@@ -25,7 +25,7 @@ class Traces:
         nobody collects spans. `worker_id`: of the first rank."""
         request_id = request.request_id
         if request_id not in self._offers:
-            trace = TraceParent.parse(_traceparent(request))
+            trace = trace_of(request)
             if tracing.spans is not None:
                 now_ns = time.time_ns()
                 about = {"kvlink.request_id": request_id, "kvlink.peer": worker_id}
@@ -38,6 +38,7 @@ class Traces:
         self._offers.pop(request_id, None)
 
 
-def _traceparent(request: Any) -> str:
+def trace_of(request: Any) -> TraceParent | None:
+    """That it had at the router, if anybody said so."""
     given = (request.kv_transfer_params or {}).get(TRACEPARENT) or (request.trace_headers or {}).get(HEADER)
-    return given if isinstance(given, str) else ""
+    return TraceParent.parse(given) if isinstance(given, str) else None

@@ -17,7 +17,7 @@ from kvlink.errors import KVLinkError
 from .caches import Caches
 from .handover import Greeting, Owner
 from .loads import Loads
-from .orders import Orders
+from .orders import HandedOver, Orders
 from .tally import Tally
 
 _log = logging.getLogger("vllm.kvlink")
@@ -71,8 +71,8 @@ class Serving:
             self._worker.offers.grant_at(request_id, seats, _UNTIL_HANDED_OVER_S)
             self._held.add(request_id)
         self._just_held.update(orders.granted.keys() & orders.written.keys())
-        for request_id, ttl_s in orders.handed_over.items():
-            self._hand_over(request_id, ttl_s)
+        for request_id, handed_over in orders.handed_over.items():
+            self._hand_over(request_id, handed_over)
         for load in orders.loads:
             self._loads.start(load)
         for request_id, parts in orders.parts.items():
@@ -126,7 +126,7 @@ class Serving:
         except KVLinkError as error:
             _log.warning("lease not withdrawn request=%s error=%s", request_id, error)
 
-    def _hand_over(self, request_id: str, ttl_s: float) -> None:
+    def _hand_over(self, request_id: str, handed_over: HandedOver) -> None:
         """A fast reader may have settled before we hear that the ticket is out."""
         self._collect_ended()
         self._held.discard(request_id)
@@ -136,7 +136,7 @@ class Serving:
             return
         self._out.add(request_id)
         with contextlib.suppress(KVLinkError):  # it ended since we looked: its event follows
-            self._worker.offers.set_ttl(request_id, ttl_s)
+            self._worker.offers.hand_over(request_id, handed_over.num_blocks, handed_over.ttl_s)
 
     def _collect_ended(self) -> None:
         for event in self._worker.events():

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ from kvlink.control.values import (
     Push,
     Renewal,
     SettleOrder,
+    Watch,
     WorkerChanges,
     WorkerEpoch,
 )
@@ -124,27 +125,31 @@ class CoordinatorClient(_Client):
         """Everyone who is joined."""
         return await self._channel.call(CoordinatorCalls.LIST_WORKERS, Nothing(), self._timeout_s)
 
-    async def watch(self) -> AsyncIterator[WorkerChange]:
-        """UP for everyone who is joined, then what changes. Never ends; bridges coordinator restarts."""
+    async def watch(self, worker_ids: Iterable[str] = ()) -> AsyncIterator[WorkerChange]:
+        """UP for everyone who is joined, then what changes. Never ends; bridges coordinator restarts.
+
+        worker_ids: only of these, at most 1,024; everyone when not given.
+        """
+        asked = Watch(frozenset(worker_ids))
         known: dict[str, WorkerCard] = {}
         backoff = Backoff()
         while True:
             try:
-                async with aclosing(self._changes()) as replies:
+                async with aclosing(self._changes(asked)) as replies:
                     whole = await anext(replies, None)
-                    for change in _difference(known, whole) if whole is not None else ():
+                    for change in _difference(known, asked.sees(whole)) if whole is not None else ():
                         yield change
                     async for changes in replies:
                         backoff.reset()
-                        for change in changes:
+                        for change in asked.sees(changes):  # which an older coordinator does not know
                             _apply(known, change)
                             yield change
             except CoordinatorUnavailable:
                 pass
             await asyncio.sleep(backoff.delay_s())
 
-    def _changes(self) -> AsyncGenerator[WorkerChanges, None]:
-        return self._channel.receive(CoordinatorCalls.WATCH_WORKERS, Nothing())
+    def _changes(self, asked: Watch) -> AsyncGenerator[WorkerChanges, None]:
+        return self._channel.receive(CoordinatorCalls.WATCH_WORKERS, asked)
 
     async def offer(self, offer: Offer, timeout_s: float | None = None) -> None:
         """Publishes a ticket. `Session.offer` also survives a restart of the coordinator."""
@@ -214,7 +219,7 @@ class AgentClient(_Client):
         Raises UnknownRequest when the worker is another one or has restarted, and what its transport raises:
         TransportUnavailable, AccessDenied, ConfigError.
         """
-        request = ConnectRequest(worker_id, epoch, transport, hellos)
+        request = ConnectRequest(worker_id, epoch, transport, hellos, takes_keys=True)
         return await self._channel.call(AgentCalls.CONNECT, request, timeout_s or self._timeout_s)
 
     async def settle(self, order: SettleOrder) -> bool:

@@ -36,6 +36,7 @@ from kvlink.control.values import (
     Push,
     PushKind,
     SettleOrder,
+    Watch,
     WorkerChanges,
     WorkerEpoch,
 )
@@ -173,12 +174,14 @@ class Coordinator:
     async def _list_workers(self, _: Nothing) -> list[WorkerCard]:
         return await self._store.workers()
 
-    async def _watch_workers(self, _: Nothing, send: Send[WorkerChanges]) -> None:
+    async def _watch_workers(self, watch: Watch, send: Send[WorkerChanges]) -> None:
         with contextlib.closing(await self._store.watch()) as feed:
             self.counts.feeds.add(feed)
             try:
+                await send(watch.sees(await anext(feed)))
                 async for changes in merged(feed):
-                    await send(changes)
+                    if seen := watch.sees(changes):
+                        await send(seen)
             finally:
                 self.counts.feeds.discard(feed)
 

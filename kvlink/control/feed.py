@@ -61,7 +61,6 @@ class Feed(Generic[T]):
 
 
 async def merged(feed: Feed[list[T]]) -> AsyncIterator[list[T]]:
-    """The first list as it is; then all that came while the consumer was busy, as one."""
-    yield await anext(feed)
+    """All that came while the consumer was busy, as one list."""
     async for items in feed:
         yield [*items, *itertools.chain.from_iterable(feed.drain())]

@@ -16,6 +16,8 @@ MAX_TP_SIZE = 1_024
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
 """Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+MAX_WATCHED = 1_024
+"""Workers that one watch names."""
 MAX_CONNECTIONS = 20_000
 """To one server: twice the workers of a coordinator."""
 HANDSHAKE_MS = 10_000

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -153,13 +154,16 @@ class ConnectRequest(NamedTuple):
     epoch: int
     transport: str
     hellos: list[bytes]
+    takes_keys: bool = False
 
 
 class ConnectReply(NamedTuple):
-    """The owner's replies, in the order of the hellos."""
+    """The owner's replies, in the order of the hellos. Keys are given where they are no longer the card's."""
 
     connection_id: int
     replies: list[bytes]
+    pool_keys: Sequence[bytes] = ()
+    lease_key: bytes = b""
 
 
 class CoordinatorStatus(NamedTuple):
@@ -182,3 +186,14 @@ class Nothing(NamedTuple):
 
 
 WorkerChanges = list[WorkerChange]
+
+
+class Watch(NamedTuple):
+    """Asks for changes of these workers; of everyone, if of none."""
+
+    worker_ids: frozenset[str] = frozenset()
+
+    def sees(self, changes: WorkerChanges) -> WorkerChanges:
+        """Those of `changes` that it asks for."""
+        wanted = self.worker_ids
+        return [change for change in changes if change.card.worker_id in wanted] if wanted else changes

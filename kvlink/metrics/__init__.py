@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError
 from kvlink.figures import Counted
 
 __all__ = ["serve"]
 
 
-def serve(worker: Counted, host: str, port: int) -> Callable[[], None]:
+def serve(worker: Counted, config: WorkerConfig) -> Callable[[], None]:
     """Serves /metrics until the function that it returns is called. Raises ConfigError."""
     try:
         from kvlink.metrics.serving import MetricsPort
@@ -25,4 +26,4 @@ def serve(worker: Counted, host: str, port: int) -> Callable[[], None]:
         raise ConfigError(
             "KVLINK_METRICS_PORT needs prometheus_client: pip install 'kvlink[metrics]', or set it to 0"
         ) from error
-    return MetricsPort(worker, host, port).close
+    return MetricsPort(worker, config.metrics_host or config.host, config.metrics_port).close

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import threading
+import time
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -18,6 +21,8 @@ from kvlink.metrics.worker import WorkerCollector
 MAX_VISITORS = 16
 """At a time; further ones are hung up on."""
 _SILENCE_S = 5.0
+_VISIT_S = 15.0
+"""Of a visitor who never falls silent: question and answer together."""
 
 
 class MetricsPort:
@@ -58,13 +63,35 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, self._room = found[0][0], threading.BoundedSemaphore(MAX_VISITORS)
+        self._visits: dict[socket.socket, float] = {}  # open, and when they must be over
+        self._visits_lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
+            with self._visits_lock:
+                self._visits[request] = time.monotonic() + _VISIT_S
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second, on the thread that accepts: hangs up on those who take too long."""
+        with self._visits_lock:
+            now = time.monotonic()
+            for request in [each for each, until in self._visits.items() if until < now]:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._visits_lock:
+            self._visits.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Strangers who fall silent, or hang up, are no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

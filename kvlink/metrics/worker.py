@@ -34,6 +34,7 @@ class WorkerCollector(Collector):
             _add_leases(families, figures)
             _add_phases(families, figures)
             _add_starts(families, figures)
+            _add_ports(families, figures)
             for link in figures.links:
                 _add_link(families, link, figures.worker_id)
         return families
@@ -76,6 +77,15 @@ def _add_starts(families: Families, figures: WorkerFigures) -> None:
     for reason, number in figures.failed_starts.items():
         unstarted = "Pulls that failed before any transfer started: claim or connect."
         families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})
+
+
+def _add_ports(families: Families, figures: WorkerFigures) -> None:
+    for port in figures.ports:
+        labels = {"worker": figures.worker_id, "nic": port.name}
+        families.gauge("kvlink_nic_away", "1: its device is gone, and looked for.", bool(port.away), labels)
+        families.count(
+            "kvlink_nic_losses_total", "Times its device was removed or failed.", port.times_away, labels
+        )
 
 
 def _add_phases(families: Families, figures: WorkerFigures) -> None:

@@ -34,19 +34,23 @@ def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
 
     stream: a name under which decode may follow while it computes.
     """
-    ours = {key: value for key, value in ((_STREAM, stream), (_TRACEPARENT, traceparent)) if value}
     asked = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     return asked | {
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
-        HANDOFF: _ASK_FOR_A_HANDOFF | ours,
+        HANDOFF: _ASK_FOR_A_HANDOFF | _ours(stream, traceparent),
     }
 
 
-def following_body(body: Body, stream: str) -> Body:
+def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
     """For decode: prefill computes it under this name, and has not ended yet."""
-    return decode_body(body, {"do_remote_prefill": True, "do_remote_decode": False, _STREAM: stream})
+    asked = {"do_remote_prefill": True, "do_remote_decode": False}
+    return decode_body(body, asked | _ours(stream, traceparent))
+
+
+def _ours(stream: str, traceparent: str) -> Body:
+    return {key: value for key, value in ((_STREAM, stream), (_TRACEPARENT, traceparent)) if value}
 
 
 def decode_body(body: Body, handoff: Body | None) -> Body:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvlink.router.bodies import Body, announced, following_body
 from kvlink.router.upstream import Answer, Upstream
+from kvlink.tracing import HEADER
 
 
 class Followed(NamedTuple):
@@ -38,7 +39,8 @@ async def following(
         opened = await stack.enter_async_context(AsyncExitStack())
         prefilling = asyncio.create_task(prefill)
         stack.push_async_callback(_end, prefilling)
-        answer = decode.stream(url, path, following_body(body, stream), headers)
+        asked = following_body(body, stream, headers.get(HEADER, ""))
+        answer = decode.stream(url, path, asked, headers)
         answering = asyncio.create_task(opened.enter_async_context(answer))
         stack.push_async_callback(_end, answering)
         await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,10 +8,12 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster
+from control.etcd_cluster import EtcdCluster, start_etcd
 from control.processes import CoordinatorProcess
 
 from kvlink.control import CoordinatorClient, Session
@@ -35,6 +37,13 @@ class Fleet:
     def close(self) -> None:
         for replica in self.replicas:
             replica.kill()
+
+
+@contextmanager
+def three_of_each() -> Iterator[Fleet]:
+    """Coordinators, and members of their etcd."""
+    with closing(start_etcd(3)) as etcd, closing(Fleet(etcd, 3)) as fleet:
+        yield fleet
 
 
 @dataclass

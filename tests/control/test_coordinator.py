@@ -20,7 +20,8 @@ from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.feed import Feed, merged
 from kvlink.control.limits import MAX_REQUEST_BYTES
-from kvlink.control.values import WorkerChanges
+from kvlink.control.server import Send
+from kvlink.control.values import Watch, WorkerChanges
 from kvlink.errors import (
     ConfigError,
     CoordinatorError,
@@ -147,15 +148,52 @@ async def test_a_watch_bridges_a_restart(client: CoordinatorClient, coordinator:
             await second.close()
 
 
+async def test_a_watch_of_a_few_hears_of_no_others(
+    coordinator: Coordinator, client: CoordinatorClient
+) -> None:
+    await client.join(make_card("mine"))
+    await client.join(make_card("other"))
+    method, watch = CoordinatorCalls.WATCH_WORKERS, Watch(frozenset({"mine", "later"}))
+    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+        replies = channel.unary_stream(method.path)(method.request.encode(watch))
+        assert [change.card.worker_id for change in method.reply.decode(await replies.read())] == ["mine"]
+        for name in ("another", "later"):
+            await client.join(make_card(name))
+        assert [change.card.worker_id for change in method.reply.decode(await replies.read())] == ["later"]
+        replies.cancel()
+        nobody = channel.unary_stream(method.path)(method.request.encode(Watch(frozenset({"nobody"}))))
+        assert method.reply.decode(await nobody.read()) == [], "at once, although nobody is there"
+        nobody.cancel()
+
+
+class SendsEveryone(Coordinator):
+    """As coordinators did before watches could name workers."""
+
+    async def _watch_workers(self, watch: Watch, send: Send[WorkerChanges]) -> None:
+        await super()._watch_workers(Watch(), send)
+
+
+@pytest.mark.parametrize("kind", [Coordinator, SendsEveryone])
+async def test_a_client_that_asked_for_a_few_is_told_of_no_others(kind: type[Coordinator]) -> None:
+    coordinator = kind()
+    async with CoordinatorClient(await coordinator.start()) as client:
+        for name in ("other", "mine"):
+            await client.join(make_card(name))
+        async with aclosing(client.watch(["mine"])) as changes:
+            assert await anext(changes) == WorkerChange(Joined.UP, make_card("mine"))
+            for name in ("other", "mine"):
+                await client.leave(name, 1)
+            assert await anext(changes) == WorkerChange(Joined.DOWN, make_card("mine"))
+    await coordinator.close()
+
+
 async def test_a_slow_watcher_gets_in_one_message_what_changed_meanwhile() -> None:
     first, *later = [[WorkerChange(Joined.UP, make_card(f"w{number}"))] for number in range(4)]
     feed: Feed[WorkerChanges] = Feed(8)
     assert all(feed.put(changes) for changes in (first, *later))
     feed.close()
-    assert [changes async for changes in merged(feed)] == [
-        first,
-        [change for each in later for change in each],
-    ]
+    assert await anext(feed) == first
+    assert [changes async for changes in merged(feed)] == [[change for each in later for change in each]]
 
 
 async def test_health_follows_the_state(coordinator: Coordinator) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
 from control.cards import make_card, make_offer
@@ -14,7 +14,7 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from kvlink.control import Claim, SettleOrder, serve
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.control.store.etcd import EtcdStore, membership
 from kvlink.control.store.etcd.api import Etcd, put, unchanged
 from kvlink.control.store.etcd.commits import Commits
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
@@ -152,6 +152,28 @@ async def test_tenants_do_not_see_each_other(cluster: EtcdCluster) -> None:
 async def test_what_names_no_store_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="'redis://here' names no store"):
         await serve(port=0, store="redis://here")
+
+
+async def test_beats_that_come_close_to_each_other_go_together(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"w{number}" for number in range(10)]
+    await asyncio.gather(*(store.join(make_card(name), rejoin=False) for name in names))
+    renew, renewed = store._etcd.keep_alive, []
+
+    async def noted(leases: Iterable[int]) -> set[int]:
+        renewed.append(set(leases))
+        return await renew(leases)
+
+    monkeypatch.setattr(store._etcd, "keep_alive", noted)
+    monkeypatch.setattr(membership, "_TOGETHER_S", 0.5)
+    beats = []
+    for name in names:
+        beats.append(asyncio.create_task(store.beat(name, 1)))
+        await asyncio.sleep(0.005)  # longer than etcd takes for one of them
+    assert await asyncio.gather(*beats) == [True] * 10
+    assert len(renewed) <= 2
+    assert len(set().union(*renewed)) == 10
 
 
 async def test_a_settle_order_is_deleted_when_it_was_passed_on(store: EtcdStore, etcd: Etcd) -> None:

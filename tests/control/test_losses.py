@@ -8,19 +8,16 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from control.etcd_cluster import EtcdCluster, start_etcd
-from control.fleet import Fleet, Load
+from control.etcd_cluster import EtcdCluster
+from control.fleet import Fleet, Load, three_of_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    etcd = start_etcd(3)
-    fleet = Fleet(etcd, 3)
-    yield fleet
-    fleet.close()
-    etcd.close()
+    with three_of_each() as fleet:
+        yield fleet
 
 
 @pytest.fixture

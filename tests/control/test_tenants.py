@@ -27,7 +27,7 @@ from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
 from kvlink.control.store.choice import store_maker
 from kvlink.control.tenancy import stores
-from kvlink.control.values import Nothing
+from kvlink.control.values import Watch
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.overview import plain
 from kvlink.types import Joined
@@ -173,7 +173,7 @@ async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coor
 
 
 def _watching() -> tuple[Any, Any]:
-    return CoordinatorCalls.WATCH_WORKERS, Nothing()
+    return CoordinatorCalls.WATCH_WORKERS, Watch()
 
 
 BY_URI = {"tenant": "acme", "identity": "spiffe://example.org/ns/acme/*"}

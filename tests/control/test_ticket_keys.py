@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,3 +123,35 @@ def test_a_holder_of_a_ticket_cannot_ask_for_other_blocks(file: Path) -> None:
         assert older.pull(own, [1, 2], settle=False).wait(20), "one without keys takes all, as before"
         with pytest.raises(AccessDenied, match="is not signed"):
             reader.pull(older.offer("s", [1]), [1])
+
+
+def test_keys_that_take_long_to_read_hold_up_nobody_else(file: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    with worker("prefill", file) as owner, ThreadPoolExecutor(1) as elsewhere:
+        sign = owner.offers.sign
+
+        def signed(ticket: Ticket) -> Ticket:
+            if ticket.request_id == "slow":
+                begun.set()
+                assert goes_on.wait(20)
+            return sign(ticket)
+
+        owner.offers.sign = signed
+        slow = elsewhere.submit(owner.offer, "slow", [1])
+        try:
+            assert begun.wait(20)
+            assert owner.offer("fast", [2]).signature
+            assert [ticket.request_id for ticket in owner.offers.tickets()] == ["fast"]
+            with pytest.raises(ConfigError, match="slow is offered already"):
+                owner.offer("slow", [3])
+        finally:
+            goes_on.set()
+        assert slow.result(20).signature
+        assert len(owner.offers.tickets()) == 2
+
+
+def test_a_name_that_no_ticket_holds_takes_no_lease(file: Path) -> None:
+    with worker("prefill", file) as owner:
+        with pytest.raises(ConfigError, match="request ids must have 1 to 512 bytes"):
+            owner.offer("x" * 513, [1])
+        assert owner.lease_counts().granted == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transports.processes import eventually
 
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
@@ -90,14 +91,6 @@ def send(
     ]
 
 
-def wait_for(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.001)
-    return result
-
-
 def delivered(prefill: Server) -> bool:
     assert [problem for _, problem in prefill.outgoing.ended() if problem] == []
     return prefill.outgoing.delivered(ROOM)
@@ -119,8 +112,8 @@ def test_chunks_and_state_arrive_and_settling_them_is_the_acknowledgement(
     assert not delivered(prefill)
     for chunk in send(prefill, [want], [30, 12], first=2, slots=[4]):
         decode.incoming.arrived(chunk)
-    assert wait_for(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
-    wait_for(lambda: delivered(prefill))
+    assert eventually(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    eventually(lambda: delivered(prefill))
     assert same(decode.kv, prefill.kv, [3, 1, 8, 5], [10, 11, 30, 12])
     assert same(decode.states, prefill.states, [2], [4])
     assert all((plane[9:] == before).all() for plane, before in zip(decode.kv, untouched, strict=True))
@@ -135,7 +128,7 @@ def test_the_last_chunk_may_overtake_another(start: Callable[..., Server]) -> No
     time.sleep(0.05)
     assert decode.incoming.poll(ROOM) is None
     decode.incoming.arrived(early)
-    assert wait_for(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    assert eventually(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
     assert same(decode.kv, prefill.kv, [1, 2], [10, 11])
 
 
@@ -160,9 +153,9 @@ def test_ranks_of_another_degree_read_their_heads(
         ):
             reader.incoming.arrived(chunk)
     for reader in decode:
-        wait_for(lambda reader=reader: reader.incoming.poll(ROOM))
+        eventually(lambda reader=reader: reader.incoming.poll(ROOM))
     for owner in prefill:
-        wait_for(lambda owner=owner: delivered(owner))
+        eventually(lambda owner=owner: delivered(owner))
     for plane in range(2 * LAYERS):
         ours = np.concatenate([reader.kv[plane][[3, 4]] for reader in decode], axis=2).reshape(
             -1, HEADS, HEAD_BYTES
@@ -179,7 +172,7 @@ def test_pages_given_up_by_prefill_are_never_taken_for_valid(start: Callable[...
         plane[[10, 11]] = 0  # another request's
     decode.incoming.arrived(chunk)
     with pytest.raises(KVLinkError, match="lease"):
-        wait_for(lambda: decode.incoming.poll(ROOM))
+        eventually(lambda: decode.incoming.poll(ROOM))
     assert list(prefill.outgoing.ended()) == []
 
 
@@ -187,12 +180,12 @@ def test_a_ticket_used_again_is_refused(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill"), start("decode")
     [chunk] = send(prefill, [decode.expect([1], [0])], [10])
     decode.incoming.arrived(chunk)
-    wait_for(lambda: decode.incoming.poll(ROOM))
-    wait_for(lambda: delivered(prefill))
+    eventually(lambda: decode.incoming.poll(ROOM))
+    eventually(lambda: delivered(prefill))
     again = decode.expect([2], [0])
     decode.incoming.arrived(replace(chunk, generation=again.generation))
     with pytest.raises(KVLinkError):
-        wait_for(lambda: decode.incoming.poll(ROOM))
+        eventually(lambda: decode.incoming.poll(ROOM))
 
 
 def test_chunks_of_an_earlier_attempt_are_dropped(start: Callable[..., Server]) -> None:
@@ -225,9 +218,9 @@ def test_a_room_may_end_whose_settled_offers_nobody_has_looked_at(start: Callabl
     prefill, decode = start("prefill"), start("decode")
     [chunk] = send(prefill, [decode.expect([1], [0])], [10])
     decode.incoming.arrived(chunk)
-    wait_for(lambda: decode.incoming.poll(ROOM))
+    eventually(lambda: decode.incoming.poll(ROOM))
     worker = prefill.caches[0].worker
-    wait_for(lambda: worker.lease_counts().settled == 1)
+    eventually(lambda: worker.lease_counts().settled == 1)
     for number in range(64):  # now and then the worker looks by itself when it makes offers
         worker.offer(f"other {number}", [0])
     prefill.outgoing.end(ROOM)
@@ -237,7 +230,7 @@ def test_a_room_may_end_whose_settled_offers_nobody_has_looked_at(start: Callabl
 def test_a_reader_that_never_comes_costs_the_lease_and_no_more(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill", lease_s=0.05), start("decode")
     send(prefill, [decode.expect([1], [0])], [10])
-    [(room, problem)] = wait_for(lambda: list(prefill.outgoing.ended()))
+    [(room, problem)] = eventually(lambda: list(prefill.outgoing.ended()))
     assert room == ROOM
     assert "expired" in problem
 
@@ -276,7 +269,7 @@ def test_another_model_is_named_before_a_byte_is_read(start: Callable[..., Serve
     [chunk] = send(prefill, [replace(decode.want, generation=incoming.generation(ROOM))], [3])
     incoming.arrived(chunk)
     with pytest.raises(KVLinkError, match="differs"):
-        wait_for(lambda: incoming.poll(ROOM))
+        eventually(lambda: incoming.poll(ROOM))
 
 
 def test_buffers_that_no_memory_can_have_are_named() -> None:

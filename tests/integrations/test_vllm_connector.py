@@ -210,6 +210,8 @@ def test_sliding_windows_have_their_own_blocks() -> None:
     groups = (("full.0", "full.1"), ("window.0",))
     with Server("p", groups=groups) as prefill, Server("d", groups=groups) as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1], [0, 4, 2])
+        prefill.step()
+        assert prefill.ranks[0]._worker.figures().pinned_blocks == 5, "0 is no block"
         untouched = decode.block("window.0", 0).clone()
         decode.load(request("x", PROMPT, params), [5, 6, 7], [0, 0, 8])
         decode.step_until(lambda: "x" in decode.received)

@@ -28,15 +28,6 @@ NewServer = Callable[..., Server]
 
 
 @pytest.fixture
-def coordinator() -> Iterator[Coordinator]:
-    control = ControlThread.shared()
-    coordinator = Coordinator()
-    control.run(coordinator.start())
-    yield coordinator
-    control.run(coordinator.close())
-
-
-@pytest.fixture
 def new(coordinator: Coordinator) -> Iterator[NewServer]:
     servers: list[Server] = []
 
@@ -57,10 +48,6 @@ def same(decode: Server, prefill: Server, *pairs: tuple[int, int], layers: tuple
     )
 
 
-def eventually(decode: Server, condition: Callable[[], bool]) -> None:
-    decode.step_until(condition)
-
-
 def gone(server: Server) -> bool:
     return len(server.scheduling._slots) == 15 and not server.scheduling._seats
 
@@ -74,10 +61,10 @@ def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6, writes=[3, 9])
     assert decode.load_when_announced(waits, [5, 6, 7]) == 10
-    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    decode.step_until(lambda: same(decode, prefill, (5, 3)))
     assert not same(decode, prefill, (6, 9)), "it is not full, and will be written again"
     prefill.compute(asks, 4, [1], writes=[9, 1])
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
     assert same(decode, prefill, (5, 3), (6, 9), (7, 1))
     answer = prefill.end(asks, [3, 9, 1])
@@ -99,7 +86,7 @@ def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> 
     decode.load_when_announced(waits, [5, 6, 7])
 
     def meanwhile() -> None:
-        eventually(decode, lambda: same(decode, prefill, (5, 3)))
+        decode.step_until(lambda: same(decode, prefill, (5, 3)))
         before = decode.block("layer.0", 6).clone()
         for _ in range(50):
             decode.step()
@@ -107,7 +94,7 @@ def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> 
         assert not decode.received
 
     prefill.step({"r": Chunk(([1],), 6)}, compute=meanwhile)
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
     assert same(decode, prefill, (5, 3), (6, 9), (7, 1))
 
@@ -128,7 +115,7 @@ def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> N
     decode.load_when_announced(waits, [5, 6, 7])
     for rank in prefill.ranks:
         rank.computed(orders.written, lambda: True)
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
 
 
@@ -140,13 +127,13 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
     prefill.begin(asks, [3, 9], [10, 11])
     prefill.compute(asks, 8, writes=[3, 9, 10, 11])
     decode.load_when_announced(waits, [5, 6, 7], [0, 0, 8])
-    eventually(decode, lambda: same(decode, prefill, (5, 3), (6, 9), layers=groups[0]))
+    decode.step_until(lambda: same(decode, prefill, (5, 3), (6, 9), layers=groups[0]))
     prefill.compute(asks, 2, [1], [2], writes=[1, 2])
     assert not decode.received
     answer = prefill.end(asks, [3, 9, 1], [0, 11, 2])
     assert answer
     assert answer[ANNOUNCED] == "s"
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
     assert same(decode, prefill, (5, 3), (6, 9), (7, 1), layers=groups[0])
     assert same(decode, prefill, (8, 2), layers=groups[1])
@@ -166,7 +153,7 @@ def test_short_prompts_are_handed_over_by_the_answer(new: NewServer) -> None:
     assert decode.awaits(waits)
     decode.scheduling.finished(waits, ([],), False)
     assert decode.load(request("y", PROMPT, answer), [5, 6, 7]) == (10, True)
-    eventually(decode, lambda: "y" in decode.received)
+    decode.step_until(lambda: "y" in decode.received)
     assert not decode.failed
 
 
@@ -177,7 +164,7 @@ def test_another_prompt_is_refused(new: NewServer) -> None:
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6)
     decode.load_when_announced(waits, [5, 6, 7])
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
     assert decode.scheduling.take_counts() == {"another_prompt": 1}
     assert decode.scheduling.take_counts() == {}
@@ -192,21 +179,21 @@ def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bo
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6)
     decode.load_when_announced(waits, [5, 6, 7])
-    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    decode.step_until(lambda: same(decode, prefill, (5, 3)))
     if not at_once:
         prefill.step(preempted=["r"])
     asks.num_computed_tokens, asks.num_preemptions = 0, 1
     prefill.scheduling.allocated(asks, ([2, 4, 10],), 0)
     if at_once:
         prefill.step(preempted=["r"])
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
     prefill.compute(asks, 10, writes=[2, 4, 10])
     answer = prefill.end(asks, [2, 4, 10])
     assert answer
     assert ANNOUNCED not in answer
     decode.load(request("y", PROMPT, answer), [8, 11, 12])
-    eventually(decode, lambda: "y" in decode.received)
+    decode.step_until(lambda: "y" in decode.received)
     assert decode.failed == {"x"}
     assert same(decode, prefill, (8, 2), (11, 4), (12, 10))
 
@@ -219,12 +206,12 @@ def test_a_prefill_that_ends_early_fails_the_load(new: NewServer, how: str) -> N
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6)
     decode.load_when_announced(waits, [5, 6, 7])
-    eventually(decode, lambda: same(decode, prefill, (5, 3)))
+    decode.step_until(lambda: same(decode, prefill, (5, 3)))
     if how == "aborted":
         prefill.end(asks, [3, 9], complete=False)
     else:
         prefill.close()
-    eventually(decode, lambda: decode.failed == {"x"})
+    decode.step_until(lambda: decode.failed == {"x"})
 
 
 def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
@@ -236,7 +223,7 @@ def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
     decode.load_when_announced(waits, [5, 6, 7])
     decode.step()
     decode.scheduling.finished(waits, ([5, 6, 7],), False)
-    eventually(decode, lambda: "x" in decode.received)
+    decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
     prefill.compute(asks, 4, [1])
     prefill.end(asks, [3, 9, 1])
@@ -271,5 +258,5 @@ def test_when_the_coordinator_dies_the_answer_still_hands_over(
         time.sleep(0.01)
     assert decode.scheduling.num_matched(waits, 0) == (0, False)
     decode.load(request("y", PROMPT, answer), [5, 6, 7])
-    eventually(decode, lambda: "y" in decode.received)
+    decode.step_until(lambda: "y" in decode.received)
     assert not decode.failed

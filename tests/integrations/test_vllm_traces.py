@@ -12,11 +12,14 @@ from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
 from tracing.memory import collecting_here
 from vllm_server import ASK_PREFILL, Server, request
 
+from kvlink.control import Coordinator
 from kvlink.integrations.vllm.handover import Handover
+from kvlink.integrations.vllm.parts import STREAM
 from kvlink.integrations.vllm.traces import TRACEPARENT
 from kvlink.tracing import TraceParent
 
 PROMPT = list(range(100, 110))
+OFFER, CLAIM = "kvlink.v1.Coordinator/Offer", "kvlink.v1.Coordinator/Claim"
 
 
 @pytest.mark.parametrize("header", [False, True], ids=["in the hand-over", "as a header"])
@@ -52,3 +55,29 @@ def test_what_nobody_collects_is_passed_on() -> None:
         assert params
         assert Handover.from_params(params).trace == TraceParent.parse(REQUEST)
         assert params[TRACEPARENT] == REQUEST
+
+
+def test_parts_that_are_announced_are_in_the_trace(coordinator: Coordinator) -> None:
+    """Both ends of each: the first claim waits before anybody knows of an offer."""
+    with (
+        collecting_here() as collected,
+        Server("p", coordinator=coordinator.address) as prefill,
+        Server("d", coordinator=coordinator.address) as decode,
+    ):
+        named = {STREAM: "s", TRACEPARENT: REQUEST}
+        asks = request("r", PROMPT, ASK_PREFILL | named)
+        waits = request("x", PROMPT, {"do_remote_prefill": True} | named)
+        decode.scheduling.on_new_request(waits)
+        prefill.begin(asks, [3, 9])
+        prefill.compute(asks, 6)
+        decode.load_when_announced(waits, [5, 6, 7])
+        prefill.compute(asks, 4, [1])
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        decode.step_until(lambda: len(collected.named(CLAIM)) == 2)
+        offer = collected.one("kvlink.offer")
+        offers, claims = collected.named(OFFER), collected.named(CLAIM)
+    assert [each.attributes["kvlink.request_id"] for each in offers] == ["s/0", "s/1"]
+    assert [each.within(offer) for each in offers] == [True, True]
+    assert [each.attributes["kvlink.request_id"] for each in claims] == ["s/0", "s/1"]
+    assert [(each.trace, each.parent) for each in claims] == [(TRACE_ID, SPAN_ID), (TRACE_ID, offer.id)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -154,6 +155,45 @@ def test_strangers_at_the_port_take_a_few_threads_and_go(
         while threading.active_count() > threads_before:
             time.sleep(0.01)
         assert "kvlink_pool_blocks" in get(f"http://127.0.0.1:{free_port}/metrics")
+
+
+def test_a_stranger_who_dribbles_is_hung_up_on(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each byte is in time, the question never ends."""
+    monkeypatch.setattr(serving, "_VISIT_S", 1.0)
+    config = WorkerConfig(transports="loopback", metrics_port=free_port)
+    with (
+        Worker(PoolSpec().make(), "served", config=config),
+        socket.create_connection(("127.0.0.1", free_port)) as stranger,
+    ):
+        threads_before = threading.active_count()
+        stranger.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        stranger.settimeout(0.05)
+        deadline = time.monotonic() + 20
+        with contextlib.suppress(ConnectionError):
+            while not hung_up_on(stranger):
+                assert time.monotonic() < deadline, "it may go on for ever"
+                stranger.sendall(b"x")
+        while threading.active_count() > threads_before:
+            time.sleep(0.01)
+        assert "kvlink_pool_blocks" in get(f"http://127.0.0.1:{free_port}/metrics")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def hung_up_on(visitor: socket.socket) -> bool:
+    try:
+        return visitor.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_the_port_may_be_at_another_address_than_peers_come_to(free_port: int) -> None:
+    config = WorkerConfig(transports="loopback", metrics_port=free_port, metrics_host="127.0.0.2")
+    with Worker(PoolSpec().make(), "served", config=config):
+        assert "kvlink_pool_blocks" in get(f"http://127.0.0.2:{free_port}/metrics")
+        with pytest.raises(urllib.error.URLError):
+            get(f"http://127.0.0.1:{free_port}/metrics")
 
 
 def test_without_prometheus_client_only_who_asks_hears_of_it() -> None:

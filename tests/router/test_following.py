@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
 from fake_engine import HANDOFF
 from test_router import BODY, CHAT, Place
+from tracing.finding import REQUEST
 
 from kvlink.router.bodies import num_tokens
 
@@ -40,6 +41,12 @@ async def test_both_sides_are_asked_at_once_under_one_name(place: Place, slow: s
     assert (await place.counts())["followed"] == 1
     await place.post()
     assert place.prefill[1].asked[0]["kv_transfer_params"]["kvlink_stream"] != names(place)[0]
+
+
+async def test_both_sides_are_told_of_the_trace(place: Place) -> None:
+    assert (await place.post(traceparent=REQUEST))[0] == 200
+    for side in (place.prefill[0], place.decode[0]):
+        assert side.asked[0]["kv_transfer_params"]["kvlink_traceparent"] == REQUEST
 
 
 async def test_short_prompts_go_one_after_the_other(place: Place) -> None:

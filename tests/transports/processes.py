@@ -16,13 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transports.peer import Commands, count_agent_calls
 from transports.pools import PoolSpec
 
 import kvlink.errors
 from kvlink import Ticket
+
+T = TypeVar("T")
 
 _PEER = [sys.executable, str(Path(__file__).with_name("peer.py"))]
 _TESTS = Path(__file__).parent.parent
@@ -199,12 +201,13 @@ def usage(pid: int) -> Counter[str]:
     return open_fds(pid) + native_threads(pid) + Counter(python)
 
 
-def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
-    """Waits until `holds()`. The bound only ends a test that has failed."""
+def eventually(holds: Callable[[], T], within_s: float = 20.0) -> T:
+    """Waits until `holds()`, and returns what it says. The bound only ends a test that has failed."""
     deadline = time.monotonic() + within_s * PATIENCE
-    while not holds():
+    while not (held := holds()):
         assert time.monotonic() < deadline, "it never came to hold"
         time.sleep(0.002)
+    return held
 
 
 def free_ports(count: int) -> list[int]:

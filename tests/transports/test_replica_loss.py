@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 import pytest
-from control.etcd_cluster import start_etcd
-from control.fleet import Fleet
+from control.fleet import Fleet, three_of_each
 from transports.pairs import Pair
 from transports.processes import PATIENCE
 from transports.test_coordinator_loss import Load, claim
@@ -20,11 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 * PATIENCE)]
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    etcd = start_etcd(3)
-    fleet = Fleet(etcd, 3)
-    yield fleet
-    fleet.close()
-    etcd.close()
+    with three_of_each() as fleet:
+        yield fleet
 
 
 @pytest.fixture

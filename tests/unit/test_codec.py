@@ -41,6 +41,7 @@ from kvlink.control.values import (
     RefusedHandoff,
     Renewal,
     SettleOrder,
+    Watch,
     WorkerEpoch,
 )
 from kvlink.errors import ConfigError
@@ -134,6 +135,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (CoordinatorCalls.LEAVE.request, WORKERS),
     (CoordinatorCalls.GET_WORKER.request, WORKERS),
     (CoordinatorCalls.LIST_WORKERS.reply, st.lists(cards(), max_size=3)),
+    (CoordinatorCalls.WATCH_WORKERS.request, st.builds(Watch, st.frozensets(NAMES, max_size=4))),
     (CoordinatorCalls.WATCH_WORKERS.reply, st.lists(CHANGES, max_size=3)),
     (CoordinatorCalls.OFFER.request, offers()),
     (CoordinatorCalls.OFFER.reply, st.just(Nothing())),
@@ -158,9 +160,14 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6)),
     (
         AgentCalls.CONNECT.request,
-        st.builds(ConnectRequest, NAMES, U64, NAMES, st.lists(BLOBS, min_size=1, max_size=MAX_HELLOS)),
+        st.builds(
+            ConnectRequest, NAMES, U64, NAMES, st.lists(BLOBS, min_size=1, max_size=MAX_HELLOS), st.booleans()
+        ),
     ),
-    (AgentCalls.CONNECT.reply, st.builds(ConnectReply, U64, st.lists(BLOBS, min_size=1, max_size=8))),
+    (
+        AgentCalls.CONNECT.reply,
+        st.builds(ConnectReply, U64, st.lists(BLOBS, min_size=1, max_size=8), st.tuples(BLOBS, BLOBS), BLOBS),
+    ),
     (AgentCalls.SETTLE_SEAT.request, SETTLES),
     (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
     (

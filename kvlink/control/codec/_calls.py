@@ -17,6 +17,7 @@ from kvlink.control.values import (
     PushKind,
     Renewal,
     SettleOrder,
+    Watch,
     WorkerChanges,
     WorkerEpoch,
 )
@@ -77,6 +78,23 @@ def _read_cards(message: pb.ListWorkersReply) -> list[WorkerCard]:
     return [unseal(card) for card in message.cards]
 
 
+def _check_watch(watch: Watch) -> None:
+    check_within("number of workers watched", len(watch.worker_ids), 0, limits.MAX_WATCHED)
+    for worker_id in watch.worker_ids:
+        check_name("worker_id", worker_id)
+
+
+def _write_watch(watch: Watch) -> pb.WatchWorkersRequest:
+    _check_watch(watch)
+    return pb.WatchWorkersRequest(worker_ids=sorted(watch.worker_ids))
+
+
+def _read_watch(message: pb.WatchWorkersRequest) -> Watch:
+    watch = Watch(frozenset(message.worker_ids))
+    _check_watch(watch)
+    return watch
+
+
 def _write_changes(changes: WorkerChanges) -> pb.WatchWorkersReply:
     return pb.WatchWorkersReply(changes=[_write_change(change) for change in changes])
 
@@ -97,12 +115,15 @@ def _write_connect(request: ConnectRequest) -> agent.ConnectRequest:
         transport=request.transport,
         hellos=request.hellos,
         protocol_version=PROTOCOL_VERSION,
+        takes_keys=request.takes_keys,
     )
 
 
 def _read_connect(message: agent.ConnectRequest) -> ConnectRequest:
     check_version("the reader", message.protocol_version or UNSAID)
-    request = ConnectRequest(message.worker_id, message.epoch, message.transport, list(message.hellos))
+    request = ConnectRequest(
+        message.worker_id, message.epoch, message.transport, list(message.hellos), message.takes_keys
+    )
     _check_connect(request)
     return request
 
@@ -115,13 +136,22 @@ def _check_connect(request: ConnectRequest) -> None:
 
 
 def _write_connected(reply: ConnectReply) -> agent.ConnectReply:
-    return agent.ConnectReply(connection_id=reply.connection_id, replies=reply.replies)
+    return agent.ConnectReply(
+        connection_id=reply.connection_id,
+        replies=reply.replies,
+        pool_keys=reply.pool_keys,
+        lease_key=reply.lease_key,
+    )
 
 
 def _read_connected(message: agent.ConnectReply) -> ConnectReply:
-    reply = ConnectReply(message.connection_id, list(message.replies))
+    reply = ConnectReply(
+        message.connection_id, list(message.replies), tuple(message.pool_keys), message.lease_key
+    )
     check_within("number of replies", len(reply.replies), 1, limits.MAX_HELLOS)
+    check_within("number of pool keys", len(reply.pool_keys), 0, limits.MAX_REGIONS)
     check_opaque("a reply", *reply.replies)
+    check_opaque("a key", *reply.pool_keys, reply.lease_key)
     return reply
 
 
@@ -155,7 +185,7 @@ LEFT = nothing(pb.LeaveReply)
 GET_WORKER = codec(pb.GetWorkerRequest, *plain(WorkerEpoch, pb.GetWorkerRequest, _check_worker))
 LIST = nothing(pb.ListWorkersRequest)
 CARDS = codec(pb.ListWorkersReply, _write_cards, _read_cards)
-WATCH = nothing(pb.WatchWorkersRequest)
+WATCH = codec(pb.WatchWorkersRequest, _write_watch, _read_watch)
 CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes)
 
 ASK_STATUS = nothing(pb.StatusRequest)

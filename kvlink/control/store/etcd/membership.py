@@ -23,6 +23,8 @@ from kvlink.types import WorkerCard
 from kvlink.v1 import etcd_pb2 as pb
 
 _PRUNE_AT_ONCE = 60
+_TOGETHER_S = 0.05
+"""How long a renewal waits for others: a stream to etcd costs a millisecond of CPU, whatever goes through it."""
 _RENEWAL_PAUSES_S = (0.05, 0.2, 0.0)
 
 
@@ -159,7 +161,7 @@ class Membership:
             await asyncio.gather(self._renewal, return_exceptions=True)
 
     def _renew(self, lease: int) -> asyncio.Future[bool]:
-        """Whether the lease is there and begins anew. Those that come meanwhile go together."""
+        """Whether the lease is there and begins anew. Those that come within a moment go together."""
         renewing = self._renewing.get(lease)
         if renewing is None:
             renewing = self._renewing[lease] = asyncio.get_running_loop().create_future()
@@ -169,6 +171,7 @@ class Membership:
 
     async def _renew_all(self) -> None:
         while self._renewing:
+            await asyncio.sleep(_TOGETHER_S)
             batch, self._renewing = self._renewing, {}
             alive: set[int] | KVLinkError = set()
             for pause_s in _RENEWAL_PAUSES_S:
