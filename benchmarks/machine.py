@@ -17,6 +17,7 @@ from kvlink import __version__
 
 _CPU = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def describe() -> dict[str, Any]:
@@ -29,12 +30,13 @@ def describe() -> dict[str, Any]:
         "governor": _read(_CPU) or "not visible",
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "transparent_hugepage": _read(_PAGES),
+        "tcp_congestion_control": _read(_CONGESTION),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "kvlink": __version__,
         "commit": _commit(),
-        "load": os.getloadavg()[0],
+        "load": round(os.getloadavg()[0], 2),
     }
 
 

@@ -2,8 +2,9 @@
 """The hand-off of a whole request between two processes, through a coordinator, phase by phase.
 
 offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
-besides the transfer. plan, read, validate, settle: as the pull counts them. whole: offer, then from
-the decode worker's call until it has the blocks. overhead: what of each request's whole is not its read.
+besides the transfer. plan, validate, settle: as the pull counts them. post: handing the reads to the transport, the
+lanes' times added up; wire: the rest of the read. whole: offer, then from the decode worker's call until it has the
+blocks; nothing is flushed, since the pool is in host memory. overhead: what of each request's whole is not wire.
 
 Requests come one after the other, or as soon as one of several slots is free, or at times of their own (arrivals.py).
 In the last case there is a phase late, until a slot was free, and whole counts from the intended arrival: late, telling
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlink import BlockPool, Worker
+from kvlink import BlockPool, Pull, Worker
 from kvlink.layout import dense
 
 from .allocator import order_of
@@ -36,7 +37,7 @@ from .spread import quantiles_us, with_median_interval
 
 Row = dict[str, Any]
 
-PHASES = ("offer", "claim", "plan", "read", "validate", "settle", "whole")
+PHASES = ("offer", "claim", "plan", "post", "wire", "validate", "settle", "whole")
 OVERHEAD = "overhead"
 
 _POOL_REQUESTS = 4
@@ -213,7 +214,7 @@ class _Bench:
         common = common | {"cpu_s_per_gib": self._cpu_ns / 1e9 / gib}
         phases = dict(zip(PHASES, zip(*(each.us for each in self._made), strict=True), strict=True))
         late = {"late": self._late_us} if self._late_us else {}
-        over = [whole - read for whole, read in zip(phases["whole"], phases["read"], strict=True)]
+        over = [whole - wire for whole, wire in zip(phases["whole"], phases["wire"], strict=True)]
         ttft_us = prefill_us + median(phases["whole"])
         for phase, us in (late | phases | {OVERHEAD: over}).items():
             yield {
@@ -247,9 +248,10 @@ class _Bench:
         if not stats.settled:
             raise BenchError(f"{pull!r} returned before it was settled")
         [offer_us] = answer["offer_us"]
+        post_us = min(_post_us(pull), stats.read_us)
         us = (
-            offer_us, took_us - stats.total_us, stats.plan_us, stats.read_us, stats.validate_us, stats.settle_us,
-            offer_us + took_us,
+            offer_us, took_us - stats.total_us, stats.plan_us, post_us, stats.read_us - post_us, stats.validate_us,
+            stats.settle_us, offer_us + took_us,
         )  # fmt: skip
         return _HandOver(request.tokens, stats.num_bytes, stats.num_ops, us)
 
@@ -258,6 +260,11 @@ class _Bench:
         self._wrong += not self._contents.equal(
             self._worker.pool, request.ids, request.owner_ids, request.tokens
         )
+
+
+def _post_us(pull: Pull) -> float:
+    """Of the slowest owner."""
+    return max(transfer.post_ns for _, _, transfer in pull._started(0) or []) / 1000
 
 
 _LONG = {

@@ -79,10 +79,11 @@ def rows(
     others = OtherLoad()
     with ExitStack() as stack:
         there, absent = _gather(path, shape, environments, log, stack)
-        scores = [_Score() for _ in there]
+        tours = [_Score() for _ in there]
         rng = np.random.default_rng(_SEED)
-        for contender, score in zip(there, scores, strict=True):
-            _guarded(_tour, contender, score, shape)
+        for contender, tour in zip(there, tours, strict=True):
+            _guarded(_tour, contender, tour, shape)
+        scores = [_Score(wrong=tour.wrong, why_not=tour.why_not) for tour in tours]
         while active := [i for i, score in enumerate(scores) if _goes_on(score, seconds)]:
             for number in rng.permutation(active):
                 contender, score = there[number], scores[number]
@@ -154,10 +155,10 @@ def _goes_on(score: _Score, seconds: float) -> bool:
 def _tour(contender: Contender, score: _Score, shape: Shape) -> None:
     """Connects, and touches every page of both memories by the path that is measured."""
     everything = np.arange(shape.memory_blocks, dtype=np.uint32)
-    for at in range(0, shape.memory_blocks - shape.blocks + 1, shape.blocks):
-        ids = everything[at : at + shape.blocks]
-        _turn(contender, score, [Draw(ids, ids)])
-    score.turns, score.seconds = 0, 0.0
+    parts = np.split(everything, range(shape.blocks, shape.memory_blocks, shape.blocks))
+    whole = [part for part in parts if len(part) == shape.blocks]
+    for at in range(0, len(whole), 1 + shape.transfers):
+        _turn(contender, score, [Draw(ids, ids) for ids in whole[at : at + 1 + shape.transfers]])
 
 
 def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ..migrate import PHASES
 from ..peers.contest import QUANTILES
@@ -108,6 +108,8 @@ def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(range(len(phases)), list(phases))
     axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("µs, medians of each phase")
     return _svg(figure, axes)
 

@@ -8,7 +8,7 @@ of both processes, transfers, turns, verified, times_X (p50 over that of kvlink'
 time that strangers took). kind "bar": bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench
 migrate` (they have phase), as their modules write them: both have the order of the block ids, p50_us, p90_us, p99_us
 and p999_us, each with its interval, and cpu_s_per_gib; migrate also a row of the overhead (what of each whole is not
-its read), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots, offered_per_s,
+wire), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots, offered_per_s,
 started_late, failed, and the phase late. kind "noise" ends both: of (the run), other_load. kind "simulation": the
 scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured
 gives. kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from statistics import median
 
 from ..prediction.calibration import LEAST_SHAPES, Sample, cross_validated, num_shapes
 from . import charts
 from .comparison import compare
-from .measures import Measure, Results, groups, size_text
+from .measures import Measure, Results, Row, groups, size_text
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -24,8 +25,12 @@ th, td { padding: .15rem .7rem .15rem 0; text-align: right; white-space: nowrap;
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; } .no { color: #b3261e; font-weight: 600; } .yes { color: #1a7f37; }
 small, .why { color: #5b636d; }
+td.long { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 </style></head><body>
 """
+
+
+_LONG_CHARS = 24  # of a cell that is broken into lines
 
 
 def write(results: Sequence[Results]) -> str:
@@ -75,10 +80,20 @@ def _bars(found: Results) -> Iterator[str]:
         return
     held = sum(bool(bar.get("holds")) for bar in found.bars)
     yield f"<h3>What kvlink promises against other libraries: {held} of {len(found.bars)} hold</h3>"
-    names = ("bar", "transport", "block_bytes", "blocks", "against", "needs", "got", "holds")
-    yield _table(
-        [name.replace("_", " ") for name in names], ([bar.get(name) for name in names] for bar in found.bars)
-    )
+    if beyond := sum(bar.get("holds") is False and bar.get("reachable") is False for bar in found.bars):
+        yield (
+            f"<p class='why'>{beyond} of the {len(found.bars) - held} others ask for more than bare calls on the same "
+            "memory got in the same run (possible): a copy for shm, process_vm_readv for cma, a plain socket for tcp. "
+            "Of limit: how near kvlink came to them.</p>"
+        )
+    names = ("bar", "transport", "transfer", "against", "needs", "got", "holds", "possible", "of_limit")
+    rows = ([_shape(bar) if name == "transfer" else bar.get(name) for name in names] for bar in found.bars)
+    yield _table([name.replace("_", " ") for name in names], rows)
+
+
+def _shape(bar: Row) -> str:
+    blocks, size = bar.get("blocks"), bar.get("block_bytes")
+    return f"{blocks:,} × {size_text(size)}" if isinstance(blocks, int) and isinstance(size, int) else ""
 
 
 def _distributions(measures: Sequence[Measure]) -> Iterator[str]:
@@ -124,10 +139,8 @@ def _predictions(found: Results) -> Iterator[str]:
                 (each.us, each.us * (1 + error)) for each, error in zip(taken, errors, strict=True)
             ]
     if points:
-        worst = max(
-            abs(predicted / measured - 1) for pairs in points.values() for measured, predicted in pairs
-        )
-        yield f"<h3>Prediction against measurement: wrong by {worst:.0%} at most</h3>"
+        wrong = [abs(predicted / measured - 1) for pairs in points.values() for measured, predicted in pairs]
+        yield f"<h3>Prediction against measurement: wrong by {median(wrong):.0%}, at most {max(wrong):.0%}</h3>"
         yield "<p class='why'>Each point is predicted by start-up, operations and bytes fitted to the other shapes.</p>"
         yield charts.predictions(points)
 
@@ -179,7 +192,8 @@ def _cell(value: object) -> str:
         return f"<td>{_text(value)}</td>"
     if isinstance(value, int):
         return f"<td>{value:,}</td>"
-    return f"<td>{'' if value is None else escape(str(value))}</td>"
+    said = "" if value is None else escape(str(value))
+    return f'<td class="long">{said}</td>' if len(said) > _LONG_CHARS else f"<td>{said}</td>"
 
 
 def _text(value: float) -> str:

@@ -183,7 +183,7 @@ def test_rows_of_migrate_are_whole(transport: str) -> None:
 def test_overhead_is_what_each_request_did_not_spend_reading() -> None:
     [request] = ([row["p50_us"] for row in migrate.rows("qwen3-8b", 40, "loopback", tp=8, iters=1)],)
     us = dict(zip(ROWS, request, strict=True))
-    assert us["overhead"] == pytest.approx(us["whole"] - us["read"])
+    assert us["overhead"] == pytest.approx(us["whole"] - us["wire"])
     assert us["overhead"] >= us["offer"] + us["plan"]
 
 

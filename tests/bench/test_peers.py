@@ -171,8 +171,8 @@ def test_bars_take_the_best_mode_of_the_best_peer() -> None:
     ]  # fmt: skip
     judged = {(bar.bar, bar.transport): bar for bar in bars(rows)}
     assert len(judged) == 4
-    assert judged["times as fast", "shm"][4:] == ("b fast", "≥ 4.0", 4.0, True)
-    assert judged["times as fast", "cma"][4:] == ("b fast", "≥ 1.5", 2.0, True)
+    assert judged["times as fast", "shm"][4:8] == ("b fast", "≥ 4.0", 4.0, True)
+    assert judged["times as fast", "cma"][4:8] == ("b fast", "≥ 1.5", 2.0, True)
     assert judged["CPU time", "shm"].holds
     assert judged["CPU time", "shm"].against == "a slow"
     assert not judged["CPU time", "cma"].holds
@@ -200,6 +200,38 @@ def test_one_block_is_judged_by_its_latency() -> None:
         [row(KVLINK, "shm", 7, blocks=1), row(KVLINK, "cma", 11, blocks=1), row("a", "x", 8, blocks=1)]
     )
     assert (shm.bar, shm.holds, cma.holds) == ("latency of one block", True, False)
+
+
+def test_a_bar_says_what_the_machine_allows() -> None:
+    rows = [
+        row(BARE, "memcpy", 90, 0.5), row(BARE, "non-temporal copy", 80, 0.4), row(BARE, "process_vm_readv", 100, 0.2),
+        row(KVLINK, "shm", 100, 0.5), row(KVLINK, "cma", 200, 0.4), row("a", "x", 160, 1.0),
+    ]  # fmt: skip
+    judged = {(bar.bar, bar.transport): bar[8:] for bar in bars(rows)}
+    assert judged == {
+        ("times as fast", "shm"): (2.0, 0.8, "non-temporal copy", False),
+        ("times as fast", "cma"): (1.6, 0.5, "process_vm_readv", True),
+        ("CPU time", "shm"): (0.4, 0.8, "non-temporal copy", False),
+        ("CPU time", "cma"): (0.2, 0.5, "process_vm_readv", True),
+    }
+    [one] = bars(
+        [row(KVLINK, "tcp", 50, blocks=1), row("a", "x", 40, blocks=1), row(BARE, "p", 44, blocks=1)]
+    )
+    assert one[5:] == ("≤ 1.0", 1.25, False, 1.1, 0.88, "p", False)
+
+
+def test_a_tour_takes_every_block_once_and_is_not_counted() -> None:
+    made, seen = contest._Score(), []
+
+    class Tourist(Liar):
+        def move(self) -> Moved:
+            seen.extend(draw.here.tolist() for draw in self._draws)
+            return super().move()
+
+    contest._tour(Tourist(fails=False), made, SMALL)
+    assert sorted(chain.from_iterable(seen)) == list(range(SMALL.memory_blocks))
+    assert made.turns == -(-len(seen) // (1 + SMALL.transfers))
+    assert made.wrong == len(seen)
 
 
 def test_without_a_peer_nothing_is_judged() -> None:

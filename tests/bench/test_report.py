@@ -67,7 +67,9 @@ def rows(scale: float = 1.0) -> list[dict[str, Any]]:
             "phase": phase,
             "p50_us": 10.0 + number,
         }
-        for number, phase in enumerate(("offer", "claim", "plan", "read", "validate", "settle", "whole"))
+        for number, phase in enumerate(
+            ("offer", "claim", "plan", "post", "wire", "validate", "settle", "whole")
+        )
     ]
     return found
 
@@ -102,7 +104,7 @@ def written(folder: Path, name: str, given_rows: list[dict[str, Any]]) -> Path:
 
 def test_other_orders_of_blocks_are_measures_of_their_own() -> None:
     pulls = [pull_row(), pull_row() | {"order": "random"}, pull_row() | {"order": "allocator:16:5"}]
-    phase = {"transport": "shm", "model": "m", "tokens": 9, "phase": "read", "p50_us": 1.0, "order": "runs:8"}
+    phase = {"transport": "shm", "model": "m", "tokens": 9, "phase": "wire", "p50_us": 1.0, "order": "runs:8"}
     found = results_of("results", [*pulls, phase])
     assert {measure.key.way for measure in found.measures} == {
         "kvlink cma", "bare process_vm_readv", "kvlink cma, allocator:16:5", "bare process_vm_readv, allocator:16:5",
@@ -164,7 +166,7 @@ def test_rows_become_measures() -> None:
     assert found.measures[-1].p50_us == pytest.approx(64 / 1024 / 6.4 * 1e6)
     assert found.phases == {
         "shm: qwen3-8b, 4,096 tokens": {
-            "offer": 10, "claim": 11, "plan": 12, "read": 13, "validate": 14, "settle": 15, "whole": 16
+            "offer": 10, "claim": 11, "plan": 12, "post": 13, "wire": 14, "validate": 15, "settle": 16, "whole": 17
         }
     }  # fmt: skip
 
