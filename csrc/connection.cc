@@ -25,9 +25,6 @@ Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t 
       scratch_(std::move(scratch)),
       tally_(std::move(tally)),
       threads_(std::move(threads)) {
-  wake_ = std::make_shared<std::function<void()>>([threads = threads_] {
-    for (const auto& thread : threads) thread->wake();
-  });
   for (auto& endpoint : endpoints) {
     lanes_.push_back(std::make_shared<Lane>(std::move(endpoint), static_cast<uint32_t>(lanes_.size())));
   }
@@ -121,7 +118,22 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
   copies_ = lanes_.front()->copies_in_poll();
   stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
+  crew_ = crew();
+  established_ = true;
   return regions;
+}
+
+/// Transfers may outlive the connection, and must not keep its lanes.
+std::shared_ptr<const Crew> Connection::crew() const {
+  const auto wake = [threads = threads_] {
+    for (const auto& thread : threads) thread->wake();
+  };
+  const auto help = [first = std::weak_ptr(lanes_.front()), thread = threads_.front()](
+                        const Transfer& transfer, int64_t until_ns) {
+    const std::shared_ptr<Lane> lane = first.lock();
+    if (lane && lane->help(transfer, until_ns) && !lane->idle()) thread->wake();
+  };
+  return std::make_shared<const Crew>(wake, help);
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
@@ -161,7 +173,7 @@ void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadl
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle(true);
   if (broken()) return nullptr;
-  auto transfer = std::make_shared<Transfer>(request, now_ns(), wake_, tally_);
+  auto transfer = std::make_shared<Transfer>(request, now_ns(), crew_, tally_);
   if (transfer->done()) return transfer;
   std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) {
@@ -204,6 +216,17 @@ bool Connection::idle() const {
   return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
 }
 
+void Connection::mend_after(int64_t ns) { mend_at_ns_ = std::min(mend_at_ns_, now_ns() + ns); }
+
+void Connection::look_after() {
+  std::unique_lock lock(connecting_, std::try_to_lock);
+  if (!lock || closed_ || !established_) return;
+  for (size_t index = 0; index < lanes_.size(); ++index) {
+    lanes_[index]->check_idle(false);
+    thread_of(index).wake();
+  }
+}
+
 uint32_t Connection::pending() const {
   uint32_t pending = 0;
   for (const auto& lane : lanes_) pending += lane->pending();
@@ -214,7 +237,9 @@ std::string Connection::why_broken() const {
   for (const auto& lane : lanes_) {
     if (lane->broken()) return lane->why_broken();
   }
-  return broken() ? std::to_string(missing_) + " lanes were missing; they may be back" : "";
+  if (!broken()) return {};
+  return missing_ > 0 ? std::to_string(missing_) + " lanes were missing; they may be back"
+                      : "a better transport may be back";
 }
 
 std::vector<std::string> Connection::paths() const {

@@ -44,6 +44,10 @@ class Connection {
   /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
   bool broken() const;
   bool idle() const;
+  /// Before it is shared: it stands in for a better way, which may be back by then.
+  void mend_after(int64_t ns);
+  /// Makes idle lanes find out that they broke, and wakes who drives the others. Never waits for a lane.
+  void look_after();
   /// Transfers queued or under way, one that uses several lanes as often.
   uint32_t pending() const;
   std::string why_broken() const;
@@ -55,6 +59,7 @@ class Connection {
  private:
   struct Probe;  // of one lane while connecting
 
+  std::shared_ptr<const Crew> crew() const;
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::string& lease_key, int64_t timeout_ns);
@@ -69,10 +74,10 @@ class Connection {
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<Tally> tally_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
-  std::shared_ptr<const std::function<void()>> wake_;
+  std::shared_ptr<const Crew> crew_;
   std::vector<std::shared_ptr<Lane>> lanes_;
   std::mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
-  bool closed_ = false;    // guarded by it
+  bool established_ = false, closed_ = false;  // guarded by it
 };
 
 }  // namespace kvlink

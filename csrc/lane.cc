@@ -107,6 +107,17 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   return true;
 }
 
+bool Lane::help(const Transfer& transfer, int64_t until_ns) {
+  bool helped = false;
+  for (int64_t now = now_ns(); !transfer.done() && now < until_ns; now = now_ns()) {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock || broken()) break;
+    helped = true;
+    if (!drive_locked(now, true).progressed) break;
+  }
+  return helped;
+}
+
 Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
   take_inbox();
   if (broken()) {
@@ -210,6 +221,7 @@ bool Lane::is_silent(int64_t now) const { return asked_ns_ != 0 && now - asked_n
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;
+  int64_t posting_since = now;
   size_t without_work = 0;
   while (without_work < queue_.size()) {
     const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
@@ -226,6 +238,10 @@ bool Lane::post_steps(int64_t now) {
     any = true;
     const uint64_t token = claim_token(transfer, step);
     const Status posted = post(transfer, step, token);
+    if (step.kind == Step::Kind::kReads) {
+      const int64_t posted_at = now_ns();
+      transfer->posted(posted_at - std::exchange(posting_since, posted_at));
+    }
     // Over a network a settle is done with once it is posted: sending it by itself costs the caller several
     // microseconds, and losing it costs no more than the lease's time to live.
     const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !endpoint_->copies_in_poll();

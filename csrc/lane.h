@@ -41,6 +41,9 @@ class Lane {
   bool unsent() const { return unsent_.load(std::memory_order_acquire); }
   /// Drives until the transfer ended or `budget_ns` passed. False: the lane is busy, nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
+  /// Drives until the transfer ended, `until_ns` passed, somebody else holds the lane, or there is nothing to
+  /// do but wait. False: nothing was done. Work may be left: the caller then wakes the driver.
+  bool help(const Transfer& transfer, int64_t until_ns);
   /// Notices an owner that died while the lane was idle. When somebody else holds the lane, waits or does
   /// nothing.
   void check_idle(bool wait);

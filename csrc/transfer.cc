@@ -14,11 +14,12 @@ namespace {
 constexpr int64_t kFirstPeekNs = 20'000;
 constexpr int64_t kLastPeekNs = 1'000'000;
 
-constexpr uint32_t kSlotBytes = 2 * sizeof(uint64_t);  // nonce and ready
+constexpr uint32_t kNonceBytes = sizeof(uint64_t);
+constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
 }  // namespace
 
-Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const std::function<void()>> wake,
+Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const Crew> crew,
                    std::shared_ptr<Tally> tally)
     : planner_(request.planner),
       tokens_(request.tokens),
@@ -29,7 +30,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       settle_nonce_(request.settle_nonce),
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
-      wake_(std::move(wake)),
+      crew_(std::move(crew)),
       tally_(std::move(tally)),
       phase_started_ns_(now) {
   if (stream_ == StreamUnit::kNone) {
@@ -54,13 +55,15 @@ void Transfer::refuse(const Status& why, int64_t now) {
 
 bool Transfer::wait(int64_t timeout_ns) {
   if (done()) return true;
+  const int64_t until = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+  if (timeout_ns != 0) crew_->help(*this, until);
   std::unique_lock lock(mutex_);
   const auto ended = [this] { return done(); };
   if (timeout_ns < 0) {
     changed_.wait(lock, ended);
     return true;
   }
-  return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+  return changed_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(until - now_ns(), 0)), ended);
 }
 
 Status Transfer::status() const {
@@ -70,7 +73,9 @@ Status Transfer::status() const {
 
 TransferStats Transfer::stats() const {
   std::lock_guard lock(mutex_);
-  return stats_;
+  TransferStats stats = stats_;
+  stats.post_ns = post_ns_.load(std::memory_order_relaxed);
+  return stats;
 }
 
 bool Transfer::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
@@ -93,7 +98,7 @@ void Transfer::cancel() {
     stop(Status::Cancelled("the caller cancelled the pull"));
     finish_if_stopped(started_ns_ + stats_.total_ns);
   }
-  (*wake_)();
+  crew_->wake();
 }
 
 void Transfer::expire(int64_t now) {
@@ -119,11 +124,11 @@ Chunk Transfer::chunk(const Step& step) const {
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
   words_ = std::move(words);
-  slot_segment_ = {reinterpret_cast<std::byte*>(words_.get()), kSlotBytes, region};
+  slot_segment_ = {reinterpret_cast<std::byte*>(words_.get()), kPeekBytes, region};
 }
 
 Chunk Transfer::slot_chunk(uint32_t lease_region) {
-  slot_op_ = {uint64_t{slot_} * sizeof(LeaseSlot), kSlotBytes, lease_region, 0, 1};
+  slot_op_ = {uint64_t{slot_} * sizeof(LeaseSlot), slot_segment_.bytes, lease_region, 0, 1};
   return {std::span(&slot_op_, 1), &slot_segment_};
 }
 
@@ -146,6 +151,7 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
     if (posted_ || (phase_ == Phase::kPeek && now < peek_at_ns_)) return {};
     posted_ = true;
     step.kind = phase_ == Phase::kSettle ? Step::Kind::kSettle : Step::Kind::kSlot;
+    if (phase_ == Phase::kValidate) slot_segment_.bytes = kNonceBytes;
   }
   ++in_flight_;
   return step;

@@ -43,6 +43,7 @@ struct TransferStats {
   uint64_t num_ops = 0, num_segments = 0;
   uint64_t redone = 0;  // steps that a lane gave back
   int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
+  int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
   bool settled = false;
 };
@@ -62,17 +63,28 @@ enum class TransferState : uint8_t {
   kSettled,  // valid, and the owner has been told
 };
 
+class Transfer;
+
+/// How a transfer reaches the lanes that carry it. Any thread.
+struct Crew {
+  std::function<void()> wake;  // after cancel()
+  /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
+  std::function<void(const Transfer&, int64_t until_ns)> help;
+};
+
 class Transfer {
  public:
   /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
-  /// `wake` rouses the lanes after cancel(). `tally`, if any, is told once, when the transfer ends.
-  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const std::function<void()>> wake,
+  /// `tally`, if any, is told once, when the transfer ends.
+  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const Crew> crew,
            std::shared_ptr<Tally> tally = nullptr);
 
   // The caller's side.
   TransferState state() const { return state_.load(std::memory_order_acquire); }
   bool done() const { return state() != TransferState::kPending; }
-  /// A negative timeout waits for ever. False: still running.
+  /// Works along where the bytes are copied by a thread of this process: whoever waits has the time, and
+  /// waking another thread and being woken by it costs 20 to 50 us each. A negative timeout waits for ever; a
+  /// positive one may be overrun by what one poll() of an endpoint copies. False: still running.
   bool wait(int64_t timeout_ns);
   Status status() const;
   TransferStats stats() const;
@@ -86,6 +98,8 @@ class Transfer {
   /// The lane broke; the last one to leave fails the transfer with `why`.
   void detach(const Status& why, int64_t now_ns);
   Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
+  /// Cutting and handing over a step of reads took this long.
+  void posted(int64_t ns) { post_ns_.fetch_add(ns, std::memory_order_relaxed); }
   void ended(const Step& step, const Status& status, int64_t now_ns);
   /// The lane forgot the step without any effect: another lane may take it, unless the transfer is stopping.
   void dropped(const Step& step, int64_t now_ns);
@@ -127,7 +141,7 @@ class Transfer {
   uint32_t slot_;
   uint64_t nonce_, settle_nonce_;
   int64_t started_ns_, deadline_ns_;
-  std::shared_ptr<const std::function<void()>> wake_;
+  std::shared_ptr<const Crew> crew_;
   std::shared_ptr<Tally> tally_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
@@ -136,7 +150,7 @@ class Transfer {
   std::atomic<TransferState> state_{TransferState::kPending};
   std::atomic<bool> stopping_{false};
   std::atomic<uint32_t> attached_{0};
-  std::atomic<int64_t> peek_at_ns_{0};
+  std::atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
 
   mutable std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvlink.engine import SETTLED, failure
 from kvlink.errors import Cancelled, KVLinkError
 from kvlink.peers import Refusal
-from kvlink.starting import Part, Starting
+from kvlink.starting import Part, Starting, settling, stop
 from kvlink.waiting import LoopWaiter
 
 
@@ -110,7 +110,7 @@ class Pull:
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
         parts = self._started(0)
-        return parts is not None and all(part.transfer.done() for part in parts)
+        return parts is not None and all(transfer.done() for _, _, transfer in parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits at most `timeout_s` seconds with the GIL released. False: still running.
@@ -118,11 +118,11 @@ class Pull:
         Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
         """
         parts = self._parts if self._on_landed is None else None
-        if parts is not None and len(parts) == 1 and parts[0].transfer.state == SETTLED:
+        if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
             return True  # a small warm pull: nothing to wait for, nothing to report
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for part in self._started(timeout_s) or []:
-            if not part.transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+        for _, _, transfer in self._started(timeout_s) or []:
+            if not transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 return False
         if not self.done():
             return False
@@ -137,8 +137,8 @@ class Pull:
         if self._starting is not None:
             started = asyncio.shield(asyncio.wrap_future(self._starting))
             await asyncio.gather(started, return_exceptions=True)  # whatever it raised, _conclude says better
-        for part in self._started(0) or []:
-            await LoopWaiter.of_running_loop().ended(part.transfer)
+        for _, _, transfer in self._started(0) or []:
+            await LoopWaiter.of_running_loop().ended(transfer)
         self._conclude()
         return self.stats
 
@@ -147,20 +147,20 @@ class Pull:
         if self._parts is None and self._starting is not None:
             self._starting.cancel()
         for part in self._started(None) or []:
-            part.end()
+            stop(part)
 
     def settle(self) -> bool:
         """Gives the owners their blocks back, when the pull was made with settle=False. False: one is out of reach.
 
         For readers that take a request in several pulls: settle the last once all have ended well. Waits for nothing.
         """
-        told = [part.settle() for part in self._started(0) or []]
+        told = [part[1].connection.settle(*settling(part)) for part in self._started(0) or []]
         return all(told)
 
     @property
     def stats(self) -> PullStats:
         """Of the owners whose transfers were started. Final once done."""
-        transfers = [part.transfer for part in self._started(0) or []]
+        transfers = [transfer for _, _, transfer in self._started(0) or []]
         if not transfers:
             return PullStats()
         rows = [transfer.stats() for transfer in transfers]
@@ -188,7 +188,7 @@ class Pull:
     def _conclude(self) -> None:
         """Raises what the pull failed with; has owners told of what was not settled one-sidedly; flushes."""
         parts = self._parts
-        if parts is None or any(part.transfer.state != SETTLED for part in parts):
+        if parts is None or any(transfer.state != SETTLED for _, _, transfer in parts):
             error = self._error()
             if error is not None:
                 raise error
@@ -202,7 +202,7 @@ class Pull:
         if self._on_unsettled is not None:
             report, self._on_unsettled = self._on_unsettled, None
             for part in self._parts or []:
-                if part.transfer.state != SETTLED:
+                if part[2].state != SETTLED:
                     report(part)
 
     def _error(self) -> KVLinkError | None:

@@ -7,11 +7,10 @@ import asyncio
 import concurrent.futures
 import time
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvlink import tracing
 from kvlink.control import ControlThread
@@ -25,37 +24,25 @@ from kvlink.types import ReadyUnit
 _BLOCKS = ReadyUnit.BLOCKS
 _STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 
+Want = tuple[Any, tuple[int, int] | None, tuple[int, int] | None, bool, float]
+"""What `pull` was asked for, apart from the ticket: into, tokens, layers, settle, timeout_s."""
 
-class Want(NamedTuple):
-    """What `pull` was asked for, apart from the ticket."""
-
-    into: array[int] | Any
-    tokens: tuple[int, int] | None
-    layers: tuple[int, int] | None
-    settle: bool
-    timeout_s: float
+Part = tuple[Ticket, Peer, Transfer]
+"""One owner's share of a pull. Plain like Want: every small pull pays for making them."""
 
 
-class Part(NamedTuple):
-    """One owner's share of a pull."""
+def stop(part: Part) -> None:
+    """On return no byte of it lands any more."""
+    transfer = part[2]
+    transfer.cancel()
+    transfer.wait(-1)
 
-    ticket: Ticket
-    peer: Peer
-    transfer: Transfer
 
-    def end(self) -> None:
-        """On return no byte of it lands any more."""
-        self.transfer.cancel()
-        self.transfer.wait(-1)
-
-    def settle(self) -> bool:
-        """Without waiting. False: the connection is broken."""
-        return self.peer.connection.settle(*self.settling())
-
-    def settling(self) -> tuple[int, int]:
-        """The slot, and what its owner must find there to give the blocks back."""
-        seat = self.ticket.seats[self.peer.seat]
-        return seat.slot, settled_value(self.ticket, seat, self.peer.assignment.num_seats)
+def settling(part: Part) -> tuple[int, int]:
+    """The slot, and what its owner must find there to give the blocks back."""
+    ticket, peer, _ = part
+    seat = ticket.seats[peer.seat]
+    return seat.slot, settled_value(ticket, seat, peer.num_seats)
 
 
 Connected = list[tuple[Ticket, Peer]]
@@ -77,7 +64,7 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     except IndexError:
         raise ConfigError(
             f"request {ticket.request_id}: this rank reads with seat {peer.seat} and the ticket has "
-            f"{len(ticket.seats)}; offer it with readers={peer.assignment.num_seats}"
+            f"{len(ticket.seats)}; offer it with readers={peer.num_seats}"
         ) from None
     begin, end = (
         (0, ticket.num_tokens) if tokens is None else _within(tokens, ticket.num_tokens, "tokens", ticket)
@@ -88,7 +75,7 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
     return peer.connection.pull(
         peer.planner, ticket.block_ids, into, begin, end, first_layer, end_layer,
-        seat.slot, seat.nonce, settled_value(ticket, seat, peer.assignment.num_seats) if settle else 0,
+        seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0,
         0 if ticket.ready >= units else _STREAM[ticket.ready_unit], timeout_s,
     )  # fmt: skip
 
@@ -114,7 +101,7 @@ class Starts:
 
     def start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
         """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners."""
-        deadline = time.monotonic() + want.timeout_s
+        deadline = time.monotonic() + want[-1]
         starting = Starting()
         job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
         self._waiting.add(starting)
@@ -177,12 +164,12 @@ def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
     parts: list[Part] = []
     try:
         for ticket, peer in connected:
-            transfer = start(peer, ticket, want._replace(timeout_s=max(deadline - time.monotonic(), 0.0)))
+            transfer = start(peer, ticket, (*want[:-1], max(deadline - time.monotonic(), 0.0)))
             if transfer is None:
                 raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
-            parts.append(Part(ticket, peer, transfer))
+            parts.append((ticket, peer, transfer))
     except BaseException:
         for part in parts:
-            part.end()
+            stop(part)
         raise
     return parts

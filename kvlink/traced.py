@@ -136,10 +136,11 @@ class TracedPull(Pull):
 
 
 def _about(part: Part) -> dict[str, str | int | float | bool]:
+    ticket, peer, _ = part
     return {
-        "kvlink.request_id": part.ticket.request_id,
-        "kvlink.peer": part.ticket.worker_id,
-        "kvlink.transport": part.peer.transport,
+        "kvlink.request_id": ticket.request_id,
+        "kvlink.peer": ticket.worker_id,
+        "kvlink.transport": peer.transport,
     }
 
 

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +28,7 @@ from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
-from kvlink.starting import Connected, Part, Starts, Want, connect_all, start
+from kvlink.starting import Connected, Part, Starts, connect_all, settling, start
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import LeaseBell
@@ -89,7 +89,7 @@ class Worker:
             self._peers = Peers(self._engine, self._presence.directory)
             self._presence.report = Reporter(self)
             if self.config.metrics_port:
-                opened.callback(metrics.serve(self, self.config.host, self.config.metrics_port))
+                opened.callback(metrics.serve(self, self.config))
             self._opened = opened.pop_all()
         _open.add(self)
 
@@ -198,30 +198,21 @@ class Worker:
         Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
         """
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
-        want = Want(block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
-        on_unsettled = self._settle_otherwise if settle else None
-        on_landed = self._engine.on_landed
-        if isinstance(ticket, str):
-            self._require_coordinator(f"request {ticket}: claiming by id")
-            starting = self._starts.start(partial(self._claim_and_connect, ticket), want)
-            return self._pull(ticket, None, starting, on_unsettled, on_landed)
+        want = (block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
+        on_unsettled, on_landed = self._settle_otherwise if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket):
-            self._checked(ticket)
-            peer = self._peers.get(ticket.worker_id, ticket.epoch)
+            peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
-                parts = [Part(ticket, peer, transfer)]
-                return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed)
-        tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self._checked, ticket)]
-        if not tickets:
-            raise ConfigError("pull needs at least one ticket")
-        starting = self._starts.start(partial(connect_all, self._peers, tickets), want)
-        return self._pull(tickets[0].request_id, None, starting, on_unsettled, on_landed)
+                return self._pull(
+                    ticket.request_id, [(ticket, peer, transfer)], None, on_unsettled, on_landed
+                )
+        request_id, connect = self._source(ticket)
+        return self._pull(request_id, None, self._starts.start(connect, want), on_unsettled, on_landed)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
         deadline = time.monotonic() + timeout_s
-        self._checked(ticket)
-        job = self._peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
+        job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
 
     def peers(self) -> list[Peer]:
@@ -250,6 +241,16 @@ class Worker:
             self._control.run(self._presence.leave(), _CLOSE_S)
         except KVLinkError as error:
             _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
+
+    def _source(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
+        """The request, and how its owners are found and connected until a deadline."""
+        if isinstance(ticket, str):
+            self._require_coordinator(f"request {ticket}: claiming by id")
+            return ticket, partial(self._claim_and_connect, ticket)
+        tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self._checked, ticket)]
+        if not tickets:
+            raise ConfigError("pull needs at least one ticket")
+        return tickets[0].request_id, partial(connect_all, self._peers, tickets)
 
     # On the control loop.
 
@@ -286,8 +287,8 @@ class Worker:
         self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
 
     def _settle_otherwise(self, part: Part) -> None:
-        job = self._presence.directory.settle(part.ticket, *part.settling())
-        self._in_background(job, "settle", part.ticket.request_id)
+        job = self._presence.directory.settle(part[0], *settling(part))
+        self._in_background(job, "settle", part[0].request_id)
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -123,7 +123,8 @@ struct LaneTest : testing::Test {
     request.slot = kSlot;
     request.nonce = kNonce;
     request.deadline_ns = INT64_MAX;
-    transfer = std::make_shared<Transfer>(request, 0, std::make_shared<std::function<void()>>([] {}));
+    const auto help = [this](const Transfer& mine, int64_t until) { lanes[0]->help(mine, until); };
+    transfer = std::make_shared<Transfer>(request, 0, std::make_shared<Crew>(Crew{[] {}, help}));
     transfer->set_scratch(words, 1);
     for (uint32_t i = 0; i < 2; ++i) {
       auto endpoint = std::make_unique<FakeEndpoint>(owner, windows[i], landed[i], broken[i]);
@@ -171,6 +172,26 @@ TEST_F(LaneTest, ALaneThatStandsStillHoldsBackItsWindowAlone) {
   lanes[0]->drive();
   for (int round = 0; round < 10'000; ++round) lanes[1]->drive();
   EXPECT_EQ(landed[1], owner_blocks.size() * kBlockBytes - (16 << 10));
+  drive();
+  expect_valid();
+}
+
+TEST_F(LaneTest, WhoWaitsMovesTheBytesWithoutADriver) {
+  start({window(16 << 10), window(48 << 10)});
+  EXPECT_FALSE(transfer->wait(0));
+  EXPECT_EQ(landed[0], 0u);
+  EXPECT_TRUE(transfer->wait(-1));
+  expect_valid();
+  EXPECT_EQ(landed[1], 0u);
+}
+
+TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
+  start({window(16 << 10), window(48 << 10)});
+  lanes[1]->drive();
+  EXPECT_TRUE(lanes[0]->help(*transfer, INT64_MAX));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_GT(landed[0], 0u);
+  EXPECT_FALSE(lanes[0]->help(*transfer, 0)) << "the time was over";
   drive();
   expect_valid();
 }

@@ -41,7 +41,8 @@ struct TransferTest : testing::Test {
     request.nonce = kNonce;
     request.settle_nonce = kSettle;
     request.deadline_ns = deadline;
-    auto transfer = std::make_unique<Transfer>(request, 0, std::make_shared<std::function<void()>>([] {}));
+    auto transfer = std::make_unique<Transfer>(
+        request, 0, std::make_shared<Crew>(Crew{[] {}, [](const Transfer&, int64_t) {}}));
     transfer->set_scratch(words, 1);
     transfer->attach();
     return transfer;
