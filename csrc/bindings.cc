@@ -141,6 +141,7 @@ void register_transfer(py::module_& m) {
            })
       .def("cancel", &Transfer::cancel, py::call_guard<py::gil_scoped_release>())
       .def("notify", &Transfer::notify, py::arg("queue"), py::arg("token"))
+      .def_property_readonly("post_ns", [](const Transfer& self) { return self.stats().post_ns; })
       .def("stats", [](const Transfer& self) {
         const TransferStats stats = self.stats();
         return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.read_ns,
@@ -203,6 +204,9 @@ void register_connection(py::module_& m) {
             return take(self.time_read({offset, bytes, region, 0, 1}, segment));
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
+      .def(
+          "mend_after", [](Connection& self, double seconds) { self.mend_after(to_ns(seconds)); },
+          py::arg("seconds"))
       .def("why_broken", &Connection::why_broken)
       .def("paths", &Connection::paths)
       .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());
@@ -239,8 +243,8 @@ void register_engine(py::module_& m) {
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics,
-                       const std::string& rdma_connect, uint64_t bounce_bytes) {
-             TransportOptions how{host, port, fault, {}, rdma_connect};
+                       const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class) {
+             TransportOptions how{host, port, fault, {}, rdma_connect, rdma_traffic_class};
              for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
              return std::shared_ptr<Engine>(
                  take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
@@ -248,7 +252,8 @@ void register_engine(py::module_& m) {
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
-           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0)
+           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0,
+           py::arg("rdma_traffic_class") = 0)
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
@@ -276,11 +281,13 @@ void register_engine(py::module_& m) {
            })
       .def(
           "accept",
-          [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos) {
-            const Accepted accepted = take(self.accept(transport, hellos));
-            return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies));
+          [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos,
+             bool takes_keys) {
+            const Accepted accepted = take(self.accept(transport, hellos, takes_keys));
+            return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
+                                  bytes_list(accepted.pool_keys), py::bytes(accepted.lease_key));
           },
-          py::arg("transport"), py::arg("hellos"))
+          py::arg("transport"), py::arg("hellos"), py::arg("takes_keys"))
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address,
@@ -347,6 +354,14 @@ void register_engine(py::module_& m) {
              return rows;
            })
       .def("watch_ended", &Engine::watch_ended, py::arg("queue"))
+      .def("ports",
+           [](const Engine& self) {
+             py::list rows;
+             for (const PortState& port : self.ports())
+               rows.append(py::make_tuple(port.name, port.away, port.times_away, port.held));
+             return rows;
+           })
+      .def("watch_ports", &Engine::watch_ports, py::arg("queue"))
       .def("lease_counts",
            [](Engine& self) {
              const LeaseCounts counts = leases_of(self).counts(now_ns());

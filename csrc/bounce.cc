@@ -18,6 +18,7 @@ class BounceTransport final : public Transport {
         lends_(std::move(lends)) {}
 
   std::string address() const override { return inner_->address(); }
+  std::vector<PortState> ports() const override { return inner_->ports(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     if (range.device && !lends_.ok()) return lends_;
     return inner_->register_memory(range, access);

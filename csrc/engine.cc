@@ -165,6 +165,9 @@ Status Engine::start() {
     row.regions.clear();
     if (!lands_unlent(row)) give_up(row);
   }
+  for (Row& row : rows_) {
+    if (row.transport) row.ports = row.transport->ports();
+  }
   epoll_fd_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   epoll_event event{EPOLLIN, {.u64 = UINT64_MAX}};
@@ -202,7 +205,8 @@ Status Engine::absent(const std::string& transport) const {
   return Status::Unavailable("this worker does not use " + transport + (why.empty() ? "" : ": " + why), {});
 }
 
-Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos) {
+Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos,
+                                bool takes_keys) {
   Row* row = find(transport);
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
@@ -216,7 +220,12 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   }
   const bool none =
       std::all_of(accepted.replies.begin(), accepted.replies.end(), std::mem_fn(&std::string::empty));
-  return none ? Result<Accepted>(why) : accepted;
+  if (none) return why;
+  if (Status status = tell_keys(*row, takes_keys, accepted); !status.ok()) {
+    row->transport->fence(id);
+    return status;
+  }
+  return accepted;
 }
 
 bool Engine::fence(uint64_t connection_id) {
@@ -286,6 +295,7 @@ void Engine::serve() {
       const uint64_t row = events[index].data.u64;
       if (row < rows_.size()) {
         rows_[row].transport->serve();
+        look_after_ports(rows_[row]);
       } else {
         uint64_t count;
         [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
@@ -340,7 +350,12 @@ void Engine::close() {
     owner_.join();
   }
   for (Row& row : rows_) {
-    row.regions.clear();
+    std::vector<std::unique_ptr<MemoryRegion>> revoked;
+    {
+      std::lock_guard lock(mutex_);
+      revoked = std::exchange(row.regions, {});
+    }
+    revoked.clear();
     if (row.transport) row.transport->close();
   }
 }

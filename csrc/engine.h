@@ -49,6 +49,9 @@ struct TransportAccess {
 struct Accepted {
   uint64_t connection_id = 0;  // 0: this transport cannot fence, nothing to announce
   std::vector<std::string> replies;
+  /// Empty: as access() has them. A device that was removed and came back has others.
+  std::vector<std::string> pool_keys = {};
+  std::string lease_key = {};
 };
 
 class Engine {
@@ -67,7 +70,9 @@ class Engine {
   Status start();
   std::vector<TransportAccess> access() const;
 
-  Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos);
+  /// `takes_keys`: the reader will use the keys of the answer. Who would not is refused once they changed.
+  Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
+                          bool takes_keys = true);
   bool fence(uint64_t connection_id);
   Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
                                            std::shared_ptr<Tally> tally = std::make_shared<Tally>());
@@ -82,6 +87,9 @@ class Engine {
   /// fenced.
   std::vector<EndedLease> take_ended();
   void watch_ended(std::shared_ptr<CompletionQueue> queue);
+  /// Of all transports. Each change is told to the watchers.
+  std::vector<PortState> ports() const;
+  void watch_ports(std::shared_ptr<CompletionQueue> queue);
 
   /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
   /// memory.
@@ -94,6 +102,7 @@ class Engine {
     std::vector<std::unique_ptr<MemoryRegion>> regions;
     TransportAccess access;
     std::string bounce_why = {};  // it reaches devices and yet not the pool
+    std::vector<PortState> ports = {};
   };
 
   explicit Engine(const EngineOptions& options) : options_(options) {}
@@ -106,6 +115,8 @@ class Engine {
   bool lands_unlent(const Row& row) const;
   static void give_up(Row& row);
   Row* find(const std::string& transport);
+  Status tell_keys(const Row& row, bool takes_keys, Accepted& accepted);
+  void look_after_ports(Row& row);
   Status check_serving() const;
   Status absent(const std::string& transport) const;
   void serve();
@@ -126,10 +137,10 @@ class Engine {
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
 
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows, and each row's regions and ports from start() on
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
-  std::vector<std::shared_ptr<CompletionQueue>> ended_watchers_;
+  std::vector<std::shared_ptr<CompletionQueue>> ended_watchers_, port_watchers_;
   bool closed_ = false;
 };
 

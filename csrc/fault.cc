@@ -254,6 +254,7 @@ class FaultTransport : public Transport {
       : inner_(std::move(inner)), plan_(std::make_shared<Plan>(std::move(rules))) {}
 
   std::string address() const override { return inner_->address(); }
+  std::vector<PortState> ports() const override { return inner_->ports(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     return inner_->register_memory(range, access);
   }

@@ -130,7 +130,17 @@ class Endpoint {
 class MemoryRegion {
  public:
   virtual ~MemoryRegion() = default;
+  /// Changes with the device of a port. Whoever is admitted and then told has the one that belongs to it.
   virtual std::string remote_key() const = 0;
+};
+
+/// One of the ports that a transport is tied to.
+struct PortState {
+  std::string name;         // "mlx5_0:1"
+  std::string away;         // why, while its device is gone; empty: it is here
+  uint32_t times_away = 0;  // so far
+  bool held = false;        // connections still hold the device that is gone
+  bool operator==(const PortState&) const = default;
 };
 
 /// One way of moving bytes. open() and probe() may be called from any thread; the owner's calls
@@ -141,6 +151,8 @@ class Transport {
 
   /// Everything a peer needs to decide whether it can come here, and to do so.
   virtual std::string address() const = 0;
+  /// Whose devices come and go; serve() finds out. Any thread.
+  virtual std::vector<PortState> ports() const { return {}; }
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
   /// As a NIC does: lends the memory of devices and reads into it, and reads into registered memory only.
@@ -188,6 +200,7 @@ struct TransportOptions {
   std::string fault;                 // plan of the fault transport, see fault.cc
   std::vector<NicOption> nics = {};  // best first; none: every active port
   std::string rdma_connect = {};     // "direct" or "cm" (rdma_cm); empty: what the NIC needs
+  uint8_t rdma_traffic_class = 0;    // of what verbs sends
 };
 
 /// One row of the table in transports.cc.

@@ -89,7 +89,12 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
 Id RdmaCmPort::make_id(rdma_event_channel* channel, Qp* qp) const {
   rdma_cm_id* made = nullptr;
   if (api_.create_id(channel, &made, qp, RDMA_PS_TCP) != 0) made = nullptr;
-  return Id(made, api_.destroy_id);
+  Id id(made, api_.destroy_id);
+  uint8_t tos = nic_->traffic_class();
+  if (!id || tos == 0) return id;
+  return api_.set_option(id.get(), RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof tos) == 0
+             ? std::move(id)
+             : Id(nullptr, api_.destroy_id);
 }
 
 bool RdmaCmPort::leads_here(const rdma_cm_id& id) const {
@@ -138,11 +143,13 @@ void RdmaCmPort::take_events(const Arrived& arrived) {
         arrived(std::move(who));
         continue;
       }
+      case RDMA_CM_EVENT_DEVICE_REMOVAL:
+        nic_->remove();
+        [[fallthrough]];
       case RDMA_CM_EVENT_DISCONNECTED:
       case RDMA_CM_EVENT_CONNECT_ERROR:
       case RDMA_CM_EVENT_UNREACHABLE:
       case RDMA_CM_EVENT_REJECTED:
-      case RDMA_CM_EVENT_DEVICE_REMOVAL:
         // Alive: destroying an identifier waits until its events are acknowledged.
         if (auto* const qp = static_cast<Qp*>(event->id->context)) qp->hang_up();
         break;

@@ -18,8 +18,9 @@ Result<CmApi> load() {
       library.load(api.create_event_channel, "rdma_create_event_channel") &&
       library.load(api.destroy_event_channel, "rdma_destroy_event_channel") &&
       library.load(api.create_id, "rdma_create_id") && library.load(api.destroy_id, "rdma_destroy_id") &&
-      library.load(api.migrate_id, "rdma_migrate_id") && library.load(api.bind_addr, "rdma_bind_addr") &&
-      library.load(api.listen, "rdma_listen") && library.load(api.get_src_port, "rdma_get_src_port") &&
+      library.load(api.migrate_id, "rdma_migrate_id") && library.load(api.set_option, "rdma_set_option") &&
+      library.load(api.bind_addr, "rdma_bind_addr") && library.load(api.listen, "rdma_listen") &&
+      library.load(api.get_src_port, "rdma_get_src_port") &&
       library.load(api.resolve_addr, "rdma_resolve_addr") &&
       library.load(api.resolve_route, "rdma_resolve_route") && library.load(api.connect, "rdma_connect") &&
       library.load(api.establish, "rdma_establish") && library.load(api.accept, "rdma_accept") &&

@@ -14,6 +14,7 @@ struct CmApi {
   decltype(&::rdma_create_id) create_id;
   decltype(&::rdma_destroy_id) destroy_id;
   decltype(&::rdma_migrate_id) migrate_id;
+  decltype(&::rdma_set_option) set_option;
   decltype(&::rdma_bind_addr) bind_addr;
   decltype(&::rdma_listen) listen;
   decltype(&::rdma_get_src_port) get_src_port;

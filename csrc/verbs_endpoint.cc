@@ -99,7 +99,7 @@ class VerbsEndpoint final : public Endpoint {
   const Window window_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
-  const std::shared_ptr<CmPort> cm_;
+  std::shared_ptr<CmPort> cm_;
   Chain chain_;
   const uint32_t max_wrs_;
   const std::vector<LocalRegion> locals_;
@@ -199,7 +199,8 @@ void VerbsEndpoint::pump() {
 
 Status VerbsEndpoint::check_alive() const {
   if (qp_->failed()) return qp_->why_failed();
-  if (qp_->nic()->losses() != losses_) return qp_->nic()->why_lost();
+  const Nic& nic = *qp_->nic();
+  if (nic.gone() || nic.losses() != losses_) return nic.why_lost();
   return {};
 }
 
@@ -294,13 +295,13 @@ void VerbsEndpoint::say_goodbye() {
 void VerbsEndpoint::close() {
   if (!qp_) return;
   if (connected_ && broken_.ok() && !qp_->failed()) say_goodbye();
-  qp_->halt();
-  wait_until_flushed(kFlushNs);
+  if (qp_->halt()) wait_until_flushed(kFlushNs);
   posts_.clear();
   num_full_ = 0;
   if (broken_.ok()) broken_ = Status::Unreachable("the connection was closed");
   qp_.reset();  // no byte lands after this
   cq_.reset();
+  cm_.reset();
 }
 
 }  // namespace

@@ -14,7 +14,6 @@ namespace {
 
 constexpr char kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, '\xff', '\xff'};
 
-bool is_v4(const Gid& ip) { return std::memcmp(ip.data(), kMapped, sizeof kMapped) == 0; }
 const char* v4_of(const Gid& ip) { return ip.data() + sizeof kMapped; }
 
 std::optional<Gid> ip_of(const sockaddr* address) {
@@ -32,6 +31,8 @@ std::optional<Gid> ip_of(const sockaddr* address) {
 }
 
 }  // namespace
+
+bool is_v4(const Gid& ip) { return std::memcmp(ip.data(), kMapped, sizeof kMapped) == 0; }
 
 SocketAddress::SocketAddress(const Gid& ip, uint16_t port) {
   if (is_v4(ip)) {

@@ -21,6 +21,8 @@ class SocketAddress {
   sockaddr_storage storage_{};
 };
 
+/// As an IPv6 address that stands for an IPv4 one.
+bool is_v4(const Gid& ip);
 std::string ip_text(const Gid& ip);
 
 /// This machine's, of interfaces that are up, IPv4's first. None that is only of one link.

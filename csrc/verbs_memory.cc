@@ -69,45 +69,43 @@ std::vector<uint32_t> keys(const std::vector<Owned<ibv_mr>>& slices, uint32_t ib
 
 }  // namespace
 
-Result<std::shared_ptr<const Memory>> Memory::enlist(std::span<const std::shared_ptr<Nic>> nics,
-                                                     const MemoryRange& range, Rights rights) {
-  const std::shared_ptr<Memory> memory(new Memory(range));
-  memory->nics_.assign(nics.begin(), nics.end());
-  memory->slices_.resize(nics.size());
-  memory->sinks_.resize(nics.size());
-  const int access = access_flags(rights);
-  // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
-  const Status status = each(nics.size(), range.bytes > kSliceBytes, [&memory, access](size_t nic) {
-    const std::shared_ptr<Nic>& at = memory->nics_[nic];
-    Status status = memory->enlist_at(at, access, memory->slices_[nic]);
-    if (!status.ok() || !at->iwarp()) return status;
-    return memory->enlist_at(at, kSinkFlags, memory->sinks_[nic]);
-  });
-  if (!status.ok()) return status;
-  return std::shared_ptr<const Memory>(memory);
+uint64_t iova_of(const MemoryRange& range) {
+  return reinterpret_cast<uintptr_t>(range.base) % kLargestPageBytes;
 }
 
-Status Memory::enlist_at(const std::shared_ptr<Nic>& nic, int access,
-                         std::vector<Owned<ibv_mr>>& slices) const {
+Result<std::vector<std::shared_ptr<const Memory>>> Memory::enlist(std::span<const std::shared_ptr<Nic>> nics,
+                                                                  const MemoryRange& range, Rights rights) {
+  std::vector<std::shared_ptr<Memory>> made;
+  for (const auto& nic : nics) made.emplace_back(new Memory(nic, range));
+  // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
+  const Status status = each(made.size(), range.bytes > kSliceBytes,
+                             [&made, rights](size_t nic) { return made[nic]->enlist(rights); });
+  if (!status.ok()) return status;
+  return std::vector<std::shared_ptr<const Memory>>(made.begin(), made.end());
+}
+
+Status Memory::enlist(Rights rights) {
+  Status status = enlist(access_flags(rights), slices_);
+  if (!status.ok() || !nic_->iwarp()) return status;
+  return enlist(kSinkFlags, sinks_);
+}
+
+Status Memory::enlist(int access, std::vector<Owned<ibv_mr>>& slices) const {
   const size_t count = (range_.bytes + kSliceBytes - 1) / kSliceBytes;
-  for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic->api().dereg_mr);
+  for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
   const size_t parts = std::min(count, kAtATime);
   return each(parts, parts > 1, [&](size_t part) {
     for (size_t slice = part; slice < count; slice += parts) {
       const uint64_t at = slice * kSliceBytes;
       const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
-      slices[slice].reset(nic->register_memory(range_, at, bytes, iova() + at, access));
-      if (!slices[slice]) return refused(*nic, range_, bytes, errno);
+      slices[slice].reset(nic_->register_memory(range_, at, bytes, iova() + at, access));
+      if (!slices[slice]) return refused(*nic_, range_, bytes, errno);
     }
     return Status{};
   });
 }
 
-uint64_t Memory::iova() const { return reinterpret_cast<uintptr_t>(range_.base) % kLargestPageBytes; }
-
-std::vector<uint32_t> Memory::lkeys(size_t nic) const {
-  return keys(sinks_[nic].empty() ? slices_[nic] : sinks_[nic], &ibv_mr::lkey);
-}
-std::vector<uint32_t> Memory::rkeys(size_t nic) const { return keys(slices_[nic], &ibv_mr::rkey); }
+std::vector<uint32_t> Memory::lkeys() const { return keys(sinks_.empty() ? slices_ : sinks_, &ibv_mr::lkey); }
+std::vector<uint32_t> Memory::rkeys() const { return keys(slices_, &ibv_mr::rkey); }
 
 }  // namespace kvlink::verbs

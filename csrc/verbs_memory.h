@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A range of memory as every NIC of this process knows it.
+// A range of memory as one NIC knows it.
 #pragma once
 
 #include <memory>
@@ -20,28 +20,32 @@ enum class Rights : uint8_t {
   kPeersReadWrite  // the lease table
 };
 
+/// What byte 0 is called in requests. Congruent to its address, so that the NIC may use large pages, and
+/// otherwise says nothing about it.
+uint64_t iova_of(const MemoryRange& range);
+
 /// Registered until destroyed; the memory itself belongs to the caller. Constant after registration.
 class Memory {
  public:
-  /// Refuses (kTransportUnavailable, reason and fix) what a NIC cannot reach.
-  static Result<std::shared_ptr<const Memory>> enlist(std::span<const std::shared_ptr<Nic>> nics,
-                                                      const MemoryRange& range, Rights rights);
+  /// At each NIC by itself, all at a time. Refuses (kTransportUnavailable, reason and fix) what one cannot
+  /// reach.
+  static Result<std::vector<std::shared_ptr<const Memory>>> enlist(std::span<const std::shared_ptr<Nic>> nics,
+                                                                   const MemoryRange& range, Rights rights);
 
   const MemoryRange& range() const { return range_; }
-  /// What byte 0 is called in requests. Congruent to its address, so that the NIC may use large pages, and
-  /// otherwise says nothing about it.
-  uint64_t iova() const;
-  std::vector<uint32_t> lkeys(size_t nic) const;
-  std::vector<uint32_t> rkeys(size_t nic) const;
+  uint64_t iova() const { return iova_of(range_); }
+  std::vector<uint32_t> lkeys() const;
+  std::vector<uint32_t> rkeys() const;
 
  private:
-  explicit Memory(const MemoryRange& range) : range_(range) {}
-  Status enlist_at(const std::shared_ptr<Nic>& nic, int access, std::vector<Owned<ibv_mr>>& slices) const;
+  Memory(std::shared_ptr<Nic> nic, const MemoryRange& range) : nic_(std::move(nic)), range_(range) {}
+  Status enlist(Rights rights);
+  Status enlist(int access, std::vector<Owned<ibv_mr>>& slices) const;
 
+  const std::shared_ptr<Nic> nic_;
   const MemoryRange range_;
-  std::vector<std::shared_ptr<Nic>> nics_;
-  std::vector<std::vector<Owned<ibv_mr>>> slices_;  // [nic][slice]
-  std::vector<std::vector<Owned<ibv_mr>>> sinks_;   // the same, for reads to land in; iWARP's alone
+  std::vector<Owned<ibv_mr>> slices_;
+  std::vector<Owned<ibv_mr>> sinks_;  // the same, for reads to land in; iWARP's alone
 };
 
 }  // namespace kvlink::verbs

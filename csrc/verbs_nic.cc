@@ -10,11 +10,13 @@
 #include <fstream>
 
 #include "verbs_cm.h"
+#include "verbs_ip.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
 namespace {
 
+constexpr const char* kNodes = "/sys/class/infiniband_verbs/";  // one of each device, gone before it is
 constexpr uint32_t kMostSge = 32;
 constexpr uint32_t kMostWrs = 1024;
 constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
@@ -36,9 +38,8 @@ std::string gid_type(const std::string& device, uint8_t port, int index) {
 
 /// Higher is better: routable before local, IPv4 before IPv6; 0 is no address at all.
 int rank(const Gid& gid) {
-  static constexpr char kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, '\xff', '\xff'};
   if (std::all_of(gid.begin(), gid.end(), [](char byte) { return byte == 0; })) return 0;
-  if (std::memcmp(gid.data(), kMapped, sizeof kMapped) == 0) return gid[12] == 127 ? 2 : 4;
+  if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
   return gid[0] == '\xfe' && gid[1] == '\x80' ? 1 : 3;
 }
 
@@ -78,7 +79,8 @@ Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
 
 }  // namespace
 
-Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, uint32_t mbps, Way way) {
+Result<std::shared_ptr<Nic>> Nic::open(const NicPlace& place, const Manner& manner) {
+  const std::string& device = place.device;
   const Result<const Api*> loaded = verbs::api();
   if (!loaded.ok()) return loaded.status();
   const Api& api = **loaded;
@@ -101,24 +103,26 @@ Result<std::shared_ptr<Nic>> Nic::open(const std::string& device, uint8_t port, 
   }
   const int flags = ::fcntl(context->async_fd, F_GETFL);
   ::fcntl(context->async_fd, F_SETFL, flags | O_NONBLOCK);
-  auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), device, port, mbps);
-  if (Status status = nic->choose_way(found->transport_type, way); !status.ok()) return status;
+  auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), place, manner,
+                                   DeviceNode(std::string(kNodes) + found->dev_name));
+  if (Status status = nic->choose_way(found->transport_type); !status.ok()) return status;
   if (Status status = nic->find_limits(); !status.ok()) return status;
   if (Status status = nic->find_address(); !status.ok()) return status;
   return nic;
 }
 
-Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port,
-         uint32_t mbps)
+Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, NicPlace place, const Manner& manner,
+         DeviceNode node)
     : api_(api),
       context_(std::move(context)),
       pd_(std::move(pd)),
-      device_(std::move(device)),
-      name_(device_ + ":" + std::to_string(port)),
-      port_(port),
-      mbps_(mbps) {}
+      place_(std::move(place)),
+      name_(place_.device + ":" + std::to_string(place_.port)),
+      manner_(manner),
+      node_(std::move(node)) {}
 
-Status Nic::choose_way(ibv_transport_type transport, Way wish) {
+Status Nic::choose_way(ibv_transport_type transport) {
+  const Way wish = manner_.way;
   iwarp_ = transport == IBV_TRANSPORT_IWARP;
   by_cm_ = wish == Way::kCm || (wish == Way::kByDevice && iwarp_);
   if (iwarp_ && !by_cm_) {
@@ -132,9 +136,9 @@ Status Nic::find_limits() {
   if (const int error = api_.query_device(context_.get(), &device)) {
     return unusable(name_, "cannot be asked for its limits: " + errno_text(error), {});
   }
-  if (port_ > device.phys_port_cnt) {
-    return Status::Config("RDMA device " + device_ + " has " + std::to_string(device.phys_port_cnt) +
-                          " ports; there is no port " + std::to_string(port_));
+  if (place_.port > device.phys_port_cnt) {
+    return Status::Config("RDMA device " + place_.device + " has " + std::to_string(device.phys_port_cnt) +
+                          " ports; there is no port " + std::to_string(place_.port));
   }
   const auto within = [](int limit, uint32_t most) {
     return static_cast<uint32_t>(std::clamp<int64_t>(limit, 1, most));
@@ -154,7 +158,7 @@ Status Nic::find_limits() {
 }
 
 Status Nic::query(ibv_port_attr& port) const {
-  const int error = api_.query_port(context_.get(), port_, &port);
+  const int error = api_.query_port(context_.get(), place_.port, &port);
   if (error == 0) return {};
   return unusable(name_, "does not answer: " + errno_text(error), "was the device removed? see dmesg");
 }
@@ -169,10 +173,10 @@ Status Nic::find_address() {
   int best = 0;
   for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
     ibv_gid found;
-    if (api_.query_gid(context_.get(), port_, index, &found) != 0) continue;
+    if (api_.query_gid(context_.get(), place_.port, index, &found) != 0) continue;
     Gid gid;
     std::memcpy(gid.data(), found.raw, gid.size());
-    if (rank(gid) <= best || (roce && gid_type(device_, port_, index) != "RoCE v2")) continue;
+    if (rank(gid) <= best || (roce && gid_type(place_.device, place_.port, index) != "RoCE v2")) continue;
     best = rank(gid);
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
@@ -196,10 +200,11 @@ uint8_t Nic::gid_index() const {
 
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
-  return {name_, ethernet_, lid_, gid_, by_cm_, mbps_};
+  return {name_, ethernet_, lid_, gid_, by_cm_, place_.mbps};
 }
 
 Status Nic::check() const {
+  if (gone()) return unusable(name_, "is gone", "it is used again by itself once it is back; see dmesg");
   ibv_port_attr port{};
   if (Status status = query(port); !status.ok()) return status;
   if (port.state == IBV_PORT_ACTIVE) return {};
@@ -208,17 +213,28 @@ Status Nic::check() const {
                             : "check the cable and the subnet manager");
 }
 
-Status Nic::why_lost() const {
+Status Nic::why_lost() const { return Status::Unreachable("RDMA port " + name_ + " " + how_lost()); }
+
+std::string Nic::how_lost() const {
   std::lock_guard lock(mutex_);
-  return Status::Unreachable("RDMA port " + name_ + " " + why_lost_);
+  return why_lost_;
 }
 
-void Nic::lose(const std::string& why) {
+void Nic::lose(const std::string& why, bool for_good) {
   {
     std::lock_guard lock(mutex_);
     why_lost_ = why;
   }
+  if (for_good) gone_.store(true, std::memory_order_release);
   losses_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void Nic::look() {
+  if (!gone() && node_.gone()) remove();
+}
+
+void Nic::remove() {
+  if (!gone()) lose("was removed", true);
 }
 
 void Nic::take_events() {
@@ -240,14 +256,14 @@ void Nic::take_event(const ibv_async_event& event) {
       static_cast<Qp*>(event.element.qp->qp_context)->fail(event.event_type);
       return;
     case IBV_EVENT_DEVICE_FATAL:
-      return lose("failed: " + name());
+      return lose("failed: " + name(), true);
     case IBV_EVENT_PORT_ERR:
-      if (event.element.port_num == port_) lose("went down");
+      if (event.element.port_num == place_.port) lose("went down");
       return;
     case IBV_EVENT_GID_CHANGE:
     case IBV_EVENT_LID_CHANGE: {
       const NicAddress before = address();
-      if (event.element.port_num != port_ || !check().ok() || !find_address().ok()) return;
+      if (event.element.port_num != place_.port || !check().ok() || !find_address().ok()) return;
       const NicAddress after = address();
       if (after.gid != before.gid || after.lid != before.lid) lose("has a new address");
       return;
@@ -269,14 +285,22 @@ ibv_mr* Nic::register_memory(const MemoryRange& range, uint64_t offset, uint64_t
   return api_.reg_dmabuf_mr(pd_.get(), range.dmabuf_offset + offset, bytes, iova, range.dmabuf_fd, access);
 }
 
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted, Way way) {
+Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner) {
+  auto nic = Nic::open(place, manner);
+  if (!nic.ok()) return nic;
+  Status status = (*nic)->check();
+  if (!status.ok()) return status;
+  return nic;
+}
+
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
+                                                    const Manner& manner) {
   std::vector<std::shared_ptr<Nic>> nics;
   for (const NicOption& option : wanted) {
     const auto parsed = parse_name(option.port);
     if (!parsed.ok()) return parsed.status();
-    Result<std::shared_ptr<Nic>> nic = Nic::open((*parsed).first, (*parsed).second, option.mbps, way);
+    auto nic = open_active({(*parsed).first, (*parsed).second, option.mbps}, manner);
     if (!nic.ok()) return nic.status();
-    if (Status status = (*nic)->check(); !status.ok()) return status;
     nics.push_back(std::move(*nic));
   }
   if (!wanted.empty()) return nics;
@@ -290,10 +314,9 @@ Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>
   for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
     const std::string device = (*loaded)->get_device_name(list.devices[i]);
     for (uint8_t port = 1; nics.size() < kMaxNics; ++port) {
-      Result<std::shared_ptr<Nic>> nic = Nic::open(device, port, NicOption{}.mbps, way);
-      const Status usable = nic.ok() ? (*nic)->check() : nic.status();
-      if (usable.code() == Code::kConfig) break;  // no such port
-      usable.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = usable);
+      auto nic = open_active({device, port, NicOption{}.mbps}, manner);
+      if (nic.status().code() == Code::kConfig) break;  // no such port
+      nic.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = nic.status());
     }
   }
   if (nics.empty()) return last;

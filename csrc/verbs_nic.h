@@ -10,6 +10,7 @@
 
 #include "transport.h"
 #include "verbs_api.h"
+#include "verbs_node.h"
 #include "verbs_wire.h"
 
 namespace kvlink::verbs {
@@ -18,7 +19,19 @@ namespace kvlink::verbs {
 /// (verbs_cm.h).
 enum class Way : uint8_t { kByDevice, kDirect, kCm };
 
-/// Any thread; take_events() by one thread.
+struct NicPlace {
+  std::string device;
+  uint8_t port = 1;
+  uint32_t mbps = 1;
+};
+
+/// How its queue pairs are to be.
+struct Manner {
+  Way way = Way::kByDevice;
+  uint8_t traffic_class = 0;  // of what they send; with RoCE v2 the IP header's
+};
+
+/// Any thread; take_events() and look() by one thread.
 class Nic {
  public:
   struct Limits {
@@ -30,10 +43,10 @@ class Nic {
     int max_cqes = 16;
   };
 
-  /// `device` with `port` from 1. Refuses (kTransportUnavailable) a port without an address.
-  static Result<std::shared_ptr<Nic>> open(const std::string& device, uint8_t port, uint32_t mbps, Way way);
-  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, std::string device, uint8_t port,
-      uint32_t mbps);
+  /// Refuses (kTransportUnavailable) a port without an address.
+  static Result<std::shared_ptr<Nic>> open(const NicPlace& place, const Manner& manner);
+  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, NicPlace place, const Manner& manner,
+      DeviceNode node = {});
   Nic(const Nic&) = delete;
   Nic& operator=(const Nic&) = delete;
 
@@ -41,7 +54,9 @@ class Nic {
   ibv_context* context() const { return context_.get(); }
   ibv_pd* pd() const { return pd_.get(); }
   const std::string& name() const { return name_; }  // "mlx5_0:1"
-  uint8_t port() const { return port_; }
+  uint8_t port() const { return place_.port; }
+  const NicPlace& place() const { return place_; }
+  uint8_t traffic_class() const { return manner_.traffic_class; }
   const Limits& limits() const { return limits_; }
   bool ethernet() const { return ethernet_; }
   /// Untested: no such driver was to be had. Connects by the manager alone; a read lands in one segment, of
@@ -57,6 +72,13 @@ class Nic {
   /// Counts what ended every connection of this port: its going down, the device's failure, a new address.
   uint32_t losses() const { return losses_.load(std::memory_order_acquire); }
   Status why_lost() const;
+  std::string how_lost() const;
+  /// Its device failed for good or was removed: nothing may be asked of it but to close.
+  bool gone() const { return gone_.load(std::memory_order_acquire); }
+  /// Finds out about a removal that no event tells of.
+  void look();
+  /// Somebody else heard that it was removed; the same thread.
+  void remove();
 
   /// Readable when take_events() has something to do.
   int events_fd() const { return context_->async_fd; }
@@ -67,23 +89,25 @@ class Nic {
                           int access) const;
 
  private:
-  Status choose_way(ibv_transport_type transport, Way wish);
+  Status choose_way(ibv_transport_type transport);
   Status query(ibv_port_attr& port) const;
   Status find_limits();
   Status find_address();
-  void lose(const std::string& why);
+  void lose(const std::string& why, bool for_good = false);
   void take_event(const ibv_async_event& event);
 
   const Api& api_;
   Owned<ibv_context> context_;
   Owned<ibv_pd> pd_;
-  const std::string device_, name_;
-  const uint8_t port_;
-  const uint32_t mbps_;
+  const NicPlace place_;
+  const std::string name_;
+  const Manner manner_;
+  const DeviceNode node_;
   Limits limits_;
   bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
 
   std::atomic<uint32_t> losses_{0};
+  std::atomic<bool> gone_{false};
   mutable std::mutex mutex_;  // guards everything below
   std::string why_lost_;
   ibv_mtu mtu_ = IBV_MTU_1024;
@@ -92,7 +116,10 @@ class Nic {
   Gid gid_{};
 };
 
+/// A port that can carry bytes now; else why not and what to do.
+Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner);
 /// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted, Way way);
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
+                                                    const Manner& manner);
 
 }  // namespace kvlink::verbs

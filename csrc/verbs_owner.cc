@@ -19,12 +19,12 @@ namespace {
 
 // A reader that died without a word is found out by an empty write. Its queue pair costs the owner a few KiB
 // until then.
-constexpr int64_t kProbeS = 5;
+constexpr int64_t kProbeNs = 5'000'000'000;
+// Some devices go without a word: readers are to know within a second. A look costs a system call a port.
+constexpr int64_t kLookNs = 250'000'000;
 constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
-constexpr uint32_t kServedWrs = 4;     // a probe and a cut
-constexpr uint32_t kCqEntries = 16384;
-constexpr size_t kMostServed = kCqEntries / kServedWrs;  // or their completions would not all find room
-constexpr int64_t kExpectedNs = 30'000'000'000;          // from reply to connection
+constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completions would not all find room
+constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
 
 ibv_send_wr empty_write(uint64_t wr_id) {
@@ -37,81 +37,96 @@ ibv_send_wr empty_write(uint64_t wr_id) {
 
 }  // namespace
 
-Result<std::unique_ptr<Owner>> Owner::make(std::vector<std::shared_ptr<Nic>> nics,
-                                           std::vector<std::shared_ptr<CmPort>> cm_ports, Patience patience) {
-  std::vector<std::unique_ptr<Cq>> cqs;
-  for (const auto& nic : nics) {
-    Result<std::unique_ptr<Cq>> cq = Cq::create(nic, kCqEntries, false);
-    if (!cq.ok()) return cq.status();
-    cqs.push_back(std::move(*cq));
-  }
-  std::unique_ptr<Owner> owner(new Owner(std::move(nics), std::move(cm_ports), std::move(cqs), patience));
-  if (Status status = owner->watch(); !status.ok()) return status;
+Result<std::unique_ptr<Owner>> Owner::make(Ports& ports, Patience patience) {
+  std::unique_ptr<Owner> owner(new Owner(ports, patience));
+  if (Status status = owner->watch_all(); !status.ok()) return status;
   return owner;
 }
 
-Owner::Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::shared_ptr<CmPort>> cm_ports,
-             std::vector<std::unique_ptr<Cq>> cqs, Patience patience)
-    : nics_(std::move(nics)),
-      cm_ports_(std::move(cm_ports)),
+Owner::Owner(Ports& ports, Patience patience)
+    : ports_(ports),
       patience_(patience),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
-      cqs_(std::move(cqs)) {}
+      probed_ns_(now_ns()) {}
 
-Status Owner::watch() {
-  bool watched = epoll_ && timer_;
-  const auto add = [&](int fd, uint64_t what) {
-    epoll_event event{EPOLLIN, {.u64 = what}};
-    watched = watched && epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
-  };
-  for (size_t nic = 0; nic < nics_.size(); ++nic) {
-    add(nics_[nic]->events_fd(), nic);
-    if (cm_ports_[nic]) add(cm_ports_[nic]->events_fd(), nics_.size() + nic);
-  }
-  add(timer_.get(), kTimer);
-  const itimerspec every{{kProbeS, 0}, {kProbeS, 0}};
+Status Owner::watch_all() {
+  epoll_event event{EPOLLIN, {.u64 = kTimer}};
+  bool watched = epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, timer_.get(), &event) == 0;
+  for (size_t port = 0; port < ports_.size(); ++port) watched = watched && watch(port);
+  const itimerspec every{{0, kLookNs}, {0, kLookNs}};
   if (watched && timerfd_settime(timer_.get(), 0, &every, nullptr) == 0) return {};
   return Status::Unavailable(std::string("watching RDMA devices: ") + std::strerror(errno),
                              "raise ulimit -n");
 }
 
+bool Owner::watch(size_t port) const {
+  const auto berth = ports_.at(port);
+  epoll_event event{EPOLLIN, {.u64 = port}};
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, berth->nic->events_fd(), &event) != 0) return false;
+  event.data.u64 = ports_.size() + port;
+  return !berth->cm || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, berth->cm->events_fd(), &event) == 0;
+}
+
+void Owner::unwatch(size_t port) const {
+  const auto berth = ports_.at(port);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->nic->events_fd(), nullptr);
+  if (berth->cm) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->cm->events_fd(), nullptr);
+}
+
+/// What is gone is let go of by all that is the owner's, so that its removal can end.
+void Owner::look_after_ports() {
+  const int64_t now = now_ns();
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const Ports::Change change = ports_.look(port, now);
+    if (change == Ports::Change::kBack) static_cast<void>(watch(port));
+    if (change != Ports::Change::kLost) continue;
+    unwatch(port);
+    {
+      std::lock_guard lock(mutex_);
+      std::erase_if(served_, [port](const Served& served) { return served.port == port; });
+    }
+    ports_.let_go(port, now);
+  }
+}
+
 Result<std::string> Owner::admit(uint64_t connection_id, const Hello& hello) {
-  if (hello.owner_nic >= nics_.size())
-    return Status::AccessDenied("the reader asks for a port that there is not");
-  const std::shared_ptr<Nic>& nic = nics_[hello.owner_nic];
-  if (Status status = nic->check(); !status.ok()) return status;
+  const size_t port = hello.owner_nic;
+  if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that there is not");
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
+  const auto berth = ports_.at(port);
+  if (!berth) return ports_.why_away(port);
+  if (Status status = berth->nic->check(); !status.ok()) return status;
   if (served_.size() >= kMostServed) {
     return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
                                "give readers fewer lanes (KVLINK_LANES)");
   }
-  Result<std::unique_ptr<Qp>> qp = Qp::create(nic, *cqs_[hello.owner_nic], kServedWrs, 1);
+  Result<std::unique_ptr<Qp>> qp = Qp::create(berth->nic, *berth->cq, kServedWrs, 1);
   if (!qp.ok()) return qp.status();
-  if (const auto& cm = cm_ports_[hello.owner_nic]) {
-    CmReply reply = cm->address();
+  if (berth->cm) {
+    CmReply reply = berth->cm->address();
     const std::string secret = random_bytes(reply.secret.size());
     std::copy(secret.begin(), secret.end(), reply.secret.begin());
-    served_.push_back(
-        {connection_id, hello.owner_nic, std::move(*qp), false, reply.secret, now_ns() + kExpectedNs});
+    served_.push_back({connection_id, port, std::move(*qp), false, reply.secret, now_ns() + kExpectedNs});
     return reply.format();
   }
   if (Status status = (*qp)->connect(hello.reader, patience_); !status.ok()) return status;
   const Reply reply{(*qp)->address()};
-  served_.push_back({connection_id, hello.owner_nic, std::move(*qp)});
+  served_.push_back({connection_id, port, std::move(*qp)});
   return reply.format();
 }
 
-void Owner::welcome(size_t nic, CmCaller caller) {
+void Owner::welcome(size_t port, CmCaller caller) {
   const auto text = [](const Secret& secret) { return std::string_view(secret.data(), secret.size()); };
   std::lock_guard lock(mutex_);
+  const auto berth = ports_.at(port);
   for (Served& served : served_) {
-    if (served.nic != nic || served.expected_ns == 0 ||
+    if (served.port != port || served.expected_ns == 0 ||
         !same_secret(text(served.secret), text(caller.secret)))
       continue;
     served.expected_ns = 0;
-    const Status status = cm_ports_[nic]->accept(std::move(caller), *served.qp, patience_);
+    const Status status = berth->cm->accept(std::move(caller), *served.qp, patience_);
     if (!status.ok()) served.qp->fail(IBV_EVENT_QP_FATAL);
     return;
   }
@@ -143,11 +158,15 @@ void Owner::cut(std::vector<Served> condemned) {
 /// Takes note of what probes and cuts came to. Returns how many of the condemned have ended.
 size_t Owner::take_answers(std::span<const Served> condemned) {
   size_t num_ended = 0;
-  for (const auto& cq : cqs_) {
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const auto berth = ports_.at(port);
     std::array<ibv_wc, 16> answers;
-    for (int count; (count = cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
+    for (int count;
+         berth && (count = berth->cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
       for (const ibv_wc& answer : std::span(answers).first(static_cast<size_t>(count))) {
-        const auto is_it = [&answer](const Served& served) { return served.qp->qpn() == answer.qp_num; };
+        const auto is_it = [&answer, port](const Served& served) {
+          return served.port == port && served.qp->qpn() == answer.qp_num;
+        };
         const bool ended = answer.status != IBV_WC_SUCCESS;
         num_ended += ended && std::any_of(condemned.begin(), condemned.end(), is_it);
         for (Served& served : served_) {
@@ -179,31 +198,39 @@ void Owner::drop_failed() {
 void Owner::serve() {
   std::array<epoll_event, 16> events;
   const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
-  bool probe = false;
+  bool ticked = false;
   for (int i = 0; i < count; ++i) {
     const uint64_t what = events[static_cast<size_t>(i)].data.u64;
-    if (what < nics_.size()) {
-      nics_[what]->take_events();  // without the lock: a queue pair under destruction waits for it
-    } else if (const uint64_t nic = what - nics_.size(); nic < nics_.size()) {
-      cm_ports_[nic]->take_events([this, nic](CmCaller caller) { welcome(nic, std::move(caller)); });
-    } else {
+    if (what == kTimer) {
       uint64_t times;
-      probe = ::read(timer_.get(), &times, sizeof times) > 0;
+      ticked = ::read(timer_.get(), &times, sizeof times) > 0;
+      continue;
+    }
+    const size_t port = what % ports_.size();
+    const auto berth = ports_.at(port);
+    if (!berth) continue;
+    if (what < ports_.size()) {
+      berth->nic->take_events();  // without the lock: a queue pair under destruction waits for it
+    } else {
+      berth->cm->take_events([this, port](CmCaller caller) { welcome(port, std::move(caller)); });
     }
   }
+  look_after_ports();
   std::lock_guard lock(mutex_);
   take_answers({});
   drop_failed();
-  if (probe) probe_readers();
+  if (!ticked || now_ns() - probed_ns_ < kProbeNs) return;
+  probed_ns_ = now_ns();
+  probe_readers();
 }
 
 void Owner::close() {
   std::lock_guard lock(mutex_);
   if (std::exchange(closed_, true)) return;
   cut(std::exchange(served_, {}));
-  cqs_.clear();
-  for (const auto& cm : cm_ports_) {
-    if (cm) cm->stop_listening();
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const auto berth = ports_.at(port);
+    if (berth && berth->cm) berth->cm->stop_listening();
   }
 }
 

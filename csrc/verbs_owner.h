@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The owner's side: queue pairs that readers read through. No thread of the owner takes part in a read; this
-// only admits readers, cuts them off, and finds out that they are gone.
+// only admits readers, cuts them off, and finds out that they or the ports' devices are gone.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 
 #include "fd.h"
 #include "verbs_cm.h"
+#include "verbs_ports.h"
 #include "verbs_qp.h"
 
 namespace kvlink::verbs {
@@ -18,10 +19,8 @@ namespace kvlink::verbs {
 /// Any thread may call anything but serve(), which belongs to one thread.
 class Owner {
  public:
-  /// `cm_ports` has one for each NIC that is connected to by the connection manager, else null.
-  static Result<std::unique_ptr<Owner>> make(std::vector<std::shared_ptr<Nic>> nics,
-                                             std::vector<std::shared_ptr<CmPort>> cm_ports,
-                                             Patience patience);
+  /// `ports` outlive it.
+  static Result<std::unique_ptr<Owner>> make(Ports& ports, Patience patience);
   ~Owner() { close(); }
 
   /// The reply's blob.
@@ -36,30 +35,31 @@ class Owner {
  private:
   struct Served {
     uint64_t connection_id;
-    size_t nic;
+    size_t port;
     std::unique_ptr<Qp> qp;
     bool probed = false;      // asked whether the reader is there, and not answered yet
     Secret secret{};          // that its reader has to show
     int64_t expected_ns = 0;  // until when; 0: it is connected
   };
 
-  Owner(std::vector<std::shared_ptr<Nic>> nics, std::vector<std::shared_ptr<CmPort>> cm_ports,
-        std::vector<std::unique_ptr<Cq>> cqs, Patience patience);
-  Status watch();
-  void welcome(size_t nic, CmCaller caller);
+  Owner(Ports& ports, Patience patience);
+  Status watch_all();
+  bool watch(size_t port) const;
+  void unwatch(size_t port) const;
+  void look_after_ports();
+  void welcome(size_t port, CmCaller caller);
   void probe_readers();
   size_t take_answers(std::span<const Served> condemned);
   void drop_failed();
   /// Tells the readers, waits a moment for them to know, and destroys the queue pairs.
   void cut(std::vector<Served> condemned);
 
-  const std::vector<std::shared_ptr<Nic>> nics_;
-  const std::vector<std::shared_ptr<CmPort>> cm_ports_;
+  Ports& ports_;
   const Patience patience_;
   UniqueFd epoll_, timer_;
+  int64_t probed_ns_;  // of the serving thread
 
-  std::mutex mutex_;                      // guards everything below
-  std::vector<std::unique_ptr<Cq>> cqs_;  // one per NIC
+  std::mutex mutex_;  // guards everything below
   std::vector<Served> served_;
   bool closed_ = false;
 };

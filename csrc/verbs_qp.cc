@@ -29,6 +29,7 @@ ibv_ah_attr path(const Nic& nic, const QpAddress& peer) {
   std::memcpy(path.grh.dgid.raw, peer.gid.data(), peer.gid.size());
   path.grh.sgid_index = nic.gid_index();
   path.grh.hop_limit = kHopLimit;
+  path.grh.traffic_class = nic.traffic_class();
   return path;
 }
 
@@ -160,10 +161,10 @@ void Qp::break_peer() {
   static_cast<void>(post(&wr));  // to address 0 with key 0
 }
 
-void Qp::halt() {
+bool Qp::halt() {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_ERR;
-  static_cast<void>(modify(attributes, IBV_QP_STATE, "ERR"));
+  return modify(attributes, IBV_QP_STATE, "ERR").ok();
 }
 
 std::string Qp::name() const {

@@ -60,8 +60,9 @@ class Qp {
   /// Makes the other end's queue pair fail now instead of at its next timeout, by a store that nothing
   /// allows.
   void break_peer();
-  /// Nothing is sent or answered any more; what was posted completes as flushed.
-  void halt();
+  /// Nothing is sent or answered any more; what was posted completes as flushed. False: the device is gone,
+  /// and nothing completes.
+  bool halt();
 
   ibv_qp* get() const { return qp_.get(); }
   uint32_t qpn() const { return qp_->qp_num; }

@@ -3,17 +3,27 @@
 
 #include <algorithm>
 
+#include "verbs_ip.h"
+
 namespace kvlink::verbs {
 namespace {
 
-bool reach(const NicAddress& a, const NicAddress& b) {
-  return (a.ethernet != 0) == (b.ethernet != 0) && a.by_cm == b.by_cm;
+/// Only ports of one kind reach each other. A RoCE port is known by one IP address, and the kernel finds no
+/// way from one of IPv4 to one of IPv6.
+struct Kind {
+  bool ethernet, by_cm, v4;
+  bool operator==(const Kind&) const = default;
+};
+
+Kind kind_of(const NicAddress& nic) {
+  const bool ethernet = nic.ethernet != 0;
+  return {ethernet, nic.by_cm, ethernet && !nic.by_cm && is_v4(nic.gid)};
 }
 
-std::vector<uint32_t> reaching(const NicAddress& kind, std::span<const NicAddress> nics) {
+std::vector<uint32_t> all_of(Kind kind, std::span<const NicAddress> nics) {
   std::vector<uint32_t> found;
   for (uint32_t index = 0; index < nics.size(); ++index) {
-    if (reach(nics[index], kind)) found.push_back(index);
+    if (kind_of(nics[index]) == kind) found.push_back(index);
   }
   return found;
 }
@@ -29,10 +39,12 @@ void join(const std::vector<uint32_t>& local, const std::vector<uint32_t>& remot
 
 std::vector<Rail> pair(std::span<const NicAddress> local, std::span<const NicAddress> remote) {
   std::vector<Rail> rails;
-  for (const uint32_t ethernet : {0, 1}) {
+  for (const bool ethernet : {false, true}) {
     for (const bool by_cm : {false, true}) {
-      const NicAddress kind{.name = {}, .ethernet = ethernet, .by_cm = by_cm};
-      join(reaching(kind, local), reaching(kind, remote), rails);
+      for (const bool v4 : {false, true}) {
+        const Kind kind{ethernet, by_cm, v4};
+        join(all_of(kind, local), all_of(kind, remote), rails);
+      }
     }
   }
   std::vector<uint32_t> at_local(local.size()), at_remote(remote.size());
@@ -54,6 +66,12 @@ Status why_apart(const NicAddress& local, const NicAddress& remote) {
     return Status::Unavailable(local.name + " and the owner's " + remote.name +
                                    " are on different kinds of fabric (Ethernet and InfiniBand)",
                                "name the ports that belong together in KVLINK_NICS");
+  }
+  if (local.by_cm == remote.by_cm) {
+    const auto at = [](const NicAddress& nic) { return nic.name + " is " + ip_text(nic.gid); };
+    return Status::Unavailable(
+        "RoCE does not lead from IPv4 to IPv6: " + at(local) + ", and the owner's " + at(remote),
+        "give the interfaces of both ends addresses of the same kind; IPv4 is taken where there is one");
   }
   const auto way = [](const NicAddress& nic) { return nic.by_cm ? " through rdma_cm" : " directly"; };
   return Status::Unavailable(

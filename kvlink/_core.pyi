@@ -90,6 +90,9 @@ class Transfer:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:
         """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
+    @property
+    def post_ns(self) -> int:
+        """Part of reading: handing the reads to the transport, added up over its lanes."""
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool]:
         """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline."""
 
@@ -148,6 +151,8 @@ class Connection:
         """Transfers queued or under way, one that uses several lanes as often."""
     def time_read(self, region: int, offset: int, local: int, bytes: int) -> int:
         """Nanoseconds of one bare read into this worker's first region; for benchmarks, on an idle connection."""
+    def mend_after(self, seconds: float) -> None:
+        """It counts as broken from then on: something better may be back. To be called before it is shared."""
     def why_broken(self) -> str: ...
     def paths(self) -> list[str]:
         """Of each lane: "mlx5_0:1->mlx5_1:1" (this worker's port and the owner's), "" where there are no ports."""
@@ -170,6 +175,7 @@ class Engine:
         nics: Sequence[tuple[str, int]],
         rdma_connect: str = "",
         bounce_bytes: int = 0,
+        rdma_traffic_class: int = 0,
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none."""
     def add_pool_region(self, memory: HostMemory) -> int: ...
@@ -193,7 +199,11 @@ class Engine:
     def start(self) -> None: ...
     def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str, bool]]:
         """(transport, address, pool keys, lease key, why refused or "", bounces) of each enabled transport."""
-    def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]: ...
+    def accept(
+        self, transport: str, hellos: Sequence[bytes], takes_keys: bool
+    ) -> tuple[int, list[bytes], list[bytes], bytes]: ...
+    def ports(self) -> list[tuple[str, str, int, bool]]: ...
+    def watch_ports(self, queue: CompletionQueue) -> None: ...
     def open(self, transport: str, address: bytes, tally: Tally) -> Connection: ...
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""

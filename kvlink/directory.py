@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlink import tracing
-from kvlink.control import AgentClient, CoordinatorClient, Security, SettleOrder
+from kvlink.control import AgentClient, ConnectReply, CoordinatorClient, Security, SettleOrder
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
@@ -44,15 +44,12 @@ class ControlDirectory:
         self._cards[worker_id, card.epoch] = card
         return card
 
-    async def connect(
-        self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
-    ) -> tuple[int, list[bytes]]:
+    async def connect(self, card: WorkerCard, transport: str, hellos: Sequence[bytes]) -> ConnectReply:
         """Introduces a connection's lanes to their owner. Raises PeerUnreachable and what the owner refuses with."""
         try:
-            reply = await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
+            return await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:
             raise PeerUnreachable(f"worker {card.worker_id}: {error}") from None
-        return reply.connection_id, reply.replies
 
     async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
         """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""

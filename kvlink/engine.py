@@ -48,6 +48,16 @@ class Ended(NamedTuple):
     held_s: float
 
 
+class Port(NamedTuple):
+    """A NIC port of this worker. `away` says why while its device is gone, and is empty while it is here."""
+
+    name: str
+    away: str
+    times_away: int
+    held: bool
+    """Connections still hold the device that is gone."""
+
+
 class LeaseCounts(NamedTuple):
     """`active` and `oldest_s` are of now, the rest since the start."""
 
@@ -118,6 +128,7 @@ class Engine:
             num_lanes=config.lanes,
             nics=self._loan.ports,
             rdma_connect=config.rdma_connect,
+            rdma_traffic_class=config.rdma_traffic_class,
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
         )
         if self._loan.refused:
@@ -149,9 +160,18 @@ class Engine:
             for name, address, pool_keys, lease_key, refused, bounces in self.core.access()
         )
 
-    def accept(self, transport: str, hellos: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Admits a reader. Returns its connection id (0: cannot be fenced) and one reply a lane."""
-        return self.core.accept(transport, hellos)
+    def accept(
+        self, transport: str, hellos: Sequence[bytes], takes_keys: bool
+    ) -> tuple[int, list[bytes], list[bytes], bytes]:
+        """Admits a reader. Returns its connection id (0: not to be fenced), a reply a lane, pool and lease keys.
+
+        The keys are empty while they are those of `cards`; once they are not, who does not take them is refused.
+        """
+        return self.core.accept(transport, hellos, takes_keys)
+
+    def ports(self) -> list[Port]:
+        """Of its NICs, those whose devices are gone as well."""
+        return [Port(*row) for row in self.core.ports()]
 
     def open(self, transport: str, address: bytes, worker_id: str) -> Connection:
         """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable when it cannot be reached."""

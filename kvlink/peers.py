@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvlink.attempts import Attempts
 from kvlink.bounce import bouncing_ends, warn_of_path
 from kvlink.cost import PRIORS, FittedCost
 from kvlink.engine import Connection, Engine, Planner
@@ -26,9 +27,8 @@ from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _CONNECT_S = 5.0
 _ATTEMPTS = 3
-_FIRST_BACKOFF_S = 0.05
-_LONGEST_BACKOFF_S = 2.0
 _DRAIN_TICK_S = 0.02
+_MEND_S = 10.0  # as csrc/connection.cc has it
 
 
 class Directory(Protocol):
@@ -39,8 +39,8 @@ class Directory(Protocol):
 
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
-    ) -> tuple[int, list[bytes]]:
-        """Returns the connection id and one reply a lane."""
+    ) -> tuple[int, list[bytes], Sequence[bytes], bytes]:
+        """Connection id, one reply a lane, pool and lease keys; empty where they are the card's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +64,21 @@ class Peer:
     nics_left_out: tuple[str, ...]
     bounces_at: tuple[str, ...]
     cost: FittedCost
-    num_layers: int = field(init=False)  # these two are looked up for every pull
+    stands_in: bool = False
+    """For a better transport whose NICs are away or down: that is tried again."""
+    num_layers: int = field(init=False)  # these three are looked up for every pull
     seat: int = field(init=False)
+    num_seats: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Looks the hot fields up once."""
         self.num_layers = self.card.layout.num_layers
-        self.seat = self.assignment.seat
+        self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
 
     def __repr__(self) -> str:
         """State in words."""
         state = self.connection.why_broken() if self.connection.broken else "open"
         return f"Peer({self.card.worker_id} epoch {self.card.epoch} over {self.transport}: {state})"
-
-
-@dataclass(slots=True)
-class _Attempts:
-    """Back-off towards one owner after failed connects."""
-
-    failures: int = 0
-    not_before: float = 0.0
-    last: str = ""
-
-    def failed(self, why: str, now: float) -> None:
-        self.failures += 1
-        self.not_before = now + min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S)
-        self.last = why
 
 
 @dataclass(slots=True)
@@ -103,7 +92,7 @@ class Peers:
     num_retries: int = 0
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
-    _attempts: dict[tuple[str, int], _Attempts] = field(default_factory=dict)
+    _attempts: dict[tuple[str, int], Attempts] = field(default_factory=dict)
     _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,7 +149,7 @@ class Peers:
         self._peers.clear()
 
     async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
-        attempts = self._attempts.setdefault(key, _Attempts())
+        attempts = self._attempts.setdefault(key, Attempts())
         for attempt in range(_ATTEMPTS):
             pause = attempts.not_before - time.monotonic()
             if time.monotonic() + max(pause, 0) >= deadline:
@@ -196,12 +185,20 @@ class Peers:
         if assignment is None:
             return None
         refused: list[Refusal] = []
+        by_nic: list[str] = []
+        opened: set[str] = set()
         for name, offered in self._candidates(card, refused):
             try:
-                peer = await self._try(card, name, offered, assignment, refused, timeout_s)
+                connection = self.engine.open(name, offered.address, card.worker_id)
+                opened.add(name)
+                peer = await self._try(connection, card, name, offered, assignment, refused, timeout_s)
             except TransportUnavailable as error:
                 refused.append(Refusal(name, str(error)))
+                by_nic += [name] if name.removeprefix("fault+") == "verbs" else []
                 continue
+            if by_nic and self._stands_in(key, by_nic, opened):
+                peer.stands_in = True
+                peer.connection.mend_after(_MEND_S)
             self._replace(key, peer)
             return peer
         reasons = "; ".join(f"{refusal.transport}: {refusal.reason}" for refusal in refused)
@@ -209,6 +206,12 @@ class Peers:
             f"no transport reaches {card.worker_id} ({reasons or 'none in common'})",
             "Run `kvlink doctor` on both hosts",
         )
+
+    def _stands_in(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
+        """Whether what was tried `by_nic` may work later: it did, NICs are away here, or only the owner refused."""
+        known = self._peers.get(key)
+        worked = known is not None and (known.stands_in or known.transport in by_nic)
+        return worked or not opened.isdisjoint(by_nic) or any(port.away for port in self.engine.ports())
 
     def _assignment(self, card: WorkerCard) -> Assignment | None:
         if card.protocol_version != PROTOCOL_VERSION:
@@ -237,6 +240,7 @@ class Peers:
 
     async def _try(
         self,
+        connection: Connection,
         card: WorkerCard,
         name: str,
         offered: TransportCard,
@@ -244,29 +248,27 @@ class Peers:
         refused: Sequence[Refusal],
         timeout_s: float,
     ) -> Peer:
-        connection = self.engine.open(name, offered.address, card.worker_id)
         try:
-            connection_id, replies = await self.directory.connect(card, offered.name, connection.hellos())
+            hellos = connection.hellos()
+            number, replies, pool_keys, lease_key = await self.directory.connect(card, offered.name, hellos)
+            keys = (pool_keys or offered.pool_keys, lease_key or offered.lease_key)
             regions = await asyncio.to_thread(
-                connection.establish,
-                connection_id,
-                replies,
-                offered.pool_keys,
-                offered.lease_key,
-                card.epoch,
-                timeout_s,
+                connection.establish, number, replies, *keys, card.epoch, timeout_s
             )
             planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
         except BaseException:
             connection.close()
             raise
         cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
-        left_out = tuple(map(str, self.engine.nics_left_out))
+        left_out = [*map(str, self.engine.nics_left_out)]
+        left_out += [f"{port.name}: {port.away}" for port in self.engine.ports() if port.away]
         bounces_at = bouncing_ends(name in self.engine.bounces, offered.bounces)
         if bounces_at:
             reasons = [f"not {refusal.transport}: {refusal.reason}" for refusal in refused]
             warn_of_path(card.worker_id, name, bounces_at, reasons)
-        return Peer(card, name, connection, planner, assignment, tuple(refused), left_out, bounces_at, cost)
+        return Peer(
+            card, name, connection, planner, assignment, tuple(refused), tuple(left_out), bounces_at, cost
+        )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
         """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS
@@ -14,8 +14,11 @@ from kvlink.control.server import Host
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
 from kvlink.types import WorkerCard
 
-Accept = Callable[[str, list[bytes]], tuple[int, list[bytes]]]
-"""(transport, hellos) -> (connection id, replies). On its own thread: may block, may raise KVLinkError."""
+Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], bytes]
+Accept = Callable[[str, list[bytes], bool], Accepted]
+"""(transport, hellos, takes keys) -> (connection id, replies) and where they are not the card's, the keys.
+
+On its own thread: may block, may raise KVLinkError."""
 OnSeat = Callable[[int, int], bool]
 """(slot, settle nonce) -> whether there is such a seat. Called on the event loop: must not block."""
 
@@ -93,7 +96,10 @@ class WorkerAgent:
             )
         self._connecting += 1
         try:
-            return ConnectReply(*await asyncio.to_thread(self._accept, request.transport, request.hellos))
+            accepted = await asyncio.to_thread(
+                self._accept, request.transport, request.hellos, request.takes_keys
+            )
+            return ConnectReply(*accepted)
         finally:
             self._connecting -= 1
 

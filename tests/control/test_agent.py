@@ -21,7 +21,7 @@ from kvlink.errors import (
 )
 
 
-def accept(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+def accept(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
     assert threading.current_thread() is not threading.main_thread(), "may block, so not on the event loop"
     assert transport == "tcp"
     return 2**63, [hello[::-1] for hello in hellos]
@@ -49,7 +49,7 @@ async def test_it_hands_out_its_card(client: AgentClient, agent: WorkerAgent) ->
 
 async def test_it_carries_hellos_and_replies(client: AgentClient) -> None:
     reply = await client.connect("prefill", 4, "tcp", [b"12", b"", bytes(64 << 10)])
-    assert reply == (2**63, [b"21", b"", bytes(64 << 10)])
+    assert reply == (2**63, [b"21", b"", bytes(64 << 10)], (), b"")
 
 
 async def test_it_settles_seats(client: AgentClient) -> None:
@@ -84,7 +84,7 @@ async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, a
     ],
 )
 async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen: type[KVLinkError]) -> None:
-    def refuse(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+    def refuse(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
         raise error
 
     agent = WorkerAgent(refuse, lambda slot, nonce: False, lambda slot, nonce: False)

@@ -170,7 +170,7 @@ async def test_large_tickets_are_bounded_together(small: CoordinatorClient) -> N
 async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time() -> None:
     go_on = threading.Event()
 
-    def slow(transport: str, hellos: list[bytes]) -> tuple[int, list[bytes]]:
+    def slow(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
         assert go_on.wait(60)
         return 1, hellos
 

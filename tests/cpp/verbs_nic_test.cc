@@ -25,6 +25,8 @@ struct Device {
   std::atomic<int> num_registered{0};
   std::deque<ibv_async_event> events;
   ibv_port_attr port{};
+  ibv_qp qp{};
+  std::vector<ibv_qp_attr> modified;
 } device;
 
 ibv_mr* register_slice(ibv_pd*, void* at, size_t bytes, uint64_t, unsigned access) {
@@ -70,6 +72,17 @@ const Api& made_up() {
     api.event_type_str = [](ibv_event_type) { return "an event"; };
     api.wc_status_str = [](ibv_wc_status) { return "a status"; };
     api.query_port = query_port;
+    api.create_cq = [](ibv_context*, int, void*, ibv_comp_channel*, int) { return new ibv_cq{}; };
+    api.destroy_cq = [](ibv_cq* cq) {
+      delete cq;
+      return 0;
+    };
+    api.create_qp = [](ibv_pd*, ibv_qp_init_attr*) { return &device.qp; };
+    api.destroy_qp = [](ibv_qp*) { return 0; };
+    api.modify_qp = [](ibv_qp*, ibv_qp_attr* attributes, int) {
+      device.modified.push_back(*attributes);
+      return 0;
+    };
     return api;
   }();
   return api;
@@ -87,7 +100,8 @@ class VerbsNic : public ::testing::Test {
   }
   ~VerbsNic() override { EXPECT_EQ(device.num_registered, 0); }
 
-  Result<std::shared_ptr<const Memory>> enlist(uint64_t bytes, Rights rights = Rights::kPeersRead) {
+  Result<std::vector<std::shared_ptr<const Memory>>> enlist(uint64_t bytes,
+                                                            Rights rights = Rights::kPeersRead) {
     const std::vector nics{nic};
     return Memory::enlist(nics, MemoryRange{.base = base, .bytes = bytes}, rights);
   }
@@ -97,13 +111,13 @@ class VerbsNic : public ::testing::Test {
   ibv_context context{};
   std::shared_ptr<Nic> nic = std::make_shared<Nic>(
       made_up(), Owned<ibv_context>(&context, [](ibv_context*) { return 0; }),
-      Owned<ibv_pd>(nullptr, [](ibv_pd*) { return 0; }), "made_up", uint8_t{1}, 100'000);
+      Owned<ibv_pd>(nullptr, [](ibv_pd*) { return 0; }), NicPlace{"made_up", 1, 100'000}, Manner{});
 };
 
 TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
   for (const uint64_t bytes : {uint64_t{1}, kSliceBytes, kSliceBytes + 1, 21 * kSliceBytes + 5}) {
     device.slices.clear();
-    const auto memory = enlist(bytes);
+    auto memory = enlist(bytes);
     ASSERT_TRUE(memory.ok());
     uint64_t end = reinterpret_cast<uint64_t>(base);
     std::vector<uint32_t> keys;
@@ -114,7 +128,7 @@ TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
       keys.push_back(static_cast<uint32_t>(address >> 30));
     }
     EXPECT_EQ(end, reinterpret_cast<uint64_t>(base) + bytes);
-    EXPECT_EQ((*memory)->rkeys(0), keys);
+    EXPECT_EQ(memory->front()->rkeys(), keys);
   }
 }
 
@@ -158,6 +172,22 @@ TEST_F(VerbsNic, ALostDeviceOrPortEndsEveryConnectionAndSaysWhy) {
   nic->take_events();
   EXPECT_EQ(nic->losses(), 2U);
   EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 went down");
+}
+
+TEST_F(VerbsNic, TheTrafficClassIsThatOfWhatAQueuePairSends) {
+  for (const uint8_t traffic_class : {0, 106, 255}) {
+    device.modified.clear();
+    const auto marked =
+        std::make_shared<Nic>(made_up(), Owned<ibv_context>(&context, [](ibv_context*) { return 0; }),
+                              Owned<ibv_pd>(nullptr, [](ibv_pd*) { return 0; }), NicPlace{"made_up", 1, 1},
+                              Manner{.traffic_class = traffic_class});
+    const std::unique_ptr<Cq> cq = *Cq::create(marked, 16, false);
+    const std::unique_ptr<Qp> qp = *Qp::create(marked, *cq, 4, 1);
+    ASSERT_TRUE(qp->connect(QpAddress{.mtu = 1, .reads_out = 1, .reads_in = 1}, Patience{}).ok());
+    ASSERT_EQ(device.modified.size(), 3U);
+    EXPECT_EQ(device.modified[1].qp_state, IBV_QPS_RTR);
+    EXPECT_EQ(device.modified[1].ah_attr.grh.traffic_class, traffic_class);
+  }
 }
 
 TEST_F(VerbsNic, APortThatIsDownSaysWhatToDo) {

@@ -53,6 +53,21 @@ TEST(VerbsRails, OnlyPortsThatReachEachOtherAreJoined) {
   EXPECT_NE(why_apart(port(1), port(1, true, true)).fix().find("KVLINK_RDMA_CONNECT"), std::string::npos);
 }
 
+TEST(VerbsRails, IPv4DoesNotReachIPv6AndTheRefusalNamesBothAddresses) {
+  NicAddress v4 = port(100), v6 = port(100);
+  v4.gid = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, '\xff', '\xff', 10, 0, 1, 1};
+  v6.gid = {'\xfd', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2};
+  EXPECT_TRUE(pair(Ports{v4}, Ports{v6}).empty());
+  EXPECT_EQ(rows({v4, v6}, {v6}), (std::vector<Row>{{1, 0, 100}}));
+  const Status why = why_apart(v4, v6);
+  EXPECT_EQ(why.code(), Code::kTransportUnavailable);
+  EXPECT_NE(why.what().find("nic is 10.0.1.1, and the owner's nic is fd00::2"), std::string::npos)
+      << why.what();
+  EXPECT_NE(why.fix().find("addresses of the same kind"), std::string::npos);
+  v4.by_cm = v6.by_cm = true;  // which knows better
+  EXPECT_EQ(rows({v4}, {v6}), (std::vector<Row>{{0, 0, 100}}));
+}
+
 TEST(VerbsRails, EveryPortThatReachesOneIsUsedAndNoneBeyondItsRate) {
   std::mt19937_64 random(7);
   const auto below = [&](uint32_t end) { return static_cast<uint32_t>(random() % end); };

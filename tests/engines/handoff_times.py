@@ -4,34 +4,46 @@
     python tests/engines/handoff_times.py [--rounds 20] [--json]
 
 The servers that are not measured are stopped meanwhile: those of NIXL spin while idle, and take the CPU from others.
-Added time: decode's time to its first token with a hand-over, less that of the same prompt from its own prefix cache.
-Prompts are whole blocks and one token, so that both compute one token. Every answer is compared between the two.
+Added: of decode's time to its first token with a hand-over, and of both servers' CPU time until then, what is more than
+for the same prompt from decode's own prefix cache. Prompts are whole blocks and one token, so that both compute one
+token. Of each cost: median and p99.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from connectors import pair_of
-from pair import Pair, prompt, stream
+from pair import Pair, prompt
 
 CONNECTORS = ("KVLinkConnector", "NixlConnector")
 BLOCKS = (1, 4, 8, 16, 32)
 BLOCK_TOKENS = 128
 MODEL = "llama"
+_PAUSE_S = 0.1  # what the request before left to do is done by then
 _SUMS = {
     "KVLinkConnector": ("vllm:kvlink_transfer_seconds", "vllm:kvlink_post_seconds"),
     "NixlConnector": ("vllm:nixl_xfer_time_seconds", "vllm:nixl_post_time_seconds"),
 }
+
+
+class Cost(NamedTuple):
+    """Of one hand-over. `transfer_ms` and `post_us`: as the connector itself says."""
+
+    added_ms: float
+    transfer_ms: float
+    post_us: float
+    cpu_ms: float
 
 
 def main() -> int:
@@ -45,7 +57,7 @@ def main() -> int:
         for pair in pairs:
             with alone(pair, pairs):
                 for turn in range(3):
-                    added_ms(pair, prompt(f"warm up {turn}", 300))
+                    cost_of(pair, prompt(f"warm up {turn}", 300))
         for row in rows(pairs, options.rounds):
             print(json.dumps(row) if options.json else said(row), flush=True)
     return 0
@@ -55,29 +67,24 @@ def rows(pairs: Sequence[Pair], rounds: int) -> Iterator[dict[str, Any]]:
     """One of each length."""
     for blocks in BLOCKS:
         length = blocks * BLOCK_TOKENS + 1
-        added: dict[str, list[float]] = {pair.connector: [] for pair in pairs}
-        own = {pair.connector: connector_s(pair) for pair in pairs}
+        costs: dict[str, list[Cost]] = {pair.connector: [] for pair in pairs}
         for turn in range(rounds):
             tokens = prompt(f"round {turn} of {length}", length)
             for pair in pairs if turn % 2 else reversed(pairs):
                 with alone(pair, pairs):
-                    added[pair.connector].append(added_ms(pair, tokens))
+                    costs[pair.connector].append(cost_of(pair, tokens))
         row: dict[str, Any] = {"tokens": length, "rounds": rounds}
-        for pair in pairs:
-            name = pair.connector.removesuffix("Connector").lower()
-            transfer_s, post_s = (
-                (end - start) / rounds
-                for start, end in zip(own[pair.connector], connector_s(pair), strict=True)
-            )
-            samples = sorted(added[pair.connector])
-            row |= {
-                f"{name}_added_p50_ms": round(statistics.median(samples), 2),
-                f"{name}_added_p99_ms": round(samples[-1], 2),
-                f"{name}_transfer_ms": round(transfer_s * 1e3, 3),
-                f"{name}_post_us": round(post_s * 1e6, 1),
-            }
-        row["ratio"] = round(row["kvlink_added_p50_ms"] / max(row["nixl_added_p50_ms"], 1e-9), 2)
+        for connector, samples in costs.items():
+            name = connector.removesuffix("Connector").lower()
+            for what, values in zip(Cost._fields, zip(*samples, strict=True), strict=True):
+                row[f"{name}_{what}"] = [round(quantile(values, share), 2) for share in (0.5, 0.99)]
+        row["ratio"] = round(row["kvlink_added_ms"][0] / max(row["nixl_added_ms"][0], 1e-9), 2)
         yield row
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The nearest that was measured: of fewer than a hundred, p99 is the worst."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 @contextmanager
@@ -93,21 +100,39 @@ def alone(pair: Pair, pairs: Sequence[Pair]) -> Iterator[None]:
             os.killpg(group, signal.SIGCONT)
 
 
-def added_ms(pair: Pair, tokens: list[int]) -> float:
+def cost_of(pair: Pair, tokens: list[int]) -> Cost:
     """One hand-over, and the same prompt once more from decode's own cache."""
-    with_handoff = first_token_ms(pair, tokens, kv_transfer_params=pair.hand_off(tokens))
-    return with_handoff - first_token_ms(pair, tokens)
+    handoff = pair.hand_off(tokens)
+    told = connector_s(pair)
+    (with_handoff, cpu), (without, own_cpu) = (
+        first_token_ms(pair, tokens, **extra) for extra in ({"kv_transfer_params": handoff}, {})
+    )
+    transfer, post = (after - before for before, after in zip(told, connector_s(pair), strict=True))
+    return Cost(with_handoff - without, transfer * 1e3, post * 1e6, cpu - own_cpu)
 
 
-def first_token_ms(pair: Pair, tokens: list[int], **extra: Any) -> float:
-    start = time.perf_counter()
-    stream(pair.decode.url, pair.model, tokens, hang_up_after=1, **extra)
-    return (time.perf_counter() - start) * 1e3
+def first_token_ms(pair: Pair, tokens: list[int], **extra: Any) -> tuple[float, float]:
+    """And the CPU time of both servers until then, in milliseconds."""
+    time.sleep(_PAUSE_S)
+    cpu, start = cpu_ms(pair), time.perf_counter()
+    answer = pair.ask(pair.decode, tokens, 1, **extra)
+    took_ms = (time.perf_counter() - start) * 1e3
+    assert answer.status == 200, answer.body
+    return took_ms, cpu_ms(pair) - cpu
+
+
+def cpu_ms(pair: Pair) -> float:
+    """That the servers' threads have had so far, by the scheduler's count of nanoseconds."""
+    groups, total_ns = {pair.prefill.pid, pair.decode.pid}, 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) in groups:
+                total_ns += sum(int(one.read_text().split()[0]) for one in process.glob("task/*/schedstat"))
+    return total_ns / 1e6
 
 
 def connector_s(pair: Pair) -> tuple[float, float]:
     """Seconds of transfers and of posting, by the connector's own metrics since its start."""
-    time.sleep(0.5)
     transfer, post = (pair.decode.metric(f"{name}_sum") for name in _SUMS[pair.connector])
     return transfer, post
 

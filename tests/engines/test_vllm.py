@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from faults import SCENARIOS, Outcome, play
-from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, eventually, prompt, stream
+from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, eventually, flags, prompt, stream
 from reading import cache_of
 from references import References
-from servers import Server, post
+from servers import Server, post, running, vllm
 
 pytestmark = pytest.mark.timeout(900)  # a session's first test starts two or three servers
 
@@ -20,8 +20,8 @@ BLOCK_TOKENS = 128
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 300, CHUNK_TOKENS + 200, 4000)
 ALL_MODELS = pytest.mark.pairs(*({"model": model} for model in ("llama", "qwen3", "gemma3")))
 SETTLE_S = 30.0
-MOST_GROWTH_MIB = 64.0
-"""After 500 requests; a request that leaked its blocks' size even once in ten would show."""
+MOST_GROWTH_MIB = 20.0
+"""After 500 requests, beyond a plain server's: 40 KiB a request. The allocator's fragments differ by 10 MiB."""
 
 
 @ALL_MODELS
@@ -152,24 +152,32 @@ def test_decode_dies(pair: Pair, references: References) -> None:
 
 
 def test_nothing_is_left_of_500_requests(pair: Pair, references: References, routed: Server) -> None:
-    """No block, no lease, no memory. The first hundred fill caches and pools of the servers themselves."""
+    """No block, no lease, no memory beyond what a plain server takes for the same requests, asked in turn.
+
+    That one grows, too: by 28 MiB when this was measured, of which half is freed memory that malloc keeps.
+    """
     prompts = [prompt(f"one of many: {i}", 40 + 97 * i) for i in range(8)]
     expected = [references(tokens) for tokens in prompts]
 
-    def wrong(count: int) -> list[int]:
+    def wrong(server: Server, count: int) -> list[int]:
         with ThreadPoolExecutor(8) as pool:
             asked = [prompts[i % 8] for i in range(count)]
-            answers = list(pool.map(lambda tokens: ask(routed.url, pair.model, tokens), asked))
+            answers = list(pool.map(lambda tokens: ask(server.url, pair.model, tokens), asked))
         return [i for i, answer in enumerate(answers) if answer.tokens != expected[i % 8]]
 
-    assert not wrong(100)
-    assert pair.settles(SETTLE_S)
-    before = [server.memory_mib() for server in (pair.prefill, pair.decode)]
-    assert not wrong(500)
-    assert pair.settles(SETTLE_S)
-    after = [server.memory_mib() for server in (pair.prefill, pair.decode)]
-    grown = [round(end - start, 1) for start, end in zip(before, after, strict=True)]
-    assert max(grown) < MOST_GROWTH_MIB, (before, after)
+    with running([vllm("plain", pair.model, flags=flags(pair.model))]) as (plain,):
+        servers = (plain, pair.prefill, pair.decode)
+
+        def memory_mib() -> list[float]:
+            assert pair.settles(SETTLE_S)
+            return [server.memory_mib() for server in servers]
+
+        assert not wrong(plain, 100) + wrong(routed, 100)
+        before = memory_mib()
+        for _ in range(5):
+            assert not wrong(plain, 100) + wrong(routed, 100)
+        grown = [round(end - start, 1) for start, end in zip(before, memory_mib(), strict=True)]
+    print(f"MiB more than before at a plain server, prefill and decode: {grown}")
+    assert max(grown) < grown[0] + MOST_GROWTH_MIB, grown
     if pair.connector == "KVLinkConnector":
         assert eventually(lambda: pair.prefill.metric("vllm:kvlink_active_leases") == 0, 5)
-    print(f"memory grew by {grown} MiB")

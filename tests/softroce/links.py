@@ -27,6 +27,16 @@ def down(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def removed(device: str) -> Iterator[None]:
+    """The device itself is gone. Waits, as the kernel does, until all who had it open have closed it."""
+    subprocess.run(["rdma", "link", "delete", device], check=True, timeout=60)
+    try:
+        yield
+    finally:
+        subprocess.run(["rdma", "link", "add", device, "type", "rxe", "netdev", netdev(device)], check=True)
+
+
+@contextlib.contextmanager
 def impaired(device: str, *discipline: str) -> Iterator[None]:
     """`impaired("rxe1", "netem", "delay", "5ms")` slows what rxe1 sends to other devices."""
     queue = ["tc", "qdisc", "add", "dev", netdev(device), "root"]

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether the kernel still has a device. Drivers that cannot take one away from its users (soft-RoCE's) send
+// no event when it is removed: its node goes at once, and the removal waits until every user has closed it.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+namespace kvlink::verbs {
+
+class DeviceNode {
+ public:
+  DeviceNode() = default;
+  /// `path` in sysfs; where it cannot be seen, its going cannot be either.
+  explicit DeviceNode(std::string path) : path_(std::move(path)), inode_(look()) {}
+
+  /// Another device may have its name by now.
+  bool gone() const {
+    if (inode_ == 0) return false;
+    const ino_t now = look();
+    return now != inode_ && (now != 0 || errno == ENOENT);
+  }
+
+ private:
+  ino_t look() const {
+    struct stat found{};
+    return ::stat(path_.c_str(), &found) == 0 ? found.st_ino : 0;
+  }
+
+  std::string path_;
+  ino_t inode_ = 0;
+};
+
+}  // namespace kvlink::verbs

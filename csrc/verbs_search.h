@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// When to look again for a device that went away. Pure: takes the time, and does nothing.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvlink::verbs {
+
+class Search {
+ public:
+  static constexpr int64_t kFirstNs = 100'000'000;
+  static constexpr int64_t kLongestNs = 5'000'000'000;
+  static constexpr int64_t kSteadyNs =
+      60'000'000'000;  // who stayed this long is trusted to come back at once
+
+  /// It went. One that comes and goes is looked for ever less often.
+  void lost(int64_t now) {
+    if (!found_ || now - found_ns_ >= kSteadyNs) delay_ns_ = kFirstNs;
+    due_ns_ = now + delay_ns_;
+  }
+  bool due(int64_t now) const { return now >= due_ns_; }
+  /// It was looked for in vain.
+  void missed(int64_t now) {
+    delay_ns_ = std::min(2 * delay_ns_, kLongestNs);
+    due_ns_ = now + delay_ns_;
+  }
+  void found(int64_t now) {
+    found_ = true;
+    found_ns_ = now;
+    delay_ns_ = std::min(2 * delay_ns_, kLongestNs);
+  }
+
+ private:
+  bool found_ = false;
+  int64_t found_ns_ = 0, due_ns_ = 0, delay_ns_ = kFirstNs;
+};
+
+}  // namespace kvlink::verbs

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A NIC's device is removed under its users and comes back: the kernel waits until they have let go of it, they find it
+again by themselves, and nobody restarts. Nothing is made up: rxe tells nobody that a device goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from softroce import links
+from transports.pairs import Pair
+from transports.processes import PeerProcess, eventually
+
+from kvlink.errors import KVLinkError
+
+NewPair = Callable[..., Pair]
+MANY = range(512)
+APART = range(0, 1024, 2)
+
+pytestmark = pytest.mark.usefixtures("guest_links")
+
+
+@pytest.fixture
+def rails() -> Iterator[NewPair]:
+    """Makes connected pairs over ports of the owner and of the reader, which is this process."""
+    with ExitStack() as opened:
+
+        def make(owner: str, reader: str, transports: str = "verbs", fault: str = "") -> Pair:
+            process = PeerProcess(KVLINK_NICS=owner, KVLINK_TRANSPORTS=transports)
+            opened.callback(process.close)
+            lanes = 2 * len(reader.split(","))
+            pair = Pair(process, "removal", transports, fault, num_blocks=1026, nics=reader, lanes=lanes)
+            opened.callback(pair.close)
+            pair.works()
+            return pair
+
+        yield make
+
+
+def works(pair: Pair) -> bool:
+    try:
+        pair.works()
+    except KVLinkError:
+        return False
+    return True
+
+
+def over(pair: Pair) -> tuple[str, tuple[str, ...]]:
+    """The transport of a pull, and its ports."""
+    taken = pair.pull(pair.offer(range(8)), range(8), timeout_s=30).explain()[0]
+    return taken.transport, taken.nics
+
+
+@pytest.mark.parametrize("leaving", ["rxe1", "rxe3"], ids=["the owner's", "the reader's"])
+def test_the_only_device_is_removed_and_comes_back(rails: NewPair, leaving: str) -> None:
+    pair = rails("rxe1", "rxe3")
+    for times in (1, 2):
+        with links.removed(leaving):
+            assert not works(pair)  # whose connection broke
+            with pytest.raises(KVLinkError, match=f"RDMA port {leaving}:1 was removed"):
+                pair.start(pair.offer([3]), [9], timeout_s=20).wait(60)
+        eventually(lambda: works(pair), 120)
+        assert over(pair) == ("verbs", ("rxe3:1->rxe1:1",))
+        if leaving == "rxe3":
+            (port,) = pair.reader.figures().ports
+            assert (port.away, port.times_away) == ("", times)
+
+
+@pytest.mark.parametrize("leaving", ["rxe1", "rxe3"], ids=["the owner's", "the reader's"])
+def test_one_of_two_devices_is_removed_under_a_pull_which_completes(rails: NewPair, leaving: str) -> None:
+    pair = rails("rxe1,rxe2", "rxe3,rxe4")
+    pull = pair.start(pair.offer(APART), MANY, timeout_s=120)
+    eventually(lambda: pull.stats.num_bytes > 0)
+    with links.removed(leaving):
+        assert pull.wait(120)
+        assert pair.holds(MANY, APART)
+        eventually(lambda: len(over(pair)[1]) == 1, 60)
+    eventually(lambda: len(over(pair)[1]) == 2, 120)
+
+
+@pytest.mark.parametrize("leaving", ["rxe1", "rxe3"], ids=["the owner's", "the reader's"])
+def test_tcp_stands_in_until_the_device_is_back(rails: NewPair, leaving: str) -> None:
+    pair = rails("rxe1", "rxe3", "verbs,tcp")
+    with links.removed(leaving):
+        started = time.monotonic()
+        eventually(lambda: works(pair), 60)
+        assert over(pair)[0] == "tcp"
+        assert time.monotonic() - started < 30
+    eventually(lambda: over(pair)[0] == "verbs", 120)
