@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlink import BlockPool, Pull, Worker
+from kvlink import BlockPool, Worker
 from kvlink.layout import dense
 
 from .allocator import order_of
@@ -248,7 +248,7 @@ class _Bench:
         if not stats.settled:
             raise BenchError(f"{pull!r} returned before it was settled")
         [offer_us] = answer["offer_us"]
-        post_us = min(_post_us(pull), stats.read_us)
+        post_us = min(stats.post_us, stats.read_us)
         us = (
             offer_us, took_us - stats.total_us, stats.plan_us, post_us, stats.read_us - post_us, stats.validate_us,
             stats.settle_us, offer_us + took_us,
@@ -260,11 +260,6 @@ class _Bench:
         self._wrong += not self._contents.equal(
             self._worker.pool, request.ids, request.owner_ids, request.tokens
         )
-
-
-def _post_us(pull: Pull) -> float:
-    """Of the slowest owner."""
-    return max(transfer.post_ns for _, _, transfer in pull._started(0) or []) / 1000
 
 
 _LONG = {

@@ -141,11 +141,11 @@ void register_transfer(py::module_& m) {
            })
       .def("cancel", &Transfer::cancel, py::call_guard<py::gil_scoped_release>())
       .def("notify", &Transfer::notify, py::arg("queue"), py::arg("token"))
-      .def_property_readonly("post_ns", [](const Transfer& self) { return self.stats().post_ns; })
       .def("stats", [](const Transfer& self) {
         const TransferStats stats = self.stats();
-        return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.read_ns,
-                              stats.validate_ns, stats.settle_ns, stats.total_ns, stats.ran_inline);
+        return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.post_ns,
+                              stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns,
+                              stats.ran_inline);
       });
 }
 

@@ -90,11 +90,8 @@ class Transfer:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:
         """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
-    @property
-    def post_ns(self) -> int:
-        """Part of reading: handing the reads to the transport, added up over its lanes."""
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, bool]:
-        """bytes, ops, segments, ns to plan, read, validate, settle and in all, ran inline."""
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
+        """bytes, ops, segments, ns to plan, post (part of read), read, validate, settle and in all, ran inline."""
 
 class Tally:
     """Counts of the transfers over one path; may be given to several connections, one after the other."""

@@ -24,6 +24,8 @@ class PullStats(NamedTuple):
     num_ops: int = 0
     num_segments: int = 0
     plan_us: float = 0.0
+    post_us: float = 0.0
+    """Part of read_us: until the transport had taken all reads, as the sum of the times of its lanes."""
     read_us: float = 0.0
     validate_us: float = 0.0
     settle_us: float = 0.0
@@ -165,8 +167,8 @@ class Pull:
             return PullStats()
         rows = [transfer.stats() for transfer in transfers]
         sums = [sum(row[column] for row in rows) for column in range(3)]
-        slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 8)]
-        ran_inline = all(row[8] for row in rows)
+        slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 9)]
+        ran_inline = all(row[9] for row in rows)
         settled = all(transfer.state == SETTLED for transfer in transfers)
         return PullStats._make([*sums, *slowest_us, ran_inline, settled])
 

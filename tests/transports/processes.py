@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -211,12 +212,12 @@ def eventually(holds: Callable[[], T], within_s: float = 20.0) -> T:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody has now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """TCP ports that nobody has. Below those of outgoing connections, so that a server can come back to its own."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_768), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
