@@ -9,8 +9,9 @@ pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvlink[otel]'")
 
 from contextlib import closing
 
-from test_sglang_handover import ROOM, Server, delivered, send, wait_for
+from test_sglang_handover import ROOM, Server, delivered, send
 from tracing.memory import collecting_here
+from transports.processes import eventually
 
 
 def test_a_room_is_one_trace() -> None:
@@ -23,8 +24,8 @@ def test_a_room_is_one_trace() -> None:
         chunks = send(prefill, [want], [10], last=False) + send(prefill, [want], [11], first=1)
         for chunk in chunks:
             decode.incoming.arrived(chunk)
-        wait_for(lambda: decode.incoming.poll(ROOM))
-        wait_for(lambda: delivered(prefill))
+        eventually(lambda: decode.incoming.poll(ROOM))
+        eventually(lambda: delivered(prefill))
         first, second = collected.named("kvlink.offer")
         reads = collected.named("kvlink.read")
     assert first.parent == ""
