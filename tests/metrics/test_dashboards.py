@@ -18,6 +18,7 @@ from transports.pools import PoolSpec
 from kvlink import Worker, WorkerConfig
 from kvlink.control.reports import CallCounts
 from kvlink.control.values import CoordinatorStatus
+from kvlink.engine import Port
 from kvlink.errors import StaleBlocks
 from kvlink.figures import WorkerFigures
 from kvlink.metrics.coordinator import exposition
@@ -35,7 +36,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 class _Replayed:
-    """A worker that has been closed, as it was with a coordinator and a pull that never began."""
+    """A worker that has been closed, as it was with a coordinator, a NIC and a pull that never began."""
 
     def __init__(self, figures: WorkerFigures) -> None:
         self._figures = figures
@@ -59,7 +60,8 @@ def exposed() -> str:
         owner.abort("stale")
         with pytest.raises(StaleBlocks):
             reader.pull(ticket, [1]).wait(10)
-        figures = replace(reader.figures(), joined=True, failed_starts={"PeerUnreachable": 1})
+        ports = (Port("mlx5_0:1", "was removed", times_away=1, held=False),)
+        figures = replace(reader.figures(), joined=True, failed_starts={"PeerUnreachable": 1}, ports=ports)
     registry = CollectorRegistry()
     registry.register(WorkerCollector([_Replayed(figures)]))
     calls = CallCounts()
