@@ -264,8 +264,8 @@ def _measured_by_itself(_: _Draw) -> float:
 
 
 def _way(floor: Floor, thread: Executor | None) -> _Way:
-    """On `thread`, the caller asleep, as our large pulls run: a copy that finds another CPU than the caller's
-    loses up to 15 % on a virtual machine, whoever makes it."""
+    """On `thread`, the caller asleep: a copy that finds another CPU than the caller's loses up to 15 % on a
+    virtual machine, whoever makes it. Our large pulls run on such a thread, or on the caller's while it waits."""
 
     def run(draw: _Draw) -> float:
         if thread is None:

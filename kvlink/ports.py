@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
-from kvlink.engine import CompletionQueue, Engine
+from kvlink.engine import Engine
+from kvlink.waiting import Bell
 
 _log = logging.getLogger("kvlink.nics")
 
@@ -17,20 +17,15 @@ class PortLog:
     def __init__(self, engine: Engine, worker_id: str) -> None:
         self._engine = engine
         self._worker_id = worker_id
-        self._queue = CompletionQueue()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._queue.fileno(), self._tell)
-        engine.core.watch_ports(self._queue)
+        self._bell = Bell(self._tell)
+        engine.core.watch_ports(self._bell.queue)
         self._known = {port.name: port for port in engine.ports()}
 
     def close(self) -> None:
         """Idempotent."""
-        if self._queue.fileno() >= 0:
-            self._loop.remove_reader(self._queue.fileno())
-            self._queue.close()
+        self._bell.close()
 
     def _tell(self) -> None:
-        self._queue.drain()
         for port in self._engine.ports():
             before, self._known[port.name] = self._known[port.name], port
             if port.times_away > before.times_away:

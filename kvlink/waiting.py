@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
+from collections.abc import Callable
 
 from kvlink.engine import CompletionQueue, Engine, Transfer
 
@@ -45,15 +46,33 @@ class LoopWaiter:
                 future.set_result(None)
 
 
+class Bell:
+    """Calls `rung` on the event loop that runs when it is made, whenever something has come into `queue`."""
+
+    def __init__(self, rung: Callable[[], object]) -> None:
+        self.queue = CompletionQueue()
+        self._rung = rung
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.queue.fileno(), self._ring)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.queue.fileno() >= 0:
+            self._loop.remove_reader(self.queue.fileno())
+            self.queue.close()
+
+    def _ring(self) -> None:
+        self.queue.drain()
+        self._rung()
+
+
 class LeaseBell:
     """Rings on one event loop whenever leases of an engine have ended."""
 
     def __init__(self, engine: Engine) -> None:
-        self._queue = CompletionQueue()
         self._event = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._queue.fileno(), self._ring)
-        engine.core.watch_ended(self._queue)
+        self._bell = Bell(self._event.set)
+        engine.core.watch_ended(self._bell.queue)
 
     async def rung(self) -> None:
         """Waits for the next ring; one that came since the last wait counts."""
@@ -62,13 +81,7 @@ class LeaseBell:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._queue.fileno() >= 0:
-            self._loop.remove_reader(self._queue.fileno())
-            self._queue.close()
-
-    def _ring(self) -> None:
-        self._queue.drain()
-        self._event.set()
+        self._bell.close()
 
 
 _waiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiter] = weakref.WeakKeyDictionary()
