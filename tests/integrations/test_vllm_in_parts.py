@@ -52,6 +52,16 @@ def gone(server: Server) -> bool:
     return len(server.scheduling._slots) == 15 and not server.scheduling._seats
 
 
+def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMPT) -> tuple[Any, Any]:
+    """Prefill has computed 6 tokens of request r into blocks 3 and 9; decode loads x into 5, 6 and 7."""
+    asks, waits = request("r", PROMPT, PREFILL), request("x", waits_for, DECODE)
+    decode.scheduling.on_new_request(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6)
+    decode.load_when_announced(waits, [5, 6, 7])
+    return asks, waits
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2)])
 def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs: int, ours: int) -> None:
     prefill, decode = new("p", theirs), new("d", ours)
@@ -159,11 +169,7 @@ def test_short_prompts_are_handed_over_by_the_answer(new: NewServer) -> None:
 
 def test_another_prompt_is_refused(new: NewServer) -> None:
     prefill, decode = new("p"), new("d")
-    asks, waits = request("r", PROMPT, PREFILL), request("x", [*PROMPT[:-1], 1], DECODE)
-    decode.scheduling.on_new_request(waits)
-    prefill.begin(asks, [3, 9])
-    prefill.compute(asks, 6)
-    decode.load_when_announced(waits, [5, 6, 7])
+    half_announced(prefill, decode, waits_for=[*PROMPT[:-1], 1])
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
     assert decode.scheduling.take_counts() == {"another_prompt": 1}
@@ -174,11 +180,7 @@ def test_another_prompt_is_refused(new: NewServer) -> None:
 def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bool) -> None:
     """Others write into its blocks in that very step. What it is given later, or in that step, goes with its answer."""
     prefill, decode = new("p"), new("d")
-    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
-    prefill.begin(asks, [3, 9])
-    prefill.compute(asks, 6)
-    decode.load_when_announced(waits, [5, 6, 7])
+    asks, _ = half_announced(prefill, decode)
     decode.step_until(lambda: same(decode, prefill, (5, 3)))
     if not at_once:
         prefill.step(preempted=["r"])
@@ -201,11 +203,7 @@ def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bo
 @pytest.mark.parametrize("how", ["aborted", "dead"])
 def test_a_prefill_that_ends_early_fails_the_load(new: NewServer, how: str) -> None:
     prefill, decode = new("p"), new("d")
-    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
-    prefill.begin(asks, [3, 9])
-    prefill.compute(asks, 6)
-    decode.load_when_announced(waits, [5, 6, 7])
+    asks, _ = half_announced(prefill, decode)
     decode.step_until(lambda: same(decode, prefill, (5, 3)))
     if how == "aborted":
         prefill.end(asks, [3, 9], complete=False)
@@ -216,11 +214,7 @@ def test_a_prefill_that_ends_early_fails_the_load(new: NewServer, how: str) -> N
 
 def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
     prefill, decode = new("p"), new("d")
-    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
-    prefill.begin(asks, [3, 9])
-    prefill.compute(asks, 6)
-    decode.load_when_announced(waits, [5, 6, 7])
+    asks, waits = half_announced(prefill, decode)
     decode.step()
     decode.scheduling.finished(waits, ([5, 6, 7],), False)
     decode.step_until(lambda: "x" in decode.received)
