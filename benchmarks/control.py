@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -47,10 +47,10 @@ def rows(workers: int = 2) -> Iterator[Row]:
         yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
         yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
         count = _UNARY_HANDOFFS // workers
-        row = _throughput(pid, workers, count, _loader, address, unary, workers, count)
+        row = _throughput(pid, workers, count, loader, [address], unary, workers, count)
         yield {"what": "unary hand-offs", **row, "verified": True}
         count = _STREAM_HANDOFFS // workers
-        row = _throughput(pid, workers, count, _loader, address, stream, workers, count)
+        row = _throughput(pid, workers, count, loader, [address], stream, workers, count)
         yield {"what": "batched stream hand-offs", **row, "verified": True}
     with _serving(empty_service.serve) as (address, pid):
         count = _UNARY_HANDOFFS // workers
@@ -104,9 +104,9 @@ def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> No
         raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
 
 
-def _throughput(coordinator: int, workers: int, count: int, loader: Loader, *args: object) -> Row:
-    """`loader` makes `count` hand-offs in each of as many processes as there are workers."""
-    with in_processes(loader, workers, *args) as pipes:
+def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
+    """`target` makes `count` hand-offs in each of as many processes as there are workers."""
+    with in_processes(target, workers, *args) as pipes:
         one_from_each(pipes)
         busy_s = cpu_s(coordinator)
         for pipe in pipes:
@@ -124,9 +124,13 @@ def _throughput(coordinator: int, workers: int, count: int, loader: Loader, *arg
     }
 
 
-def _loader(pipe: Connection, index: int, address: str, load: Load, workers: int, count: int) -> None:
+def loader(
+    pipe: Connection, index: int, addresses: Sequence[str], load: Load, workers: int, count: int
+) -> None:
+    """Load process `index` of `workers`: joins when started, loads when told to, answers when it did so."""
+
     async def run() -> None:
-        async with CoordinatorClient(address) as client:
+        async with CoordinatorClient(addresses[index % len(addresses)], timeout_s=30.0) as client:
             await client.join(card(index))
             pipe.send("ready")
             await asyncio.to_thread(pipe.recv)

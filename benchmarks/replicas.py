@@ -14,12 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection
 
 from kvlink.control import CoordinatorClient
 from kvlink.errors import ConfigError
 
-from .control import Load, Row, card, cpu_s, in_processes, one_from_each, stream, unary
+from .control import Load, Row, card, cpu_s, in_processes, loader, one_from_each, stream, unary
 from .etcd import EtcdCluster
 
 _MEMBERS = 3
@@ -84,7 +83,7 @@ def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: i
     addresses = [replica.address for replica in replicas]
     pids = [replica.process.pid for replica in replicas]
     each = handoffs // _LOADERS
-    with in_processes(_loader, _LOADERS, addresses, load, each) as pipes:
+    with in_processes(loader, _LOADERS, addresses, load, _LOADERS, each) as pipes:
         one_from_each(pipes)
         before = sum(map(cpu_s, pids)), sum(map(cpu_s, etcd.pids))
         for pipe in pipes:
@@ -104,20 +103,6 @@ def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: i
         "cores": os.cpu_count(),
         "verified": True,
     }
-
-
-def _loader(pipe: Connection, index: int, addresses: list[str], load: Load, count: int) -> None:
-    async def run() -> None:
-        async with CoordinatorClient(addresses[index % len(addresses)], timeout_s=30.0) as client:
-            await client.join(card(index))
-            pipe.send("ready")
-            await asyncio.to_thread(pipe.recv)
-            start = time.monotonic()
-            await load(client, index, (index + 1) % _LOADERS, count)
-            pipe.send((start, time.monotonic()))
-            await asyncio.to_thread(pipe.recv)
-
-    asyncio.run(run())
 
 
 # Losses -----------------------------------------------------------------------------------------------------
