@@ -76,7 +76,13 @@ def measure_migrate(
     model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 4096,
     transport: Transport = "all",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree: one rank's share moves.")] = 1,
+    tp: Annotated[
+        str,
+        typer.Option(
+            help="Tensor-parallel degree: one rank's share moves. Or a pair, 2:4: all ranks of a prefill of TP 2 hand "
+            "over to all of a decode of TP 4. Several with commas."
+        ),
+    ] = "1",
     model_config: Annotated[
         Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
     ] = None,
@@ -96,6 +102,12 @@ def measure_migrate(
     ] = None,
     order: BlockOrder = "random",
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="Of a block: NHD, a token's heads adjoin; HND, a head's tokens do, longer pieces at 2:4."
+        ),
+    ] = "NHD",
     prefill_ms: Annotated[
         float, typer.Option(min=0, help="Of a request; 0: say nothing of shares of the time to first token.")
     ] = 0.0,
@@ -115,7 +127,21 @@ def measure_migrate(
     lengths, arrivals = workload(tokens, trace, requests, rate, speed)
     meant = str(model_config or model)
     parts = [
-        bench.rows(meant, lengths, name, tp, None, arrivals, order, trace, block_tokens, prefill_ms, slots)
+        bench.rows(
+            meant,
+            lengths,
+            name,
+            degrees,
+            None,
+            arrivals,
+            order,
+            trace,
+            block_tokens,
+            prefill_ms,
+            slots,
+            layout,
+        )
+        for degrees in tp.split(",")
         for name in names_of(transport)
     ]
     others = _begin(as_json)

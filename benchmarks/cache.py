@@ -1,37 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's cache in a migration: how many blocks its requests need, and which of them it has room for."""
+"""The caches of a migration's two sides: how many blocks its requests need, and which of them there is room for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvlink.errors import ConfigError
-from kvlink.layout import Geometry, dense
+from kvlink.layout import Geometry, KVLayout, Order, dense, num_seats
+from kvlink.sharding import num_replicas
 
 from .models import BLOCK_TOKENS, model_of
 
-_POOL_BYTES = 2 << 30  # of each of the two pools, at most
+LAYOUTS = {order.name: order for order in (Order.NHD, Order.HND)}
+"""Of a rank's cache, by the name that engines give them."""
+
+_POOL_BYTES = 2 << 30  # of all pools of a side together, at most
+_DEGREES = re.compile("([1-9][0-9]{0,2})(?::([1-9][0-9]{0,2}))?")
 
 
-class Cache(NamedTuple):
-    """Of a model, by its name or the path of its config.json."""
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Tensor-parallel ones: of prefill, and of decode. `decode` None: one rank's share moves, to its like."""
+
+    prefill: int = 1
+    decode: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Degrees:
+        """Reads "8" or "2:4". Raises ConfigError."""
+        found = _DEGREES.fullmatch(text)
+        if not found:
+            raise ConfigError(
+                f"TP {text!r}: write 8 for one rank's share, or 2:4 for all ranks of prefill and of decode"
+            )
+        return cls(int(found[1]), int(found[2]) if found[2] else None)
+
+    def __str__(self) -> str:
+        """As it is read."""
+        return str(self.prefill) if self.decode is None else f"{self.prefill}:{self.decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Of a model, by its name or the path of its config.json. All ranks of a side have the same block ids."""
 
     model: str
-    tp: int = 1
+    degrees: Degrees = Degrees()
     block_tokens: int = BLOCK_TOKENS
+    order: Order = Order.NHD
 
-    def geometry(self, num_blocks: int) -> Geometry:
-        """One rank's share. Raises ConfigError."""
-        return model_of(self.model).geometry(self.tp, num_blocks, self.block_tokens)
+    def prefill(self, num_blocks: int) -> list[Geometry]:
+        """Rank by rank. Raises ConfigError."""
+        return self._ranks(self.degrees.prefill, num_blocks)
+
+    def decode(self, num_blocks: int) -> list[Geometry]:
+        """Rank by rank. Raises ConfigError."""
+        return self._ranks(self.degrees.decode or self.degrees.prefill, num_blocks)
 
     def blocks(self, tokens: int) -> int:
-        """Of one request."""
+        """Of one request, at each rank."""
         return -(-tokens // self.block_tokens)
 
     def most_blocks(self) -> int:
-        """Of one pool."""
-        return _POOL_BYTES // dense(self.geometry(1)).block_bytes
+        """Of each pool."""
+        return _POOL_BYTES // self._block_bytes()
 
     def fitting(self, lengths: Sequence[int]) -> list[int]:
         """Which of the requests have a prompt and find room. Raises ConfigError when none does."""
@@ -41,9 +75,28 @@ class Cache(NamedTuple):
         found = [index for index, tokens in enumerate(lengths) if 0 < self.blocks(tokens) <= most]
         if not found:
             least = min(filter(None, lengths))
-            gib = self.blocks(least) * dense(self.geometry(1)).block_bytes / 2**30
+            gib = self.blocks(least) * self._block_bytes() / 2**30
             raise ConfigError(
-                f"{least} tokens of {self.model} at TP {self.tp} are {gib:.1f} GiB, "
-                f"and a pool of this benchmark has at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens or more ranks"
+                f"{least} tokens of {self.model} at TP {self.degrees} are {gib:.1f} GiB, and the pools of a side of "
+                f"this benchmark have at most {_POOL_BYTES >> 30} GiB; ask for fewer tokens, or for one rank's share "
+                "of more ranks"
             )
         return found
+
+    def _ranks(self, size: int, num_blocks: int) -> list[Geometry]:
+        model = model_of(self.model)
+        if self.degrees.decode is None:
+            return [model.geometry(size, num_blocks, self.block_tokens)]
+        return [model.rank(rank, size, num_blocks, self.block_tokens) for rank in range(size)]
+
+    def _block_bytes(self) -> int:
+        """Of one block at all ranks of the larger side."""
+        sides = (self.prefill(1), self.decode(1))
+        return max(sum(dense(geometry).block_bytes for geometry in side) for side in sides)
+
+
+def taken_from(prefill: Sequence[KVLayout], decode_size: int) -> str:
+    """In words, how many of prefill's ranks are read, and how many of them hold the same bytes."""
+    read = sum(num_seats(layout, decode_size) > 0 for layout in prefill)
+    replicas = num_replicas(prefill[0])
+    return f"{read} of {len(prefill)}" + (f", {replicas} hold the same" if replicas > 1 else "")

@@ -17,21 +17,26 @@ _CHUNK_BYTES = 4 << 20  # compared at a time: what a core's cache holds
 
 
 class Contents:
-    """Of a pool laid out by `dense` in Order.NHD and Regions.ONE: plane after plane, block after block.
+    """Of a pool laid out by `dense` in Order.NHD or HND and Regions.ONE: plane after plane, block after block.
 
-    Word i of block b of plane p is base[i] ^ key[p, b], all of them random.
+    Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads have the same words at
+    every rank of a model.
     """
 
     def __init__(self, layout: KVLayout, seed: int) -> None:
-        if layout.block_stride % _WORD.itemsize:
+        self._heads_apart = layout.head_stride > layout.token_stride
+        by_rows = self._heads_apart or layout.num_heads < layout.total_heads
+        if (layout.row_bytes if by_rows else layout.block_stride) % _WORD.itemsize:
             raise ConfigError(
-                f"blocks of {layout.block_stride} bytes: a benchmark needs a multiple of {_WORD.itemsize}"
+                f"blocks of {layout.block_stride} bytes, rows of {layout.row_bytes}: a benchmark needs multiples of "
+                f"{_WORD.itemsize}"
             )
         rng = np.random.default_rng(seed)
+        self._layout = layout
         self._shape = (len(layout.planes), layout.num_blocks, layout.block_stride // _WORD.itemsize)
-        self._base = rng.integers(0, 2**64, self._shape[2], np.uint64)
+        whole = rng.integers(0, 2**64, self._shape[2] // layout.num_heads * layout.total_heads, np.uint64)
+        self._base = self._of_rank(whole) if by_rows else whole
         self._keys = rng.integers(0, 2**64, self._shape[:2], np.uint64)
-        self._token_words = layout.block_stride // layout.block_tokens / _WORD.itemsize
 
     def fill(self, pool: BlockPool) -> None:
         """Writes every block."""
@@ -50,17 +55,37 @@ class Contents:
 
         num_tokens: all that the blocks hold when not given; the last block may be partial.
         """
-        words = self._shape[2]
-        tokens = num_tokens if num_tokens is not None else round(len(ids) * words / self._token_words)
-        full, rest = divmod(round(tokens * self._token_words), words)
-        step = max(1, _CHUNK_BYTES // (words * _WORD.itemsize))
-        cuts = [(slice(at, min(at + step, full)), words) for at in range(0, full, step)]
+        block_tokens = self._layout.block_tokens
+        tokens = num_tokens if num_tokens is not None else len(ids) * block_tokens
+        full, rest = divmod(tokens, block_tokens)
+        step = max(1, _CHUNK_BYTES // self._layout.block_stride)
+        cuts = [(slice(at, min(at + step, full)), block_tokens) for at in range(0, full, step)]
         cuts += [(slice(full, full + 1), rest)] if rest else []
         return all(
-            np.array_equal(blocks[ids[cut], :end], self._base[:end] ^ keys[owner_ids[cut], np.newaxis])
+            np.array_equal(
+                self._first(blocks[ids[cut]], end),
+                self._first(self._base ^ keys[owner_ids[cut], np.newaxis], end),
+            )
             for blocks, keys in zip(self._words(pool), self._keys, strict=True)
             for cut, end in cuts
         )
+
+    def _of_rank(self, whole: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The words of a block of all heads, tokens outermost, as this rank has them."""
+        layout = self._layout
+        rows = whole.reshape(layout.block_tokens, layout.total_heads, -1)
+        held = rows[:, layout.first_head : layout.first_head + layout.num_heads]
+        return (held.swapaxes(0, 1) if self._heads_apart else held).ravel()
+
+    def _first(self, blocks: npt.NDArray[np.uint64], tokens: int) -> npt.NDArray[np.uint64]:
+        """What the first `tokens` of each block hold."""
+        if tokens == self._layout.block_tokens:
+            return blocks
+        if self._heads_apart:
+            return blocks.reshape(len(blocks), self._layout.num_heads, self._layout.block_tokens, -1)[
+                :, :, :tokens
+            ]
+        return blocks[:, : blocks.shape[1] * tokens // self._layout.block_tokens]
 
     def _words(self, pool: BlockPool) -> npt.NDArray[np.uint64]:
         words = self._shape[0] * self._shape[1] * self._shape[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class Model:
             planes_per_layer=self.planes_per_layer,
             model=self.name,
         )
+
+    def rank(self, rank: int, tp_size: int, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> Geometry:
+        """That rank's share of the whole cache, as `geometry` at TP 1 gives it."""
+        return replace(self.geometry(1, num_blocks, block_tokens), tp_rank=rank, tp_size=tp_size)
 
     @property
     def planes_per_layer(self) -> int:

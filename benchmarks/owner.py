@@ -20,7 +20,7 @@ import numpy as np
 from kvlink import BlockPool, KVLayout, Worker
 from kvlink._core import FloorSource, floor_memfd
 from kvlink.errors import KVLinkError
-from kvlink.layout import Geometry, dense
+from kvlink.layout import Geometry, Order, dense
 
 from .contents import Contents
 
@@ -36,35 +36,51 @@ class Owner:
     """Fills a pool from a seed and offers what it is asked to."""
 
     def __init__(
-        self, geometry: dict[str, Any], seed: int, transport: str, coordinator: str, lent: bool = False
+        self,
+        geometry: dict[str, Any],
+        seed: int,
+        transport: str,
+        coordinator: str,
+        lent: bool = False,
+        order: str = Order.NHD.name,
     ) -> None:
-        layout = dense(Geometry(**geometry))
+        layout = dense(Geometry(**geometry), Order[order])
         self._pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
         Contents(layout, seed).fill(self._pool)
-        self._worker = Worker(self._pool, "bench-owner", transports=transport, coordinator=coordinator)
+        name = f"bench-owner-{layout.tp_rank}"
+        self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None
-        self._held: dict[str, tuple[Sequence[int], int]] = {}
+        self._held: dict[str, tuple[Sequence[int], int, int]] = {}
 
-    def offer(self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool) -> Answer:
+    def offer(
+        self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool, readers: int = 1
+    ) -> Answer:
         """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
         self._worker.events()  # takes note of what ended
         tickets, took_us = [], []
         for request_id, ids in requests.items():
             start = time.perf_counter_ns()
-            ticket = self._worker.offer(request_id, ids, num_tokens=num_tokens, publish=publish)
+            ticket = self._worker.offer(
+                request_id, ids, num_tokens=num_tokens, readers=readers, publish=publish
+            )
             took_us.append((time.perf_counter_ns() - start) / 1000)
             tickets.append(ticket.to_text())
         return {"tickets": tickets, "offer_us": took_us}
 
-    def hold(self, request_id: str, ids: Sequence[int], num_tokens: int) -> Answer:
+    def hold(self, request_id: str, ids: Sequence[int], num_tokens: int, readers: int = 1) -> Answer:
         """Takes note of a request that `offer_held` is to offer."""
-        self._held[request_id] = (ids, num_tokens)
+        self._held[request_id] = (ids, num_tokens, readers)
         return {}
 
     def offer_held(self, request_id: str) -> Answer:
         """Publishes an offer that was prepared, so that no more than its name has to be sent when it is due."""
-        ids, num_tokens = self._held.pop(request_id)
-        return self.offer({request_id: ids}, num_tokens, publish=True)
+        ids, num_tokens, readers = self._held.pop(request_id)
+        return self.offer({request_id: ids}, num_tokens, True, readers)
+
+    def release(self, request_id: str) -> Answer:
+        """Takes the blocks of an offer back that nobody read here."""
+        self._worker.abort(request_id)
+        return {}
 
     def memory(self) -> Answer:
         """Where the pool lies, for bare reads of it."""

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from kvlink.errors import KVLinkError
-from kvlink.layout import Geometry
+from kvlink.layout import Geometry, Order
 
 from .owner import Owner
 
@@ -101,10 +101,11 @@ def owner_process(
     *,
     here: bool = False,
     lent: bool = False,
+    order: Order = Order.NHD,
 ) -> Iterator[OwnerSide]:
     """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper.
 
-    `lent`: its pool is memory that kvlink did not allocate.
+    `lent`: its pool is memory that kvlink did not allocate. `order`: of its axes.
     """
     arguments = {
         "geometry": asdict(geometry),
@@ -112,6 +113,7 @@ def owner_process(
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,
         "lent": lent,
+        "order": order.name,
     }
     if here:
         owner = Owner(**arguments)  # type: ignore[arg-type]

@@ -23,13 +23,27 @@ void register_bench(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
   m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
   const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
-    m.def(name, [copy](const Pieces& pieces) { return copy(floor_pieces(pieces)); }, py::arg("pieces"));
+    m.def(
+        name,
+        [copy](const Pieces& pieces) {
+          const FloorPieces found = floor_pieces(pieces);
+          py::gil_scoped_release release;
+          return copy(found);
+        },
+        py::arg("pieces"));
   };
   copying("floor_memcpy", &floor_memcpy);
   copying("floor_streamed_copy", &floor_streamed_copy);
   m.def(
       "floor_process_vm_readv",
-      [](int pid, const Pieces& pieces) { return take(floor_process_vm_readv(pid, floor_pieces(pieces))); },
+      [](int pid, const Pieces& pieces) {
+        const FloorPieces found = floor_pieces(pieces);
+        Result<int64_t> took = [&] {
+          py::gil_scoped_release release;
+          return floor_process_vm_readv(pid, found);
+        }();
+        return take(std::move(took));
+      },
       py::arg("pid"), py::arg("pieces"));
   py::class_<FloorSource>(m, "FloorSource")
       .def(py::init([](const HostMemory& memory) {

@@ -126,7 +126,7 @@ class Worker:
         block_ids: cover tokens 0…num_tokens in order; none may be written until the offer's event.
         num_tokens: all that fits the blocks when not given; the last block may be partial.
         ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
-        readers: how many seats; `layout.num_readers` says how many a reader of another TP degree needs.
+        readers: how many seats; `layout.num_seats` says how many readers of another TP degree need.
         ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
         publish: also sends the ticket to the coordinator, in the background.
         trace: W3C `traceparent` of the request, for who collects spans; a malformed one is ignored.

@@ -2,18 +2,19 @@
 """What the rows of a results file say: one JSON object a line.
 
 kind "machine": what machine.describe gives, the first line. kind "peers": contender.Who (peer, mode, path, version,
-settings), block_bytes, blocks, then why_not, or p50_us, p90_us, p99_us and p999_us, each with a 95 % interval
-(_low_us, _high_us; null: too few values), quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib
-of both processes, transfers, turns, verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU
-time that strangers took). kind "bar": bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench
-migrate` (they have phase), as their modules write them: both have the order of the block ids, p50_us, p90_us, p99_us
-and p999_us, each with its interval, and cpu_s_per_gib; migrate also a row of the overhead (what of each whole is not
-wire), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots, offered_per_s,
-started_late, failed, and the phase late. kind "noise" ends both: of (the run), other_load. kind "simulation": the
-scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what curve.measured
-gives. kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated
-(simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after), other_load,
-verified.
+settings), block_bytes, blocks, then why_not, or p50_us, p90_us, p99_us and p999_us, each with a 95 % interval (_low_us,
+_high_us; null: too few values), quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib of both
+processes, transfers, turns, verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU time that
+strangers took). kind "bar": bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench migrate`
+(they have phase), as their modules write them: both have the order of the block ids, p50_us, p90_us, p99_us and
+p999_us, each with its interval, and cpu_s_per_gib; migrate also tp, at a pair of degrees prefill_ranks_read, layout,
+rows of the overhead (what of each whole is not wire) and of the limit (bare calls), limit (which), of_limit (their
+median's share of whole's), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots,
+offered_per_s, started_late, failed, and the phase late. kind "noise" ends both: of (the run), other_load. kind
+"simulation": the scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what
+curve.measured gives. kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us),
+simulated (simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after),
+other_load, verified.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from kvlink.errors import ConfigError
 
-from ..migrate import PHASES
+from ..handovers import PHASES
 
 Row = Mapping[str, Any]
 
@@ -140,7 +141,7 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
         elif "limit_gib_per_s" in row:
             found.measures += _of_pull(row)
         elif row.get("phase") in PHASES:
-            what = f"{row.get('transport')}: {row.get('model')}, {_number(row, 'tokens'):,.0f} tokens"
+            what = f"{row.get('transport')}: {row.get('model')}, {_number(row, 'tokens'):,.0f} tokens{_ranks(row)}"
             what += f", {row['arrivals']}" if "arrivals" in row else ""
             what += _order(row)
             found.phases.setdefault(what, {})[str(row["phase"])] = _number(row, "p50_us")
@@ -180,6 +181,10 @@ def _of_pull(row: Row) -> Iterator[Measure]:
     if isinstance(limit, (int, float)) and math.isfinite(limit) and limit > 0:
         key = _key(row, path, f"bare {row.get('limit')}{order}")
         yield Measure(key, key.block_bytes * key.blocks / 2**30 / limit * 1e6, limit)
+
+
+def _ranks(row: Row) -> str:
+    return f", TP {row['tp']}" if ":" in str(row.get("tp")) else ""
 
 
 def _order(row: Row) -> str:

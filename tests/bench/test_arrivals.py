@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvlink import _core
-from kvlink.benchmarks import app, migrate
+from kvlink.benchmarks import app, handovers, migrate
 from kvlink.benchmarks.arrivals import Arrivals, open_loop, workload
 from kvlink.benchmarks.processes import OwnerSide, owner_process
 from kvlink.benchmarks.spread import quantile_interval, quantiles_us
@@ -80,9 +80,9 @@ def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(migrate, "owner_process", stalling)
     monkeypatch.setattr(migrate, "_SLOTS", 1)
     found = {
-        row["phase"]: row for row in migrate.rows("qwen3-8b", [40] * num, "tcp", tp=8, arrivals=arrivals)
+        row["phase"]: row for row in migrate.rows("qwen3-8b", [40] * num, "tcp", tp="8", arrivals=arrivals)
     }
-    assert list(found) == ["late", *migrate.PHASES, migrate.OVERHEAD]
+    assert list(found) == ["late", *handovers.PHASES, handovers.OVERHEAD]
     least = least_us(list(arrivals.at_s), stalled)
     for phase, quantile in (("whole", 50), ("whole", 90), ("whole", 99), ("late", 90)):
         # By their actual starts one of sixty would have seen the stall.
@@ -98,7 +98,7 @@ def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyP
 def test_requests_under_way_together_keep_their_blocks_apart(transport: str) -> None:
     arrivals = Arrivals.poisson(40, 2000, seed=2)
     lengths = [40, 100, 10_000_000, 0] * 10
-    for row in migrate.rows("qwen3-8b", lengths, transport, tp=8, arrivals=arrivals):
+    for row in migrate.rows("qwen3-8b", lengths, transport, tp="8", arrivals=arrivals):
         assert (row["verified"], row["iters"], row["left_out"], row["failed"]) == (True, 20, 20, 0)
         assert row["arrivals"] == "Poisson, 2000/s"
         assert row["p50_low_us"] <= row["p50_us"] <= row["p50_high_us"]
@@ -184,6 +184,6 @@ def test_the_command_takes_a_rate(shape: tuple[str, ...]) -> None:
     if shape:
         machine, late, *phases, noise = map(json.loads, done.output.splitlines())
         assert (machine["kind"], noise["kind"]) == ("machine", "noise")
-        assert [row["phase"] for row in phases] == [*migrate.PHASES, migrate.OVERHEAD]
+        assert [row["phase"] for row in phases] == [*handovers.PHASES, handovers.OVERHEAD]
         assert late["phase"] == "late"
         assert (late["iters"], late["tokens"], late["p999_high_us"]) == (20, 40, None)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlink import BlockPool, _core
-from kvlink.benchmarks import app, machine, migrate, plan, pull
+from kvlink.benchmarks import app, handovers, machine, migrate, plan, pull
 from kvlink.benchmarks.cache import Cache
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
@@ -20,7 +20,8 @@ from kvlink.benchmarks.spread import quantiles_us
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
-ROWS = [*migrate.PHASES, migrate.OVERHEAD]
+LOOP = [*handovers.PHASES, handovers.OVERHEAD]
+ROWS = [*LOOP, handovers.LIMIT]
 HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",
@@ -80,13 +81,13 @@ def test_blocks_of_an_allocator_are_pulled_and_migrated() -> None:
     [row] = pull.rows(transport, 4096, 10, 40, "allocator:4")
     assert row["verified"] is True
     assert row["order"] == "allocator:4"
-    for row in migrate.rows("qwen3-8b", [100, 40, 300], transport, tp=8, iters=4, order="allocator:4:1"):
+    for row in migrate.rows("qwen3-8b", [100, 40, 300], transport, tp="8", iters=4, order="allocator:4:1"):
         assert row["verified"] is True
         assert row["order"] == "allocator:4:1"
 
 
 def test_larger_blocks_are_fewer_and_prefill_makes_a_share_of_ttft() -> None:
-    size = {"tokens": 100, "transport": "loopback", "tp": 8, "iters": 3}
+    size = {"tokens": 100, "transport": "loopback", "tp": "8", "iters": 3}
     small = list(migrate.rows("qwen3-8b", **size))
     large = list(migrate.rows("qwen3-8b", **size, block_tokens=64, prefill_ms=50))
     assert large[0]["ops"] < small[0]["ops"]
@@ -98,8 +99,8 @@ def test_larger_blocks_are_fewer_and_prefill_makes_a_share_of_ttft() -> None:
 
 
 def test_runs_are_migrated_as_runs() -> None:
-    runs, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp=8, iters=3, order="runs:100")
-    random, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp=8, iters=3)
+    runs, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp="8", iters=3, order="runs:100")
+    random, *_ = migrate.rows("qwen3-8b", 1000, "loopback", tp="8", iters=3)
     assert runs["ops"] < random["ops"] / 10
 
 
@@ -144,7 +145,7 @@ def test_pieces_merge_what_adjoins_at_both_ends() -> None:
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "deepseek-v3"])
 def test_every_byte_counts(model: str) -> None:
-    layout = dense(Cache(model).geometry(6))
+    layout = dense(Cache(model).prefill(6)[0])
     owner, reader = BlockPool.allocate(layout), BlockPool.allocate(layout)
     contents = Contents(layout, 1)
     contents.fill(owner)
@@ -168,7 +169,7 @@ def test_every_byte_counts(model: str) -> None:
 
 @pytest.mark.parametrize("transport", HERE)
 def test_rows_of_migrate_are_whole(transport: str) -> None:
-    rows = list(migrate.rows("Qwen3-8B", 100, transport, tp=8, iters=3))
+    rows = list(migrate.rows("Qwen3-8B", 100, transport, tp="8", iters=3))
     assert [row["phase"] for row in rows] == ROWS
     for row in rows:
         assert row["verified"] is True
@@ -181,7 +182,7 @@ def test_rows_of_migrate_are_whole(transport: str) -> None:
 
 
 def test_overhead_is_what_each_request_did_not_spend_reading() -> None:
-    [request] = ([row["p50_us"] for row in migrate.rows("qwen3-8b", 40, "loopback", tp=8, iters=1)],)
+    [request] = ([row["p50_us"] for row in migrate.rows("qwen3-8b", 40, "loopback", tp="8", iters=1)],)
     us = dict(zip(ROWS, request, strict=True))
     assert us["overhead"] == pytest.approx(us["whole"] - us["wire"])
     assert us["overhead"] >= us["offer"] + us["plan"]
@@ -189,8 +190,8 @@ def test_overhead_is_what_each_request_did_not_spend_reading() -> None:
 
 @pytest.mark.parametrize("transport", sorted({"loopback", "shm"} & set(HERE)))
 def test_requests_of_several_slots_keep_their_blocks_apart(transport: str) -> None:
-    rows = list(migrate.rows("qwen3-8b", [40, 100], transport, tp=8, iters=30, slots=3))
-    assert [row["phase"] for row in rows] == ROWS  # nobody is late: nothing was due
+    rows = list(migrate.rows("qwen3-8b", [40, 100], transport, tp="8", iters=30, slots=3))
+    assert [row["phase"] for row in rows] == LOOP  # nobody is late: nothing was due
     for row in rows:
         assert (row["verified"], row["iters"], row["slots"], row["failed"]) == (True, 30, 3, 0)
         assert row["made_per_s"] > 0
@@ -204,7 +205,7 @@ def test_wrong_bytes_in_a_slot_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_there_are_no_more_slots_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cache, "most_blocks", lambda _: 7)
-    rows = migrate.rows("qwen3-8b", 40, "loopback", tp=8, iters=4, slots=100)
+    rows = migrate.rows("qwen3-8b", 40, "loopback", tp="8", iters=4, slots=100)
     assert {row["slots"] for row in rows} == {2}
 
 
@@ -246,7 +247,7 @@ def test_results_end_with_what_others_did(command: str, monkeypatch: pytest.Monk
 
 
 def test_requests_of_a_trace_are_migrated_one_after_the_other() -> None:
-    rows = list(migrate.rows("qwen3-8b", [100, 40, 10_000_000], "loopback", tp=8, iters=4))
+    rows = list(migrate.rows("qwen3-8b", [100, 40, 10_000_000], "loopback", tp="8", iters=4))
     assert [row["phase"] for row in rows] == ROWS
     for row in rows:
         assert row["verified"] is True
@@ -275,5 +276,5 @@ def test_models_too_large_or_unknown_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_geometries_are_those_of_the_models(model: str, kib_per_token: float) -> None:
-    assert dense(Cache(model).geometry(1)).token_bytes == kib_per_token * 1024
+    assert dense(Cache(model).prefill(1)[0]).token_bytes == kib_per_token * 1024
     assert len(MODELS) == 9

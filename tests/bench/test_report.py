@@ -105,11 +105,12 @@ def written(folder: Path, name: str, given_rows: list[dict[str, Any]]) -> Path:
 def test_other_orders_of_blocks_are_measures_of_their_own() -> None:
     pulls = [pull_row(), pull_row() | {"order": "random"}, pull_row() | {"order": "allocator:16:5"}]
     phase = {"transport": "shm", "model": "m", "tokens": 9, "phase": "wire", "p50_us": 1.0, "order": "runs:8"}
-    found = results_of("results", [*pulls, phase])
+    pair = phase | {"tp": "2:4", "order": "random"}
+    found = results_of("results", [*pulls, phase, pair])
     assert {measure.key.way for measure in found.measures} == {
         "kvlink cma", "bare process_vm_readv", "kvlink cma, allocator:16:5", "bare process_vm_readv, allocator:16:5",
     }  # fmt: skip
-    assert list(found.phases) == ["shm: m, 9 tokens, runs:8"]
+    assert list(found.phases) == ["shm: m, 9 tokens, runs:8", "shm: m, 9 tokens, TP 2:4"]
 
 
 def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank of decode takes from each rank of prefill, moved by bare calls: the limit of a migration.
+
+The pieces are worked out here, without the planner, and moved by csrc/floors.h, without the transports. Every two ranks
+that share heads have a thread; over sockets every rank of prefill that is read has one, and one bare stream. The time
+is from the first call until the last has returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlink import BlockPool, KVLayout, _core
+from kvlink.layout import assign
+
+from .contents import Ids
+from .floors import _mapping
+from .processes import OwnerSide
+
+Pieces = npt.NDArray[np.uint64]
+"""Rows of from, to and bytes."""
+
+
+class Owner(NamedTuple):
+    """One rank of prefill."""
+
+    side: OwnerSide
+    layout: KVLayout
+
+
+class Request(NamedTuple):
+    """Its blocks at every rank of prefill, and at every rank of decode."""
+
+    request_id: str
+    owner_ids: Ids
+    ids: Ids
+    tokens: int
+
+
+class End(NamedTuple):
+    """A rank's layout, the request's blocks there, and where its pool begins."""
+
+    layout: KVLayout
+    ids: Ids
+    base: int
+
+    def addresses(self, token: npt.NDArray[np.int64], head: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of rows, plane by plane."""
+        block, within = np.divmod(token, self.layout.block_tokens)
+        row = self.ids[block].astype(np.int64) * self.layout.block_stride + within * self.layout.token_stride
+        row += (head - self.layout.first_head) * self.layout.head_stride
+        planes = np.array([plane.offset for plane in self.layout.planes])
+        found: npt.NDArray[np.int64] = (self.base + planes[:, np.newaxis] + row).ravel()
+        return found
+
+
+def pieces_of(owner: End, reader: End, heads: tuple[int, int], tokens: int) -> Pieces:
+    """`heads` of the model, of a request's first `tokens`; what adjoins at both ends is one piece.
+
+    REQUIRES equal block sizes and orders of axes.
+    """
+    layout, num_heads = reader.layout, heads[1] - heads[0]
+    token = np.arange(tokens)
+    if layout.head_stride > layout.token_stride:  # a head's tokens adjoin
+        firsts = token[:: layout.block_tokens]
+        sizes = np.repeat(np.minimum(layout.block_tokens, tokens - firsts) * layout.row_bytes, num_heads)
+        token, head = np.repeat(firsts, num_heads), np.tile(np.arange(*heads), len(firsts))
+    else:  # a token's heads do
+        head, sizes = np.full(tokens, heads[0]), np.full(tokens, num_heads * layout.row_bytes)
+    sizes = np.tile(sizes, len(layout.planes))
+    starts, ends = owner.addresses(token, head), reader.addresses(token, head)
+    apart = (np.diff(starts) != sizes[:-1]) | (np.diff(ends) != sizes[:-1])
+    firsts = np.flatnonzero(np.concatenate(([True], apart)))
+    columns = (starts[firsts], ends[firsts], np.add.reduceat(sizes, firsts))
+    return np.ascontiguousarray(np.stack(columns, axis=1).astype(np.uint64))
+
+
+class _Memory(NamedTuple):
+    """An owner's pool: where it begins for who copies, and what keeps it there."""
+
+    base: int
+    keeper: Any = None
+
+
+class _Copies:
+    """By one rank of decode, out of one rank of prefill's memory."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        memory: _Memory,
+        copy: Callable[[Pieces], int],
+        pool: BlockPool,
+        heads: tuple[int, int],
+    ) -> None:
+        self._owner, self._memory, self._copy = owner, memory, copy
+        self._pool, self._heads = pool, heads
+
+    def prepare(self, request: Request) -> Callable[[], int]:
+        """Gives what then runs, and returns ns."""
+        owner = End(self._owner.layout, request.owner_ids, self._memory.base)
+        reader = End(self._pool.layout, request.ids, self._pool.regions[0].address)
+        return partial(self._copy, pieces_of(owner, reader, self._heads, request.tokens))
+
+
+class _Stream:
+    """All that one rank of prefill gives, one reader after the other, each time from and to one random place.
+
+    What a socket brings is counted, not compared.
+    """
+
+    def __init__(self, owner: Owner, shares: Sequence[tuple[BlockPool, tuple[int, int]]]) -> None:
+        self._owner, self._pools = owner, [pool for pool, _ in shares]
+        self._port = owner.side.call("listen")["port"]
+        first, end = shares[0][1]  # the others have as many heads
+        self._token_bytes = len(owner.layout.planes) * (end - first) * owner.layout.row_bytes
+        self._sink: tuple[int, _core.FloorSink] | None = None
+        self._rng = np.random.default_rng(self._port)
+
+    def prepare(self, request: Request) -> Callable[[], int]:
+        """Gives what then runs, and returns ns."""
+        size = request.tokens * self._token_bytes
+        if self._sink is None or self._sink[0] != size:
+            self._sink = None  # its source answers one reader at a time
+            self._sink = (size, _core.FloorSink(self._port, size))
+        sink = self._sink[1]
+        reads = [
+            partial(sink.read, self._place(self._owner.layout, size), pool.regions[0].address + at)
+            for pool in self._pools
+            for at in [self._place(pool.layout, size)]
+        ]
+        return lambda: sum(read() for read in reads)
+
+    def _place(self, layout: KVLayout, size: int) -> int:
+        spare = sum(layout.region_bytes()) - size
+        return int(self._rng.integers(spare // layout.block_stride + 1)) * layout.block_stride
+
+
+class Floors:
+    """The bare ways of one path, by name; none where nothing bare can be had (verbs)."""
+
+    def __init__(self, ways: Mapping[str, Sequence[_Copies | _Stream]], threads: ThreadPoolExecutor) -> None:
+        self._ways, self._threads = ways, threads
+        self.names = list(ways)
+
+    def compared(self, name: str) -> bool:
+        """Whether what it moves lands where the request's blocks are."""
+        return all(isinstance(each, _Copies) for each in self._ways[name])
+
+    def run(self, name: str, request: Request) -> float:
+        """Microseconds, lists made before."""
+        prepared = [each.prepare(request) for each in self._ways[name]]
+        spans = list(self._threads.map(_span, prepared))
+        return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1000
+
+
+@contextmanager
+def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[BlockPool]) -> Iterator[Floors]:
+    """Of all ranks of prefill and of decode."""
+    name = transport.removeprefix("fault+")
+    ways: dict[str, list[_Copies | _Stream]] = {}
+    for owner in owners if name != "verbs" else ():
+        shares = [(pool, found.heads) for pool in pools if (found := assign(pool.layout, owner.layout))]
+        if name == "tcp" and shares:
+            ways.setdefault("socket stream", []).append(_Stream(owner, shares))
+        elif shares:
+            memory, copies = _reach(name, owner.side)
+            for way, copy in copies.items():
+                ways.setdefault(way, []).extend(_Copies(owner, memory, copy, *share) for share in shares)
+    with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
+        yield Floors(ways, threads)
+
+
+def _reach(name: str, owner: OwnerSide) -> tuple[_Memory, dict[str, Callable[[Pieces], int]]]:
+    """An owner's pool, and what copies from there."""
+    found = owner.call("memory")
+    if name == "cma":
+        read: Callable[[Pieces], int] = partial(_core.floor_process_vm_readv, owner.pid)
+        return _Memory(found["address"]), {"process_vm_readv": read}
+    copies: dict[str, Callable[[Pieces], int]] = {}
+    copies |= {"memcpy": _core.floor_memcpy, "non-temporal copy": _core.floor_streamed_copy}
+    if name == "loopback":
+        return _Memory(found["address"]), copies
+    mapped = _mapping(owner.pid, found["memfd"])
+    return _Memory(mapped.ctypes.data, mapped), copies
+
+
+def _span(bare: Callable[[], int]) -> tuple[int, int]:
+    start = time.perf_counter_ns()
+    return start, start + bare()

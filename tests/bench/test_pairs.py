@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Migrations between sides of different tensor-parallel degrees: every byte at every rank, and the limit beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvlink import BlockPool, _core
+from kvlink.benchmarks import app, handovers, migrate, shares
+from kvlink.benchmarks.cache import LAYOUTS, Cache, Degrees, taken_from
+from kvlink.benchmarks.contents import Contents
+from kvlink.benchmarks.handovers import LIMIT, OVERHEAD, PHASES, Bench
+from kvlink.benchmarks.processes import BenchError
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, Order, assign, dense
+
+HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+APART = [name for name in HERE if name != "loopback"]
+DEGREES = (1, 2, 4, 8)
+TOKENS = 75  # the last block is partial
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """With 8 KV heads, small enough for 8 ranks a side."""
+    return written(tmp_path, num_key_value_heads=8, num_attention_heads=8, head_dim=16)
+
+
+@pytest.fixture
+def latent(tmp_path: Path) -> str:
+    """Every rank of it holds the same."""
+    return written(tmp_path, kv_lora_rank=56, qk_rope_head_dim=8, num_attention_heads=8)
+
+
+def written(folder: Path, **config: int) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"num_hidden_layers": 2, **config}))
+    return str(path)
+
+
+def whole(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    assert [row["phase"] for row in rows] == [*PHASES, OVERHEAD, LIMIT]
+    return rows[PHASES.index("whole")]
+
+
+PAIRS = [(prefill, decode, "NHD") for prefill in DEGREES for decode in DEGREES]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "layout"), [*PAIRS, (1, 8, "HND"), (8, 1, "HND"), (2, 4, "HND"), (4, 2, "HND")]
+)
+def test_every_degree_hands_over_to_every_other(model: str, prefill: int, decode: int, layout: str) -> None:
+    pair = f"{prefill}:{decode}"
+    row = whole(list(migrate.rows(model, TOKENS, "loopback", pair, iters=2, layout=layout)))
+    assert row["verified"] is True
+    assert (row["tp"], row["layout"], row["prefill_ranks_read"]) == (pair, layout, f"{prefill} of {prefill}")
+    assert row["bytes"] == TOKENS * 2 * 2 * 8 * 16 * 2
+    assert row["of_limit"] > 0
+
+
+@pytest.mark.parametrize("transport", APART)
+@pytest.mark.parametrize("pair", ["2:4", "4:2"])
+def test_ranks_are_processes(model: str, transport: str, pair: str) -> None:
+    row = whole(list(migrate.rows(model, TOKENS, transport, pair, iters=3)))
+    assert row["verified"] is True
+    assert row["cpu_s_per_gib"] > 0
+    assert row["limit"] in ("memcpy", "non-temporal copy", "process_vm_readv", "socket stream")
+
+
+@pytest.mark.parametrize(
+    ("pair", "read", "copies"), [("8:1", "1 of 8", 1), ("8:2", "2 of 8", 2), ("2:8", "2 of 2", 8)]
+)
+def test_what_all_ranks_hold_is_read_once_by_each(latent: str, pair: str, read: str, copies: int) -> None:
+    row = whole(list(migrate.rows(latent, TOKENS, "loopback", pair, iters=2)))
+    assert row["verified"] is True
+    assert row["prefill_ranks_read"] == f"{read}, {pair[0]} hold the same"
+    assert row["bytes"] == copies * TOKENS * 2 * 64 * 2
+
+
+def test_ranks_with_heads_in_common_share_the_readers() -> None:
+    layouts = [dense(geometry) for geometry in Cache("qwen2.5-7b", Degrees(8, 4)).prefill(1)]
+    assert taken_from(layouts, 4) == "4 of 8, 2 hold the same"
+    assert taken_from(layouts, 8) == "8 of 8, 2 hold the same"
+
+
+def test_nobody_keeps_blocks_of_requests_that_are_over(latent: str) -> None:
+    cache = Cache(latent, Degrees(4, 1))
+    with migrate._opened(cache, 40, "loopback") as (owners, workers, floors):
+        bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
+        bench.run(3, floors)
+        assert [owner.side.call("leases")["active"] for owner in owners] == [0] * 4
+
+
+@pytest.mark.parametrize("pair", ["1:2", "4:2"])
+def test_flipped_bytes_of_any_rank_are_not_verified(
+    model: str, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
+    assert not any(row["verified"] for row in migrate.rows(model, TOKENS, "fault+loopback", pair, iters=2))
+
+
+def test_one_byte_of_the_last_rank_counts(model: str) -> None:
+    cache = Cache(model, Degrees(2, 4))
+    with migrate._opened(cache, 40, "loopback") as (owners, workers, floors):
+        bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
+        bench.run(1, floors)
+        request = bench._draw(TOKENS, 40)
+        floors.run("memcpy", request)
+        assert bench._landed(request)
+        pool = workers[-1].pool
+        pool.numpy()[int(request.ids[0]) * pool.layout.block_stride] ^= 1
+        assert not bench._landed(request)
+
+
+def test_a_limit_that_leaves_something_out_is_none(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces_of = shares.pieces_of
+    monkeypatch.setattr(shares, "pieces_of", lambda *given: pieces_of(*given)[:-1])
+    with pytest.raises(BenchError, match="the limit means nothing"):
+        list(migrate.rows(model, TOKENS, "loopback", "2:4", iters=2))
+
+
+@pytest.mark.parametrize("order", LAYOUTS.values())
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 8), (4, 2), (8, 8)])
+def test_pieces_bring_every_byte_and_adjoin_nowhere(order: Order, prefill: int, decode: int) -> None:
+    model = Geometry(num_layers=2, total_heads=8, row_bytes=16, num_blocks=12, block_tokens=4)
+    owners = [dense(replace(model, tp_rank=rank, tp_size=prefill), order) for rank in range(prefill)]
+    readers = [dense(replace(model, tp_rank=rank, tp_size=decode), order) for rank in range(decode)]
+    sources = [filled(layout) for layout in owners]
+    owner_ids, ids, tokens = np.array([7, 8, 2, 11], np.uint32), np.array([3, 4, 5, 0], np.uint32), 14
+    for reader in readers:
+        pool = BlockPool.allocate(reader)
+        for owner, source in zip(owners, sources, strict=True):
+            if found := assign(reader, owner):
+                rows = shares.pieces_of(
+                    shares.End(owner, owner_ids, 0), shares.End(reader, ids, 0), found.heads, tokens
+                )
+                for start, end, size in rows.astype(int):
+                    pool.numpy()[end : end + size] = source.numpy()[start : start + size]
+                ends = rows[:, :2] + rows[:, 2:]
+                assert not np.any(np.all(ends[:-1] == rows[1:, :2], axis=1))
+        assert Contents(reader, 3).equal(pool, ids, owner_ids, tokens)
+
+
+def filled(layout: Any) -> BlockPool:
+    pool = BlockPool.allocate(layout)
+    Contents(layout, 3).fill(pool)
+    return pool
+
+
+@pytest.mark.parametrize("order", LAYOUTS.values())
+def test_a_rank_has_the_words_of_its_heads(order: Order) -> None:
+    model = Geometry(num_layers=1, total_heads=4, row_bytes=16, num_blocks=3, block_tokens=2)
+    all_heads = filled(dense(model)).numpy().reshape(2, 3, 2, 4, 16)  # planes, blocks, tokens, heads, bytes
+    for rank in range(2):
+        held = filled(dense(replace(model, tp_rank=rank, tp_size=2), order)).numpy()
+        shape = (2, 3, 2, 2, 16)
+        rows = held.reshape(shape) if order is Order.NHD else held.reshape(shape).swapaxes(2, 3)
+        assert np.array_equal(rows, all_heads[:, :, :, 2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_longer_pieces_where_a_heads_tokens_adjoin(model: str, layout: str) -> None:
+    row = whole(list(migrate.rows(model, TOKENS, "loopback", "4:8", iters=1, layout=layout)))
+    planes, blocks = 4, 5
+    assert row["ops"] == 8 * planes * (blocks if layout == "HND" else TOKENS)
+
+
+@pytest.mark.parametrize("text", ["", "0", "2:", ":4", "2:0", "2:4:8", "x", "1000", "2-4"])
+def test_other_degrees_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="for one rank's share"):
+        next(migrate.rows("qwen3-8b", 40, "loopback", text))
+
+
+def test_heads_that_ranks_cannot_share_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="one must divide the other"):
+        next(migrate.rows(model, 40, "loopback", "3:1"))
+    with pytest.raises(ConfigError, match="write NHD or HND"):
+        next(migrate.rows(model, 40, "loopback", layout="NDH"))
+
+
+def test_the_command_takes_several_pairs(model: str) -> None:
+    command = f"migrate --transport loopback --tokens 40 --tp 2:1,1:2 --model-config {model} --layout HND"
+    done = CliRunner().invoke(app, [*command.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    _, *rows, _ = map(json.loads, done.output.splitlines())
+    assert {row["tp"] for row in rows} == {"2:1", "1:2"}
+    assert len(rows) == 2 * len([*handovers.PHASES, OVERHEAD, LIMIT])
