@@ -275,6 +275,7 @@ void Owner::welcome() {
     if (newcomers_.size() == kMaxNewcomers) dismiss_oldest();
     if (newcomers_.empty()) set_timer(greeting_timer_, kGreetingNs);
     tune(socket.get());
+    leave_unpaced_in_host(socket.get());
     const uint64_t serial = next_serial_++;
     watch(socket.get(), EPOLLIN, serial);
     newcomers_.emplace(serial, Newcomer{std::move(socket), now_ns() + kGreetingNs, {}, 0});

@@ -47,6 +47,19 @@ UniqueFd open_socket(int family) {
   return UniqueFd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
+Result<Address> address_of(int socket, int (*which)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage bound{};
+  socklen_t bytes = sizeof bound;
+  char host[NI_MAXHOST], port[NI_MAXSERV];
+  auto* address = reinterpret_cast<sockaddr*>(&bound);
+  if (which(socket, address, &bytes) != 0 ||
+      ::getnameinfo(address, bytes, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) !=
+          0) {
+    return Status::Config("tcp cannot tell its own address");
+  }
+  return Address{host, static_cast<uint16_t>(std::stoi(port)), 0};
+}
+
 void set(int socket, int level, int option, int value) {
   ::setsockopt(socket, level, option, &value, sizeof value);
 }
@@ -91,18 +104,7 @@ Result<UniqueFd> listen_on(const std::string& host, uint16_t port) {
   return socket;
 }
 
-Result<Address> local_address(int socket) {
-  sockaddr_storage bound{};
-  socklen_t bytes = sizeof bound;
-  char host[NI_MAXHOST], port[NI_MAXSERV];
-  auto* address = reinterpret_cast<sockaddr*>(&bound);
-  if (::getsockname(socket, address, &bytes) != 0 ||
-      ::getnameinfo(address, bytes, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) !=
-          0) {
-    return Status::Config("tcp cannot tell its own address");
-  }
-  return Address{host, static_cast<uint16_t>(std::stoi(port)), 0};
-}
+Result<Address> local_address(int socket) { return address_of(socket, ::getsockname); }
 
 Result<UniqueFd> start_connect(const Address& to) {
   std::string why;
@@ -124,6 +126,12 @@ void tune(int socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds);
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnackedMs);
+}
+
+void leave_unpaced_in_host(int socket) {
+  Result<Address> ours = address_of(socket, ::getsockname), theirs = address_of(socket, ::getpeername);
+  if (!ours.ok() || !theirs.ok() || ours->host != theirs->host) return;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // every kernel has it and allows it
 }
 
 void cut(int socket) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tcp transport between real sockets: every byte in its place, nothing late, nothing stale.
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/tcp.h>
 
 #include "copy_peers.h"
 #include "tcp_raw.h"
@@ -287,6 +289,43 @@ TEST(Tcp, GoesOverIpv6) {
   while (ended.empty()) ASSERT_TRUE(endpoint->poll(ended).status.ok());
   EXPECT_TRUE(ended[0].status.ok());
   EXPECT_EQ(memory, destination);
+}
+
+/// A connection from one address of this host to another, the accepted end, and how it shares a queue.
+struct Accepted {
+  UniqueFd dialling, socket;
+
+  std::string congestion() const {
+    char name[16] = {};
+    socklen_t bytes = sizeof name;
+    ::getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name, &bytes);
+    return name;
+  }
+};
+
+Accepted accept_from(const char* host) {
+  const UniqueFd listener = std::move(*tcp::listen_on("127.0.0.1", 0));
+  const tcp::Address at = std::move(*tcp::local_address(listener.get()));
+  sockaddr_in from{}, to{};
+  from.sin_family = to.sin_family = AF_INET;
+  to.sin_port = htons(at.port);
+  ::inet_pton(AF_INET, host, &from.sin_addr);
+  ::inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
+  Accepted accepted{UniqueFd(::socket(AF_INET, SOCK_STREAM, 0)), {}};
+  const int dialling = accepted.dialling.get();
+  EXPECT_EQ(::bind(dialling, reinterpret_cast<const sockaddr*>(&from), sizeof from), 0);
+  EXPECT_EQ(::connect(dialling, reinterpret_cast<const sockaddr*>(&to), sizeof to), 0);
+  accepted.socket = UniqueFd(::accept(listener.get(), nullptr, nullptr));
+  return accepted;
+}
+
+TEST(Tcp, PacesOnlyWhatLeavesTheAddress) {
+  const Accepted inside = accept_from("127.0.0.1"), elsewhere = accept_from("127.0.0.2");
+  const std::string usual = elsewhere.congestion();
+  tcp::leave_unpaced_in_host(inside.socket.get());
+  tcp::leave_unpaced_in_host(elsewhere.socket.get());
+  EXPECT_EQ(inside.congestion(), "reno");
+  EXPECT_EQ(elsewhere.congestion(), usual);
 }
 
 TEST(Tcp, ClosesTwiceAndOutlivesItsRegions) {
