@@ -84,7 +84,7 @@ def floors_of(
     if name == "cma":
         read = partial(_core.floor_process_vm_readv, owner.pid)
         return [Floor("process_vm_readv", order, _copy(read, memory["address"], pool))]
-    mapped = None if name == "loopback" else _mapping(owner.pid, memory["memfd"])
+    mapped = None if name == "loopback" else mapping(owner.pid, memory["memfd"])
     base = memory["address"] if mapped is None else mapped.ctypes.data
     return [
         Floor("memcpy", order, _copy(_core.floor_memcpy, base, pool), mapped),
@@ -102,7 +102,8 @@ def _stream(sink: _core.FloorSink, pool: BlockPool) -> Callable[[Ids, Ids], floa
     return lambda from_ids, to_ids: sink.read(int(from_ids[0]) * size, to + int(to_ids[0]) * size) / 1000
 
 
-def _mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:
+def mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:
+    """The memory behind a file descriptor of another process, every page present. Raises OSError."""
     with Path(f"/proc/{pid}/fd/{memfd}").open("rb") as file:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)

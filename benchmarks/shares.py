@@ -22,7 +22,7 @@ from kvlink import BlockPool, KVLayout, _core
 from kvlink.layout import assign
 
 from .contents import Ids
-from .floors import _mapping
+from .floors import mapping
 from .processes import OwnerSide
 
 Pieces = npt.NDArray[np.uint64]
@@ -189,7 +189,7 @@ def _reach(name: str, owner: OwnerSide) -> tuple[_Memory, dict[str, Callable[[Pi
     copies |= {"memcpy": _core.floor_memcpy, "non-temporal copy": _core.floor_streamed_copy}
     if name == "loopback":
         return _Memory(found["address"]), copies
-    mapped = _mapping(owner.pid, found["memfd"])
+    mapped = mapping(owner.pid, found["memfd"])
     return _Memory(mapped.ctypes.data, mapped), copies
 
 
