@@ -14,8 +14,8 @@ from ..control import Row
 from ..etcd import EtcdCluster
 from ..replicas import Replica
 from .crowds import crowds
-from .fleet import fleet
-from .growth import exponent
+from .fleet import fleet, joining
+from .growth import exponents
 from .load import Load
 from .losses import lost_replica
 from .usage import keep_to_last_core
@@ -25,7 +25,8 @@ MEMORY, ETCD = "memory", "etcd"
 _WATCH_EACH_OTHER = 128
 """Workers at most: n of them take n² deliveries."""
 _COSTS = {
-    "join": ("private_mib", "cpu_s", "store_cpu_s"),
+    "join": ("cpu_s", "store_cpu_s"),
+    "memory": ("private_mib",),
     "idle": ("core_percent", "store_core_percent"),
     "tickets": ("private_mib",),
     "restart": ("cpu_s", "all_joined_s", "store_cpu_s"),
@@ -35,6 +36,9 @@ _COSTS = {
     "watch each other": ("cpu_s", "deliveries"),
 }
 """What must grow no faster than the number of workers (of watchers for the fan-out), by phase."""
+
+_JOINING_LEASE_S = 600.0
+"""Who has joined beats three times a lease: what joining costs would depend on how long it takes."""
 
 Phase = Callable[[Load, int], Iterator[Row]]
 
@@ -47,9 +51,10 @@ def parts(
     lease_s: float = 10.0,
     idle_s: float = 10.0,
     changes: int = 20,
+    joinings: int = 3,
 ) -> list[Iterator[Row]]:
     """Rows of all phases for each number of workers, then of the growth of each cost: in that order, each when it is
-    iterated. `tickets` are a worker's.
+    iterated. `tickets` are a worker's; joining is measured so many times, each with a coordinator of its own.
 
     They raise BenchError when a load process failed.
     """
@@ -66,11 +71,12 @@ def parts(
     seen: list[Row] = []
 
     def of(count: int) -> Iterator[Row]:
-        phases: list[tuple[Phase, int]] = [(joined, 1), (watched, 1)]
-        phases += [(watch_each_other, 1)] if count <= _WATCH_EACH_OTHER else []
-        phases += [(lost, 2)] if store != MEMORY else []
-        for phase, replicas in phases:
-            with _load(store, replicas, processes, lease_s) as load:
+        phases: list[tuple[Phase, int, float]] = [(joining, 1, _JOINING_LEASE_S)] * joinings
+        phases += [(joined, 1, lease_s), (watched, 1, lease_s)]
+        phases += [(watch_each_other, 1, lease_s)] if count <= _WATCH_EACH_OTHER else []
+        phases += [(lost, 2, lease_s)] if store != MEMORY else []
+        for phase, replicas, lasting_s in phases:
+            with _load(store, replicas, processes, lasting_s) as load:
                 for row in phase(load, count):
                     seen.append(row)
                     yield row
@@ -79,13 +85,24 @@ def parts(
 
 
 def growth(seen: Sequence[Row]) -> Iterator[Row]:
-    """The exponent of every cost of which two sizes or more are known."""
+    """The exponent of every cost of which two sizes or more are known, with the range over repetitions."""
     for phase, costs in _COSTS.items():
         for cost in costs:
-            curve = {row["workers"]: row[cost] for row in seen if row["what"] == phase and row[cost] > 0}
+            curve: dict[int, list[float]] = {}
+            for row in seen:
+                if row["what"] == phase and row[cost] > 0:
+                    curve.setdefault(row["workers"], []).append(row[cost])
             if len(curve) > 1:
-                grown = {"exponent": round(exponent(curve), 2), "from": min(curve), "to": max(curve)}
-                yield {"what": "growth", "phase": phase, "of": cost, **grown}
+                least, middle, most = (round(of, 2) for of in exponents(curve))
+                grown = {"exponent": middle, "least": least, "most": most}
+                yield {
+                    "what": "growth",
+                    "phase": phase,
+                    "of": cost,
+                    **grown,
+                    "from": min(curve),
+                    "to": max(curve),
+                }
 
 
 @contextmanager

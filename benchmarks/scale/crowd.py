@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvlink.control import Claim, CoordinatorClient, Offer, Security, Session
@@ -51,7 +52,7 @@ class Crowd:
         self._watching: list[asyncio.Task[None]] = []
         self._known: Counter[int] = Counter()
         self._seen: defaultdict[int, list[float]] = defaultdict(list)
-        self._num_beats = 0
+        self._beats: Counter[int] = Counter()
 
     async def join(self, count: int) -> None:
         """So many workers join, and beat from now on."""
@@ -77,7 +78,16 @@ class Crowd:
 
     async def beats(self) -> tuple[int, int]:
         """How many were sent so far, and how often workers had to join again."""
-        return self._num_beats, sum(session.num_rejoins for _, session in self._sessions)
+        return self._beats.total(), sum(session.num_rejoins for _, session in self._sessions)
+
+    async def all_beaten(self, times: int) -> bool:
+        """Waits until every worker has beaten so often. Whether it has."""
+
+        def holds() -> bool:
+            return all(self._beats[number] >= times for number in range(len(self._sessions)))
+
+        await _until(holds)
+        return holds()
 
     async def brace(self, address: str = "") -> int:
         """The coordinator is about to be lost, or the one at an address. How many workers `rejoined` waits for."""
@@ -119,7 +129,7 @@ class Crowd:
 
     async def _join(self, number: int) -> tuple[CoordinatorClient, Session]:
         worker, client = make_card(f"worker-{self._index}-{number}"), self._client()
-        return client, await Session.join(client, worker, _ignore, _WITHIN_S, self._report)
+        return client, await Session.join(client, worker, _ignore, _WITHIN_S, partial(self._report, number))
 
     async def _watch(self, number: int, client: CoordinatorClient) -> None:
         async for change in client.watch():
@@ -131,8 +141,8 @@ class Crowd:
         self._clients.append(CoordinatorClient(self._address, _WITHIN_S, self._security))
         return self._clients[-1]
 
-    def _report(self) -> WorkerReport:
-        self._num_beats += 1
+    def _report(self, number: int) -> WorkerReport:
+        self._beats[number] += 1
         return _REPORT
 
 

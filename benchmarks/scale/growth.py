@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,3 +16,10 @@ def exponent(costs: Mapping[int, float]) -> float:
     numbers, values = (np.log(np.array(list(side), dtype=float)) for side in (costs.keys(), costs.values()))
     slope, _ = np.polyfit(numbers, values, 1)
     return float(slope)
+
+
+def exponents(costs: Mapping[int, Sequence[float]]) -> tuple[float, float, float]:
+    """Of costs measured several times: the least of the repetitions' own, that of the medians, the most."""
+    each = [exponent(dict(zip(costs, once, strict=True))) for once in zip(*costs.values(), strict=False)]
+    middle = exponent({number: statistics.median(values) for number, values in costs.items()})
+    return min(each), middle, max(each)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ from ..control import cpu_s
 from ..replicas import Replica
 from .crowds import Crowds
 from .usage import keep_to_last_core, private_bytes
+
+_CALM_S = 0.2
+_CALM_SHARE = 0.05
+"""Of a core."""
+_DONE_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,17 @@ class Load:
     def cpu_s(self) -> float:
         """Of the coordinator, all threads, so far."""
         return cpu_s(self.coordinator.process.pid)
+
+    def cpu_s_when_done(self) -> float:
+        """As `cpu_s`, once there is next to nothing to do: of what was asked, all counts."""
+        used_s, give_up = self.cpu_s(), time.monotonic() + _DONE_WITHIN_S
+        while time.monotonic() < give_up:
+            before_s = used_s
+            time.sleep(_CALM_S)
+            used_s = self.cpu_s()
+            if used_s - before_s < _CALM_SHARE * _CALM_S:
+                break
+        return used_s
 
     def store_cpu_s(self) -> float:
         """Of etcd's members together, so far."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -20,16 +21,16 @@ from control.etcd_cluster import need_etcd
 from kvlink.benchmarks import scale
 from kvlink.benchmarks.control import Row
 from kvlink.benchmarks.processes import BenchError
-from kvlink.benchmarks.scale.growth import exponent
+from kvlink.benchmarks.scale import load
+from kvlink.benchmarks.scale.growth import exponent, exponents
 from kvlink.cli.tables import show_parts, show_rows
 
-PHASES = ["join", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
+PHASES = ["join", "memory", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
 
 
 def run(workers: Sequence[int], **options: Any) -> list[Row]:
-    return list(
-        chain.from_iterable(scale.parts(workers, tickets=3, lease_s=6.0, idle_s=2.5, changes=4, **options))
-    )
+    few = {"tickets": 3, "lease_s": 6.0, "idle_s": 2.5, "changes": 4, "joinings": 1}
+    return list(chain.from_iterable(scale.parts(workers, **few, **options)))
 
 
 def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None:
@@ -37,6 +38,7 @@ def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None
     assert [row["what"] for row in rows] == [*phases]
     assert [row for row in rows if (row["verified"], row["workers"]) != (True, workers)] == []
     row = {row["what"]: row for row in rows}
+    assert row["join"]["beats"] == workers
     assert row["tickets"]["tickets"] == 3 * workers
     assert row["idle"]["beats"] >= workers  # one every 2 s, and none was refused
     assert row["fan-out"]["events"] == 4
@@ -45,9 +47,9 @@ def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None
 
 def test_every_phase_counts_whom_it_simulates() -> None:
     rows = run([4, 8], processes=2)
-    check(rows[:7], 4)
-    check(rows[7:14], 8)
-    growth = {(row["phase"], row["of"]): row for row in rows[14:]}
+    check(rows[:8], 4)
+    check(rows[8:16], 8)
+    growth = {(row["phase"], row["of"]): row for row in rows[16:]}
     deliveries = growth["watch each other", "deliveries"]
     assert (deliveries["exponent"], deliveries["from"], deliveries["to"]) == (2.0, 4, 8)
     assert ("restart", "cpu_s") in growth
@@ -61,8 +63,8 @@ def test_on_etcd() -> None:
 
 
 def test_workers_that_are_lost_are_noticed() -> None:
-    rows, _ = scale.parts([4], tickets=1, lease_s=3.0, idle_s=1.5)
-    assert [next(rows)["verified"] for _ in ("join", "tickets")] == [True, True]
+    rows, _ = scale.parts([4], tickets=1, lease_s=3.0, idle_s=1.5, joinings=0)
+    assert [next(rows)["verified"] for _ in ("memory", "tickets")] == [True, True]
     (crowd,) = multiprocessing.active_children()
     os.kill(crowd.pid or 0, signal.SIGSTOP)
     time.sleep(5.0)
@@ -72,7 +74,7 @@ def test_workers_that_are_lost_are_noticed() -> None:
 
 
 def test_a_load_process_that_dies_is_an_error() -> None:
-    rows, _ = scale.parts([4], tickets=1)
+    rows, _ = scale.parts([4], tickets=1, joinings=0)
     next(rows)
     (crowd,) = multiprocessing.active_children()
     crowd.kill()
@@ -87,6 +89,21 @@ def test_exponents_of_known_curves() -> None:
     assert exponent(dict.fromkeys(sizes, 7.0)) == pytest.approx(0)
     with pytest.raises(ValueError, match="two sizes"):
         exponent({125: 1.0})
+
+
+def test_exponents_of_what_was_measured_twice() -> None:
+    costs = {100: [1.0, 2.0], 200: [2.0, 2.0]}
+    assert exponents(costs) == pytest.approx((0, math.log2(4 / 3), 1))
+    assert exponents({100: [1.0], 200: [2.0]}) == pytest.approx((1, 1, 1))
+
+
+def test_joins_are_repeated_and_who_beats_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "_JOINING_LEASE_S", 1.0)  # a beat every third of it
+    monkeypatch.setattr(load, "_CALM_S", 1.0)
+    rows, _ = scale.parts([4], joinings=2)
+    joins = [next(rows) for _ in range(2)]
+    rows.close()
+    assert [(row["what"], row["verified"], row["beats"] > 4) for row in joins] == [("join", False, True)] * 2
 
 
 def test_each_phase_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +144,7 @@ def test_the_command_tells_the_machine_first() -> None:
     machine, *rows = map(json.loads, done.stdout.splitlines())
     assert machine["kind"] == "machine"
     assert "commit" in machine
-    assert [row["what"] for row in rows] == PHASES
+    assert [row["what"] for row in rows] == ["join", "join", *PHASES]
 
 
 @pytest.mark.parametrize("wrong", [("--workers", "0"), ("--workers", "8,"), ("--store", "disk")])
