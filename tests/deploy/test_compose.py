@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from control.etcd_cluster import need_etcd
 from deploy import commands
 from deploy.composed import Composed
 
 SERVICES = commands.compose()["services"]
 STORE = commands.parsed(SERVICES["coordinator-0"]["command"])["store"]
+
+_SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def test_names_fit_together() -> None:
@@ -39,6 +43,17 @@ def test_etcd_has_these_options() -> None:
     options = set(re.findall(r"--([a-z-]+)", said.stdout + said.stderr))
     used = {key.removeprefix("ETCD_").lower().replace("_", "-") for key in SERVICES["etcd-0"]["environment"]}
     assert used <= options
+
+
+def test_compose_takes_the_file() -> None:
+    readers = [["docker", "compose"], ["podman-compose"]]
+    works = [of for of in readers if shutil.which(of[0]) and not subprocess.call([*of, "version"], **_SILENT)]
+    if not works:
+        pytest.skip("neither `docker compose` nor podman-compose on this machine: pip install podman-compose")
+    command = [*works[0], "--file", str(commands.COMPOSE), "config"]
+    read = subprocess.run(command, capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
+    assert set(yaml.safe_load(read.stdout)["services"]) == set(SERVICES)
 
 
 @pytest.fixture
