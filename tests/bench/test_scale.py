@@ -45,6 +45,7 @@ def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None
     assert row["watch each other"]["deliveries"] == workers**2
 
 
+@pytest.mark.timeout(300)  # eight coordinators, one after the other
 def test_every_phase_counts_whom_it_simulates() -> None:
     rows = run([4, 8], processes=2)
     check(rows[:8], 4)
