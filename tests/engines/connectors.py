@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pair import Pair, flags
+from pair import Pair, flags, prompt
 from servers import coordinator, running, vllm
 
 LEASE_S = 6
-_EXTRA: dict[str, Mapping[str, Any]] = {
-    "KVLinkConnector": {"lease_s": LEASE_S},
-    "NixlConnector": {"kv_lease_duration": LEASE_S},
-}
+PATIENT_LEASE_S = 120
+"""Outlasts whatever a busy machine does meanwhile, where nothing is to expire."""
+_LEASES = {"KVLinkConnector": "lease_s", "NixlConnector": "kv_lease_duration"}
 
 
-def kv_transfer(connector: str, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+def kv_transfer(
+    connector: str, policy: str = "recompute", lease_s: int = LEASE_S, **extra: Any
+) -> dict[str, Any]:
     """The value of --kv-transfer-config. `policy`: what vLLM does about a load that failed."""
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": _EXTRA[connector] | extra,
+        "kv_connector_extra_config": {_LEASES[connector]: lease_s, **extra},
     }
 
 
@@ -33,10 +34,12 @@ def pair_of(
     model: str,
     policy: str = "recompute",
     tp: tuple[int, int] = (1, 1),
+    lease_s: int = LEASE_S,
     coordinated: bool = False,
     **extra: Any,
 ) -> Iterator[Pair]:
-    """Starts both servers, ends those that are there in the end.
+    """Starts both servers, ends those that are there in the end. Each has computed once: the first forward of several
+    ranks compiles for many seconds, in which all stands still.
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
     hand-overs in parts. extra: more for kv_connector_extra_config.
@@ -44,7 +47,7 @@ def pair_of(
     with running([coordinator()] if coordinated else []) as coordinators:
         for one in coordinators:
             extra["coordinator"] = f"127.0.0.1:{one.launch.port}"
-        config = kv_transfer(connector, policy, **extra)
+        config = kv_transfer(connector, policy, lease_s, **extra)
         launches = [
             vllm(
                 f"{role}-{connector}-{model}",
@@ -55,8 +58,11 @@ def pair_of(
             for role, size in zip(("prefill", "decode"), tp, strict=True)
         ]
         with running(launches) as (prefill, decode):
-            pair = Pair(model, connector, prefill, decode, LEASE_S, coordinators)
+            pair = Pair(model, connector, prefill, decode, lease_s, coordinators)
             try:
+                for server in (prefill, decode):
+                    answer = pair.ask(server, prompt("warm up", 300), 2)
+                    assert answer.status == 200, answer.body
                 yield pair
             finally:
                 for server in (pair.prefill, pair.decode):

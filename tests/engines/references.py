@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from connectors import pair_of
+from connectors import PATIENT_LEASE_S, pair_of
 from pair import Answer, Tokens, ask, flags
 from servers import ENGINES, MODELS, running, vllm
 
@@ -63,5 +63,6 @@ def _one_alone(model: str) -> Iterator[Answering]:
 
 @contextmanager
 def _two_with_nixl(model: str) -> Iterator[Answering]:
-    with pair_of("NixlConnector", model) as pair:
+    # Nothing may expire: NIXL would answer with the tokens of other blocks.
+    with pair_of("NixlConnector", model, lease_s=PATIENT_LEASE_S) as pair:
         yield lambda tokens: pair.continued(tokens, pair.hand_off(tokens))

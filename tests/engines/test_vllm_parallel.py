@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import pytest
+from connectors import PATIENT_LEASE_S
 from pair import Pair, prompt
 from references import References
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.pairs(
-        {"model": "llama", "tp": (2, 1)},
-        {"model": "llama", "tp": (1, 2), "connector": "KVLinkConnector", "transports": "tcp"},
+        {"model": "llama", "tp": (2, 1), "lease_s": PATIENT_LEASE_S},
+        {
+            "model": "llama",
+            "tp": (1, 2),
+            "lease_s": PATIENT_LEASE_S,
+            "connector": "KVLinkConnector",
+            "transports": "tcp",
+        },
     ),
 ]
 
@@ -25,4 +32,4 @@ def test_heads_find_their_ranks(pair: Pair, references: References) -> None:
     if pair.connector == "KVLinkConnector":
         assert pair.decode.metric("vllm:kvlink_failed_loads_total") == 0
         assert pair.decode.metric("vllm:kvlink_transfers_total") > 0
-    assert pair.settles(30.0)
+    assert pair.settles(30.0)  # no lease has ended by itself by then
