@@ -37,9 +37,9 @@ HEADS, HEAD_SIZE = 4, 64
 class Side:
     """One server, stepped by hand."""
 
-    def __init__(self, model: str, coordinator: str, windows: bool) -> None:
-        config = _config(model, coordinator)
-        self.caches = _caches(windows)
+    def __init__(self, model: str, coordinator: str, scenario: str) -> None:
+        config = _config(model, coordinator, _lease_s(scenario))
+        self.caches = _caches(scenario == "windows")
         self.scheduler = Scheduler(
             config,
             self.caches,
@@ -117,6 +117,11 @@ class Side:
                 counts[name] = len(held)
         return counts
 
+    def heard(self) -> bool:
+        """Whether the coordinator's answers to all that was announced are in. Decode may claim a part before."""
+        outgoing = self.scheduler.connector._scheduling._outgoing
+        return all(answer.done() for out in outgoing._requests.values() for answer in out.announced)
+
     def left(self) -> list[int]:
         """Blocks in use, and requests."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -131,7 +136,12 @@ class Side:
                     self.tensors[cache][ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS] = value
 
 
-def _config(model: str, coordinator: str) -> Any:
+def _lease_s(scenario: str) -> int:
+    """Nobody comes for what is handed over after a preemption. Else no lease ends by itself while this runs."""
+    return 2 if scenario == "preempted" else 600
+
+
+def _config(model: str, coordinator: str, lease_s: int) -> Any:
     transfer = {
         "kv_connector": "KVLinkConnector",
         "kv_role": "kv_both",
@@ -140,7 +150,7 @@ def _config(model: str, coordinator: str) -> Any:
             "coordinator": coordinator,
             "streaming_from_tokens": 0,
             "transports": "loopback",
-            "lease_s": 2,
+            "lease_s": lease_s,
         },
     }
     config = EngineArgs(
@@ -177,8 +187,8 @@ def _value(token: int, at: int, name: str, layer: int) -> float:
 
 
 def until(condition: Callable[[], bool], *sides: Side) -> None:
-    """Steps the sides until it comes true. Raises TimeoutError after half a minute."""
-    deadline = time.monotonic() + 30
+    """Steps the sides until it comes true. Raises TimeoutError after two minutes."""
+    deadline = time.monotonic() + 120
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -192,7 +202,7 @@ def main(model: str, scenario: str) -> dict[str, Any]:
     init_none_hash(sha256)
     coordinator = Coordinator()
     ControlThread.shared().run(coordinator.start())
-    prefill, decode = (Side(model, coordinator.address, scenario == "windows") for _ in range(2))
+    prefill, decode = (Side(model, coordinator.address, scenario) for _ in range(2))
     computes = prefill.add("p", {"do_remote_decode": True, "kvlink_stream": "s"})
     follows = decode.add("d", {"do_remote_prefill": True, "kvlink_stream": "s"})
     decode.step()
@@ -203,7 +213,8 @@ def main(model: str, scenario: str) -> dict[str, Any]:
     blocks = decode.blocks("d")
     until(
         lambda: bool(decode.tensors["full.1"][blocks[0][3]].all()), decode
-    )  # the second chunk's first block
+    )  # the first chunk's last block
+    until(prefill.heard)
     if scenario == "preempted":
         prefill.scheduler.running.remove(computes)
         prefill.scheduler._preempt_request(computes, time.monotonic(), drop_stale_output=True)
