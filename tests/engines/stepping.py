@@ -211,9 +211,7 @@ def main(model: str, scenario: str) -> dict[str, Any]:
     prefill.step()
     until(lambda: follows.status is RequestStatus.WAITING_FOR_REMOTE_KVS, decode)
     blocks = decode.blocks("d")
-    until(
-        lambda: bool(decode.tensors["full.1"][blocks[0][3]].all()), decode
-    )  # the first chunk's last block
+    until(lambda: bool(decode.tensors["full.1"][blocks[0][3]].all()), decode)  # the first chunk's last block
     until(prefill.heard)
     if scenario == "preempted":
         prefill.scheduler.running.remove(computes)

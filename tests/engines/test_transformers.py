@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oldest transformers that kvlink takes hands requests over, too: tests/integrations/test_transformers.py once more,
-in an environment of that version. `.ci/engines transformers` makes it; `make test` runs them with the newest.
+"""The oldest transformers that kvlink takes: tests/integrations/test_transformers.py once more, in an environment of
+that version. `.ci/engines transformers` makes it; `make test` runs them with the newest.
 """
 
 from __future__ import annotations
