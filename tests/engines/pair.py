@@ -115,7 +115,9 @@ class Pair:
 def flags(model: str) -> tuple[str, ...]:
     """Of every server of this model, whatever its role."""
     blocks = ("--num-gpu-blocks-override", str(_POOL_BLOCKS[model]))
-    return (*blocks, "--max-num-batched-tokens", str(CHUNK_TOKENS))
+    # On a CPU with AMX vLLM would choose a backend for MLA that does not take float32.
+    backend = ("--attention-backend", "CPU_MLA") if model == "deepseek" else ()
+    return (*blocks, *backend, "--max-num-batched-tokens", str(CHUNK_TOKENS))
 
 
 def ask(url: str, model: str, tokens: Sequence[int], num_new: int = NUM_NEW, **extra: Any) -> Answer:
