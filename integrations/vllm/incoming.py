@@ -40,6 +40,8 @@ class _Incoming:
     """That the workers do not know of yet."""
     told: bool = False
     """The workers know of it."""
+    ask_again: bool = False
+    """The router may come once more, with prefill's answer: the same hand-over, under the same lease."""
 
     @property
     def awaited(self) -> bool:
@@ -79,7 +81,7 @@ class Incoming:
                 self._take(request, incoming, handover, handover.num_tokens)
         elif self._announcements is not None and isinstance(name, str) and name:
             following = self._announcements.follow(name, trace_of(request))
-            self._requests[request.request_id] = _Incoming(following=following)
+            self._requests[request.request_id] = _Incoming(following=following, ask_again=True)
         else:
             without = "; to follow a prefill that still runs this server needs KVLINK_COORDINATOR" * bool(
                 name
@@ -130,6 +132,7 @@ class Incoming:
                 continue
             parts, incoming.parts = incoming.parts + incoming.following.take(), []
             if parts:
+                incoming.ask_again = not (parts[-1].last and parts[-1].sure)
                 orders.parts[request_id] = parts
             if incoming.following.why_ended:
                 orders.cut[request_id] = incoming.following.why_ended
@@ -139,6 +142,9 @@ class Incoming:
         for request_id in request_ids:
             incoming = self._pop(request_id)
             if incoming is None or incoming.handover is None or incoming.refused:
+                continue
+            if incoming.ask_again:
+                self._leave(incoming.handover)
                 continue
             ranks = range(len(incoming.handover.owners))
             unread = ranks if request_id in failed else self._unread(ranks)
@@ -205,7 +211,15 @@ class Incoming:
         incoming = self._pop(request_id)
         if incoming is not None and incoming.handover is not None and not incoming.refused:
             self._counts["released"] += 1
-            self._remote.release(incoming.handover, range(len(incoming.handover.owners)))
+            if incoming.ask_again:
+                self._leave(incoming.handover)
+            else:
+                self._remote.release(incoming.handover, range(len(incoming.handover.owners)))
+
+    def _leave(self, handover: Handover) -> None:
+        others = (incoming.handover for incoming in self._requests.values())
+        if not any(other is not None and other.seats == handover.seats for other in others):
+            self._remote.leave(handover)
 
     def _pop(self, request_id: str) -> _Incoming | None:
         self._remote.forget(request_id)

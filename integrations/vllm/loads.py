@@ -49,6 +49,8 @@ class _Loading:
     """It cannot succeed any more; pulls may still run."""
     early_bytes: int = 0
     """That were here when the last part was announced."""
+    settles: bool = True
+    """False: the lease is left to the scheduler's side, as the same hand-over may come once more."""
 
     def over(self) -> bool:
         """Whether nothing runs, and nothing more is to be started."""
@@ -102,6 +104,7 @@ class Loads:
             return
         loading.complete = part.last
         if part.last:
+            loading.settles = part.sure
             loading.early_bytes = sum(pull.stats.num_bytes for pull in loading.pulls)
         end = min(part.handover.num_tokens, loading.load.num_tokens)
         self._pull(loading, part.handover, end, written=part.written)
@@ -181,7 +184,7 @@ class Loads:
         return max(loading.pulled_to[group], ours, theirs), end
 
     def _conclude(self, request_id: str, loading: _Loading) -> None:
-        if loading.load.in_parts or len(loading.pulls) > 1:
+        if loading.settles and (loading.load.in_parts or len(loading.pulls) > 1):
             loading.pulls[0].settle()
         paths = [path for pull in loading.pulls for path in pull.explain()]
         self._tally.early_bytes += loading.early_bytes

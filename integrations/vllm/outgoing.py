@@ -148,7 +148,8 @@ class Outgoing:
             return ""
         if not out.complete:
             out.trace = handover.trace
-            self._send(out, own, Part(handover, handover.num_tokens, last=True, written=True).to_bytes())
+            part = Part(handover, handover.num_tokens, last=True, written=True, sure=True)
+            self._send(out, own, part.to_bytes())
         return out.name
 
     def _announce(self, out: _Outgoing, own: Sequence[Greeting], write: Writes) -> None:
@@ -162,7 +163,8 @@ class Outgoing:
         num_tokens = min(out.num_blocks * own[0].block_tokens, whole)
         handover = write(out.request, out.seats, blocks, num_tokens, out.prompt)
         out.complete, out.trace = out.ends and all(self._grows), handover.trace
-        self._send(out, own[0], Part(handover, whole, last=out.complete, written=False).to_bytes())
+        part = Part(handover, whole, last=out.complete, written=False, sure=out.goes_well())
+        self._send(out, own[0], part.to_bytes())
 
     def _send(self, out: _Outgoing, own: Greeting, part: bytes) -> None:
         assert self._announcements is not None

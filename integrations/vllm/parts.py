@@ -29,6 +29,8 @@ class Part:
     """Nothing follows."""
     written: bool
     """False: being computed; the lease's slot says how many blocks are written."""
+    sure: bool = False
+    """Prefill's answer will say ANNOUNCED: it knows that the coordinator has taken a part, and of none refused."""
 
     def to_bytes(self) -> bytes:
         """What the coordinator carries."""
@@ -37,6 +39,7 @@ class Part:
             "num_tokens": self.num_tokens,
             "last": self.last,
             "written": self.written,
+            "sure": self.sure,
         }
         return json.dumps(signed(part)).encode()
 
@@ -49,16 +52,17 @@ class Part:
             if _GONE in given:
                 raise StaleBlocks(f"the prefill server gave the request up: {str(given[_GONE])[:80]}")
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
+            sure = given.get("sure", False)
             handover = Handover.from_params(given)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"no part of a hand-over: {error!r}") from None
-        if type(num_tokens) is not int or not isinstance(last, bool) or not isinstance(written, bool):
+        if type(num_tokens) is not int or not all(isinstance(one, bool) for one in (last, written, sure)):
             raise ConfigError("no part of a hand-over: fields of another type")
         if not handover.num_tokens <= num_tokens < 2**31 or (last and handover.num_tokens != num_tokens):
             raise ConfigError(
                 f"no part of a hand-over: {handover.num_tokens} of {num_tokens} tokens, {last=}"
             )
-        return cls(handover, num_tokens, last, written)
+        return cls(handover, num_tokens, last, written, sure)
 
     @staticmethod
     def gone(why: str) -> bytes:

@@ -17,12 +17,15 @@ from typing import Any
 
 from kvlink.control import AgentClient, ControlThread, Renewal, SettleOrder
 from kvlink.errors import KVLinkError
+from kvlink.ticket import LeaseSeat
 
 from .handover import Handover, Owner
 
 _log = logging.getLogger("vllm.kvlink")
 
 _TICK_S = 1.0
+_AGAIN_S = 2.0
+"""A router whose decode request could not follow its prefill comes with prefill's answer by then: it has that."""
 _BATCH = 1024  # seats of one renewal, as the agent takes
 _CLOSE_S = 2.0
 
@@ -45,6 +48,7 @@ class RemoteLeases:
         self._control = ControlThread.shared()
         self._agents: dict[str, AgentClient] = {}
         self._watched: dict[str, _Watched] = {}
+        self._left: dict[tuple[LeaseSeat, ...], tuple[float, Handover]] = {}
         self._ticking = self._control.submit(self._tick_for_ever())
 
     def __len__(self) -> int:
@@ -52,6 +56,7 @@ class RemoteLeases:
 
     def watch(self, request_id: str, handover: Handover) -> None:
         """Renews from the next tick on. A request that is read within a tick costs nothing."""
+        self._left.pop(handover.seats, None)
         self._watched[request_id] = _Watched(handover, time.monotonic())
 
     def forget(self, request_id: str) -> None:
@@ -62,6 +67,10 @@ class RemoteLeases:
         """Nobody reads from these ranks: they get their blocks back, in the background."""
         for owner in map(handover.owners.__getitem__, ranks):
             self._in_background(self._release(owner, handover))
+
+    def leave(self, handover: Handover) -> None:
+        """As `release` of all ranks, but later, and not at all if the same hand-over is watched until then."""
+        self._left[handover.seats] = time.monotonic() + _AGAIN_S, handover
 
     def close(self) -> None:
         """Idempotent."""
@@ -85,7 +94,14 @@ class RemoteLeases:
                 watched.due = now + watched.every_s
                 for owner in watched.handover.owners:
                     by_owner[owner].extend((seat.slot, seat.settle_nonce) for seat in watched.handover.seats)
-            await asyncio.gather(*(self._renew(owner, seats) for owner, seats in by_owner.items()))
+            await asyncio.gather(
+                *(self._renew(owner, seats) for owner, seats in by_owner.items()),
+                *(self._release(owner, left) for left in self._take_left(now) for owner in left.owners),
+            )
+
+    def _take_left(self, now: float) -> list[Handover]:
+        due = [seats for seats, (when, _) in list(self._left.items()) if when <= now]
+        return [taken[1] for seats in due if (taken := self._left.pop(seats, None)) is not None]
 
     async def _renew(self, owner: Owner, seats: list[tuple[int, int]]) -> None:
         try:

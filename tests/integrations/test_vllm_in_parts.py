@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -221,6 +222,38 @@ def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
     assert decode.failed == {"x"}
     prefill.compute(asks, 4, [1])
     prefill.end(asks, [3, 9, 1])
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_answer_hands_over_what_decode_has_followed(
+    new: NewServer, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    """Decode heard of the parts before prefill heard that they were taken: the router comes again with the answer."""
+    offer = announcements.Announcements._offer
+
+    async def answers_late(*args: Any) -> None:
+        await offer(*args)
+        await asyncio.sleep(5)
+
+    monkeypatch.setattr(announcements.Announcements, "_offer", answers_late)
+    prefill, decode = new("p"), new("d")
+    asks, waits = half_announced(prefill, decode)
+    decode.step_until(lambda: same(decode, prefill, (5, 3)))
+    prefill.compute(asks, 4, [1], writes=[9, 1])
+    if loaded:
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+    answer = prefill.end(asks, [3, 9, 1])
+    assert answer
+    assert ANNOUNCED not in answer
+    decode.scheduling.finished(waits, ([5, 6, 7],), False)
+    decode.step_until(lambda: "x" in decode.received)
+    decode.load(request("y", PROMPT, answer), [8, 11, 12])
+    decode.step_until(lambda: "y" in decode.received)
+    assert "y" not in decode.failed
+    assert same(decode, prefill, (8, 3), (11, 9), (12, 1))
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
 
