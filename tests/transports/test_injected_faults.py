@@ -41,7 +41,8 @@ FAULTS = {
 def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault)
     ticket = pair.offer(range(num_blocks))
-    pull = pair.start(ticket, range(num_blocks), timeout_s=0.3 * PATIENCE)
+    timeout_s = 1 if FAULTS[fault] is TransferTimeout else 20  # connecting takes part of it
+    pull = pair.start(ticket, range(num_blocks), timeout_s=timeout_s * PATIENCE)
     with pytest.raises(FAULTS[fault]) as failed:
         pull.wait(20 * PATIENCE)
     assert failed.type is FAULTS[fault]
