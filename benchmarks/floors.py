@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,20 +76,35 @@ def floors_of(
     name = transport.removeprefix("fault+")
     if name == "verbs":
         return []
-    memory = owner.call("memory")
     if name == "tcp":
         sink = _core.FloorSink(owner.call("listen")["port"], blocks * pool.layout.block_bytes)
         what = "socket ping-pong" if blocks == 1 else "socket stream"
         return [Floor(what, Order(blocks), _stream(sink, pool))]
+    memory, copies = reach(name, owner)
+    return [Floor(way, order, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
+
+
+class Memory(NamedTuple):
+    """An owner's pool: where it begins for who copies, and what keeps it there."""
+
+    base: int
+    keeper: Any = None
+
+
+def reach(name: str, owner: OwnerSide) -> tuple[Memory, dict[str, Copy]]:
+    """An owner's pool by loopback, shm or cma, and what copies from there, by name."""
+    found = owner.call("memory")
     if name == "cma":
-        read = partial(_core.floor_process_vm_readv, owner.pid)
-        return [Floor("process_vm_readv", order, _copy(read, memory["address"], pool))]
-    mapped = None if name == "loopback" else mapping(owner.pid, memory["memfd"])
-    base = memory["address"] if mapped is None else mapped.ctypes.data
-    return [
-        Floor("memcpy", order, _copy(_core.floor_memcpy, base, pool), mapped),
-        Floor("non-temporal copy", order, _copy(_core.floor_streamed_copy, base, pool), mapped),
-    ]
+        read: Copy = partial(_core.floor_process_vm_readv, owner.pid)
+        return Memory(found["address"]), {"process_vm_readv": read}
+    copies: dict[str, Copy] = {
+        "memcpy": _core.floor_memcpy,
+        "non-temporal copy": _core.floor_streamed_copy,
+    }
+    if name == "loopback":
+        return Memory(found["address"]), copies
+    mapped = _mapping(owner.pid, found["memfd"])
+    return Memory(mapped.ctypes.data, mapped), copies
 
 
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:
@@ -102,8 +117,7 @@ def _stream(sink: _core.FloorSink, pool: BlockPool) -> Callable[[Ids, Ids], floa
     return lambda from_ids, to_ids: sink.read(int(from_ids[0]) * size, to + int(to_ids[0]) * size) / 1000
 
 
-def mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:
-    """The memory behind a file descriptor of another process, every page present. Raises OSError."""
+def _mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:
     with Path(f"/proc/{pid}/fd/{memfd}").open("rb") as file:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)

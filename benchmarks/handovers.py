@@ -220,7 +220,7 @@ class Bench:
             offer_us, took_us - stats.total_us, stats.plan_us, post_us, stats.read_us - post_us, stats.validate_us,
             stats.settle_us, offer_us + took_us,
         )  # fmt: skip
-        num_bytes, num_ops = (sum(column) for column in zip(*(each[:2] for each in every), strict=True))
+        num_bytes, num_ops = sum(each.num_bytes for each in every), sum(each.num_ops for each in every)
         return _HandOver(request.tokens, num_bytes, num_ops, us)
 
     def _poison(self, ids: Ids) -> None:

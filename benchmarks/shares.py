@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from kvlink import BlockPool, KVLayout, _core
 from kvlink.layout import assign
 
 from .contents import Ids
-from .floors import mapping
+from .floors import Copy, Memory, reach
 from .processes import OwnerSide
 
 Pieces = npt.NDArray[np.uint64]
@@ -83,21 +83,14 @@ def pieces_of(owner: End, reader: End, heads: tuple[int, int], tokens: int) -> P
     return np.ascontiguousarray(np.stack(columns, axis=1).astype(np.uint64))
 
 
-class _Memory(NamedTuple):
-    """An owner's pool: where it begins for who copies, and what keeps it there."""
-
-    base: int
-    keeper: Any = None
-
-
 class _Copies:
     """By one rank of decode, out of one rank of prefill's memory."""
 
     def __init__(
         self,
         owner: Owner,
-        memory: _Memory,
-        copy: Callable[[Pieces], int],
+        memory: Memory,
+        copy: Copy,
         pool: BlockPool,
         heads: tuple[int, int],
     ) -> None:
@@ -172,25 +165,11 @@ def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[Bloc
         if name == "tcp" and shares:
             ways.setdefault("socket stream", []).append(_Stream(owner, shares))
         elif shares:
-            memory, copies = _reach(name, owner.side)
+            memory, copies = reach(name, owner.side)
             for way, copy in copies.items():
                 ways.setdefault(way, []).extend(_Copies(owner, memory, copy, *share) for share in shares)
     with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
         yield Floors(ways, threads)
-
-
-def _reach(name: str, owner: OwnerSide) -> tuple[_Memory, dict[str, Callable[[Pieces], int]]]:
-    """An owner's pool, and what copies from there."""
-    found = owner.call("memory")
-    if name == "cma":
-        read: Callable[[Pieces], int] = partial(_core.floor_process_vm_readv, owner.pid)
-        return _Memory(found["address"]), {"process_vm_readv": read}
-    copies: dict[str, Callable[[Pieces], int]] = {}
-    copies |= {"memcpy": _core.floor_memcpy, "non-temporal copy": _core.floor_streamed_copy}
-    if name == "loopback":
-        return _Memory(found["address"]), copies
-    mapped = mapping(owner.pid, found["memfd"])
-    return _Memory(mapped.ctypes.data, mapped), copies
 
 
 def _span(bare: Callable[[], int]) -> tuple[int, int]:
