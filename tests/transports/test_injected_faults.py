@@ -41,8 +41,9 @@ FAULTS = {
 def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault)
     ticket = pair.offer(range(num_blocks))
-    timeout_s = 1 if FAULTS[fault] is TransferTimeout else 20  # connecting takes part of it
-    pull = pair.start(ticket, range(num_blocks), timeout_s=timeout_s * PATIENCE)
+    # Connecting takes part of it. What is to time out does so before verbs gives up a NIC that has been silent for 3 s.
+    timeout_s = 2 if FAULTS[fault] is TransferTimeout else 20 * PATIENCE
+    pull = pair.start(ticket, range(num_blocks), timeout_s=timeout_s)
     with pytest.raises(FAULTS[fault]) as failed:
         pull.wait(20 * PATIENCE)
     assert failed.type is FAULTS[fault]
