@@ -18,7 +18,7 @@ from kvlink import BlockPool, WorkerConfig, _core
 from kvlink.nics import MemoryPlace, select_ports
 
 from .contents import Ids
-from .draws import Fragmentation, Order, pieces_of
+from .draws import pieces_of
 from .perftest import read_bandwidth, read_latency
 from .processes import OwnerSide
 
@@ -29,10 +29,9 @@ Copy = Callable[[npt.NDArray[np.uint64]], int]
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """One bare way of moving blocks. `order` is how it may choose them."""
+    """One bare way of moving blocks."""
 
     name: str
-    order: Fragmentation
     run: Callable[[Ids, Ids], float]
     """(blocks at the owner, blocks here) -> microseconds."""
     keeper: Any = None
@@ -69,19 +68,13 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     return [Reference("ib_read_bw", stream)]
 
 
-def floors_of(
-    transport: str, owner: OwnerSide, pool: BlockPool, order: Fragmentation, blocks: int
-) -> list[Floor]:
+def floors_of(transport: str, owner: OwnerSide, pool: BlockPool) -> list[Floor]:
     """Those of one transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     if name == "verbs":
         return []
-    if name == "tcp":
-        sink = _core.FloorSink(owner.call("listen")["port"], blocks * pool.layout.block_bytes)
-        what = "socket ping-pong" if blocks == 1 else "socket stream"
-        return [Floor(what, Order(blocks), _stream(sink, pool))]
     memory, copies = reach(name, owner)
-    return [Floor(way, order, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
+    return [Floor(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
 
 
 class Memory(NamedTuple):
@@ -92,8 +85,10 @@ class Memory(NamedTuple):
 
 
 def reach(name: str, owner: OwnerSide) -> tuple[Memory, dict[str, Copy]]:
-    """An owner's pool by loopback, shm or cma, and what copies from there, by name."""
+    """An owner's pool by any path but verbs, and what copies from there, by name: for one thread at a time."""
     found = owner.call("memory")
+    if name == "tcp":
+        return Memory(found["address"]), {"socket stream": _core.FloorSink(owner.call("listen")["port"]).read}
     if name == "cma":
         read: Copy = partial(_core.floor_process_vm_readv, owner.pid)
         return Memory(found["address"]), {"process_vm_readv": read}
@@ -110,11 +105,6 @@ def reach(name: str, owner: OwnerSide) -> tuple[Memory, dict[str, Copy]]:
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:
     to, size = pool.regions[0].address, pool.layout.block_bytes
     return lambda from_ids, to_ids: copy(pieces_of(from_ids, to_ids, size, base, to)) / 1000
-
-
-def _stream(sink: _core.FloorSink, pool: BlockPool) -> Callable[[Ids, Ids], float]:
-    to, size = pool.regions[0].address, pool.layout.block_bytes
-    return lambda from_ids, to_ids: sink.read(int(from_ids[0]) * size, to + int(to_ids[0]) * size) / 1000
 
 
 def _mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:

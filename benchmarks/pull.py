@@ -105,7 +105,6 @@ class _Way(NamedTuple):
     """One way of moving the blocks: kvlink's is the first, the others are floors."""
 
     name: str
-    order: Fragmentation
     run: Callable[[_Draw], float]
 
 
@@ -121,10 +120,16 @@ class _Bench:
     """Each way moves blocks from anywhere in the owner's pool to its own section of the reader's."""
 
     def __init__(
-        self, owner: OwnerSide, worker: Worker, blocks: int, ways: Sequence[_Way], section: int
+        self,
+        owner: OwnerSide,
+        worker: Worker,
+        ways: Sequence[_Way],
+        order: Fragmentation,
+        blocks: int,
+        section: int,
     ) -> None:
-        self._owner, self._worker = owner, worker
-        self._blocks, self._ways, self._section = blocks, ways, section
+        self._owner, self._worker, self._ways = owner, worker, ways
+        self._order, self._blocks, self._section = order, blocks, section
         self._contents = Contents(worker.pool.layout, _SEED)
         self._owner_blocks = worker.pool.layout.num_blocks  # both pools are alike
         self._rng = np.random.default_rng(_SEED)
@@ -139,7 +144,7 @@ class _Bench:
 
     def fitting(self, batch: int) -> int:
         """As many transfers, at most `batch`, as can be prepared at a time."""
-        return min(batch, *(way.order.lists_in(self._section, self._blocks) for way in self._ways))
+        return min(batch, self._order.lists_in(self._section, self._blocks))
 
     def warm_up(self, batch: int) -> None:
         """Connects, and touches every page of both pools by the path that is measured."""
@@ -246,10 +251,9 @@ class _Bench:
         return self._contents.equal(self._worker.pool, draw.ids, draw.owner_ids)
 
     def _draw(self, index: int, size: int) -> list[_Draw]:
-        order = self._ways[index].order
-        owner_ids = order.draw(self._rng, self._owner_blocks, size, self._blocks)
+        owner_ids = self._order.draw(self._rng, self._owner_blocks, size, self._blocks)
         offset = np.uint32(index * self._section)
-        ids = [drawn + offset for drawn in order.draw(self._rng, self._section, size, self._blocks)]
+        ids = [drawn + offset for drawn in self._order.draw(self._rng, self._section, size, self._blocks)]
         tickets = self._offer(owner_ids) if index == 0 else [None] * size
         return list(map(_Draw, owner_ids, ids, tickets))
 
@@ -272,7 +276,7 @@ def _way(floor: Floor, thread: Executor | None) -> _Way:
             return floor.run(draw.owner_ids, draw.ids)
         return thread.submit(floor.run, draw.owner_ids, draw.ids).result()
 
-    return _Way(floor.name, floor.order, run)
+    return _Way(floor.name, run)
 
 
 @contextmanager
@@ -291,7 +295,7 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation)
         ThreadPoolExecutor(1) as threads,
     ):
         thread = threads if blocks * block_bytes > _SMALL_BYTES else None
-        floors = floors_of(transport, owner, worker.pool, order, blocks)
-        ways = [_Way("kvlink", order, _measured_by_itself), *(_way(floor, thread) for floor in floors)]
+        floors = floors_of(transport, owner, worker.pool)
+        ways = [_Way("kvlink", _measured_by_itself), *(_way(floor, thread) for floor in floors)]
         assert len(ways) == num_ways
-        yield _Bench(owner, worker, blocks, ways, section)
+        yield _Bench(owner, worker, ways, order, blocks, section)

@@ -2,8 +2,7 @@
 """What each rank of decode takes from each rank of prefill, moved by bare calls: the limit of a migration.
 
 The pieces are worked out here, without the planner, and moved by csrc/floors.h, without the transports. Every two ranks
-that share heads have a thread; over sockets every rank of prefill that is read has one, and one bare stream. The time
-is from the first call until the last has returned.
+that share heads have a thread, and over sockets a stream. The time is from the first call until the last has returned.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvlink import BlockPool, KVLayout, _core
+from kvlink import BlockPool, KVLayout
 from kvlink.layout import assign
 
 from .contents import Ids
@@ -104,49 +104,12 @@ class _Copies:
         return partial(self._copy, pieces_of(owner, reader, self._heads, request.tokens))
 
 
-class _Stream:
-    """All that one rank of prefill gives, one reader after the other, each time from and to one random place.
-
-    What a socket brings is counted, not compared.
-    """
-
-    def __init__(self, owner: Owner, shares: Sequence[tuple[BlockPool, tuple[int, int]]]) -> None:
-        self._owner, self._pools = owner, [pool for pool, _ in shares]
-        self._port = owner.side.call("listen")["port"]
-        first, end = shares[0][1]  # the others have as many heads
-        self._token_bytes = len(owner.layout.planes) * (end - first) * owner.layout.row_bytes
-        self._sink: tuple[int, _core.FloorSink] | None = None
-        self._rng = np.random.default_rng(self._port)
-
-    def prepare(self, request: Request) -> Callable[[], int]:
-        """Gives what then runs, and returns ns."""
-        size = request.tokens * self._token_bytes
-        if self._sink is None or self._sink[0] != size:
-            self._sink = None  # its source answers one reader at a time
-            self._sink = (size, _core.FloorSink(self._port, size))
-        sink = self._sink[1]
-        reads = [
-            partial(sink.read, self._place(self._owner.layout, size), pool.regions[0].address + at)
-            for pool in self._pools
-            for at in [self._place(pool.layout, size)]
-        ]
-        return lambda: sum(read() for read in reads)
-
-    def _place(self, layout: KVLayout, size: int) -> int:
-        spare = sum(layout.region_bytes()) - size
-        return int(self._rng.integers(spare // layout.block_stride + 1)) * layout.block_stride
-
-
 class Floors:
     """The bare ways of one path, by name; none where nothing bare can be had (verbs)."""
 
-    def __init__(self, ways: Mapping[str, Sequence[_Copies | _Stream]], threads: ThreadPoolExecutor) -> None:
+    def __init__(self, ways: Mapping[str, Sequence[_Copies]], threads: ThreadPoolExecutor) -> None:
         self._ways, self._threads = ways, threads
         self.names = list(ways)
-
-    def compared(self, name: str) -> bool:
-        """Whether what it moves lands where the request's blocks are."""
-        return all(isinstance(each, _Copies) for each in self._ways[name])
 
     def run(self, name: str, request: Request) -> float:
         """Microseconds, lists made before."""
@@ -159,19 +122,17 @@ class Floors:
 def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[BlockPool]) -> Iterator[Floors]:
     """Of all ranks of prefill and of decode."""
     name = transport.removeprefix("fault+")
-    ways: dict[str, list[_Copies | _Stream]] = {}
-    for owner in owners if name != "verbs" else ():
-        shares = [(pool, found.heads) for pool in pools if (found := assign(pool.layout, owner.layout))]
-        if name == "tcp" and shares:
-            ways.setdefault("socket stream", []).append(_Stream(owner, shares))
-        elif shares:
+    ways: dict[str, list[_Copies]] = {}
+    for owner, pool in product(owners, pools) if name != "verbs" else ():
+        if found := assign(pool.layout, owner.layout):
             memory, copies = reach(name, owner.side)
             for way, copy in copies.items():
-                ways.setdefault(way, []).extend(_Copies(owner, memory, copy, *share) for share in shares)
+                ways.setdefault(way, []).append(_Copies(owner, memory, copy, pool, found.heads))
     with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
         yield Floors(ways, threads)
 
 
 def _span(bare: Callable[[], int]) -> tuple[int, int]:
-    start = time.perf_counter_ns()
-    return start, start + bare()
+    took = bare()
+    end = time.perf_counter_ns()
+    return end - took, end

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "floor_stream.h"
 #include "floors.h"
 #include "memory.h"
 #include "plan.h"
@@ -53,20 +54,18 @@ void register_bench(py::module_& m) {
       .def_property_readonly("port", &FloorSource::port)
       .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
   py::class_<FloorSink>(m, "FloorSink")
-      .def(py::init([](uint16_t port, uint64_t answer_bytes) {
-             return take(FloorSink::connect(port, answer_bytes));
-           }),
-           py::arg("port"), py::arg("answer_bytes"))
+      .def(py::init([](uint16_t port) { return take(FloorSink::connect(port)); }), py::arg("port"))
       .def(
           "read",
-          [](FloorSink& self, uint64_t offset, uintptr_t to) {
+          [](FloorSink& self, const Pieces& pieces) {
+            const FloorPieces found = floor_pieces(pieces);
             Result<int64_t> took = [&] {
               py::gil_scoped_release release;
-              return self.read(offset, reinterpret_cast<std::byte*>(to));
+              return self.read(found);
             }();
             return take(std::move(took));
           },
-          py::arg("offset"), py::arg("to"));
+          py::arg("pieces"));
 #ifndef KVLINK_NO_VERBS
   m.def(
       "post_ns", [](const Plan& plan, uint32_t rounds) { return take(time_posting(plan, rounds)); },

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "floors.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -22,8 +18,7 @@
 namespace kvlink {
 namespace {
 
-constexpr size_t kMaxPiecesPerCall = 1024;    // UIO_MAXIOV
-constexpr size_t kSocketCallBytes = 1 << 20;  // of one send or recv
+constexpr size_t kMaxPiecesPerCall = 1024;  // UIO_MAXIOV
 
 std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
 
@@ -99,53 +94,6 @@ int64_t stream(FloorPieces pieces) {
 
 #endif
 
-Status failed(const char* call) {
-  return Status::Unreachable(std::string("the bare ") + call + ": " + std::strerror(errno));
-}
-
-sockaddr_in loopback(uint16_t port) {
-  sockaddr_in name{};
-  name.sin_family = AF_INET;
-  name.sin_port = htons(port);
-  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  return name;
-}
-
-bool send_all(int socket, const std::byte* from, uint64_t bytes) {
-  while (bytes > 0) {
-    const ssize_t sent = ::send(socket, from, std::min(bytes, kSocketCallBytes), MSG_NOSIGNAL);
-    if (sent <= 0) return false;
-    from += sent;
-    bytes -= static_cast<uint64_t>(sent);
-  }
-  return true;
-}
-
-bool receive_all(int socket, std::byte* to, uint64_t bytes) {
-  while (bytes > 0) {
-    const ssize_t got = ::recv(socket, to, std::min(bytes, kSocketCallBytes), 0);
-    if (got <= 0) return false;
-    to += got;
-    bytes -= static_cast<uint64_t>(got);
-  }
-  return true;
-}
-
-bool send_number(int socket, const uint64_t& number) {
-  return send_all(socket, reinterpret_cast<const std::byte*>(&number), sizeof number);
-}
-
-bool receive_number(int socket, uint64_t& number) {
-  return receive_all(socket, reinterpret_cast<std::byte*>(&number), sizeof number);
-}
-
-/// Neither delays small sends nor paces large ones, whatever the system does by default.
-void tune(int socket) {
-  const int on = 1;
-  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-}
-
 }  // namespace
 
 int64_t floor_memcpy(FloorPieces pieces) {
@@ -173,83 +121,13 @@ Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces) {
   for (size_t first = 0; first < local.size(); first += kMaxPiecesPerCall) {
     const size_t count = std::min(kMaxPiecesPerCall, local.size() - first);
     const ssize_t got = ::process_vm_readv(pid, &local[first], count, &remote[first], count, 0);
-    if (got < 0) return failed("process_vm_readv");
+    if (got < 0)
+      return Status::Unreachable(std::string("the bare process_vm_readv: ") + std::strerror(errno));
     missing -= static_cast<uint64_t>(got);
   }
   const int64_t took = now_ns() - start;
   if (missing > 0) return Status::AccessDenied("the bare process_vm_readv copied less than it was asked for");
   return took;
-}
-
-Result<std::unique_ptr<FloorSource>> FloorSource::make(const std::byte* base, uint64_t bytes) {
-  UniqueFd listening(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in name = loopback(0);
-  socklen_t size = sizeof name;
-  auto* const any = reinterpret_cast<sockaddr*>(&name);
-  if (!listening || ::bind(listening.get(), any, size) != 0 || ::listen(listening.get(), 1) != 0 ||
-      ::getsockname(listening.get(), any, &size) != 0) {
-    return failed("socket");
-  }
-  return std::unique_ptr<FloorSource>(
-      new FloorSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
-}
-
-FloorSource::FloorSource(const std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port)
-    : base_(base), bytes_(bytes), listening_(std::move(listening)), port_(port), thread_([this] {
-        serve();
-      }) {}
-
-void FloorSource::serve() {
-  while (true) {
-    UniqueFd accepted(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    const int reader = accepted.get();
-    {
-      std::lock_guard lock(mutex_);
-      if (closed_ || !accepted) return;
-      reader_ = std::move(accepted);
-    }
-    tune(reader);
-    answer(reader);
-    std::lock_guard lock(mutex_);
-    reader_.reset();
-  }
-}
-
-void FloorSource::answer(int reader) const {
-  uint64_t answer_bytes = 0, offset = 0;
-  if (!receive_number(reader, answer_bytes) || answer_bytes > bytes_) return;
-  while (receive_number(reader, offset) && offset <= bytes_ - answer_bytes) {
-    if (!send_all(reader, base_ + offset, answer_bytes)) return;
-  }
-}
-
-void FloorSource::close() {
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-    ::shutdown(listening_.get(), SHUT_RDWR);
-    if (reader_) ::shutdown(reader_.get(), SHUT_RDWR);
-  }
-  if (thread_.joinable()) thread_.join();
-}
-
-Result<std::unique_ptr<FloorSink>> FloorSink::connect(uint16_t port, uint64_t answer_bytes) {
-  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in name = loopback(port);
-  if (!socket || ::connect(socket.get(), reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
-    return failed("connect");
-  }
-  tune(socket.get());
-  if (!send_number(socket.get(), answer_bytes)) return failed("send");
-  return std::unique_ptr<FloorSink>(new FloorSink(std::move(socket), answer_bytes));
-}
-
-Result<int64_t> FloorSink::read(uint64_t offset, std::byte* to) {
-  const int64_t start = now_ns();
-  if (!send_number(socket_.get(), offset) || !receive_all(socket_.get(), to, answer_bytes_)) {
-    return failed("socket stream");
-  }
-  return now_ns() - start;
 }
 
 }  // namespace kvlink

@@ -235,7 +235,7 @@ def floor_process_vm_readv(pid: int, pieces: Any) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
 
 class FloorSource:
-    """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread of its own."""
+    """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread for every sink."""
 
     def __init__(self, memory: HostMemory) -> None: ...
     @property
@@ -243,11 +243,11 @@ class FloorSource:
     def close(self) -> None: ...
 
 class FloorSink:
-    """Reads equally large answers from a FloorSource of any process of this host."""
+    """One bare socket to a FloorSource of any process of this host."""
 
-    def __init__(self, port: int, answer_bytes: int) -> None: ...
-    def read(self, offset: int, to: int) -> int:
-        """Nanoseconds from before the request to the last byte. Releases the GIL."""
+    def __init__(self, port: int) -> None: ...
+    def read(self, pieces: Any) -> int:
+        """Nanoseconds from asking to the last byte; `from` is an address of the source's process. Releases the GIL."""
 
 def post_ns(plan: Plan, rounds: int) -> int:
     """CPU nanoseconds of posting all of it to a queue pair without a NIC; absent in builds without verbs."""

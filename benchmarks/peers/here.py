@@ -87,7 +87,7 @@ class Kvlink:
     def bare(self, block_bytes: int, blocks: int) -> Iterator[Bare]:
         """The bare ways on this memory."""
         threaded = blocks * block_bytes > _SMALL_BYTES
-        for floor in floors_of(self.who.mode, self._owner, self._worker.pool, self.order, blocks):
+        for floor in floors_of(self.who.mode, self._owner, self._worker.pool):
             yield Bare(self, floor, threaded)
 
     def _pull(self, number: int) -> float:
@@ -105,7 +105,7 @@ class Bare:
 
     def __init__(self, memory: Kvlink, floor: Floor, threaded: bool) -> None:
         self._memory, self._floor = memory, floor
-        self.order = floor.order
+        self.order = memory.order
         self._thread = ThreadPoolExecutor(1) if threaded else None
         self.who = Who(BARE, floor.name, memory.who.path, "", "calls alone, lists made before")
         self._draws: Sequence[Draw] = ()
