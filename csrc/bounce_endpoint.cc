@@ -42,7 +42,8 @@ class BounceEndpoint final : public Endpoint {
   Window window() const override;
   bool ordered() const override { return inner_->ordered(); }
   bool order_stalls() const override { return inner_->order_stalls(); }
-  int64_t patience_ns() const override { return inner_->patience_ns(); }
+  bool stand_by(int64_t now) override { return inner_->stand_by(now); }
+  int64_t look_at_ns() const override { return inner_->look_at_ns(); }
   bool copies_in_poll() const override { return false; }  // the device does
 
   Status post_read(uint64_t token, const Chunk& chunk) override;

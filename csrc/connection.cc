@@ -184,13 +184,20 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   const bool streaming = request.stream != StreamUnit::kNone;
   const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
-  if (small && lanes_.front()->run_inline(transfer, kInlineBudgetNs)) {
-    if (!transfer->done() && striped) submit(transfer, 1, lanes_.size());
-    if (!transfer->done() || !lanes_.front()->idle()) thread_of(0).wake();
-    if (lanes_.front()->unsent()) thread_of(0).wake_from_doze();
-    return transfer;
+  Lane& first = *lanes_.front();
+  transfer->attach();  // until those have it that take over from the first if it breaks
+  const bool ran = small && first.run_inline(transfer, kInlineBudgetNs);
+  if (!ran) {
+    submit(transfer, 0, striped ? lanes_.size() : 1);
+  } else if (!transfer->done() && (striped || first.broken())) {
+    submit(transfer, 1, lanes_.size());
   }
-  submit(transfer, 0, striped ? lanes_.size() : 1);
+  if (!transfer->done()) {
+    const Status why = first.broken() ? first.why_broken() : Status::Unreachable("the connection broke");
+    transfer->detach(why, now_ns());
+  }
+  if (ran && (!transfer->done() || !first.idle())) thread_of(0).wake();
+  if (ran && first.unsent()) thread_of(0).wake_from_doze();
   return transfer;
 }
 
@@ -235,7 +242,7 @@ uint32_t Connection::pending() const {
 
 std::string Connection::why_broken() const {
   for (const auto& lane : lanes_) {
-    if (lane->broken()) return lane->why_broken();
+    if (lane->broken()) return lane->why_broken().what();
   }
   if (!broken()) return {};
   return missing_ > 0 ? std::to_string(missing_) + " lanes were missing; they may be back"

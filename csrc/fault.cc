@@ -92,7 +92,8 @@ class FaultEndpoint : public Endpoint {
   }
   Window window() const override { return inner_->window(); }
   bool ordered() const override { return inner_->ordered(); }
-  int64_t patience_ns() const override { return inner_->patience_ns(); }
+  bool stand_by(int64_t now) override { return !hung_ && broken_.ok() && inner_->stand_by(now); }
+  int64_t look_at_ns() const override { return hung_ ? INT64_MAX : inner_->look_at_ns(); }
   bool order_stalls() const override { return inner_->order_stalls(); }
   bool copies_in_poll() const override { return inner_->copies_in_poll(); }
   int wake_fd() const override { return wake_ ? wake_.get() : inner_->wake_fd(); }

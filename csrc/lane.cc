@@ -52,7 +52,6 @@ void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
   window_ = endpoint_->window();
   ordered_ = endpoint_->ordered();
   order_stalls_ = endpoint_->order_stalls();
-  patience_ns_ = endpoint_->patience_ns();
   wake_fd_ = endpoint_->wake_fd();
 }
 
@@ -92,7 +91,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   queue_.push_back(transfer);
   const int64_t start = now_ns();
   int64_t last_progress = start;
-  while (!transfer->done()) {
+  while (!transfer->done() && !broken()) {
     const int64_t now = now_ns();
     if (now - start > budget_ns) return true;
     const Driven driven = drive_locked(now, false);
@@ -127,23 +126,15 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
   Driven driven;
   drop_stopped(now);
   if (!broken()) driven.progressed = post_steps(now);
-  if (!broken() && (num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
+  const bool asks = !broken() && !queue_.empty() && endpoint_->stand_by(now);
+  if (!broken() && (asks || num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
     PollResult result = endpoint_->poll(ended_);
     driven.progressed |= result.progressed;
     collect(result, now_ns());
   }
   driven.active = !queue_.empty();
-  if (!broken() && patience_ns_ > 0 && asked_ns_ > 0) {
-    const int64_t gone_at = asked_ns_ + patience_ns_;
-    driven.wake_at_ns = gone_at;
-    if (now >= gone_at) {
-      break_down(
-          Status::Unreachable("the owner's NIC answered nothing for " +
-                              std::to_string(patience_ns_ / 1'000'000) + " ms; its port or host is gone"),
-          now);
-    }
-  }
-  driven.wake_at_ns = std::min(driven.wake_at_ns, give_up_ns_);
+  driven.wake_at_ns = give_up_ns_;
+  if (driven.active && !broken()) driven.wake_at_ns = std::min(give_up_ns_, endpoint_->look_at_ns());
   for (const auto& transfer : queue_) {
     if (!transfer->stopping()) driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
     const int64_t peek_at = transfer->peek_at_ns();
@@ -350,9 +341,9 @@ void Lane::close(const std::string& why) {
   break_down(Status::Unreachable(why), now_ns());
 }
 
-std::string Lane::why_broken() const {
+Status Lane::why_broken() const {
   std::lock_guard lock(mutex_);
-  return why_broken_.what();
+  return why_broken_;
 }
 
 void Lane::disown(uint64_t token) {

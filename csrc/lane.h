@@ -39,7 +39,8 @@ class Lane {
   Driven drive();
   /// A settle is posted and not sent: it leaves with the next pull's request, or when drive() is next called.
   bool unsent() const { return unsent_.load(std::memory_order_acquire); }
-  /// Drives until the transfer ended or `budget_ns` passed. False: the lane is busy, nothing was done.
+  /// Drives until the transfer ended, the lane broke or `budget_ns` passed. False: the lane is busy, nothing
+  /// was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
   /// Drives until the transfer ended, `until_ns` passed, somebody else holds the lane, or there is nothing to
   /// do but wait. False: nothing was done. Work may be left: the caller then wakes the driver.
@@ -54,7 +55,7 @@ class Lane {
   Result<int64_t> time_read(const Chunk& chunk);
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
-  std::string why_broken() const;
+  Status why_broken() const;
   uint32_t pending() const { return pending_.load(std::memory_order_acquire); }
   bool idle() const { return pending() == 0; }
   bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
@@ -91,7 +92,6 @@ class Lane {
   Window window_;
   bool ordered_ = false;
   bool order_stalls_ = false;
-  int64_t patience_ns_ = 0;
   int wake_fd_ = -1;
   uint32_t lease_region_ = 0;
   uint64_t connection_id_ = 0;

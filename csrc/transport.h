@@ -102,8 +102,12 @@ class Endpoint {
   virtual bool ordered() const = 0;
   /// It is so for reads of kReadWrite regions alone, and what is posted behind one waits with it.
   virtual bool order_stalls() const { return false; }
-  /// Whoever answers nothing for this long is gone, however long a pull would wait; 0: it may just be slow.
-  virtual int64_t patience_ns() const { return 0; }
+  /// There is a pull, and what other endpoints fail to bring of it may come here: with nothing under way,
+  /// asks the owner now and then whether it is there. True: poll() is to be called.
+  virtual bool stand_by(int64_t /*now_ns*/) { return false; }
+  /// When to call stand_by() and poll() during a pull though nothing arrives: they find out that the owner is
+  /// gone, however long the pull would wait. INT64_MAX: it may just be slow.
+  virtual int64_t look_at_ns() const { return INT64_MAX; }
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   virtual bool copies_in_poll() const = 0;
 

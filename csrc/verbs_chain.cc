@@ -9,9 +9,9 @@
 namespace kvlink::verbs {
 namespace {
 
-/// One read of at most `most` bytes from the cursor on.
-void fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op, const Segment* segments,
-             ChainCursor& at, const std::vector<LocalRegion>& locals) {
+/// One read of at most `most` bytes from the cursor on; how many.
+uint64_t fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op, const Segment* segments,
+                 ChainCursor& at, const std::vector<LocalRegion>& locals) {
   uint64_t bytes = 0;
   int num_sges = 0;
   while (bytes < most && num_sges < static_cast<int>(max_sges)) {
@@ -31,6 +31,7 @@ void fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op
   wr.num_sge = num_sges;
   at.in_op += static_cast<uint32_t>(bytes);
   if (at.in_op == op.bytes) at = {.op = at.op + 1};
+  return bytes;
 }
 
 }  // namespace
@@ -44,9 +45,10 @@ Chain::Chain(const ChainLimits& limits)
 
 uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
                      const std::vector<LocalRegion>& locals, const std::vector<RemoteRegion>& remotes,
-                     uint32_t used) {
+                     uint32_t used, uint64_t number) {
   room = std::min(room, limits_.wrs - used);
   uint32_t num_wrs = 0;
+  uint64_t unsigned_bytes = unsigned_bytes_;
   for (; num_wrs < room && at.op < chunk.ops.size(); ++num_wrs) {
     const ReadOp& op = chunk.ops[at.op];
     const RemoteRegion& remote = remotes[op.region];
@@ -55,12 +57,17 @@ uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
     const uint64_t most = std::min({uint64_t{op.bytes} - at.in_op, limits_.bytes_per_wr, in_slice});
     ibv_send_wr& wr = wrs_[used + num_wrs];
     wr.next = &wr + 1;
+    wr.wr_id = number + num_wrs;
     wr.opcode = IBV_WR_RDMA_READ;
     wr.send_flags = 0;
     wr.wr.rdma.remote_addr = remote.iova + offset;
     wr.wr.rdma.rkey = remote.rkeys[offset / remote.slice_bytes];
-    fill_wr(wr, most, limits_.sges_per_wr, op, chunk.segments, at, locals);
+    unsigned_bytes += fill_wr(wr, most, limits_.sges_per_wr, op, chunk.segments, at, locals);
+    if (unsigned_bytes < limits_.bytes_per_signal) continue;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    unsigned_bytes = 0;
   }
+  unsigned_bytes_ = unsigned_bytes;
   return num_wrs;
 }
 
@@ -78,6 +85,7 @@ void Chain::add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint
 void Chain::signal(uint32_t index, uint64_t wr_id) {
   wrs_[index].send_flags |= IBV_SEND_SIGNALED;
   wrs_[index].wr_id = wr_id;
+  unsigned_bytes_ = 0;
 }
 
 void Chain::sign(uint32_t num_wrs, uint64_t wr_id) {

@@ -32,6 +32,7 @@ struct ChainLimits {
   uint32_t wrs = 64;
   uint32_t sges_per_wr = 1;
   uint64_t bytes_per_wr = 1 << 20;
+  uint64_t bytes_per_signal = UINT64_MAX;  // reads of so many bytes end with one that says so
 };
 
 /// The next byte of a chunk to ask for.
@@ -46,10 +47,10 @@ class Chain {
   explicit Chain(const ChainLimits& limits);
 
   /// Fills the chain behind its first `used` requests with at most `room` reads from `at` on, and returns
-  /// their number. A run of the owner becomes as few reads as the limits allow. REQUIRES check() of every
-  /// operation.
+  /// how many they are; their numbers go on from `number`. A run of the owner becomes as few reads as the
+  /// limits allow. REQUIRES check() of every operation.
   uint32_t fill(const Chunk& chunk, ChainCursor& at, uint32_t room, const std::vector<LocalRegion>& locals,
-                const std::vector<RemoteRegion>& remotes, uint32_t used = 0);
+                const std::vector<RemoteRegion>& remotes, uint32_t used = 0, uint64_t number = 1);
   /// Puts a store of `value` behind them. It is copied when the chain is posted.
   void add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint64_t& value);
   /// It starts only once all before it have ended.
@@ -63,7 +64,8 @@ class Chain {
  private:
   const ChainLimits limits_;
   std::vector<ibv_send_wr> wrs_;
-  std::vector<ibv_sge> sges_;  // limits_.sges_per_wr for each
+  std::vector<ibv_sge> sges_;    // limits_.sges_per_wr for each
+  uint64_t unsigned_bytes_ = 0;  // read since the last signal
 };
 
 /// kAccessDenied or kConfig for an operation that leaves its regions.

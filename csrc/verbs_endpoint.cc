@@ -26,14 +26,12 @@ Window window_of(double width) {
           .bytes = static_cast<uint64_t>(bytes)};
 }
 
-constexpr uint32_t kChainWrs = 64;        // one doorbell
-constexpr uint64_t kReadBytes = 1 << 20;  // largest work request: longer runs are split
+constexpr uint32_t kChainWrs = 64;  // one doorbell
+// Largest work request, and of several the bytes until one is signalled: as signs of life, they come several
+// times a tick where a queue pair carries 4 MB/s.
+constexpr uint64_t kReadBytes = 128 << 10;
 constexpr int kPollBatch = 16;
-// No thread of the owner takes part in a read: several times what its NIC may take to give a packet up.
-constexpr int64_t kPatienceNs = 3'000'000'000;
 constexpr int64_t kGoodbyeNs = 2'000'000;  // round trips of any fabric
-constexpr int64_t kFlushNs =
-    100'000'000;  // a halted queue pair flushes in microseconds; a broken NIC never does
 
 class VerbsEndpoint final : public Endpoint {
  public:
@@ -49,6 +47,7 @@ class VerbsEndpoint final : public Endpoint {
         max_wrs_(max_wrs),
         locals_(std::move(locals)),
         patience_(patience),
+        silence_(patience.silence_ns),
         losses_(qp_->nic()->losses()) {}
   ~VerbsEndpoint() override { close(); }
 
@@ -62,7 +61,8 @@ class VerbsEndpoint final : public Endpoint {
   // it have landed, which saves the way to the CPU and back.
   bool ordered() const override { return true; }
   bool order_stalls() const override { return true; }
-  int64_t patience_ns() const override { return kPatienceNs; }
+  bool stand_by(int64_t now) override;
+  int64_t look_at_ns() const override { return silence_.look_at_ns(); }
   bool copies_in_poll() const override { return false; }
   int wake_fd() const override { return cq_ ? cq_->wake_fd() : -1; }
 
@@ -86,10 +86,12 @@ class VerbsEndpoint final : public Endpoint {
   };
 
   uint64_t under_way() const { return num_posted_ - num_completed_; }
+  bool lost_nic() const { return qp_->nic()->gone() || qp_->nic()->losses() != losses_; }
   Status connect(std::string_view reply, int64_t timeout_ns);
   uint32_t add(Post& post, uint32_t used, uint32_t room);
   void pump();
-  Status check_alive() const;
+  Status check_alive(bool heard);
+  Status why_failed(const ibv_wc& completion) const;
   void take(const ibv_wc& completion);
   void retire(std::vector<Completion>& ended);
   void say_goodbye();
@@ -104,6 +106,7 @@ class VerbsEndpoint final : public Endpoint {
   const uint32_t max_wrs_;
   const std::vector<LocalRegion> locals_;
   const Patience patience_;
+  Silence silence_;
   const uint32_t losses_;
   std::vector<RemoteRegion> remotes_;
   std::deque<Post> posts_;
@@ -175,7 +178,7 @@ uint32_t VerbsEndpoint::add(Post& post, uint32_t used, uint32_t room) {
     const RemoteRegion& to = remotes_[post.region];
     chain_.add_write(used, to.iova + post.offset, to.rkeys[post.offset / to.slice_bytes], post.value);
   } else {
-    num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_, used);
+    num_wrs = chain_.fill(post.chunk, post.at, room, locals_, remotes_, used, num_posted_ + used + 1);
   }
   if (post.fenced && begins) chain_.fence(used);
   if (post.at.op < post.chunk.ops.size()) return num_wrs;
@@ -197,20 +200,37 @@ void VerbsEndpoint::pump() {
   }
 }
 
-Status VerbsEndpoint::check_alive() const {
+/// No thread of the owner takes part in a read: only its NIC can be silent.
+Status VerbsEndpoint::check_alive(bool heard) {
+  if (lost_nic()) return qp_->nic()->why_lost();
   if (qp_->failed()) return qp_->why_failed();
-  const Nic& nic = *qp_->nic();
-  if (nic.gone() || nic.losses() != losses_) return nic.why_lost();
-  return {};
+  if (heard) silence_.heard();
+  if (heard || under_way() == 0 || !silence_.too_long(now_ns())) return {};
+  return Status::Unreachable(qp_->name() + ": the owner's NIC answered nothing for " +
+                             std::to_string(patience_.silence_ns / 1'000'000) +
+                             " ms; its port, device or host is gone");
+}
+
+bool VerbsEndpoint::stand_by(int64_t now) {
+  if (!broken_.ok() || !connected_) return false;
+  if (under_way() > 0) return true;
+  if (!silence_.idle_too_long(now)) return qp_->failed() || lost_nic();
+  broken_ = qp_->ask(++num_posted_);
+  return true;
+}
+
+/// A NIC that is gone fails what it had in any way.
+Status VerbsEndpoint::why_failed(const ibv_wc& completion) const {
+  if (lost_nic()) return qp_->nic()->why_lost();
+  if (completion.status == IBV_WC_WR_FLUSH_ERR && qp_->failed()) return qp_->why_failed();
+  return failure(qp_->nic()->api(), completion, qp_->name());
 }
 
 void VerbsEndpoint::take(const ibv_wc& completion) {
   if (completion.status == IBV_WC_SUCCESS) {
     num_completed_ = completion.wr_id;
   } else if (broken_.ok()) {
-    broken_ = completion.status == IBV_WC_WR_FLUSH_ERR && qp_->failed()
-                  ? qp_->why_failed()
-                  : failure(qp_->nic()->api(), completion, qp_->name());
+    broken_ = why_failed(completion);
   }
 }
 
@@ -237,7 +257,7 @@ PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
   }
   if (progressed && std::exchange(armed_, false)) cq_->take_events();
   retire(ended);
-  if (broken_.ok()) broken_ = check_alive();
+  if (broken_.ok()) broken_ = check_alive(progressed);
   pump();
   return {broken_, progressed};
 }
@@ -295,7 +315,7 @@ void VerbsEndpoint::say_goodbye() {
 void VerbsEndpoint::close() {
   if (!qp_) return;
   if (connected_ && broken_.ok() && !qp_->failed()) say_goodbye();
-  if (qp_->halt()) wait_until_flushed(kFlushNs);
+  if (qp_->halt() && !qp_->nic()->gone()) wait_until_flushed(kFlushNs);
   posts_.clear();
   num_full_ = 0;
   if (broken_.ok()) broken_ = Status::Unreachable("the connection was closed");
@@ -312,7 +332,8 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::s
   const Nic::Limits& limits = nic->limits();
   const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
                           .sges_per_wr = limits.max_sge,
-                          .bytes_per_wr = std::min(kReadBytes, limits.max_read_bytes)};
+                          .bytes_per_wr = std::min(kReadBytes, limits.max_read_bytes),
+                          .bytes_per_signal = kReadBytes};
   Result<std::unique_ptr<Cq>> cq = Cq::create(nic, limits.max_wrs, true);
   if (!cq.ok()) return cq.status();
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);

@@ -73,7 +73,7 @@ class Nic {
   uint32_t losses() const { return losses_.load(std::memory_order_acquire); }
   Status why_lost() const;
   std::string how_lost() const;
-  /// Its device failed for good or was removed: nothing may be asked of it but to close.
+  /// Its device failed for good or was removed: nothing new may be asked of it.
   bool gone() const { return gone_.load(std::memory_order_acquire); }
   /// Finds out about a removal that no event tells of.
   void look();

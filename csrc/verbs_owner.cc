@@ -9,6 +9,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <functional>
+#include <iterator>
 #include <span>
 
 #include "clock.h"
@@ -20,20 +22,10 @@ namespace {
 // A reader that died without a word is found out by an empty write. Its queue pair costs the owner a few KiB
 // until then.
 constexpr int64_t kProbeNs = 5'000'000'000;
-// Some devices go without a word: readers are to know within a second. A look costs a system call a port.
-constexpr int64_t kLookNs = 250'000'000;
 constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
 constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completions would not all find room
 constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
-
-ibv_send_wr empty_write(uint64_t wr_id) {
-  ibv_send_wr wr{};
-  wr.wr_id = wr_id;
-  wr.opcode = IBV_WR_RDMA_WRITE;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  return wr;
-}
 
 }  // namespace
 
@@ -82,12 +74,25 @@ void Owner::look_after_ports() {
     if (change == Ports::Change::kBack) static_cast<void>(watch(port));
     if (change != Ports::Change::kLost) continue;
     unwatch(port);
-    {
-      std::lock_guard lock(mutex_);
-      std::erase_if(served_, [port](const Served& served) { return served.port == port; });
-    }
-    ports_.let_go(port, now);
+    ports_.let_go(port, now, dismiss(port));
   }
+}
+
+template <typename Which>
+std::vector<Owner::Served> Owner::take_out(Which which) {
+  const auto taken = std::stable_partition(served_.begin(), served_.end(), std::not_fn(which));
+  std::vector<Served> out(std::make_move_iterator(taken), std::make_move_iterator(served_.end()));
+  served_.erase(taken, served_.end());
+  return out;
+}
+
+std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
+  std::lock_guard lock(mutex_);
+  std::vector<Served> leaving = take_out([port](const Served& served) { return served.port == port; });
+  tell(leaving, kTellNs);
+  std::vector<std::unique_ptr<Qp>> left;
+  for (Served& served : leaving) left.push_back(std::move(served.qp));
+  return left;
 }
 
 Result<std::string> Owner::admit(uint64_t connection_id, const Hello& hello) {
@@ -134,30 +139,31 @@ void Owner::welcome(size_t port, CmCaller caller) {
 
 bool Owner::fence(uint64_t connection_id) {
   std::lock_guard lock(mutex_);
-  std::vector<Served> condemned;
-  for (Served& served : served_) {
-    if (served.connection_id == connection_id) condemned.push_back(std::move(served));
-  }
-  std::erase_if(served_, [](const Served& served) { return served.qp == nullptr; });
+  std::vector<Served> condemned =
+      take_out([connection_id](const Served& served) { return served.connection_id == connection_id; });
   const bool found = !condemned.empty();
   cut(std::move(condemned));
   return found;
 }
 
 void Owner::cut(std::vector<Served> condemned) {
-  std::erase_if(condemned,
-                [](const Served& served) { return served.qp->failed() || served.expected_ns != 0; });
-  for (const Served& served : condemned) served.qp->break_peer();
-  size_t missing = condemned.size();
-  for (const int64_t end = now_ns() + kCutNs; missing > 0 && now_ns() < end;) {
-    missing -= std::min(missing, take_answers(condemned));
-  }
+  tell(condemned, kCutNs);
   for (const Served& served : condemned) served.qp->halt();
 }
 
-/// Takes note of what probes and cuts came to. Returns how many of the condemned have ended.
-size_t Owner::take_answers(std::span<const Served> condemned) {
-  size_t num_ended = 0;
+void Owner::tell(std::span<Served> leaving, int64_t most_ns) {
+  const auto knows = [](const Served& served) { return served.qp->failed() || served.expected_ns != 0; };
+  for (const Served& served : leaving) {
+    if (!knows(served)) served.qp->break_peer();
+  }
+  for (const int64_t end = now_ns() + most_ns;
+       !std::all_of(leaving.begin(), leaving.end(), knows) && now_ns() < end;) {
+    take_answers(leaving);
+  }
+}
+
+/// Takes note of what probes and words of parting came to.
+void Owner::take_answers(std::span<Served> leaving) {
   for (size_t port = 0; port < ports_.size(); ++port) {
     const auto berth = ports_.at(port);
     std::array<ibv_wc, 16> answers;
@@ -167,24 +173,21 @@ size_t Owner::take_answers(std::span<const Served> condemned) {
         const auto is_it = [&answer, port](const Served& served) {
           return served.port == port && served.qp->qpn() == answer.qp_num;
         };
-        const bool ended = answer.status != IBV_WC_SUCCESS;
-        num_ended += ended && std::any_of(condemned.begin(), condemned.end(), is_it);
-        for (Served& served : served_) {
-          if (!is_it(served)) continue;
-          served.probed = false;
-          if (ended) served.qp->fail(IBV_EVENT_QP_FATAL);
+        for (const std::span<Served> all : {std::span(served_), leaving}) {
+          const auto found = std::find_if(all.begin(), all.end(), is_it);
+          if (found == all.end()) continue;
+          found->probed = false;
+          if (answer.status != IBV_WC_SUCCESS) found->qp->fail(IBV_EVENT_QP_FATAL);
         }
       }
     }
   }
-  return num_ended;
 }
 
 void Owner::probe_readers() {
   for (Served& served : served_) {
     if (served.probed || served.expected_ns != 0 || served.qp->failed()) continue;
-    ibv_send_wr wr = empty_write(0);
-    served.probed = served.qp->post(&wr).ok();
+    served.probed = served.qp->ask(0).ok();
   }
 }
 

@@ -49,10 +49,16 @@ class Owner {
   void look_after_ports();
   void welcome(size_t port, CmCaller caller);
   void probe_readers();
-  size_t take_answers(std::span<const Served> condemned);
+  template <typename Which>
+  std::vector<Served> take_out(Which which);
+  void take_answers(std::span<Served> leaving);
   void drop_failed();
-  /// Tells the readers, waits a moment for them to know, and destroys the queue pairs.
+  /// Breaks the readers' ends of these, and waits until they know but at most so long.
+  void tell(std::span<Served> leaving, int64_t most_ns);
+  /// Tells the readers, and destroys the queue pairs.
   void cut(std::vector<Served> condemned);
+  /// Tells the readers of a port whose device goes; what is to be destroyed.
+  std::vector<std::unique_ptr<Qp>> dismiss(size_t port);
 
   Ports& ports_;
   const Patience patience_;

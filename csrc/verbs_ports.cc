@@ -28,6 +28,12 @@ auto aside(Job job) -> std::future<decltype(job())> {
   }
 }
 
+/// Of a port that goes. Queue pairs end before the completion queue that is theirs.
+struct Leaving {
+  std::shared_ptr<const Berth> berth;
+  std::vector<std::unique_ptr<Qp>> served;
+};
+
 size_t num_slices(const MemoryRange& range) { return (range.bytes + kSliceBytes - 1) / kSliceBytes; }
 
 }  // namespace
@@ -151,7 +157,7 @@ Ports::Change Ports::look(size_t index, int64_t now) {
 }
 
 /// Closing and opening a device takes as long as its driver and the amount of memory make it take.
-void Ports::let_go(size_t index, int64_t now) {
+void Ports::let_go(size_t index, int64_t now, std::vector<std::unique_ptr<Qp>> served) {
   std::lock_guard lock(mutex_);
   Port& port = ports_[index];
   port.address = port.berth->nic->address();
@@ -160,7 +166,9 @@ void Ports::let_go(size_t index, int64_t now) {
   std::erase_if(port.left, [](const auto& nic) { return nic.expired(); });
   port.left.push_back(port.berth->nic);
   port.search.lost(now);
-  port.leaving = aside([berth = std::move(port.berth)]() mutable { berth.reset(); });
+  port.leaving = aside([leaving = Leaving{std::move(port.berth), std::move(served)}]() mutable {
+    const Leaving ends_here = std::move(leaving);
+  });
 }
 
 Result<std::shared_ptr<Berth>> Ports::reopen(const Open& open, const NicPlace& place,

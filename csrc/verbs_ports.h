@@ -59,8 +59,9 @@ class Ports {
   /// kLost: its device is gone; whoever holds its queue pairs drops them and calls let_go(). kBack: it may be
   /// used again, under other keys.
   Change look(size_t port, int64_t now);
-  /// Returns at once. Nothing more is asked of the device.
-  void let_go(size_t port, int64_t now);
+  /// Returns at once. Nothing more is asked of the device but to end the queue pairs `served` there, then
+  /// itself.
+  void let_go(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
   /// Idempotent. Waits for who is looking for a port.
   void close();
 

@@ -18,7 +18,8 @@ using verbs::ChainCursor;
 using verbs::LocalRegion;
 using verbs::RemoteRegion;
 
-constexpr verbs::ChainLimits kLimits{.wrs = 64, .sges_per_wr = 30, .bytes_per_wr = 1 << 20};  // of a ConnectX
+constexpr verbs::ChainLimits kLimits{
+    .wrs = 64, .sges_per_wr = 30, .bytes_per_wr = 128 << 10, .bytes_per_signal = 128 << 10};  // of a ConnectX
 constexpr uint32_t kChunkOps = 256;  // of one post_read
 constexpr size_t kRingEntries = 16 << 10;
 

@@ -148,6 +148,14 @@ Status Qp::post(ibv_send_wr* first) const {
   return Status::Unreachable("posting to " + name() + ": " + std::strerror(error));
 }
 
+Status Qp::ask(uint64_t wr_id) {
+  ibv_send_wr wr{};
+  wr.wr_id = wr_id;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  return post(&wr);
+}
+
 void Qp::break_peer() {
   ibv_send_wr wr{};
   ibv_sge nothing{};
@@ -176,7 +184,7 @@ Status Qp::why_failed() const {
   const std::string how =
       event == kHungUp ? "disconnected" : nic_->api().event_type_str(static_cast<ibv_event_type>(event));
   return Status::Unreachable(name() + " was cut by the other end or its NIC (" + how +
-                             "): it closed or died, or a lease ran out");
+                             "): it closed or died, its device was removed, or a lease ran out");
 }
 
 Status failure(const Api& api, const ibv_wc& completion, const std::string& where) {
@@ -194,7 +202,9 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
     case IBV_WC_RESP_TIMEOUT_ERR:
       return Status::Unreachable(what + "the other end's NIC could not serve");
     case IBV_WC_WR_FLUSH_ERR:
-      return Status::Unreachable(what + "the connection was cut: the owner closed it, or a lease ran out");
+      return Status::Unreachable(what +
+                                 "the connection was cut: the owner closed it, its device was "
+                                 "removed, or a lease ran out");
     case IBV_WC_REM_ACCESS_ERR:
     case IBV_WC_REM_INV_REQ_ERR:
       return Status::AccessDenied(what +

@@ -8,13 +8,16 @@
 #include <string>
 
 #include "verbs_nic.h"
+#include "verbs_silence.h"
 
 namespace kvlink::verbs {
 
-/// How patient a queue pair is; see ibv_modify_qp(3).
+/// How patient a queue pair is; see ibv_modify_qp(3). A NIC may make four times as much of `timeout`, and
+/// some never go below half a second: what bounds a pull is `silence_ns`.
 struct Patience {
   uint8_t timeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet counts as lost
   uint8_t retries = 6;   // then half a second until a silent peer counts as gone; soft-RoCE takes 7 for ever
+  int64_t silence_ns = kSilenceNs;  // of a reader's queue pair
 };
 
 /// One completion queue, with a descriptor to sleep on if asked for.
@@ -57,6 +60,8 @@ class Qp {
     peer_qpn_ = peer_qpn;
     link_ = std::move(link);
   }
+  /// Stores nothing at the other end, whose NIC answers; completes as `wr_id`.
+  Status ask(uint64_t wr_id);
   /// Makes the other end's queue pair fail now instead of at its next timeout, by a store that nothing
   /// allows.
   void break_peer();

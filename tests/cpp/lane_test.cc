@@ -61,8 +61,12 @@ class FakeEndpoint final : public Endpoint {
     num_due_ = posts_.size();
     return {{}, any};
   }
+  bool stand_by(int64_t now) override { return posts_.empty() && asks_at_ns_ != 0 && now >= asks_at_ns_; }
+  int64_t look_at_ns() const override { return asks_at_ns_ != 0 ? asks_at_ns_ : INT64_MAX; }
   bool cancel(uint64_t) override { return false; }
   void close() override { posts_.clear(); }
+
+  int64_t asks_at_ns_ = 0;  // 0: it does not ask
 
  private:
   struct Post {
@@ -194,6 +198,24 @@ TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
   EXPECT_FALSE(lanes[0]->help(*transfer, 0)) << "the time was over";
   drive();
   expect_valid();
+}
+
+TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedToIt) {
+  const uint64_t all = owner.pool.size();
+  start({window(16 << 10), {.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 1, .bytes = all}});
+  lanes[1]->drive();
+  broken[0] = true;
+  const auto asks_at = [this](int64_t ns) {
+    static_cast<FakeEndpoint&>(lanes[0]->endpoint()).asks_at_ns_ = ns;
+    return lanes[0]->drive();
+  };
+  EXPECT_EQ(asks_at(INT64_MAX - 1).wake_at_ns, INT64_MAX - 1);
+  EXPECT_FALSE(lanes[0]->broken());
+  asks_at(1);
+  EXPECT_TRUE(lanes[0]->broken());
+  drive();
+  expect_valid();
+  EXPECT_EQ(landed[0], 0u);
 }
 
 struct BrokenLaneTest : LaneTest, testing::WithParamInterface<size_t> {};

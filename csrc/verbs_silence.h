@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long a NIC may answer nothing. Pure: takes the time, and does nothing.
+//
+// A pull ends, or goes on by another NIC, within a second of a device's removal or a port's going down: an
+// owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs); who was not
+// told, or whose owner could not, asks now and then where it has nothing under way (kTickNs), gives up what
+// stays silent (kSilenceNs), and flushes its queue pair (kFlushNs).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvlink::verbs {
+
+inline constexpr int64_t kLookNs = 100'000'000;  // a look costs a system call a port
+inline constexpr int64_t kTellNs = 20'000'000;   // a round trip of any fabric, on a busy machine
+inline constexpr int64_t kTickNs = 100'000'000;
+// Several times what a NIC takes to send again what was lost; see Patience.
+inline constexpr int64_t kSilenceNs = 600'000'000;
+// A halted queue pair flushes in microseconds; a broken NIC never does.
+inline constexpr int64_t kFlushNs = 100'000'000;
+static_assert(kLookNs + kTellNs + kTickNs + kSilenceNs + kFlushNs < 1'000'000'000);
+
+class Silence {
+ public:
+  explicit Silence(int64_t most_ns = kSilenceNs) : most_ns_(most_ns) {}
+
+  /// The other end was heard.
+  void heard() { silent_ns_ = looked_ns_ = idle_since_ns_ = 0; }
+  /// It was asked, and has not answered. True: for too long. What this process itself missed, stopped or
+  /// without a CPU, counts for two ticks at most.
+  bool too_long(int64_t now) {
+    if (looked_ns_ != 0) silent_ns_ += std::min(now - looked_ns_, 2 * kTickNs);
+    looked_ns_ = now;
+    return silent_ns_ >= most_ns_;
+  }
+  /// It is not asked for anything. True: it is time to.
+  bool idle_too_long(int64_t now) {
+    if (idle_since_ns_ == 0) idle_since_ns_ = now;
+    return now - idle_since_ns_ >= kTickNs;
+  }
+  /// When to call one of them again.
+  int64_t look_at_ns() const {
+    if (looked_ns_ != 0) return looked_ns_ + std::min(most_ns_ - silent_ns_, kTickNs);
+    return idle_since_ns_ != 0 ? idle_since_ns_ + kTickNs : INT64_MAX;
+  }
+
+ private:
+  int64_t most_ns_;
+  int64_t silent_ns_ = 0;      // so far
+  int64_t looked_ns_ = 0;      // when last in vain; 0: not since it was heard
+  int64_t idle_since_ns_ = 0;  // 0: it is not
+};
+
+}  // namespace kvlink::verbs
