@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _DEVICES = Path("/sys/class/infiniband")
+_NODES = Path("/sys/class/infiniband_verbs")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -23,7 +25,7 @@ def down(device: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _ip("link", "set", netdev(device), "up")
+        _mend(device, "down")
 
 
 @contextlib.contextmanager
@@ -34,6 +36,40 @@ def removed(device: str) -> Iterator[None]:
     try:
         yield
     finally:
+        _mend(device, "removed")
+
+
+@contextlib.contextmanager
+def lost(device: str, how: str) -> Iterator[float]:
+    """As `down` or `removed`, while its users find out. Yields when the kernel has begun, by `time.monotonic()`."""
+    node = _node(device)
+    taking = {
+        "down": ["ip", "link", "set", netdev(device), "down"],
+        "removed": ["rdma", "link", "delete", device],
+    }
+    began: Callable[[], bool] = {
+        "down": lambda: device not in active(),
+        "removed": lambda: not node.exists(),
+    }[how]
+    running = subprocess.Popen(taking[how])
+    while not began():
+        time.sleep(0.001)
+    try:
+        yield time.monotonic()
+    finally:
+        assert running.wait(60) == 0
+        _mend(device, how)
+
+
+def _node(device: str) -> Path:
+    (node,) = (each.parent for each in _NODES.glob("uverbs*/ibdev") if each.read_text().strip() == device)
+    return node
+
+
+def _mend(device: str, how: str) -> None:
+    if how == "down":
+        _ip("link", "set", netdev(device), "up")
+    else:
         subprocess.run(["rdma", "link", "add", device, "type", "rxe", "netdev", netdev(device)], check=True)
 
 

@@ -54,6 +54,13 @@ def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, n
     assert pair.owner.fate_of(ticket.request_id) == "settled"
 
 
+def test_the_lane_of_a_small_pull_breaks_and_another_takes_over(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport, fault="break-slot@3", lanes=2)  # each lane has read one while connecting
+    pull = pair.pull(pair.offer([3]), [4], timeout_s=20)
+    assert pull.explain()[0].lanes == 2
+    pair.works()
+
+
 @pytest.mark.parametrize("fault", ["delay=5ms@every:1", "delay-data=20ms@1..3", "delay-slot=20ms@every:2"])
 def test_delays_change_no_byte(transport: str, fault: str, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault, num_blocks=300)
