@@ -41,7 +41,7 @@ FAULTS = {
 def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault)
     ticket = pair.offer(range(num_blocks))
-    # Connecting takes part of it. What is to time out does so before verbs gives up a NIC that has been silent for 3 s.
+    # Connecting takes part of it.
     timeout_s = 2 if FAULTS[fault] is TransferTimeout else 20 * PATIENCE
     pull = pair.start(ticket, range(num_blocks), timeout_s=timeout_s)
     with pytest.raises(FAULTS[fault]) as failed:
