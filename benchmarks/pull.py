@@ -120,18 +120,13 @@ class _Bench:
     """Each way moves blocks from anywhere in the owner's pool to its own section of the reader's."""
 
     def __init__(
-        self,
-        owner: OwnerSide,
-        worker: Worker,
-        ways: Sequence[_Way],
-        order: Fragmentation,
-        blocks: int,
-        section: int,
+        self, owner: OwnerSide, worker: Worker, ways: Sequence[_Way], order: Fragmentation, blocks: int
     ) -> None:
         self._owner, self._worker, self._ways = owner, worker, ways
-        self._order, self._blocks, self._section = order, blocks, section
+        self._order, self._blocks = order, blocks
         self._contents = Contents(worker.pool.layout, _SEED)
         self._owner_blocks = worker.pool.layout.num_blocks  # both pools are alike
+        self._section = self._owner_blocks // len(ways)
         self._rng = np.random.default_rng(_SEED)
         self._requests = map("pull-{}".format, count())
         self._us: list[list[float]] = [[] for _ in ways]
@@ -298,4 +293,4 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation)
         floors = floors_of(transport, owner, worker.pool)
         ways = [_Way("kvlink", _measured_by_itself), *(_way(floor, thread) for floor in floors)]
         assert len(ways) == num_ways
-        yield _Bench(owner, worker, ways, order, blocks, section)
+        yield _Bench(owner, worker, ways, order, blocks)
