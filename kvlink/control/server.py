@@ -40,6 +40,7 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.bdp_probe", 0),  # requests are small: see channel.py
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
 
