@@ -73,7 +73,8 @@ def floors_of(transport: str, owner: OwnerSide, pool: BlockPool) -> list[Floor]:
     name = transport.removeprefix("fault+")
     if name == "verbs":
         return []
-    memory, copies = reach(name, owner)
+    memory = memory_of(name, owner)
+    copies = copies_from(name, owner)
     return [Floor(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
 
 
@@ -84,22 +85,22 @@ class Memory(NamedTuple):
     keeper: Any = None
 
 
-def reach(name: str, owner: OwnerSide) -> tuple[Memory, dict[str, Copy]]:
-    """An owner's pool by any path but verbs, and what copies from there, by name: for one thread at a time."""
+def memory_of(name: str, owner: OwnerSide) -> Memory:
+    """An owner's pool by any path but verbs."""
     found = owner.call("memory")
-    if name == "tcp":
-        return Memory(found["address"]), {"socket stream": _core.FloorSink(owner.call("listen")["port"]).read}
-    if name == "cma":
-        read: Copy = partial(_core.floor_process_vm_readv, owner.pid)
-        return Memory(found["address"]), {"process_vm_readv": read}
-    copies: dict[str, Copy] = {
-        "memcpy": _core.floor_memcpy,
-        "non-temporal copy": _core.floor_streamed_copy,
-    }
-    if name == "loopback":
-        return Memory(found["address"]), copies
+    if name != "shm":
+        return Memory(found["address"])
     mapped = _mapping(owner.pid, found["memfd"])
-    return Memory(mapped.ctypes.data, mapped), copies
+    return Memory(mapped.ctypes.data, mapped)
+
+
+def copies_from(name: str, owner: OwnerSide) -> dict[str, Copy]:
+    """What copies from there, by name: for one thread at a time."""
+    if name == "tcp":
+        return {"socket stream": _core.FloorSink(owner.call("listen")["port"]).read}
+    if name == "cma":
+        return {"process_vm_readv": partial(_core.floor_process_vm_readv, owner.pid)}
+    return {"memcpy": _core.floor_memcpy, "non-temporal copy": _core.floor_streamed_copy}
 
 
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from kvlink import BlockPool, KVLayout
 from kvlink.layout import assign
 
 from .contents import Ids
-from .floors import Copy, Memory, reach
+from .floors import Copy, Memory, copies_from, memory_of
 from .processes import OwnerSide
 
 Pieces = npt.NDArray[np.uint64]
@@ -123,11 +122,12 @@ def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[Bloc
     """Of all ranks of prefill and of decode."""
     name = transport.removeprefix("fault+")
     ways: dict[str, list[_Copies]] = {}
-    for owner, pool in product(owners, pools) if name != "verbs" else ():
-        if found := assign(pool.layout, owner.layout):
-            memory, copies = reach(name, owner.side)
-            for way, copy in copies.items():
-                ways.setdefault(way, []).append(_Copies(owner, memory, copy, pool, found.heads))
+    for owner in owners if name != "verbs" else ():
+        memory = memory_of(name, owner.side)
+        for pool in pools:
+            if found := assign(pool.layout, owner.layout):
+                for way, copy in copies_from(name, owner.side).items():
+                    ways.setdefault(way, []).append(_Copies(owner, memory, copy, pool, found.heads))
     with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
         yield Floors(ways, threads)
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <string>
 
@@ -16,14 +17,8 @@
 namespace kvlink {
 namespace {
 
-constexpr size_t kMaxPiecesPerCall = 1024;    // UIO_MAXIOV
 constexpr size_t kSocketCallBytes = 1 << 20;  // aim of one sendmsg or recvmsg
 constexpr uint64_t kMaxPieces = 1 << 22;      // of one read
-
-/// What the sink asks for, `count` of them behind their number. Host byte order: both ends are this host.
-struct Wanted {
-  uint64_t from, bytes;
-};
 
 Status failed(const char* call) {
   return Status::Unreachable(std::string("the bare ") + call + ": " + std::strerror(errno));
@@ -57,8 +52,8 @@ bool move_all(ssize_t (*call)(int, msghdr&), int socket, std::span<iovec> pieces
   while (!pieces.empty()) {
     msghdr message{};
     message.msg_iov = pieces.data();
-    for (size_t bytes = 0; bytes < kSocketCallBytes && message.msg_iovlen < kMaxPiecesPerCall &&
-                           message.msg_iovlen < pieces.size();) {
+    for (size_t bytes = 0;
+         bytes < kSocketCallBytes && message.msg_iovlen < IOV_MAX && message.msg_iovlen < pieces.size();) {
       bytes += pieces[message.msg_iovlen++].iov_len;
     }
     const ssize_t moved = call(socket, message);
@@ -127,13 +122,14 @@ void FloorSource::serve(int sink) const {
   ::shutdown(sink, SHUT_RDWR);
 }
 
+/// They come as they lie in the sink's memory: both ends are this host.
 bool FloorSource::take_pieces(int sink, uint64_t count, std::vector<iovec>& pieces) const {
   pieces.clear();
   if (count > kMaxPieces) return false;
-  std::vector<Wanted> wanted(count);
-  if (!move_one(receive, sink, wanted.data(), count * sizeof(Wanted))) return false;
+  std::vector<FloorPiece> wanted(count);
+  if (!move_one(receive, sink, wanted.data(), count * sizeof(FloorPiece))) return false;
   const auto base = reinterpret_cast<uint64_t>(base_);
-  for (const auto& [from, bytes] : wanted) {
+  for (const auto& [from, to, bytes] : wanted) {
     if (from < base || from - base > bytes_ || bytes > bytes_ - (from - base)) return false;
     add(pieces, from, bytes);
   }
@@ -164,16 +160,14 @@ Result<std::unique_ptr<FloorSink>> FloorSink::connect(uint16_t port) {
 }
 
 Result<int64_t> FloorSink::read(FloorPieces pieces) {
-  std::vector<Wanted> wanted;
   std::vector<iovec> places;
   uint64_t bytes = 0, count = pieces.size(), there = 0;
   for (const FloorPiece& piece : pieces) {
-    wanted.push_back({piece.from, piece.bytes});
     add(places, piece.to, piece.bytes);
     bytes += piece.bytes;
   }
   if (!move_one(send, socket_.get(), &count, sizeof count) ||
-      !move_one(send, socket_.get(), wanted.data(), count * sizeof(Wanted)) ||
+      !move_one(send, socket_.get(), const_cast<FloorPiece*>(pieces.data()), pieces.size_bytes()) ||
       !move_one(receive, socket_.get(), &there, sizeof there) || there != bytes) {
     return Status::Unreachable("the bare stream: its source refused these pieces or is gone");
   }

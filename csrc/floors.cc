@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -17,8 +18,6 @@
 
 namespace kvlink {
 namespace {
-
-constexpr size_t kMaxPiecesPerCall = 1024;  // UIO_MAXIOV
 
 std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
 
@@ -118,8 +117,8 @@ Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces) {
   uint64_t missing = 0;
   for (const FloorPiece& piece : pieces) missing += piece.bytes;
   const int64_t start = now_ns();
-  for (size_t first = 0; first < local.size(); first += kMaxPiecesPerCall) {
-    const size_t count = std::min(kMaxPiecesPerCall, local.size() - first);
+  for (size_t first = 0; first < local.size(); first += size_t{IOV_MAX}) {
+    const size_t count = std::min(size_t{IOV_MAX}, local.size() - first);
     const ssize_t got = ::process_vm_readv(pid, &local[first], count, &remote[first], count, 0);
     if (got < 0)
       return Status::Unreachable(std::string("the bare process_vm_readv: ") + std::strerror(errno));
