@@ -21,6 +21,7 @@ CHUNK_TOKENS = 1024
 # MLA 16; windows have blocks of their own.
 _POOL_BLOCKS = {"llama": 96, "qwen3": 96, "gemma3": 192, "deepseek": 640}
 _OVERWRITING = 4
+_SETTLE_S = 30.0
 _LOADS = {
     "KVLinkConnector": "vllm:kvlink_transfer_seconds_count",
     "NixlConnector": "vllm:nixl_xfer_time_seconds_count",
@@ -86,7 +87,8 @@ class Pair:
         return self.ask(self.decode, tokens, num_new, kv_transfer_params=handoff)
 
     def forget(self) -> None:
-        """Nothing is left in either prefix cache, so that every byte has to travel."""
+        """Nothing is left in either prefix cache, so that every byte has to travel. Blocks in use would stay."""
+        assert self.settles(_SETTLE_S), "blocks of an earlier request are still held"
         for server in (self.prefill, self.decode):
             status, answer = post(f"{server.url}/reset_prefix_cache", {})
             assert status == 200, answer
