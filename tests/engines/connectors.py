@@ -19,7 +19,13 @@ _LEASES = {"KVLinkConnector": "lease_s", "NixlConnector": "kv_lease_duration"}
 def kv_transfer(
     connector: str, policy: str = "recompute", lease_s: int = LEASE_S, **extra: Any
 ) -> dict[str, Any]:
-    """The value of --kv-transfer-config. `policy`: what vLLM does about a load that failed."""
+    """The value of --kv-transfer-config. `policy`: what vLLM does about a load that failed.
+
+    With a patient lease kvlink's pulls wait for a first connection, too: the ranks of two servers, which spin, leave the
+    threads of two CPUs seconds at a time without one.
+    """
+    if connector == "KVLinkConnector" and lease_s == PATIENT_LEASE_S:
+        extra["timeout_s"] = PATIENT_LEASE_S / 2
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
