@@ -237,15 +237,13 @@ def measure_peers(
 
 def names_of(transport: str) -> list[str]:
     """The transports meant: "all" is every one that works here and KVLINK_TRANSPORTS allows."""
-    from kvlink import _core
+    from kvlink.engine import host_transports
 
-    here = [(name, why_not) for name, _, _, why_not, _ in _core.transports()]
-    names = [name for name, _ in here]
+    here = host_transports()
     if transport != "all":
-        return select(transport, names)
-    refused = {name for name, why_not in here if why_not}
-    allowed = select(WorkerConfig.from_env().transports, names)
-    return [name for name in allowed if name.removeprefix("fault+") not in refused]
+        return select(transport, list(here))
+    allowed = select(WorkerConfig.from_env().transports, list(here))
+    return [name for name in allowed if not here[name.removeprefix("fault+")]]
 
 
 def _numbers(listed: str, option: str) -> list[int]:

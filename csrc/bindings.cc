@@ -45,17 +45,6 @@ struct PyPlanner {
   std::shared_ptr<const Planner> planner;
 };
 
-void register_memory(py::module_& m) {
-  py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory")
-      .def(py::init(
-               [](uint64_t bytes, bool huge_pages) { return take(HostMemory::allocate(bytes, huge_pages)); }),
-           py::arg("bytes"), py::arg("huge_pages") = true, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly(
-          "address",
-          [](const HostMemory& memory) { return reinterpret_cast<uintptr_t>(memory.range().base); })
-      .def_property_readonly("bytes", [](const HostMemory& memory) { return memory.range().bytes; });
-}
-
 void register_plan(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(ReadOp, offset, bytes, region, first_segment, num_segments);
   PYBIND11_NUMPY_DTYPE(PackedSegment, local, bytes, region);
@@ -243,8 +232,9 @@ void register_engine(py::module_& m) {
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics,
-                       const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class) {
-             TransportOptions how{host, port, fault, {}, rdma_connect, rdma_traffic_class};
+                       const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class,
+                       const std::string& cuda_image) {
+             TransportOptions how{host, port, fault, {}, rdma_connect, rdma_traffic_class, cuda_image};
              for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
              return std::shared_ptr<Engine>(
                  take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
@@ -253,7 +243,7 @@ void register_engine(py::module_& m) {
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0,
-           py::arg("rdma_traffic_class") = 0)
+           py::arg("rdma_traffic_class") = 0, py::arg("cuda_image") = "")
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },

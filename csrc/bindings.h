@@ -60,6 +60,8 @@ inline py::list bytes_list(const std::vector<std::string>& blobs) {
   return list;
 }
 
+/// bindings_memory.cc: memory that kvlink allocates.
+void register_memory(py::module_& m);
 /// bindings_bench.cc: what benchmarks measure besides the engine.
 void register_bench(py::module_& m);
 

@@ -24,6 +24,7 @@ class BounceTransport final : public Transport {
     return inner_->register_memory(range, access);
   }
   bool reaches_devices() const override { return true; }
+  bool lands_in_registered_only() const override { return inner_->lands_in_registered_only(); }
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {

@@ -3,7 +3,6 @@
 // of the bounce buffer: on the wire, then being copied to the device, then free. Completions keep the order
 // of the posts, so what is read behind data vouches for data that has landed.
 #include <sys/epoll.h>
-#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <list>
@@ -11,6 +10,7 @@
 #include "bounce.h"
 #include "bounce_post.h"
 #include "fd.h"
+#include "look_again.h"
 
 namespace kvlink {
 namespace {
@@ -72,7 +72,6 @@ class BounceEndpoint final : public Endpoint {
   static void fail(Post& post, const Status& why);
   uint64_t claim(Posts::iterator post);
   void release(Part& part);
-  void look_again_in(int64_t ns);
 
   const std::shared_ptr<Bounce> bounce_;
   const std::unique_ptr<Endpoint> inner_;
@@ -80,8 +79,8 @@ class BounceEndpoint final : public Endpoint {
   const uint32_t num_regions_;
   const uint32_t on_wire_;    // at most so many slots
   const uint32_t chunk_ops_;  // at most so many operations in a part
-  UniqueFd timer_, wake_;
-  int64_t look_ns_ = 0;  // until the next look; 0: the timer is not set
+  UniqueFd wake_;
+  LookAgain look_{kFirstLookNs, kLastLookNs};
 
   Posts posts_;                               // in order
   Posts::iterator unasked_ = posts_.end();    // the first of which not all is asked for
@@ -96,10 +95,10 @@ class BounceEndpoint final : public Endpoint {
 Status BounceEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
   wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
-  timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  look_.open();
   epoll_event event{};
   event.events = EPOLLIN;
-  for (const int fd : {inner_->wake_fd(), timer_.get()}) {
+  for (const int fd : {inner_->wake_fd(), look_.fd()}) {
     if (fd == inner_->wake_fd() && fd < 0) continue;
     if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
       return Status::Unreachable("the bounce buffer is out of descriptors; raise ulimit -n");
@@ -244,7 +243,7 @@ PollResult BounceEndpoint::poll(std::vector<Completion>& ended) {
   inner_ended_.clear();
   if (num_copying_ > 0) result.progressed |= finish_copies();
   result.progressed |= retire(ended);
-  if (result.progressed && look_ns_ > 0) look_again_in(0);
+  if (result.progressed) look_.progressed();
   return result;
 }
 
@@ -263,18 +262,10 @@ bool BounceEndpoint::cancel(uint64_t token) {
   return true;
 }
 
-/// 0 stops the timer; setting it also makes it unreadable.
-void BounceEndpoint::look_again_in(int64_t ns) {
-  look_ns_ = ns;
-  const itimerspec after{{}, {0, ns}};
-  ::timerfd_settime(timer_.get(), 0, &after, nullptr);
-}
-
 bool BounceEndpoint::arm() {
   const bool can_ask = unasked_ != posts_.end() && !starved_ && num_on_wire_ < on_wire_;
   if (can_ask || (inner_->copies_in_poll() && num_passed_on_ > 0) || !inner_->arm()) return false;
-  const bool looks = num_copying_ > 0 || starved_;
-  if (looks || look_ns_ > 0) look_again_in(looks ? std::clamp(2 * look_ns_, kFirstLookNs, kLastLookNs) : 0);
+  look_.arm(num_copying_ > 0 || starved_);
   return true;
 }
 
@@ -287,7 +278,7 @@ void BounceEndpoint::close() {
   num_on_wire_ = num_passed_on_ = num_copying_ = 0;
   starved_ = false;
   wake_.reset();
-  timer_.reset();
+  look_.close();
 }
 
 }  // namespace

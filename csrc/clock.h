@@ -13,4 +13,19 @@ inline int64_t now_ns() {
       .count();
 }
 
+/// What is done now and then, and at the first call.
+class Interval {
+ public:
+  explicit Interval(int64_t ns) : ns_(ns) {}
+  bool due(int64_t now) {
+    if (now - last_ns_ < ns_) return false;
+    last_ns_ = now;
+    return true;
+  }
+
+ private:
+  const int64_t ns_;
+  int64_t last_ns_ = 0;
+};
+
 }  // namespace kvlink

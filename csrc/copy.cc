@@ -133,6 +133,11 @@ void load_words(std::byte* to, const std::byte* from, size_t bytes) {
   }
 }
 
+void copy_shared(std::byte* to, const std::byte* from, uint32_t bytes) {
+  is_words(reinterpret_cast<uint64_t>(from), bytes) ? load_words(to, from, bytes)
+                                                    : copy_bytes(to, from, bytes);
+}
+
 void store_word(std::byte* to, uint64_t value) {
   __atomic_store_n(reinterpret_cast<uint64_t*>(to), value, __ATOMIC_RELEASE);
 }

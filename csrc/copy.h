@@ -51,6 +51,12 @@ void load_fence();
 /// load_fence(), then loads words, each word whole.
 /// REQUIRES `from` 8-byte aligned and `bytes` a multiple of 8.
 void load_words(std::byte* to, const std::byte* from, size_t bytes);
+inline constexpr uint32_t kMaxWordsBytes = 64;  // reads up to a lease slot are loaded word by word
+inline bool is_words(uint64_t address, uint32_t bytes) {
+  return bytes <= kMaxWordsBytes && (address | bytes) % sizeof(uint64_t) == 0;
+}
+/// load_words() where is_words(), else copy_bytes().
+void copy_shared(std::byte* to, const std::byte* from, uint32_t bytes);
 /// Stores a word whole, after every earlier load and store. REQUIRES `to` 8-byte aligned.
 void store_word(std::byte* to, uint64_t value);
 

@@ -30,12 +30,36 @@ Result<Api> load() {
       library.load(api.event_create, "cuEventCreate") && library.load(api.event_record, "cuEventRecord") &&
       library.load(api.event_query, "cuEventQuery") && library.load(api.event_destroy, "cuEventDestroy_v2") &&
       library.load(api.copy_to_device, "cuMemcpyHtoDAsync_v2") &&
-      library.load(api.copy_to_host, "cuMemcpyDtoHAsync_v2");
+      library.load(api.copy_to_host, "cuMemcpyDtoHAsync_v2") &&
+      library.load(api.copy_on_device, "cuMemcpyDtoDAsync_v2") &&
+      library.load(api.device_get_count, "cuDeviceGetCount") &&
+      library.load(api.device_get_attribute, "cuDeviceGetAttribute") &&
+      library.load(api.device_get_uuid, "cuDeviceGetUuid_v2") &&
+      library.load(api.device_can_access_peer, "cuDeviceCanAccessPeer") &&
+      library.load(api.memory_alloc, "cuMemAlloc_v2") && library.load(api.memory_free, "cuMemFree_v2") &&
+      library.load(api.memory_set, "cuMemsetD8_v2") &&
+      library.load(api.get_address_range, "cuMemGetAddressRange_v2") &&
+      library.load(api.get_granularity, "cuMemGetAllocationGranularity") &&
+      library.load(api.allocation_create, "cuMemCreate") &&
+      library.load(api.allocation_retain, "cuMemRetainAllocationHandle") &&
+      library.load(api.allocation_release, "cuMemRelease") &&
+      library.load(api.allocation_export, "cuMemExportToShareableHandle") &&
+      library.load(api.allocation_import, "cuMemImportFromShareableHandle") &&
+      library.load(api.address_reserve, "cuMemAddressReserve") &&
+      library.load(api.address_free, "cuMemAddressFree") && library.load(api.memory_map, "cuMemMap") &&
+      library.load(api.memory_unmap, "cuMemUnmap") && library.load(api.memory_set_access, "cuMemSetAccess") &&
+      library.load(api.ipc_get, "cuIpcGetMemHandle") && library.load(api.ipc_open, "cuIpcOpenMemHandle_v2") &&
+      library.load(api.ipc_close, "cuIpcCloseMemHandle") &&
+      library.load(api.module_load, "cuModuleLoadData") &&
+      library.load(api.module_unload, "cuModuleUnload") &&
+      library.load(api.module_get_function, "cuModuleGetFunction") &&
+      library.load(api.launch, "cuLaunchKernel");
   if (!complete) {
-    return Status::Unavailable(library.name() + " has no " + library.missing() + ": it is older than CUDA 11",
-                               "upgrade the NVIDIA driver");
+    return Status::Unavailable(
+        library.name() + " has no " + library.missing() + ": it is older than CUDA 11.4",
+        "upgrade the NVIDIA driver");
   }
-  if (Status status = api.check(api.init(0), "cuInit"); !status.ok()) return status;
+  library.load(api.copy_batch, "cuMemcpyBatchAsync_v2");
   return api;
 }
 
@@ -49,10 +73,17 @@ Status Api::check(int result, const char* call) const {
                              "see dmesg and nvidia-smi -q");
 }
 
-Result<const Api*> api() {
+Result<const Api*> library() {
   static const Result<Api> loaded = load();
   if (!loaded.ok()) return loaded.status();
   return &*loaded;
+}
+
+Result<const Api*> api() {
+  const Result<const Api*> opened = library();
+  if (!opened.ok()) return opened;
+  static const Status initialised = (*opened)->check((*opened)->init(0), "cuInit");
+  return initialised.ok() ? opened : initialised;
 }
 
 }  // namespace kvlink::cuda

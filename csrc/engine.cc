@@ -139,7 +139,7 @@ Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange&
 
 /// Whether reads of a transport that cannot lend the pool may still land in it.
 bool Engine::lands_unlent(const Row& row) const {
-  return row.access.bounces || !row.transport->reaches_devices();
+  return row.access.bounces || !row.transport->lands_in_registered_only();
 }
 
 Status Engine::start() {

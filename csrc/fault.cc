@@ -33,6 +33,10 @@ class Plan {
     const FaultRule* rule = nullptr;  // null: let it pass
     uint64_t number = 0;              // of the post among all
   };
+  bool corrupts() const {
+    return std::any_of(rules_.begin(), rules_.end(),
+                       [](const FaultRule& rule) { return rule.action == FaultAction::kCorrupt; });
+  }
   Verdict judge(bool slot) {
     std::lock_guard lock(mutex_);
     ++num_posts_;
@@ -257,15 +261,21 @@ class FaultTransport : public Transport {
   std::string address() const override { return inner_->address(); }
   std::vector<PortState> ports() const override { return inner_->ports(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    lands_on_device_ |= range.device && inner_->reaches_devices();
     return inner_->register_memory(range, access);
   }
   bool reaches_devices() const override { return inner_->reaches_devices(); }
+  bool lands_in_registered_only() const override { return inner_->lands_in_registered_only(); }
   Status lend_through(std::shared_ptr<Bounce> bounce) override {
     return inner_->lend_through(std::move(bounce));
   }
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
+    if (lands_on_device_ && plan_->corrupts()) {
+      return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
+                                 "corrupt on a transport that stages in host memory (fault+tcp)");
+    }
     Result<std::unique_ptr<Endpoint>> inner = inner_->open(owner_address, lane);
     if (!inner.ok()) return inner;
     return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(*inner), plan_));
@@ -282,6 +292,7 @@ class FaultTransport : public Transport {
  private:
   std::unique_ptr<Transport> inner_;
   std::shared_ptr<Plan> plan_;
+  bool lands_on_device_ = false;  // by one thread, before the first open()
 };
 
 }  // namespace

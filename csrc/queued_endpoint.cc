@@ -7,88 +7,32 @@
 namespace kvlink {
 namespace {
 
-// Asking costs a system call or two: too much for every slice of a small pull.
-constexpr int64_t kCheckOwnerNs = 2'000'000;
-
-Status out_of_bounds(const char* what, uint32_t region, uint64_t offset, uint64_t bytes,
-                     uint64_t region_bytes) {
-  return Status::AccessDenied(std::string(what) + " of " + std::to_string(bytes) + " bytes at offset " +
-                              std::to_string(offset) + " leaves region " + std::to_string(region) + " of " +
-                              std::to_string(region_bytes) + " bytes");
-}
-
-bool fits(uint64_t offset, uint64_t bytes, uint64_t region_bytes) {
-  return bytes <= region_bytes && offset <= region_bytes - bytes;
-}
-
 std::byte* local_address(uint64_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace
-
-uint32_t QueuedEndpoint::add_remote(const Remote& remote) {
-  remotes_.push_back(remote);
-  return static_cast<uint32_t>(remotes_.size() - 1);
-}
 
 void QueuedEndpoint::break_down(Status why) {
   if (broken_.ok()) broken_ = std::move(why);
   posts_.clear();
 }
 
-Status QueuedEndpoint::check(const ReadOp& op, const Segment* segments) const {
-  if (op.region >= remotes_.size()) {
-    return Status::AccessDenied("region " + std::to_string(op.region) + " was not imported");
-  }
-  const uint64_t region_bytes = remotes_[op.region].bytes;
-  if (!fits(op.offset, op.bytes, region_bytes)) {
-    return out_of_bounds("a read", op.region, op.offset, op.bytes, region_bytes);
-  }
-  uint64_t landing = 0;
-  for (uint32_t i = 0; i < op.num_segments; ++i) {
-    const uint32_t bytes = segments[op.first_segment + i].bytes;
-    if (bytes == 0) return Status::Config("a read has an empty segment");
-    landing += bytes;
-  }
-  if (landing == op.bytes && landing != 0) return {};
-  return Status::Config("the segments of a read of " + std::to_string(op.bytes) + " bytes take " +
-                        std::to_string(landing));
-}
-
 Status QueuedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   if (!broken_.ok()) return broken_;
-  if (chunk.ops.empty()) return Status::Config("a read has no operations");
-  uint64_t bytes = 0;
-  for (const ReadOp& op : chunk.ops) {
-    if (Status status = check(op, chunk.segments); !status.ok()) return status;
-    bytes += op.bytes;
-  }
-  posts_.push_back({.token = token, .read = {chunk, bytes, {}}});
+  const Result<uint64_t> bytes = remotes_.check_read(chunk);
+  if (!bytes.ok()) return bytes.status();
+  posts_.push_back({.token = token, .read = {chunk, *bytes, {}}});
   return {};
 }
 
 Status QueuedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   if (!broken_.ok()) return broken_;
-  if (region >= remotes_.size()) {
-    return Status::AccessDenied("region " + std::to_string(region) + " was not imported");
-  }
-  const Remote& to = remotes_[region];
-  if (!fits(offset, sizeof value, to.bytes)) {
-    return out_of_bounds("a write", region, offset, sizeof value, to.bytes);
-  }
-  if (to.access != Access::kReadWrite) {
-    return Status::AccessDenied("region " + std::to_string(region) + " was lent for reading only");
-  }
-  if ((to.address + offset) % sizeof value != 0) {
-    return Status::AccessDenied("a write at offset " + std::to_string(offset) + " is not 8-byte aligned");
-  }
+  if (Status status = remotes_.check_write(region, offset); !status.ok()) return status;
   posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
   return {};
 }
 
 void QueuedEndpoint::notice_owner() {
-  const int64_t now = now_ns();
-  if (now - owner_checked_ns_ < kCheckOwnerNs) return;
-  owner_checked_ns_ = now;
+  if (!owner_checks_.due(now_ns())) return;
   if (Status status = check_owner(); !status.ok()) break_down(std::move(status));
 }
 
@@ -136,14 +80,11 @@ Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
   StreamCopy streamed;
   const bool streams = read.bytes >= kStreamBytes;
   walk(read.chunk, read.at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
-    const uint64_t address = remote(op.region).address + op.offset + in_op;
-    const std::byte* const from = local_address(address);
+    const std::byte* const from = local_address(remote(op.region).address + op.offset + in_op);
     if (streams) {
       streamed.add(local, from, bytes);
-    } else if (is_words(address, bytes)) {
-      load_words(local, from, bytes);
     } else {
-      copy_bytes(local, from, bytes);
+      copy_shared(local, from, bytes);
     }
     return true;
   });

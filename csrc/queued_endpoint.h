@@ -4,10 +4,12 @@
 // only forgets.
 #pragma once
 
-#include <algorithm>
 #include <deque>
 #include <vector>
 
+#include "clock.h"
+#include "copy.h"
+#include "remote.h"
 #include "transport.h"
 
 namespace kvlink {
@@ -25,20 +27,7 @@ class QueuedEndpoint : public Endpoint {
 
  protected:
   static constexpr size_t kSliceBytes = 4 << 20;
-  static constexpr uint32_t kMaxWordsBytes = 64;  // reads up to a lease slot are loaded word by word
 
-  /// One region of the owner; `address` in whatever space the transport copies from.
-  struct Remote {
-    uint64_t address;
-    uint64_t bytes;
-    Access access;
-  };
-  /// The next byte of a chunk to move.
-  struct Cursor {
-    uint32_t op = 0, segment = 0;        // segment counts within the op
-    uint32_t in_op = 0, in_segment = 0;  // bytes already moved of the op, of the segment
-    uint64_t moved = 0;                  // of the whole chunk
-  };
   struct Read {
     Chunk chunk = {};
     uint64_t bytes = 0;
@@ -46,27 +35,10 @@ class QueuedEndpoint : public Endpoint {
     bool done() const { return at.moved == bytes; }
   };
 
-  uint32_t add_remote(const Remote& remote);
+  uint32_t add_remote(const Remote& remote) { return remotes_.add(remote); }
   const Remote& remote(uint32_t region) const { return remotes_[region]; }
-  static bool is_words(uint64_t address, uint32_t bytes) {
-    return bytes <= kMaxWordsBytes && (address | bytes) % sizeof(uint64_t) == 0;
-  }
   /// Every later poll() answers `why`, and no post is left.
   void break_down(Status why);
-
-  /// Visits the pieces from `at` on, at most `budget` bytes of them: move(op, bytes into the op, local,
-  /// bytes). Stops before a piece for which `move` answers false.
-  template <typename Move>
-  static void walk(const Chunk& chunk, Cursor& at, size_t budget, Move&& move) {
-    while (at.op < chunk.ops.size() && budget > 0) {
-      const ReadOp& op = chunk.ops[at.op];
-      const Segment& segment = chunk.segments[op.first_segment + at.segment];
-      const auto bytes = static_cast<uint32_t>(std::min<size_t>(segment.bytes - at.in_segment, budget));
-      if (!move(op, at.in_op, segment.local + at.in_segment, bytes)) return;
-      budget -= bytes;
-      advance(op, segment, bytes, at);
-    }
-  }
 
   /// Whether the owner is still there. Called now and then, and before the first work after a pause.
   virtual Status check_owner() = 0;
@@ -84,23 +56,13 @@ class QueuedEndpoint : public Endpoint {
     uint64_t offset = 0, value = 0;
   };
 
-  static void advance(const ReadOp& op, const Segment& segment, uint32_t bytes, Cursor& at) {
-    at.moved += bytes;
-    at.in_op += bytes;
-    at.in_segment += bytes;
-    if (at.in_segment < segment.bytes) return;
-    at.in_segment = 0;
-    if (++at.segment < op.num_segments) return;
-    at = {.op = at.op + 1, .moved = at.moved};
-  }
-  Status check(const ReadOp& op, const Segment* segments) const;
   Status execute_front(size_t& budget);
   void notice_owner();
 
-  std::vector<Remote> remotes_;
+  Remotes remotes_;
   std::deque<Post> posts_;
   Status broken_;
-  int64_t owner_checked_ns_ = 0;
+  Interval owner_checks_{kCheckOwnerNs};
 };
 
 /// A QueuedEndpoint whose remote addresses are addresses of this process.

@@ -2,112 +2,67 @@
 // shm: the pool lies in a memfd that the reader maps too, so a read is a copy in user space and the owner's
 // threads take no part. Readers get pools as read-only descriptors, so that no bug of theirs writes to one. A
 // mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 
-#include "host.h"
+#include "fd_borrower.h"
+#include "fd_lender.h"
+#include "memfd.h"
 #include "queued_endpoint.h"
-#include "shm_owner.h"
-#include "shm_reader.h"
 #include "transports.h"
 
 namespace kvlink {
 namespace {
 
-// Page tables of larger mappings are filled on first use: doing it at once would hold up the first pull.
-constexpr uint64_t kPopulateBytes = uint64_t{1} << 30;
-
-/// A mapped piece of a memfd that need not start on a page.
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(Mapping&& other) noexcept
-      : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_), skip_(other.skip_) {}
-  Mapping& operator=(Mapping&&) = delete;
-  ~Mapping() {
-    if (start_) ::munmap(start_, bytes_);
-  }
-
-  static Result<Mapping> make(int memfd, const ShmOffer& offer) {
-    Mapping mapping;
-    mapping.skip_ = offer.offset % static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-    mapping.bytes_ = offer.bytes + mapping.skip_;
-    const int protection = offer.access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-    const int flags = MAP_SHARED | (offer.bytes <= kPopulateBytes ? MAP_POPULATE : 0);
-    void* const start = ::mmap(nullptr, mapping.bytes_, protection, flags, memfd,
-                               static_cast<off_t>(offer.offset - mapping.skip_));
-    if (start == MAP_FAILED) {
-      return Status::Unreachable("cannot map " + std::to_string(offer.bytes) +
-                                 " bytes of the owner's memory: " + std::strerror(errno));
-    }
-    mapping.start_ = start;
-    return mapping;
-  }
-
-  uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }
-
- private:
-  void* start_ = nullptr;
-  uint64_t bytes_ = 0, skip_ = 0;
-};
+constexpr uint32_t kShmMagic = 0x316d'6873;  // "shm1"
 
 class ShmEndpoint : public MappedEndpoint {
  public:
-  explicit ShmEndpoint(std::string socket_name) : socket_name_(std::move(socket_name)) {}
+  explicit ShmEndpoint(FdBorrower borrower) : borrower_(std::move(borrower)) {}
   ~ShmEndpoint() override { close(); }
 
-  std::string hello() const override { return BlobWriter().u32(kShmMagic).take(); }
-
+  std::string hello() const override { return borrower_.hello(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override {
-    BlobReader from(reply);
-    const bool ours = from.u32() == kShmMagic;
-    const std::string_view secret = from.bytes(kShmSecretBytes);
-    if (!from.done() || !ours || secret.size() != kShmSecretBytes) {
-      return Status::AccessDenied("not a reply of a shm owner");
-    }
-    return reader_.connect(socket_name_, secret, timeout_ns);
+    return borrower_.establish(reply, timeout_ns);
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
     BlobReader from(remote_key);
     const bool ours = from.u32() == kShmMagic;
-    ShmOffer wanted;
+    FdOffer wanted;
     if (!wanted.read(from) || !from.done() || !ours) return Status::AccessDenied("not a key of a shm region");
-    const Result<UniqueFd> memfd = reader_.take(wanted);
+    const Result<UniqueFd> memfd = borrower_.take(wanted);
     if (!memfd.ok()) return memfd.status();
-    Result<Mapping> mapping = Mapping::make((*memfd).get(), wanted);
+    Result<MemfdMapping> mapping = MemfdMapping::make((*memfd).get(), wanted);
     if (!mapping.ok()) return mapping.status();
     mappings_.push_back(std::move(*mapping));
     return add_remote({mappings_.back().address(), wanted.bytes, wanted.access});
   }
 
-  int wake_fd() const override { return reader_.wake_fd(); }
+  int wake_fd() const override { return borrower_.wake_fd(); }
 
   void close() override {
     break_down(Status::Unreachable("this shm endpoint was closed"));
-    reader_.close();
+    borrower_.close();
     mappings_.clear();
   }
 
  protected:
-  Status check_owner() override { return reader_.check_owner(); }
+  Status check_owner() override { return borrower_.check_owner(); }
 
  private:
-  const std::string socket_name_;
-  ShmReader reader_;
-  std::vector<Mapping> mappings_;
+  FdBorrower borrower_;
+  std::vector<MemfdMapping> mappings_;
 };
 
 class ShmRegion : public MemoryRegion {
  public:
-  ShmRegion(std::shared_ptr<ShmOwner> owner, const ShmOffer& offer)
-      : owner_(std::move(owner)), offer_(offer) {}
-  ~ShmRegion() override { owner_->revoke(offer_.id); }
+  ShmRegion(std::shared_ptr<FdLender> lender, const FdOffer& offer)
+      : lender_(std::move(lender)), offer_(offer) {}
+  ~ShmRegion() override { lender_->revoke(offer_.id); }
 
   std::string remote_key() const override {
     BlobWriter key;
@@ -117,66 +72,40 @@ class ShmRegion : public MemoryRegion {
   }
 
  private:
-  std::shared_ptr<ShmOwner> owner_;
-  ShmOffer offer_;
+  std::shared_ptr<FdLender> lender_;
+  FdOffer offer_;
 };
-
-Status not_lendable(std::string why) {
-  return Status::Unavailable("shm cannot lend this memory: " + std::move(why),
-                             "allocate the pool with BlockPool.allocate(...), or use cma or tcp");
-}
 
 class ShmTransport : public Transport {
  public:
-  explicit ShmTransport(std::shared_ptr<ShmOwner> owner) : owner_(std::move(owner)) {}
+  explicit ShmTransport(std::shared_ptr<FdLender> lender) : lender_(std::move(lender)) {}
   ~ShmTransport() override { close(); }
 
-  std::string address() const override {
-    return ShmAddress{boot_id(), namespace_inode("net"), owner_->socket_name()}.blob();
-  }
+  std::string address() const override { return lender_->address(); }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
-    if (range.memfd < 0) return not_lendable("the pool was not allocated by kvlink");
-    const int seals = ::fcntl(range.memfd, F_GET_SEALS);
-    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-      return not_lendable("its memfd is not sealed against shrinking");
-    const std::string path = "/proc/self/fd/" + std::to_string(range.memfd);
-    UniqueFd memfd(access == Access::kRead ? ::open(path.c_str(), O_RDONLY | O_CLOEXEC)
-                                           : ::fcntl(range.memfd, F_DUPFD_CLOEXEC, 0));
-    if (!memfd) return not_lendable(std::string("opening it again: ") + std::strerror(errno));
-    const ShmOffer offer = owner_->lend(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
-    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(owner_, offer));
+    const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
+    if (!offer.ok()) {
+      return Status::Unavailable("shm cannot lend this memory: " + offer.status().what(),
+                                 "allocate the pool with BlockPool.allocate(...), or use cma or tcp");
+    }
+    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(lender_, *offer));
   }
 
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
-    Result<ShmAddress> parsed = ShmAddress::parse(owner_address);
-    if (!parsed.ok()) return parsed.status();
-    if (parsed->boot_id != boot_id()) {
-      return Status::Unavailable("the owner is on another machine",
-                                 "enable a transport between machines (tcp)");
-    }
-    if (parsed->net_namespace != namespace_inode("net")) {
-      return Status::Unavailable(
-          "the owner is in another network namespace, where its Unix socket is not visible",
-          "share one (docker run --network, one pod in Kubernetes), or use cma or tcp");
-    }
-    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(parsed->socket)));
+    Result<FdBorrower> borrower = FdBorrower::of(kShmMagic, owner_address);
+    if (!borrower.ok()) return borrower.status();
+    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
   }
 
-  Result<std::string> accept(uint64_t, std::string_view hello) override {
-    BlobReader from(hello);
-    const bool ours = from.u32() == kShmMagic;
-    if (!from.done() || !ours) return Status::AccessDenied("not the hello of a shm endpoint");
-    return BlobWriter().u32(kShmMagic).bytes(owner_->invite()).take();
-  }
-
+  Result<std::string> accept(uint64_t, std::string_view hello) override { return lender_->accept(hello); }
   bool fence(uint64_t) override { return false; }
-  int serve_fd() const override { return owner_->serve_fd(); }
-  void serve() override { owner_->serve(); }
-  void close() override { owner_->close(); }
+  int serve_fd() const override { return lender_->serve_fd(); }
+  void serve() override { lender_->serve(); }
+  void close() override { lender_->close(); }
 
  private:
-  const std::shared_ptr<ShmOwner> owner_;
+  const std::shared_ptr<FdLender> lender_;
 };
 
 }  // namespace
@@ -190,9 +119,9 @@ Status shm_probe() {
 }
 
 Result<std::unique_ptr<Transport>> shm_make(const TransportOptions&) {
-  Result<std::shared_ptr<ShmOwner>> owner = ShmOwner::listen();
-  if (!owner.ok()) return owner.status();
-  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*owner)));
+  Result<std::shared_ptr<FdLender>> lender = FdLender::listen(kShmMagic);
+  if (!lender.ok()) return lender.status();
+  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*lender)));
 }
 
 }  // namespace kvlink

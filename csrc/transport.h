@@ -159,9 +159,10 @@ class Transport {
   virtual std::vector<PortState> ports() const { return {}; }
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot lend.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) = 0;
-  /// As a NIC does: lends the memory of devices and reads into it, and reads into registered memory only.
-  /// Others are given memory of a device by way of bounce.h, or not at all.
+  /// Lends the memory of devices and reads into it. Others are given it by way of bounce.h, or not at all.
   virtual bool reaches_devices() const { return false; }
+  /// As a NIC does: reads into memory that was registered, and nowhere else.
+  virtual bool lands_in_registered_only() const { return false; }
   /// From now on lends the memory of devices too, and sends it by way of `bounce`. Refuses
   /// (kTransportUnavailable, reason and fix) where peers take the bytes by themselves.
   virtual Status lend_through(std::shared_ptr<Bounce>) {
@@ -205,6 +206,7 @@ struct TransportOptions {
   std::vector<NicOption> nics = {};  // best first; none: every active port
   std::string rdma_connect = {};     // "direct" or "cm" (rdma_cm); empty: what the NIC needs
   uint8_t rdma_traffic_class = 0;    // of what verbs sends
+  std::string cuda_image = {};       // gather.cu, compiled for the pool's GPU; empty: cuda copies without it
 };
 
 /// One row of the table in transports.cc.

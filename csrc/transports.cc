@@ -25,11 +25,13 @@ namespace {
 
 #endif
 
-constexpr std::array<TransportInfo, 5> kTransports{{
+constexpr std::array<TransportInfo, 6> kTransports{{
     {"loopback", "copies inside this process", 1, loopback_probe, loopback_make},
     {"shm", "copies from a pool that both processes map; pools that kvlink allocated, same host", 1,
      shm_probe, shm_make},
     {"cma", "process_vm_readv out of the owner's memory; any memory, same host", 1, cma_probe, cma_make},
+    {"cuda", "one GPU copies out of memory that both processes map; pools in GPU memory, same host", 1,
+     cuda_probe, cuda_make},
     {"verbs", "RDMA reads by the NICs; nobody's CPU takes part at the owner", 4, verbs_probe, verbs_make},
     {"tcp", "sockets; the owner's thread sends, the reader receives in place; anywhere", 1, tcp_probe,
      tcp_make},
@@ -42,10 +44,11 @@ Result<std::unique_ptr<Transport>> make_faulty(const TransportOptions& options) 
   return fault_wrap(std::move(*inner), options);
 }
 
-constexpr std::array<TransportInfo, 5> kFaultyTransports{{
+constexpr std::array<TransportInfo, 6> kFaultyTransports{{
     {"fault+loopback", "loopback with injected faults", 1, loopback_probe, make_faulty<loopback_make>},
     {"fault+shm", "shm with injected faults", 1, shm_probe, make_faulty<shm_make>},
     {"fault+cma", "cma with injected faults", 1, cma_probe, make_faulty<cma_make>},
+    {"fault+cuda", "cuda with injected faults", 1, cuda_probe, make_faulty<cuda_make>},
     {"fault+verbs", "verbs with injected faults", 4, verbs_probe, make_faulty<verbs_make>},
     {"fault+tcp", "tcp with injected faults", 1, tcp_probe, make_faulty<tcp_make>},
 }};

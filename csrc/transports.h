@@ -20,6 +20,9 @@ Result<std::unique_ptr<Transport>> cma_make(const TransportOptions& options);
 Status tcp_probe();
 Result<std::unique_ptr<Transport>> tcp_make(const TransportOptions& options);
 
+Status cuda_probe();
+Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options);
+
 Status verbs_probe();
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options);
 

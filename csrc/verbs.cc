@@ -55,6 +55,7 @@ class VerbsTransport final : public Transport {
     return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
   }
   bool reaches_devices() const override { return true; }
+  bool lands_in_registered_only() const override { return true; }
   Status register_scratch(const MemoryRange& range) override {
     return ports_->enlist(range, Rights::kLocal).status();
   }

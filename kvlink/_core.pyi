@@ -16,6 +16,16 @@ class HostMemory:
     @property
     def bytes(self) -> int: ...
 
+class CudaMemory:
+    """Zeroed memory of a GPU that other processes and NICs may map. Raises ConfigError when there is none left, and
+    TransportUnavailable without a GPU."""
+
+    def __init__(self, bytes: int, gpu: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
 class Layout:
     """csrc/plan.h Layout; planes are (region, layer, offset in bytes)."""
 
@@ -173,8 +183,12 @@ class Engine:
         rdma_connect: str = "",
         bounce_bytes: int = 0,
         rdma_traffic_class: int = 0,
+        cuda_image: bytes = b"",
     ) -> None:
-        """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none."""
+        """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
+
+        `cuda_image`: kvlink/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
+        """
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def refuse(self, transport: str, why: str) -> None:
         """Before start: gives one of the transports up; peers and open() are told why."""

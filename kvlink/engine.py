@@ -13,6 +13,7 @@ from kvlink.bounce import warn_of_pool
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.gpudirect import Way, parse_ways
+from kvlink.kernels import compiled_for
 from kvlink.layout import KVLayout
 from kvlink.loan import Loan, lend_to_nics
 from kvlink.nics import RefusedNic
@@ -75,6 +76,15 @@ def available_transports() -> list[str]:
     return [row[0] for row in _core.transports()]
 
 
+def host_transports() -> dict[str, str]:
+    """Those that pools in host memory go by, best first: why this machine cannot use one and what to do, or ""."""
+    return {
+        name: f"{why_not}. {fix}" if why_not and fix else why_not
+        for name, _, _, why_not, fix in _core.transports()
+        if not _is_cuda(name)
+    }
+
+
 def core_layout(layout: KVLayout) -> _core.Layout:
     """The same layout as the planner takes it."""
     return _core.Layout(
@@ -98,7 +108,7 @@ class Engine:
         self.epoch = epoch
         self.traffic = Traffic()
         self.lease_slots = config.lease_slots
-        transports = select(config.transports, available_transports())
+        transports = _within_reach(select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._loan = lend_to_nics(pool, config) if by_nic else Loan()
         self._core = self._start(config, transports, by_nic)
@@ -130,6 +140,7 @@ class Engine:
             rdma_connect=config.rdma_connect,
             rdma_traffic_class=config.rdma_traffic_class,
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
+            cuda_image=self._cuda_image(transports),
         )
         if self._loan.refused:
             for name in by_nic:
@@ -140,6 +151,11 @@ class Engine:
         with self._loan.added(core, self.pool):
             core.start()
         return core
+
+    def _cuda_image(self, transports: Sequence[str]) -> bytes:
+        if self.pool.gpu is None or not any(map(_is_cuda, transports)):
+            return b""
+        return compiled_for(self.pool.gpu)
 
     @property
     def nics_left_out(self) -> tuple[RefusedNic, ...]:
@@ -217,6 +233,16 @@ class Engine:
         _abandoned.append(self._core)
         self._core = None  # type: ignore[assignment]
         self.on_forked()
+
+
+def _is_cuda(transport: str) -> bool:
+    return transport.removeprefix("fault+") == "cuda"
+
+
+def _within_reach(transports: list[str], pool: BlockPool) -> list[str]:
+    """Without cuda for a pool in host memory, unless nothing else is allowed: what would be refused says nothing."""
+    others = [name for name in transports if pool.gpu is not None or not _is_cuda(name)]
+    return others or transports
 
 
 def failure(transfer: Transfer, where: str) -> KVLinkError | None:

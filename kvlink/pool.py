@@ -54,13 +54,16 @@ class BlockPool:
                 )
 
     @classmethod
-    def allocate(cls, layout: KVLayout, *, huge_pages: bool = True) -> BlockPool:
-        """Allocates zeroed memory that readers on the same host may map (shm). Raises ConfigError without memory."""
-        regions = []
-        for num_bytes in layout.region_bytes():
-            memory = _core.HostMemory(num_bytes, huge_pages)
-            regions.append(Region(memory.address, num_bytes, memory, memory))
-        return cls(regions, layout)
+    def allocate(cls, layout: KVLayout, *, huge_pages: bool = True, gpu: int | None = None) -> BlockPool:
+        """Allocates zeroed memory that readers on the same host may map: on the host (shm), or on the GPU that CUDA
+        calls `gpu` (cuda), where NICs may map it too. `huge_pages` is advice for host memory.
+
+        Raises ConfigError without memory, TransportUnavailable without a GPU.
+        """
+        sizes = layout.region_bytes()
+        return cls(
+            [_on_host(size, huge_pages) if gpu is None else _on_gpu(size, gpu) for size in sizes], layout
+        )
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], layout: KVLayout) -> BlockPool:
@@ -68,9 +71,9 @@ class BlockPool:
         or anything on the CPU with DLPack.
 
         Region i of the layout is `tensors[i]`; offsets count from its first element. On the CPU such a pool is reached
-        by cma and tcp, not by shm; on a GPU by verbs, and by tcp, which stages it in host memory. Neither waits for
-        CUDA streams: offer blocks once the kernels that wrote them have ended. Raises ConfigError for tensors that are
-        read-only, elsewhere, or too small.
+        by cma and tcp, not by shm; on a GPU by cuda and verbs, and by tcp, which stages it in host memory. None waits
+        for CUDA streams: offer blocks once the kernels that wrote them have ended. Raises ConfigError for tensors that
+        are read-only, elsewhere, or too small.
         """
         return cls([_region_of(tensor) for tensor in tensors], layout)
 
@@ -104,6 +107,8 @@ class BlockPool:
 
         keeper, num_bytes = self.regions[region].keeper, self.regions[region].num_bytes
         if not isinstance(keeper, torch.Tensor):
+            if self.gpu is not None:
+                return torch.as_tensor(_ExportedOnGpu(self.regions[region]), device=f"cuda:{self.gpu}")
             return torch.from_numpy(self.numpy(region))
         first = keeper.storage_offset() * keeper.element_size()
         flat = torch.empty(0, dtype=torch.uint8, device=keeper.device)
@@ -133,6 +138,29 @@ class _Exported:
             "data": (region.address, False),
             "version": 3,
         }
+
+
+class _ExportedOnGpu:
+    """The same for GPU memory, through CUDA's array interface."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.__cuda_array_interface__ = {
+            "shape": (region.num_bytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+
+
+def _on_host(num_bytes: int, huge_pages: bool) -> Region:
+    memory = _core.HostMemory(num_bytes, huge_pages)
+    return Region(memory.address, num_bytes, memory, memory)
+
+
+def _on_gpu(num_bytes: int, gpu: int) -> Region:
+    memory = _core.CudaMemory(num_bytes, gpu)
+    return Region(memory.address, num_bytes, memory, None, gpu)
 
 
 def _region_of(tensor: Any) -> Region:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, UnknownRequest
@@ -20,6 +22,7 @@ from kvlink.types import LeaseEvent, ReadyUnit
 
 _MAX_EVENTS = 1 << 16  # kept for a user who never asks; older ones are forgotten
 _TIMED_EVERY = 16
+_LOOK_S = 200e-6  # at an event of a GPU: the last kernels of a prompt take milliseconds
 _COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing grows when nobody asks for events
 
 
@@ -30,6 +33,13 @@ class _Offered:
     """That wait for readers."""
     ticket: Ticket | None = None
     """None: it is being signed, or somebody else wrote it."""
+
+
+class Passing(Protocol):
+    """Work of a device that ends by itself: a torch.cuda.Event, or a stream."""
+
+    def query(self) -> bool:
+        """Whether it has ended. Never blocks."""
 
 
 class Offers:
@@ -48,6 +58,8 @@ class Offers:
         self._requests: dict[int, str] = {}
         self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
         self.on_ended: Callable[[str], None] = lambda request_id: None
+        self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
+        """Runs a coroutine, which belongs to a request."""
         self.sign: Callable[[Ticket], Ticket] = lambda ticket: ticket
 
     def __len__(self) -> int:
@@ -64,6 +76,7 @@ class Offers:
         readers: int,
         ready: int | None,
         ready_unit: ReadyUnit,
+        after: Passing | None = None,
         trace: str = "",
     ) -> Ticket:
         """See `Worker.offer`."""
@@ -74,9 +87,9 @@ class Offers:
         tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
         _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
         units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
-        written = units if ready is None else ready
-        if not 0 <= written <= units:
-            raise ConfigError(f"offer {request_id}: ready={ready} of {units} {ready_unit.name.lower()}")
+        written = _written(request_id, ready, units, ready_unit)
+        held_by = None if after is None or after.query() else after
+        now = written if held_by is None else 0
         if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
             self._collect()
         with self._lock:
@@ -84,7 +97,7 @@ class Offers:
                 raise ConfigError(
                     f"request {request_id} is offered already; wait for its event or abort it before offering it again"
                 )
-            seats = self._engine.grant(lease, readers, written, ttl_s)
+            seats = self._engine.grant(lease, readers, now, ttl_s)
             offered = self._by_request[request_id] = _Offered(lease, len(ids))
             self._requests[lease] = request_id
         unsigned = Ticket(
@@ -95,7 +108,7 @@ class Offers:
             seats=tuple(LeaseSeat(*seat) for seat in seats),
             block_ids=ids,
             num_tokens=tokens,
-            ready=written,
+            ready=now,
             ready_unit=ready_unit,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
@@ -103,9 +116,20 @@ class Offers:
             trace=TraceParent.parse(trace) if trace else None,
         )
         ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
+        if held_by is not None:
+            self.in_background(self._ready_after(lease, held_by, written), request_id)
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket
+
+    async def _ready_after(self, lease: int, after: Passing, ready: int) -> None:
+        try:
+            while not after.query():
+                await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            self._engine.core.abort(lease)  # what lies in the blocks is not known
+            raise
+        self._engine.core.set_ready(lease, ready)  # False: it has ended
 
     def grant_at(self, request_id: str, seats: Sequence[LeaseSeat], ttl_s: float) -> None:
         """Takes a lease at seats that the caller chose, for a ticket that the caller writes: so a scheduler answers
@@ -181,6 +205,13 @@ class Offers:
         if offered is None:
             raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
         return offered.lease
+
+
+def _written(request_id: str, ready: int | None, units: int, unit: ReadyUnit) -> int:
+    written = units if ready is None else ready
+    if not 0 <= written <= units:
+        raise ConfigError(f"offer {request_id}: ready={ready} of {units} {unit.name.lower()}")
+    return written
 
 
 def _check_offer(

@@ -6,9 +6,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
 
 from kvlink.engine import CompletionQueue, Engine, Transfer
+
+T = TypeVar("T")
 
 
 class LoopWaiter:
@@ -66,22 +69,19 @@ class Bell:
         self._rung()
 
 
-class LeaseBell:
-    """Rings on one event loop whenever leases of an engine have ended."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._event = asyncio.Event()
-        self._bell = Bell(self._event.set)
-        engine.core.watch_ended(self._bell.queue)
-
-    async def rung(self) -> None:
-        """Waits for the next ring; one that came since the last wait counts."""
-        await self._event.wait()
-        self._event.clear()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._bell.close()
+async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
+    """What `look` gives, and gives again whenever leases of the engine have ended. On the running event loop."""
+    rung = asyncio.Event()
+    bell = Bell(rung.set)
+    engine.core.watch_ended(bell.queue)
+    try:
+        while True:
+            for found in look():
+                yield found
+            await rung.wait()
+            rung.clear()
+    finally:
+        bell.close()
 
 
 _waiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiter] = weakref.WeakKeyDictionary()

@@ -26,12 +26,13 @@ from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
 from kvlink.peers import Peer, Peers
 from kvlink.pool import BlockPool
+from kvlink.prefill import Passing
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
 from kvlink.starting import Connected, Part, Starts, connect_all, settling, start
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
-from kvlink.waiting import LeaseBell
+from kvlink.waiting import when_ended
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -85,6 +86,7 @@ class Worker:
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
             """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
             self.offers.on_ended = self._forget
+            self.offers.in_background = partial(self._in_background, what="look for the device's end")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._presence.directory)
             self._presence.report = Reporter(self)
@@ -118,6 +120,7 @@ class Worker:
         readers: int = 1,
         ready: int | None = None,
         ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
+        after: Passing | None = None,
         publish: bool = False,
         trace: str = "",
     ) -> Ticket:
@@ -128,6 +131,8 @@ class Worker:
         ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
         readers: how many seats; `layout.num_seats` says how many readers of another TP degree need.
         ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
+        after: a torch.cuda.Event recorded behind the kernels that write the blocks, or their stream: readers wait until
+            it has passed, and nobody here. Without one the blocks must be written by now.
         publish: also sends the ticket to the coordinator, in the background.
         trace: W3C `traceparent` of the request, for who collects spans; a malformed one is ignored.
         Raises ConfigError for bad arguments and for a full lease table.
@@ -142,10 +147,11 @@ class Worker:
             readers=readers,
             ready=ready,
             ready_unit=ready_unit,
+            after=after,
             trace=trace,
         )
         if publish:
-            self._in_background(self._presence.publish(ticket), "publish", request_id)
+            self._in_background(self._presence.publish(ticket), request_id, "publish")
         return ticket
 
     def set_ready(self, request_id: str, ready: int) -> None:
@@ -164,16 +170,9 @@ class Worker:
         """Offers that ended since the last call: their blocks may be written again. Never blocks."""
         return self.offers.events()
 
-    async def watch_events(self) -> AsyncIterator[LeaseEvent]:
+    def watch_events(self) -> AsyncIterator[LeaseEvent]:
         """Yields offers as they end, on the running event loop."""
-        bell = LeaseBell(self._engine)
-        try:
-            while True:
-                for event in self.offers.events():
-                    yield event
-                await bell.rung()
-        finally:
-            bell.close()
+        return when_ended(self._engine, self.offers.events)
 
     # Decode's side.
 
@@ -276,10 +275,10 @@ class Worker:
         if not self._presence.has_coordinator:
             raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
 
-    def _in_background(self, job: Coroutine[Any, Any, None], what: str, request_id: str) -> None:
+    def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         def log_failure(future: Future[None]) -> None:
             if not future.cancelled() and future.exception() is not None:
-                _log.warning("%s failed request=%s error=%s", what, request_id, future.exception())
+                _log.warning("%s failed request=%s error=%s", what, request_id, str(future.exception()))
 
         self._control.submit(job).add_done_callback(log_failure)
 
@@ -288,7 +287,7 @@ class Worker:
 
     def _settle_otherwise(self, part: Part) -> None:
         job = self._presence.directory.settle(part[0], *settling(part))
-        self._in_background(job, "settle", part[0].request_id)
+        self._in_background(job, part[0].request_id, "settle")
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from kvlink import _core
+from kvlink.engine import host_transports
 from kvlink.errors import KVLinkError
 
 from ..machine import OtherLoad
@@ -124,7 +124,7 @@ def _candidates(
 ) -> Iterator[tuple[Who, Callable[[], Contender] | str]]:
     """Who should be there, and how to begin or why not."""
     memory = (shape.block_bytes, shape.memory_blocks, _SEED)
-    refused = {name: why_not for name, _, _, why_not, _ in _core.transports()}
+    refused = host_transports()
     for transport in TRANSPORTS[path]:
         who = Who(KVLINK, transport, path, "", "its defaults")
         yield who, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlink import _core
 from kvlink.config import select
+from kvlink.engine import host_transports
 
 
 def choose(names: Sequence[str] | None) -> dict[str, str]:
     """Transport name to why it cannot work here, or "". None chooses all that can. Raises ConfigError."""
-    why_not = {name: _sentence(reason, fix) for name, _, _, reason, fix in _core.transports()}
+    why_not = host_transports()
     if names is None:
         return {name: "" for name, reason in why_not.items() if not reason}
     chosen = select(",".join(names), list(why_not))
     return {name: why_not[name.removeprefix("fault+")] for name in chosen}
-
-
-def _sentence(reason: str, fix: str) -> str:
-    return f"{reason}. {fix}" if reason and fix else reason

@@ -63,6 +63,12 @@ class CudaDriver:
             flush_from_host=bool(flush & _FLUSH_FROM_HOST),
         )
 
+    def capability(self, ordinal: int) -> tuple[int, int]:
+        """The compute capability of one device, (9, 0) for an H100."""
+        (device,) = self._call("cuDeviceGet", ordinal)
+        major, minor = (self._of_device(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
+        return major, minor
+
     def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
         """See Driver."""
         kind = self._cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD

@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvlink import _core
 from kvlink.benchmarks import app, handovers, migrate
 from kvlink.benchmarks.arrivals import Arrivals, open_loop, workload
 from kvlink.benchmarks.processes import OwnerSide, owner_process
 from kvlink.benchmarks.spread import quantile_interval, quantiles_us
 from kvlink.benchmarks.traces import Request
+from kvlink.engine import host_transports
 from kvlink.errors import ConfigError, KVLinkError
 
 STALL_S = 0.5
-HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+HERE = [name for name, why_not in host_transports().items() if not why_not]
 
 
 def least_us(at_s: list[float], stalled: int) -> list[float]:

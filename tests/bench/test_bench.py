@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvlink import BlockPool, _core
+from kvlink import BlockPool
 from kvlink.benchmarks import app, handovers, machine, migrate, plan, pull
 from kvlink.benchmarks.cache import Cache
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.draws import Order, pieces_of
 from kvlink.benchmarks.models import MODELS
 from kvlink.benchmarks.spread import quantiles_us
+from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
 LOOP = [*handovers.PHASES, handovers.OVERHEAD]
 ROWS = [*LOOP, handovers.LIMIT]
-HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+HERE = [name for name, why_not in host_transports().items() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",
     "cpu_s_per_gib", "verified", "verified_pulls", "limit", "limit_gib_per_s", "of_limit", "read_us", "gb_per_s",

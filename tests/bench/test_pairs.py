@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvlink import BlockPool, _core
+from kvlink import BlockPool
 from kvlink.benchmarks import app, handovers, migrate, shares
 from kvlink.benchmarks.cache import LAYOUTS, Cache, Degrees, taken_from
 from kvlink.benchmarks.contents import Contents
 from kvlink.benchmarks.handovers import LIMIT, OVERHEAD, PHASES, Bench
 from kvlink.benchmarks.processes import BenchError
+from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, Order, assign, dense
 
-HERE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+HERE = [name for name, why_not in host_transports().items() if not why_not]
 APART = [name for name in HERE if name != "loopback"]
 DEGREES = (1, 2, 4, 8)
 TOKENS = 75  # the last block is partial

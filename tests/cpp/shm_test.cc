@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "copy_peers.h"
-#include "shm_wire.h"
+#include "fd_wire.h"
 
 namespace kvlink::testing {
 namespace {
@@ -88,7 +88,7 @@ TEST(Shm, AdmitsEachInvitationOnce) {
 }
 
 int connect_raw(const Card& card) {
-  const std::string name = ShmAddress::parse(card.address)->socket;
+  const std::string name = HostAddress::parse(0x316d'6873, card.address)->socket;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path + 1, name.data(), name.size());

@@ -22,7 +22,6 @@ import torch
 import transformers
 from transports.processes import eventually
 
-from kvlink import _core
 from kvlink import demo as demo_package
 from kvlink.demo import run
 from kvlink.demo.child import Host
@@ -31,10 +30,11 @@ from kvlink.demo.messages import Reply
 from kvlink.demo.processes import Child, ChildError, Family
 from kvlink.demo.router import Route
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
+from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.integrations.transformers.incoming import Incoming
 
-AVAILABLE = [name for name, _, _, why_not, _ in _core.transports() if not why_not]
+AVAILABLE = [name for name, why_not in host_transports().items() if not why_not]
 
 
 def demo(*transports: str, json_lines: bool = True, **env: str) -> subprocess.CompletedProcess[str]:

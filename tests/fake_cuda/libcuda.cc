@@ -1,27 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// A libcuda.so.1 for machines without a GPU: the calls that csrc/cuda_api.h loads, over host memory, with the
-// driver's rules. Device memory is host memory whose address has kDeviceBit: no CPU can follow it. Copies are
-// made by the stream's thread, late; they need a current context and registered host memory.
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdint>
+// The device, its contexts, streams and events, and copies between host and device.
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
-#include <mutex>
-#include <thread>
 #include <vector>
+
+#include "fake.h"
+
+namespace fake {
+
+std::atomic<int> live{0};
 
 namespace {
 
-constexpr uint64_t kDeviceBit = uint64_t{1} << 60;
-enum Error { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidContext = 201, kNotReady = 600 };
-
 std::atomic<bool> initialized{false};
-std::atomic<int> live{0};  // contexts, streams, events and registrations
 thread_local std::vector<void*> contexts;
 int the_context;
 
@@ -37,63 +28,6 @@ bool is_registered(const void* host, size_t bytes) {
   return address + bytes <= base + size;
 }
 
-int ready() {
-  if (!initialized) return kNotInitialized;
-  return contexts.empty() ? kInvalidContext : kSuccess;
-}
-
-}  // namespace
-
-struct CUstream_st {
-  CUstream_st() : thread([this] { run(); }) { ++live; }
-  ~CUstream_st() {
-    {
-      std::lock_guard lock(mutex);
-      ended = true;
-      changed.notify_all();
-    }
-    thread.join();
-    --live;
-  }
-  void push(std::function<void()> task) {
-    std::lock_guard lock(mutex);
-    tasks.push_back(std::move(task));
-    changed.notify_all();
-  }
-  void synchronize() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [this] { return tasks.empty(); });
-  }
-  void run() {
-    std::unique_lock lock(mutex);
-    for (;;) {
-      changed.wait(lock, [this] { return ended || !tasks.empty(); });
-      if (tasks.empty()) return;
-      const auto task = tasks.front();
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-      task();
-      lock.lock();
-      tasks.pop_front();
-      changed.notify_all();
-    }
-  }
-
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> tasks;
-  bool ended = false;
-  std::thread thread;
-};
-
-struct CUevent_st {
-  CUevent_st() { ++live; }
-  ~CUevent_st() { --live; }
-  std::atomic<bool> passed{true};
-};
-
-namespace {
-
 int copy(void* to, const void* from, const void* host, uint64_t device, size_t bytes, CUstream_st* stream) {
   if (const int error = ready()) return error;
   if (!(device & kDeviceBit) || !stream || !is_registered(host, bytes)) return kInvalidValue;
@@ -101,9 +35,60 @@ int copy(void* to, const void* from, const void* host, uint64_t device, size_t b
   return kSuccess;
 }
 
-void* behind(uint64_t device) { return reinterpret_cast<void*>(device & ~kDeviceBit); }
-
 }  // namespace
+
+int ready() {
+  if (!initialized) return kNotInitialized;
+  return contexts.empty() ? kInvalidContext : kSuccess;
+}
+
+}  // namespace fake
+
+CUstream_st::CUstream_st() : thread_([this] { run(); }) { ++fake::live; }
+
+CUstream_st::~CUstream_st() {
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+  --fake::live;
+}
+
+void CUstream_st::push(std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  changed_.notify_all();
+}
+
+void CUstream_st::synchronize() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return tasks_.empty(); });
+}
+
+void CUstream_st::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return ended_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    const auto task = tasks_.front();
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    task();
+    lock.lock();
+    tasks_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+struct CUevent_st {
+  CUevent_st() { ++fake::live; }
+  ~CUevent_st() { --fake::live; }
+  std::atomic<bool> passed{true};
+};
+
+using namespace fake;  // NOLINT: the C functions below
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -119,6 +104,7 @@ int cuInit(unsigned flags) {
 int cuGetErrorName(int error, const char** name) {
   static const std::map<int, const char*> names = {{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
                                                    {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+                                                   {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
                                                    {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
                                                    {kNotReady, "CUDA_ERROR_NOT_READY"}};
   const auto found = names.find(error);
@@ -135,18 +121,40 @@ int cuPointerGetAttribute(void* into, int attribute, unsigned long long pointer)
 
 int cuDeviceGet(int* device, int ordinal) {
   *device = 0;
-  return ordinal == 0 ? kSuccess : kInvalidValue;
+  return ordinal == 0 ? kSuccess : kInvalidDevice;
+}
+
+int cuDeviceGetCount(int* count) {
+  *count = 1;
+  return kSuccess;
+}
+
+/// 32 digits of a GPU that only this process sees, by FAKE_CUDA_UUID.
+int cuDeviceGetUuid_v2(char* uuid, int device) {
+  std::memset(uuid, 7, 16);
+  if (const char* own = std::getenv("FAKE_CUDA_UUID")) std::strncpy(uuid, own, 16);
+  return device == 0 ? kSuccess : kInvalidDevice;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 110 ? 1 : 0;
+  return device == 0 ? kSuccess : kInvalidDevice;
+}
+
+int cuDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return kSuccess;
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = &the_context;
   ++live;
-  return device == 0 ? kSuccess : kInvalidValue;
+  return device == 0 ? kSuccess : kInvalidDevice;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
   --live;
-  return device == 0 ? kSuccess : kInvalidValue;
+  return device == 0 ? kSuccess : kInvalidDevice;
 }
 
 int cuCtxPushCurrent_v2(void* context) {

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from transports.gpus import LEAST, SOURCES, Open
 from transports.pairs import Pair
-from transports.pools import PoolSpec
+from transports.pools import OWN_GPU, USUAL, PoolSpec
 from transports.processes import LocalPeer, Peer, PeerProcess, RemoteWorker, usage
 
 from kvlink import Worker, WorkerConfig, _core
@@ -22,7 +25,7 @@ def _params(only_other_processes: bool = False) -> list[Any]:
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why_not}. {fix}")] if why_not else [])
         for name, _, _, why_not, fix in _core.transports()
-        if not (only_other_processes and name == "loopback")
+        if (name == "cuda") == (USUAL == OWN_GPU) and not (only_other_processes and name == "loopback")
     ]
 
 
@@ -133,3 +136,41 @@ def nothing_leaks(_shared_peers: dict[bool, Peer]) -> Iterator[None]:
         for peer in peers:
             peer.call("collect")  # a Worker and its parts refer to each other
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a libcuda.so.1, without a GPU."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for tests/fake_cuda: apt-get install g++")
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    options = ["-std=c++20", "-shared", "-fPIC", "-pthread", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run([compiler, *options, *map(str, SOURCES)], check=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gpu_ends(cuda_driver: str) -> Iterator[tuple[PeerProcess, PeerProcess]]:
+    """An owner's process and a reader's, both with the GPU. Nobody harms them."""
+    started = PeerProcess(LD_LIBRARY_PATH=cuda_driver), PeerProcess(LD_LIBRARY_PATH=cuda_driver)
+    yield started
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def opened(gpu_ends: tuple[PeerProcess, PeerProcess]) -> Iterator[Open]:
+    """Makes an owner with contents and a reader, in whose memory they are given; they end with the test."""
+    workers: list[RemoteWorker] = []
+
+    def make(spec: PoolSpec, owner: str, reader: str, **config: object) -> tuple[RemoteWorker, RemoteWorker]:
+        for process, name, memory in zip(gpu_ends, ("owner", "reader"), (owner, reader), strict=True):
+            pool = PoolSpec(**{**spec.json(), "memory": memory})
+            workers.append(RemoteWorker(process, name, pool, bounce_bytes=LEAST, **config))
+        workers[0].do("fill", seed=3)
+        return workers[0], workers[1]
+
+    yield make
+    for worker in workers:
+        worker.close()

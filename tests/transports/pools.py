@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -31,16 +33,22 @@ class Memory(Enum):
 
 ON_GPU = "gpu"
 """Memory of the GPU that tests/fake_cuda stands for; the process must find that in place of the driver."""
+OWN_GPU = "own gpu"
+"""The same, allocated by kvlink: other processes may map it."""
 
-_GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/libcuda.cc has it
+USUAL = os.environ.get("KVLINK_TEST_MEMORY", Memory.KVLINK.value)
+"""What pools are in unless a test says. OWN_GPU: test_gpu_direct.py has the suite run over the transport `cuda`."""
+
+_GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/fake.h has it
 
 
 class _GpuPool(BlockPool):
     """What the tests fill and look at is the memory behind those addresses."""
 
     def numpy(self, region: int = 0) -> Bytes:
-        array: Bytes = self.regions[region].keeper  # type: ignore[assignment]
-        return array
+        memory = self.regions[region]
+        seen = (ctypes.c_uint8 * memory.num_bytes).from_address(memory.address & ~_GPU_BIT)
+        return np.ctypeslib.as_array(seen)
 
 
 class _OnlyDlpack:
@@ -83,7 +91,7 @@ class PoolSpec:
     tp_size: int = 1
     order: str = "NHD"
     regions: str = "ONE"
-    memory: str = "kvlink"
+    memory: str = USUAL
 
     def layout(self) -> KVLayout:
         geometry = Geometry(
@@ -100,6 +108,8 @@ class PoolSpec:
 
     def make(self) -> BlockPool:
         layout = self.layout()
+        if self.memory == OWN_GPU:
+            return _GpuPool(BlockPool.allocate(layout, gpu=0).regions, layout)
         if self.memory == ON_GPU:
             arrays = [np.zeros(size, np.uint8) for size in layout.region_bytes()]
             return _GpuPool([_on_gpu(array) for array in arrays], layout)

@@ -3,66 +3,18 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
+from transports.gpus import LEAST, ON_HOST, Open
 from transports.pools import ON_GPU, PoolSpec, wide
 from transports.processes import PeerProcess, RemoteWorker
 
 from kvlink import _core
 from kvlink.errors import TransferError, TransportUnavailable
 
-SOURCE = Path(__file__).parents[1] / "fake_cuda" / "libcuda.cc"
-LEAST = 2 << 20
-ON_HOST = "kvlink"
 NO_NIC = {name: f"{name}: {why}. {fix}" for name, _, _, why, fix in _core.transports() if why}.get(
     "verbs", ""
 )
 NEEDS_NIC = pytest.mark.skipif(bool(NO_NIC), reason=NO_NIC)
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a libcuda.so.1."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler for tests/fake_cuda: apt-get install g++")
-    folder = tmp_path_factory.mktemp("fake_cuda")
-    options = ["-std=c++20", "-shared", "-fPIC", "-pthread", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run([compiler, *options, str(SOURCE)], check=True)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def ends(driver: str) -> Iterator[tuple[PeerProcess, PeerProcess]]:
-    """An owner's process and a reader's, both with the GPU. Nobody harms them."""
-    started = PeerProcess(LD_LIBRARY_PATH=driver), PeerProcess(LD_LIBRARY_PATH=driver)
-    yield started
-    for process in started:
-        process.close()
-
-
-Open = Callable[..., tuple[RemoteWorker, RemoteWorker]]
-
-
-@pytest.fixture
-def opened(ends: tuple[PeerProcess, PeerProcess]) -> Iterator[Open]:
-    """Makes an owner with contents and a reader, in whose memory they are given; they end with the test."""
-    workers: list[RemoteWorker] = []
-
-    def make(spec: PoolSpec, owner: str, reader: str, **config: object) -> tuple[RemoteWorker, RemoteWorker]:
-        for process, name, memory in zip(ends, ("owner", "reader"), (owner, reader), strict=True):
-            pool = PoolSpec(**{**spec.json(), "memory": memory})
-            workers.append(RemoteWorker(process, name, pool, bounce_bytes=LEAST, **config))
-        workers[0].do("fill", seed=3)
-        return workers[0], workers[1]
-
-    yield make
-    for worker in workers:
-        worker.close()
 
 
 @pytest.mark.parametrize(
@@ -126,9 +78,9 @@ def test_where_staging_is_not_allowed_it_is_refused_with_the_fix(opened: Open) -
         taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
 
 
-def test_an_owner_killed_in_the_middle_is_an_error(driver: str, opened: Open) -> None:
+def test_an_owner_killed_in_the_middle_is_an_error(cuda_driver: str, opened: Open) -> None:
     _, taker = opened(wide(4096), ON_HOST, ON_GPU, transports="tcp")
-    process = PeerProcess(LD_LIBRARY_PATH=driver)
+    process = PeerProcess(LD_LIBRARY_PATH=cuda_driver)
     blocks = list(range(4096))
     victim = RemoteWorker(process, "victim", wide(4096, memory=ON_GPU), bounce_bytes=LEAST, transports="tcp")
     ticket = victim.offer(blocks)

@@ -16,6 +16,7 @@ from kvlink.errors import (
     StaleBlocks,
     TransferError,
     TransferTimeout,
+    TransportUnavailable,
 )
 
 NewPair = Callable[..., Pair]
@@ -71,6 +72,10 @@ def test_delays_change_no_byte(transport: str, fault: str, new_pair: NewPair) ->
 def test_a_corrupted_read_is_found_by_comparing(transport: str, new_pair: NewPair) -> None:
     """Leases vouch for the time of a read, not for the wire: this shows that the suite's comparison can fail."""
     pair = new_pair(transport, fault="corrupt-data@1")
+    if transport == "cuda":
+        with pytest.raises(TransportUnavailable, match="no CPU reaches what it would corrupt"):
+            pair.works()
+        return
     assert pair.start(pair.offer([4, 5]), [1, 2]).wait(20)
     there, here = pair.contents[[4, 5]], pair.blocks()[[1, 2]]
     assert (there != here).sum() == 1

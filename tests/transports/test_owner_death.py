@@ -21,7 +21,10 @@ MANY = range(1024)  # 16 MiB
 SLOW = "delay-data=150ms@every:1"  # a pull of MANY takes half a second and more
 
 
-def is_under_way(pull: Pull) -> bool:
+def is_under_way(pull: Pull, distant: str) -> bool:
+    """Skips where a pull is one launch, of which nothing is known until all of it has landed."""
+    if distant == "cuda":
+        pytest.skip("cuda reads a pull at once; test_gpu_direct.py kills its owner")
     return 0 < pull.stats.num_bytes < len(MANY) * (16 << 10)
 
 
@@ -33,7 +36,7 @@ def test_an_owner_killed_in_the_middle_of_a_pull(
     pair.works()
     ticket, next_ticket = pair.offer(MANY), pair.offer([5])
     pull = pair.start(ticket, MANY, timeout_s=60)
-    eventually(lambda: is_under_way(pull))
+    eventually(lambda: is_under_way(pull, distant))
     process.kill()
     with pytest.raises(PeerUnreachable, match=ticket.request_id):
         pull.wait(20)
@@ -61,7 +64,7 @@ def test_an_owner_that_closes_in_the_middle_of_a_pull(
     pair = new_pair(distant, at=new_process(), num_blocks=1026, fault=SLOW)
     pair.works()
     pull = pair.start(pair.offer(MANY), MANY, timeout_s=60)
-    eventually(lambda: is_under_way(pull))
+    eventually(lambda: is_under_way(pull, distant))
     pair.owner.close()
     with pytest.raises((PeerUnreachable, StaleBlocks)):
         pull.wait(20)
@@ -143,7 +146,7 @@ def test_an_owner_stopped_in_the_middle_of_a_pull_goes_on(
     pair.works()
     ticket = pair.offer(MANY)
     pull = pair.start(ticket, MANY, timeout_s=60)
-    eventually(lambda: is_under_way(pull))
+    eventually(lambda: is_under_way(pull, distant))
     process.stop()
     time.sleep(0.3)
     process.go_on()

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
-from transports.pools import PoolSpec, Source, expected, poison, random_contents, same, snapshot
+from transports.pools import PoolSpec, Source, expected, poison, random_contents, same, snapshot, wide
 from transports.processes import RemoteWorker, eventually
 
 from kvlink import Worker
@@ -115,3 +117,38 @@ def test_an_owner_that_never_finishes_runs_into_the_deadline(
         reader.pull(ticket, READER_BLOCKS, timeout_s=0.2).wait(20)
     owner.do("set_ready", request_id=ticket.request_id, ready=8)
     assert reader.pull(ticket, READER_BLOCKS).wait(20)
+
+
+class SlowKernels:
+    """As a torch.cuda.Event: not passed until it is told so."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.lost = False
+
+    def query(self) -> bool:
+        if self.lost:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.passed.is_set()
+
+
+def test_readers_wait_for_the_kernels_that_write_the_blocks(transport: str, new_reader: NewReader) -> None:
+    lender, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
+    kernels = SlowKernels()
+    pull = taker.pull(lender.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
+    time.sleep(0.05)
+    assert not pull.done()
+    lender.pool.numpy()[:] = 9  # later than the offer
+    kernels.passed.set()
+    pull.wait()
+    assert (taker.pool.numpy().reshape(8, -1)[3:5] == 9).all()
+    assert lender.offer("again", [1, 2], after=kernels).ready == 2
+
+
+def test_blocks_of_a_lost_device_are_never_used(transport: str, new_reader: NewReader) -> None:
+    lender, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
+    kernels = SlowKernels()
+    pull = taker.pull(lender.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
+    kernels.lost = True
+    with pytest.raises(StaleBlocks):
+        pull.wait()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's end of shm: a Unix socket that hands memfds to readers that know a secret. A client can neither
-// block nor starve it: nothing here waits, and the oldest client that has not shown its secret makes room for
-// new ones.
+// The owner's end: a Unix socket that hands descriptors of memory to readers that know a secret. A client can
+// neither block nor starve it: nothing here waits, and the oldest client that has not shown its secret makes
+// room for new ones.
 #pragma once
 
 #include <deque>
@@ -12,23 +12,25 @@
 #include <vector>
 
 #include "fd.h"
-#include "shm_wire.h"
+#include "fd_wire.h"
 #include "status.h"
 
 namespace kvlink {
 
 /// Every method may be called from any thread; serve() from one at a time.
-class ShmOwner {
+class FdLender {
  public:
-  static Result<std::shared_ptr<ShmOwner>> listen();
+  /// `magic` is the transport's, in all that it says to readers.
+  static Result<std::shared_ptr<FdLender>> listen(uint32_t magic);
 
-  const std::string& socket_name() const { return name_; }
-  /// Hands `memfd` to every later reader. Returns what it offers.
-  ShmOffer lend(UniqueFd memfd, ShmOffer offer);
+  /// For readers: where it is.
+  std::string address() const;
+  /// For the reader that said `hello`: a secret that admits one reader once.
+  Result<std::string> accept(std::string_view hello);
+  /// Hands `fd` to every later reader. Returns what it offers.
+  FdOffer lend(UniqueFd fd, FdOffer offer);
   /// No later reader gets it; earlier ones keep their mapping.
   void revoke(uint64_t id);
-  /// A secret that admits one reader once.
-  std::string invite();
 
   int serve_fd() const { return epoll_.get(); }
   void serve();
@@ -36,8 +38,8 @@ class ShmOwner {
 
  private:
   struct Lent {
-    ShmOffer offer;
-    UniqueFd memfd;
+    FdOffer offer;
+    UniqueFd fd;
   };
   struct Client {
     UniqueFd socket;
@@ -48,7 +50,7 @@ class ShmOwner {
     bool all_sent = false;
   };
 
-  ShmOwner(std::string name, UniqueFd listener, UniqueFd epoll);
+  FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll);
   void greet();
   void make_room();
   /// False: the client is to be dropped.
@@ -57,6 +59,7 @@ class ShmOwner {
   bool send_offers(Client& client);
   bool redeem(std::string_view secret);
 
+  const uint32_t magic_;
   const std::string name_;
   std::mutex mutex_;  // guards all below; never held while waiting
   UniqueFd listener_, epoll_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shm_owner.h"
+#include "fd_lender.h"
 
 #include <fcntl.h>
 #include <sys/epoll.h>
@@ -24,7 +24,7 @@ constexpr int kBacklog = 64;
 
 Status cannot_listen(const char* call) {
   return Status::Unavailable(
-      std::string("shm cannot listen on a Unix socket: ") + call + ": " + std::strerror(errno),
+      std::string("cannot listen on a Unix socket: ") + call + ": " + std::strerror(errno),
       "raise the limit of open files (ulimit -n), or use another transport");
 }
 
@@ -52,7 +52,7 @@ bool watch(int epoll, int fd, int operation, uint32_t events) {
 // One message with its descriptors. False with errno when the socket does not take it now.
 bool send_message(int socket, std::string_view bytes, const std::vector<int>& fds) {
   iovec part{const_cast<char*>(bytes.data()), bytes.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kShmMaxOffers * sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control{};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
@@ -70,7 +70,7 @@ bool send_message(int socket, std::string_view bytes, const std::vector<int>& fd
 
 }  // namespace
 
-Result<std::shared_ptr<ShmOwner>> ShmOwner::listen() {
+Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
   UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!listener) return cannot_listen("socket");
   const std::string name = random_name();
@@ -82,34 +82,42 @@ Result<std::shared_ptr<ShmOwner>> ShmOwner::listen() {
   if (::listen(listener.get(), kBacklog) != 0) return cannot_listen("listen");
   UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll || !watch(epoll.get(), listener.get(), EPOLL_CTL_ADD, EPOLLIN)) return cannot_listen("epoll");
-  return std::shared_ptr<ShmOwner>(new ShmOwner(name, std::move(listener), std::move(epoll)));
+  return std::shared_ptr<FdLender>(new FdLender(magic, name, std::move(listener), std::move(epoll)));
 }
 
-ShmOwner::ShmOwner(std::string name, UniqueFd listener, UniqueFd epoll)
-    : name_(std::move(name)),
+FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll)
+    : magic_(magic),
+      name_(std::move(name)),
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
       spare_(::open("/dev/null", O_RDONLY | O_CLOEXEC)) {}
 
-ShmOffer ShmOwner::lend(UniqueFd memfd, ShmOffer offer) {
+std::string FdLender::address() const {
+  return HostAddress{boot_id(), namespace_inode("net"), name_}.blob(magic_);
+}
+
+FdOffer FdLender::lend(UniqueFd fd, FdOffer offer) {
   std::lock_guard lock(mutex_);
   offer.id = ++last_id_;
-  lent_[offer.id] = std::make_shared<const Lent>(Lent{offer, std::move(memfd)});
+  lent_[offer.id] = std::make_shared<const Lent>(Lent{offer, std::move(fd)});
   return offer;
 }
 
-void ShmOwner::revoke(uint64_t id) {
+void FdLender::revoke(uint64_t id) {
   std::lock_guard lock(mutex_);
   lent_.erase(id);
 }
 
-std::string ShmOwner::invite() {
+Result<std::string> FdLender::accept(std::string_view hello) {
+  BlobReader from(hello);
+  const bool ours = from.u32() == magic_;
+  if (!from.done() || !ours) return Status::AccessDenied("not the hello of a reader of this transport");
   std::lock_guard lock(mutex_);
   if (invitations_.size() == kMaxInvitations) invitations_.pop_front();
-  return invitations_.emplace_back(random_bytes(kShmSecretBytes));
+  return BlobWriter().u32(magic_).bytes(invitations_.emplace_back(random_bytes(kFdSecretBytes))).take();
 }
 
-bool ShmOwner::redeem(std::string_view secret) {
+bool FdLender::redeem(std::string_view secret) {
   auto found = invitations_.end();
   for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
     if (same_secret(*it, secret)) found = it;  // no early end: the time must not tell which one
@@ -119,7 +127,7 @@ bool ShmOwner::redeem(std::string_view secret) {
   return true;
 }
 
-void ShmOwner::serve() {
+void FdLender::serve() {
   std::lock_guard lock(mutex_);
   if (!listener_) return;
   std::array<epoll_event, kMaxEvents> events;
@@ -137,7 +145,7 @@ void ShmOwner::serve() {
   }
 }
 
-void ShmOwner::greet() {
+void FdLender::greet() {
   UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (!socket && (errno == EMFILE || errno == ENFILE)) {
     spare_.reset();
@@ -154,7 +162,7 @@ void ShmOwner::greet() {
   ++num_strangers_;
 }
 
-void ShmOwner::make_room() {
+void FdLender::make_room() {
   auto oldest = clients_.end();
   for (auto it = clients_.begin(); it != clients_.end(); ++it) {
     if (it->second.admitted) continue;
@@ -165,14 +173,14 @@ void ShmOwner::make_room() {
   --num_strangers_;
 }
 
-bool ShmOwner::attend(Client& client, uint32_t events) {
+bool FdLender::attend(Client& client, uint32_t events) {
   if ((events & ~uint32_t{EPOLLOUT}) != 0 && !hear(client)) return false;
   return !client.admitted || client.all_sent || send_offers(client);
 }
 
 // Clients say one thing, their secret. Anything else, the end included, is the end.
-bool ShmOwner::hear(Client& client) {
-  std::array<char, kShmSecretBytes + 1> heard;
+bool FdLender::hear(Client& client) {
+  std::array<char, kFdSecretBytes + 1> heard;
   const ssize_t size = ::recv(client.socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
   if (size < 0) return errno == EAGAIN || errno == EINTR;
   if (size == 0 || client.admitted || !redeem({heard.data(), static_cast<size_t>(size)})) return false;
@@ -181,16 +189,16 @@ bool ShmOwner::hear(Client& client) {
   return true;
 }
 
-bool ShmOwner::send_offers(Client& client) {
+bool FdLender::send_offers(Client& client) {
   do {
-    const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kShmMaxOffers);
+    const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kFdMaxOffers);
     BlobWriter message;
     message.u32(static_cast<uint32_t>(client.offers.size())).u32(static_cast<uint32_t>(count));
     std::vector<int> fds;
     for (size_t i = 0; i < count; ++i) {
       const Lent& lent = *client.offers[client.num_sent + i];
       lent.offer.write(message);
-      fds.push_back(lent.memfd.get());
+      fds.push_back(lent.fd.get());
     }
     if (!send_message(client.socket.get(), message.take(), fds)) {
       const bool later = errno == EAGAIN || errno == EINTR;
@@ -203,7 +211,7 @@ bool ShmOwner::send_offers(Client& client) {
   return watch(epoll_.get(), client.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
 }
 
-void ShmOwner::close() {
+void FdLender::close() {
   std::lock_guard lock(mutex_);
   listener_.reset();
   clients_.clear();

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shm_reader.h"
+#include "fd_borrower.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -17,17 +15,17 @@
 #include <cstring>
 
 #include "clock.h"
+#include "host.h"
 
 namespace kvlink {
 namespace {
 
-Status owner_gone() { return Status::Unreachable("the shm owner has closed or ended"); }
+Status owner_gone() { return Status::Unreachable("the owner has closed or ended"); }
 Status failed(const char* call) {
-  return Status::Unreachable(std::string("connecting to the shm owner: ") + call + ": " +
-                             std::strerror(errno));
+  return Status::Unreachable(std::string("connecting to the owner: ") + call + ": " + std::strerror(errno));
 }
-Status too_late() { return Status::Timeout("the shm owner did not answer in time; is it stopped?"); }
-Status malformed() { return Status::AccessDenied("the shm owner's offer of memory is malformed"); }
+Status too_late() { return Status::Timeout("the owner did not answer in time; is it stopped?"); }
+Status malformed() { return Status::AccessDenied("the owner's offer of memory is malformed"); }
 
 timeval until(int64_t deadline_ns) {
   const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
@@ -47,23 +45,44 @@ std::vector<UniqueFd> attached_fds(msghdr& message) {
   return fds;
 }
 
-// An owner must not be able to kill its readers by SIGBUS.
-bool holds(int memfd, const ShmOffer& offer) {
-  const int seals = ::fcntl(memfd, F_GET_SEALS);
-  struct stat found{};
-  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ::fstat(memfd, &found) == 0 &&
-         offer.offset + offer.bytes <= static_cast<uint64_t>(found.st_size);
-}
-
 }  // namespace
 
-Status ShmReader::connect(std::string_view socket_name, std::string_view secret, int64_t timeout_ns) {
+Result<FdBorrower> FdBorrower::of(uint32_t magic, std::string_view owner_address) {
+  Result<HostAddress> parsed = HostAddress::parse(magic, owner_address);
+  if (!parsed.ok()) return parsed.status();
+  if (parsed->boot_id != boot_id()) {
+    return Status::Unavailable("the owner is on another machine",
+                               "enable a transport between machines (verbs, tcp)");
+  }
+  if (parsed->net_namespace != namespace_inode("net")) {
+    return Status::Unavailable(
+        "the owner is in another network namespace, where its Unix socket is not visible",
+        "share one (docker run --network, one pod in Kubernetes), or use another transport");
+  }
+  return FdBorrower(magic, std::move(parsed->socket));
+}
+
+Status FdBorrower::establish(std::string_view reply, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
+  BlobReader from(reply);
+  const bool ours = from.u32() == magic_;
+  const std::string_view secret = from.bytes(kFdSecretBytes);
+  if (!from.done() || !ours || secret.size() != kFdSecretBytes) {
+    return Status::AccessDenied("not a reply of this transport's owner");
+  }
+  if (Status status = connect(deadline_ns); !status.ok()) return status;
+  if (::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL) < 0) {
+    return errno == EAGAIN ? too_late() : errno == EPIPE ? owner_gone() : failed("send");
+  }
+  return receive_all(deadline_ns);
+}
+
+Status FdBorrower::connect(int64_t deadline_ns) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (socket_name.size() >= sizeof address.sun_path) return malformed();
-  std::memcpy(address.sun_path + 1, socket_name.data(), socket_name.size());
-  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + socket_name.size());
+  if (socket_name_.size() >= sizeof address.sun_path) return malformed();
+  std::memcpy(address.sun_path + 1, socket_name_.data(), socket_name_.size());
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + socket_name_.size());
 
   socket_.reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket_) return failed("socket");
@@ -73,22 +92,19 @@ Status ShmReader::connect(std::string_view socket_name, std::string_view secret,
     if (errno == EAGAIN) return too_late();
     return errno == ECONNREFUSED ? owner_gone() : failed("connect");
   }
-  if (Status status = watch_owner(); !status.ok()) return status;
-  if (::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL) < 0) {
-    return errno == EAGAIN ? too_late() : errno == EPIPE ? owner_gone() : failed("send");
-  }
-  return receive_all(deadline_ns);
+  return watch_owner();
 }
 
-Status ShmReader::watch_owner() {
+Status FdBorrower::watch_owner() {
   ucred peer{};
   socklen_t size = sizeof peer;
   if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return failed("SO_PEERCRED");
   if (peer.uid != ::geteuid() && peer.uid != 0) {
-    return Status::AccessDenied("the shm owner runs as uid " + std::to_string(peer.uid) +
+    return Status::AccessDenied("the owner runs as uid " + std::to_string(peer.uid) +
                                 ", this process as uid " + std::to_string(::geteuid()));
   }
-  // pid 0: in a pid namespace out of sight, where the socket's end has to do.
+  owner_pid_ = peer.pid;
+  // Of an owner out of sight the socket's end has to do.
   if (peer.pid > 0) pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
   wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
   if (!wake_) return failed("epoll_create1");
@@ -100,7 +116,7 @@ Status ShmReader::watch_owner() {
   return {};
 }
 
-Status ShmReader::receive_all(int64_t deadline_ns) {
+Status FdBorrower::receive_all(int64_t deadline_ns) {
   uint32_t total = 0;
   do {
     const Result<uint32_t> told = receive(deadline_ns);
@@ -110,9 +126,9 @@ Status ShmReader::receive_all(int64_t deadline_ns) {
   return {};
 }
 
-Result<uint32_t> ShmReader::receive(int64_t deadline_ns) {
-  std::array<char, kShmMaxMessageBytes> bytes;
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kShmMaxOffers * sizeof(int))> control;
+Result<uint32_t> FdBorrower::receive(int64_t deadline_ns) {
+  std::array<char, kFdMaxMessageBytes> bytes;
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control;
   iovec part{bytes.data(), bytes.size()};
   msghdr message{};
   message.msg_iov = &part;
@@ -125,44 +141,44 @@ Result<uint32_t> ShmReader::receive(int64_t deadline_ns) {
   if (size < 0) return errno == EAGAIN ? too_late() : errno == ECONNRESET ? owner_gone() : failed("recvmsg");
   std::vector<UniqueFd> fds = attached_fds(message);
   if (size == 0)
-    return Status::AccessDenied("the shm owner refused this reader: its invitation is unknown or used");
+    return Status::AccessDenied("the owner refused this reader: its invitation is unknown or used");
   if ((message.msg_flags & MSG_CTRUNC) != 0) {
-    return Status::Unreachable("this process has no room for the shm owner's descriptors; raise ulimit -n");
+    return Status::Unreachable("this process has no room for the owner's descriptors; raise ulimit -n");
   }
   BlobReader from({bytes.data(), static_cast<size_t>(size)});
   const uint32_t total = from.u32();
   const uint32_t count = from.u32();
   const bool last = received_.size() + count == total;
-  if (count != fds.size() || total > kShmMaxRegions || received_.size() + count > total ||
+  if (count != fds.size() || total > kFdMaxOffersInAll || received_.size() + count > total ||
       (count == 0 && !last)) {
     return malformed();
   }
   for (UniqueFd& fd : fds) {
-    ShmOffer offer;
-    if (!offer.read(from) || !holds(fd.get(), offer)) return malformed();
+    FdOffer offer;
+    if (!offer.read(from)) return malformed();
     received_.push_back({offer, std::move(fd)});
   }
   return from.done() ? Result<uint32_t>(total) : malformed();
 }
 
-Result<UniqueFd> ShmReader::take(const ShmOffer& wanted) {
+Result<UniqueFd> FdBorrower::take(const FdOffer& wanted) {
   const auto found = std::find_if(received_.begin(), received_.end(),
                                   [&](const Received& received) { return received.offer == wanted; });
   if (found == received_.end()) {
     return Status::AccessDenied(
-        "the shm owner did not lend this region when the connection was made; connect again");
+        "the owner did not lend this region when the connection was made; connect again");
   }
-  UniqueFd memfd = std::move(found->memfd);
+  UniqueFd fd = std::move(found->fd);
   received_.erase(found);
-  return memfd;
+  return fd;
 }
 
-Status ShmReader::check_owner() const {
+Status FdBorrower::check_owner() const {
   std::array<pollfd, 2> signs{{{socket_.get(), POLLIN, 0}, {pidfd_.get(), POLLIN, 0}}};
   return ::poll(signs.data(), signs.size(), 0) > 0 ? owner_gone() : Status{};
 }
 
-void ShmReader::close() {
+void FdBorrower::close() {
   received_.clear();
   wake_.reset();
   pidfd_.reset();

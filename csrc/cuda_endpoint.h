@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's end of cuda: posts of the pool's bytes are launched one behind the other on a stream; what
+// lies in host memory, the lease slots, is looked at by the CPU once everything posted before it has landed.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "cuda_gather.h"
+#include "cuda_mapping.h"
+#include "cuda_wire.h"
+#include "fd_borrower.h"
+#include "look_again.h"
+#include "memfd.h"
+#include "remote.h"
+#include "transport.h"
+
+namespace kvlink {
+
+class CudaEndpoint final : public Endpoint {
+ public:
+  /// Segments of local regions below `num_pool_regions` are on the device, the others in host memory.
+  CudaEndpoint(FdBorrower borrower, std::shared_ptr<CudaGather> gather, uint32_t num_pool_regions)
+      : borrower_(std::move(borrower)), gather_(std::move(gather)), num_pool_regions_(num_pool_regions) {}
+  ~CudaEndpoint() override { close(); }
+
+  std::string hello() const override { return borrower_.hello(); }
+  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Result<uint32_t> import_region(std::string_view remote_key) override;
+
+  Window window() const override;
+  bool ordered() const override { return true; }
+  bool copies_in_poll() const override { return false; }  // the device does
+
+  Status post_read(uint64_t token, const Chunk& chunk) override;
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
+  PollResult poll(std::vector<Completion>& ended) override;
+  bool cancel(uint64_t token) override;
+  int wake_fd() const override { return wake_.get(); }
+  bool arm() override;
+  void close() override;
+
+ private:
+  static constexpr int64_t kFirstLookNs = 5'000, kLastLookNs = 160'000;
+
+  /// One table of pieces, under way.
+  struct Launch {
+    uint64_t number;
+    CudaGather::TableLoan table;
+  };
+  struct Post {
+    uint64_t token = 0;
+    Chunk chunk = {};  // of no operations: a write
+    uint64_t bytes = 0;
+    bool on_device = false;
+    Cursor at = {};  // on_device: what is not launched yet
+    std::deque<Launch> launched = {};
+    uint32_t region = 0;
+    uint64_t offset = 0, value = 0;
+    bool unlaunched() const { return on_device && at.moved < bytes; }
+  };
+
+  Result<uint32_t> import_host(const CudaKey& key);
+  Status check_kind(const Chunk& chunk, bool on_device) const;
+  bool can_launch() const;
+  bool launch_all();
+  Status launch(Post& post, CudaGather::TableLoan table);
+  uint32_t fill(Post& post, CudaGather::Table& table) const;
+  Result<bool> ended(Post& post);
+  void execute(const Post& post);
+  void break_down(Status why);
+  void notice_owner();
+
+  FdBorrower borrower_;
+  const std::shared_ptr<CudaGather> gather_;
+  const uint32_t num_pool_regions_;
+  std::unique_ptr<cuda::MarkedStream> stream_;
+  UniqueFd wake_;
+  LookAgain look_{kFirstLookNs, kLastLookNs};
+
+  Remotes remotes_;
+  std::vector<bool> remote_on_device_;  // by region
+  std::vector<std::unique_ptr<CudaMapping>> mappings_;
+  std::vector<MemfdMapping> host_mappings_;
+  std::deque<Post> posts_;
+  bool starved_ = false;  // there was no free table
+  Status broken_;
+  Interval owner_checks_{kCheckOwnerNs};
+};
+
+}  // namespace kvlink

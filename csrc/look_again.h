@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// A descriptor for work whose end nobody tells: it becomes readable when it is time to look again.
+#pragma once
+
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "fd.h"
+
+namespace kvlink {
+
+/// Looks soon, then less and less often.
+class LookAgain {
+ public:
+  LookAgain(int64_t first_ns, int64_t last_ns) : first_ns_(first_ns), last_ns_(last_ns) {}
+
+  /// False: this process is out of descriptors.
+  bool open() {
+    timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    return static_cast<bool>(timer_);
+  }
+  int fd() const { return timer_.get(); }
+  /// Before sleeping: whether there is something to look for.
+  void arm(bool looks) {
+    if (looks || ns_ > 0) set(looks ? std::clamp(2 * ns_, first_ns_, last_ns_) : 0);
+  }
+  /// Something ended: the next look is soon.
+  void progressed() {
+    if (ns_ > 0) set(0);
+  }
+  void close() { timer_.reset(); }
+
+ private:
+  /// 0 stops the timer; setting it also makes it unreadable.
+  void set(int64_t ns) {
+    ns_ = ns;
+    const itimerspec after{{}, {0, ns}};
+    ::timerfd_settime(timer_.get(), 0, &after, nullptr);
+  }
+
+  const int64_t first_ns_, last_ns_;
+  UniqueFd timer_;
+  int64_t ns_ = 0;  // until the next look; 0: the timer is not set
+};
+
+}  // namespace kvlink

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memfd.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace kvlink {
+namespace {
+
+// Page tables of larger mappings are filled on first use: doing it at once would hold up the first pull.
+constexpr uint64_t kPopulateBytes = uint64_t{1} << 30;
+
+bool never_shrinks(int memfd) {
+  const int seals = ::fcntl(memfd, F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
+}
+
+bool holds(int memfd, const FdOffer& offer) {
+  struct stat found{};
+  return never_shrinks(memfd) && ::fstat(memfd, &found) == 0 &&
+         offer.offset + offer.bytes <= static_cast<uint64_t>(found.st_size);
+}
+
+}  // namespace
+
+Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access) {
+  if (range.memfd < 0) return Status::Unavailable("the pool was not allocated by kvlink", {});
+  if (!never_shrinks(range.memfd))
+    return Status::Unavailable("its memfd is not sealed against shrinking", {});
+  const std::string path = "/proc/self/fd/" + std::to_string(range.memfd);
+  UniqueFd memfd(access == Access::kRead ? ::open(path.c_str(), O_RDONLY | O_CLOEXEC)
+                                         : ::fcntl(range.memfd, F_DUPFD_CLOEXEC, 0));
+  if (!memfd) return Status::Unavailable(std::string("opening it again: ") + std::strerror(errno), {});
+  return lender.lend(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
+}
+
+MemfdMapping::~MemfdMapping() {
+  if (start_) ::munmap(start_, bytes_);
+}
+
+Result<MemfdMapping> MemfdMapping::make(int memfd, const FdOffer& offer) {
+  if (!holds(memfd, offer)) return Status::AccessDenied("the owner's offer of memory is malformed");
+  MemfdMapping mapping;
+  mapping.skip_ = offer.offset % static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  mapping.bytes_ = offer.bytes + mapping.skip_;
+  const int protection = offer.access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  const int flags = MAP_SHARED | (offer.bytes <= kPopulateBytes ? MAP_POPULATE : 0);
+  void* const start = ::mmap(nullptr, mapping.bytes_, protection, flags, memfd,
+                             static_cast<off_t>(offer.offset - mapping.skip_));
+  if (start == MAP_FAILED) {
+    return Status::Unreachable("cannot map " + std::to_string(offer.bytes) +
+                               " bytes of the owner's memory: " + std::strerror(errno));
+  }
+  mapping.start_ = start;
+  return mapping;
+}
+
+}  // namespace kvlink

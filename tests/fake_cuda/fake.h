@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// A libcuda.so.1 for machines without a GPU: the calls that csrc/cuda_api.h loads, over host memory, with the
+// driver's rules. Device memory is host memory whose address has kDeviceBit: no CPU can follow it. Copies are
+// made by the stream's thread, late; they need a current context and, at the host's end, registered memory.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace fake {
+
+inline constexpr uint64_t kDeviceBit = uint64_t{1} << 60;
+enum Error {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kNotInitialized = 3,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kNotReady = 600
+};
+
+/// Contexts, streams, events, registrations, allocations and mappings.
+extern std::atomic<int> live;
+
+/// kSuccess when the driver is initialised and a context current.
+int ready();
+
+inline void* behind(uint64_t device) { return reinterpret_cast<void*>(device & ~kDeviceBit); }
+inline uint64_t on_device(void* memory) { return reinterpret_cast<uint64_t>(memory) | kDeviceBit; }
+
+}  // namespace fake
+
+/// Works off what it is given, in order.
+struct CUstream_st {
+  CUstream_st();
+  ~CUstream_st();
+  void push(std::function<void()> task);
+  void synchronize();
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool ended_ = false;
+  std::thread thread_;
+};

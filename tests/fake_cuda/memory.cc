@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device memory: memfds, mapped where the driver would map physical memory, and copies from device to device.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "fake.h"
+
+namespace fake {
+namespace {
+
+constexpr size_t kGranularity = 2 << 20;
+constexpr char kName[] = "fake-cuda-allocation";
+
+/// One physical allocation, counted by handles and mappings.
+struct Allocation {
+  int fd;
+  size_t bytes;
+  int count = 1;
+};
+struct Range {
+  size_t bytes;
+  Allocation* allocation;  // null: only reserved
+  bool by_malloc;
+};
+
+std::mutex mutex;
+std::map<uintptr_t, Range> reserved, mapped;  // by address on the host
+
+Allocation* make(size_t bytes) {
+  const int fd = ::memfd_create(kName, MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
+  ++live;
+  return new Allocation{fd, bytes};
+}
+
+void drop(Allocation* allocation) {
+  if (--allocation->count > 0) return;
+  ::close(allocation->fd);
+  delete allocation;
+  --live;
+}
+
+std::map<uintptr_t, Range>::iterator find(uint64_t address) {
+  const auto at = reinterpret_cast<uintptr_t>(behind(address));
+  auto found = mapped.upper_bound(at);
+  if (found == mapped.begin()) return mapped.end();
+  --found;
+  return at < found->first + found->second.bytes ? found : mapped.end();
+}
+
+int map_whole(uint64_t* address, Allocation* allocation) {
+  void* const at = ::mmap(nullptr, allocation->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, allocation->fd, 0);
+  if (at == MAP_FAILED) return kInvalidValue;
+  mapped[reinterpret_cast<uintptr_t>(at)] = {allocation->bytes, allocation, true};
+  *address = on_device(at);
+  return kSuccess;
+}
+
+int unmap_whole(uint64_t address) {
+  const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
+  if (found == mapped.end() || !found->second.by_malloc) return kInvalidValue;
+  ::munmap(behind(address), found->second.bytes);
+  drop(found->second.allocation);
+  mapped.erase(found);
+  return kSuccess;
+}
+
+struct Piece {
+  uint64_t from, to;
+  uint32_t bytes, unused;
+};
+
+int copy_on_device(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream) {
+  if (const int error = ready()) return error;
+  if (!(to & kDeviceBit) || !(from & kDeviceBit) || stream == nullptr) return kInvalidValue;
+  stream->push([=] { std::memcpy(behind(to), behind(from), bytes); });
+  return kSuccess;
+}
+
+}  // namespace
+}  // namespace fake
+
+using namespace fake;  // NOLINT: the C functions below
+
+struct Properties {
+  int type, handle_types, location_type, location_id;
+};
+struct AccessDescription {
+  int location_type, location_id, flags;
+};
+struct IpcHandle {
+  pid_t pid;
+  int fd;
+  size_t bytes;
+  std::array<char, 48> rest;
+};
+static_assert(sizeof(IpcHandle) == 64);
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int cuMemGetAllocationGranularity(size_t* bytes, const Properties* wanted, int) {
+  *bytes = kGranularity;
+  return wanted->type == 1 && wanted->location_type == 1 ? kSuccess : kInvalidValue;
+}
+
+int cuMemCreate(uint64_t* handle, size_t bytes, const Properties* wanted, unsigned long long flags) {
+  if (const int error = ready()) return error;
+  if (wanted->type != 1 || wanted->location_type != 1 || wanted->location_id != 0) return kInvalidValue;
+  if (wanted->handle_types != 1 || bytes == 0 || bytes % kGranularity != 0 || flags != 0)
+    return kInvalidValue;
+  Allocation* const made = make(bytes);
+  *handle = reinterpret_cast<uint64_t>(made);
+  return made ? kSuccess : kInvalidValue;
+}
+
+int cuMemRelease(uint64_t handle) {
+  std::lock_guard lock(mutex);
+  drop(reinterpret_cast<Allocation*>(handle));
+  return kSuccess;
+}
+
+int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
+  std::lock_guard lock(mutex);
+  const auto found = find(reinterpret_cast<uint64_t>(address));
+  if (found == mapped.end() || found->second.by_malloc) return kInvalidValue;
+  ++found->second.allocation->count;
+  *handle = reinterpret_cast<uint64_t>(found->second.allocation);
+  return kSuccess;
+}
+
+int cuMemExportToShareableHandle(void* into, uint64_t handle, int type, unsigned long long flags) {
+  if (type != 1 || flags != 0) return kInvalidValue;
+  const int fd = ::fcntl(reinterpret_cast<Allocation*>(handle)->fd, F_DUPFD_CLOEXEC, 0);
+  *static_cast<int*>(into) = fd;
+  return fd >= 0 ? kSuccess : kInvalidValue;
+}
+
+int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type) {
+  const auto fd = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
+  std::array<char, 64> link{};
+  struct stat found{};
+  const std::string path = "/proc/self/fd/" + std::to_string(fd);
+  if (type != 1 || ::readlink(path.c_str(), link.data(), link.size() - 1) < 0 ||
+      std::strstr(link.data(), kName) == nullptr || ::fstat(fd, &found) != 0) {
+    return kInvalidValue;
+  }
+  ++live;
+  *handle = reinterpret_cast<uint64_t>(
+      new Allocation{::fcntl(fd, F_DUPFD_CLOEXEC, 0), static_cast<size_t>(found.st_size)});
+  return kSuccess;
+}
+
+int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsigned long long) {
+  if (bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
+  void* const at = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) return kInvalidValue;
+  std::lock_guard lock(mutex);
+  reserved[reinterpret_cast<uintptr_t>(at)] = {bytes, nullptr, false};
+  ++live;
+  *address = on_device(at);
+  return kSuccess;
+}
+
+int cuMemAddressFree(uint64_t address, size_t bytes) {
+  std::lock_guard lock(mutex);
+  const auto found = reserved.find(reinterpret_cast<uintptr_t>(behind(address)));
+  if (found == reserved.end() || found->second.bytes != bytes) return kInvalidValue;
+  ::munmap(behind(address), bytes);
+  reserved.erase(found);
+  --live;
+  return kSuccess;
+}
+
+int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+  if (const int error = ready()) return error;
+  auto* const allocation = reinterpret_cast<Allocation*>(handle);
+  if (bytes > allocation->bytes || offset != 0 || flags != 0) return kInvalidValue;
+  std::lock_guard lock(mutex);
+  void* const at = ::mmap(behind(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->fd, 0);
+  if (at == MAP_FAILED) return kInvalidValue;
+  ++allocation->count;
+  mapped[reinterpret_cast<uintptr_t>(at)] = {bytes, allocation, false};
+  return kSuccess;
+}
+
+int cuMemUnmap(uint64_t address, size_t bytes) {
+  std::lock_guard lock(mutex);
+  const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
+  if (found == mapped.end() || found->second.bytes != bytes || found->second.by_malloc) return kInvalidValue;
+  ::mmap(behind(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  drop(found->second.allocation);
+  mapped.erase(found);
+  return kSuccess;
+}
+
+int cuMemSetAccess(uint64_t address, size_t bytes, const AccessDescription* access, size_t count) {
+  if (count != 1 || access->location_type != 1 || access->location_id != 0) return kInvalidValue;
+  const int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
+  return ::mprotect(behind(address), bytes, protection) == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address) {
+  if (const int error = ready()) return error;
+  std::lock_guard lock(mutex);
+  const auto found = find(address);
+  if (found == mapped.end()) return kInvalidValue;
+  *base = found->first | kDeviceBit;
+  *bytes = found->second.bytes;
+  return kSuccess;
+}
+
+int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  if (const int error = ready()) return error;
+  std::lock_guard lock(mutex);
+  Allocation* const made = make(bytes);
+  return made ? map_whole(address, made) : kInvalidValue;
+}
+
+int cuMemFree_v2(uint64_t address) {
+  std::lock_guard lock(mutex);
+  return unmap_whole(address);
+}
+
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+  if (const int error = ready()) return error;
+  std::memset(behind(address), value, bytes);
+  return kSuccess;
+}
+
+int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
+  std::lock_guard lock(mutex);
+  const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
+  if (found == mapped.end() || !found->second.by_malloc) return kInvalidValue;
+  *handle = {::getpid(), found->second.allocation->fd, found->second.bytes, {}};
+  return kSuccess;
+}
+
+int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
+  if (flags != 1) return kInvalidValue;
+  if (handle.pid == ::getpid()) return kInvalidContext;
+  const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return kInvalidValue;
+  std::lock_guard lock(mutex);
+  ++live;
+  return map_whole(address, new Allocation{fd, handle.bytes});
+}
+
+int cuIpcCloseMemHandle(uint64_t address) {
+  std::lock_guard lock(mutex);
+  return unmap_whole(address);
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream) {
+  return copy_on_device(to, from, bytes, stream);
+}
+
+int cuMemcpyBatchAsync_v2(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, void* attributes,
+                          size_t* starts, size_t num_attributes, CUstream_st* stream) {
+  if (attributes == nullptr || num_attributes != 1 || starts[0] != 0) return kInvalidValue;
+  for (size_t i = 0; i < count; ++i) {
+    if (const int error = copy_on_device(to[i], from[i], bytes[i], stream)) return error;
+  }
+  return kSuccess;
+}
+
+/// Takes one image, which it does not look into further.
+int cuModuleLoadData(void** module, const char* image) {
+  if (const int error = ready()) return error;
+  if (std::strcmp(image, "fake image") != 0) return kInvalidValue;
+  *module = new char;
+  ++live;
+  return kSuccess;
+}
+
+int cuModuleUnload(void* module) {
+  delete static_cast<char*>(module);
+  --live;
+  return kSuccess;
+}
+
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  *function = module;
+  return std::strcmp(name, "kvlink_gather") == 0 ? kSuccess : kInvalidValue;
+}
+
+/// What kvlink/kernels/gather.cu does, a block of threads a piece.
+int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned,
+                   unsigned, unsigned, CUstream_st* stream, void** arguments, void** extra) {
+  if (const int error = ready()) return error;
+  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || stream == nullptr || extra != nullptr) {
+    return kInvalidValue;
+  }
+  const uint64_t pieces = *static_cast<uint64_t*>(arguments[0]);
+  stream->push([=] {
+    const auto* const all = static_cast<const Piece*>(behind(pieces));
+    for (unsigned i = 0; i < grid_x; ++i) std::memcpy(behind(all[i].to), behind(all[i].from), all[i].bytes);
+  });
+  return kSuccess;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport `cuda` between two processes on one host, by the real driver, with kvlink's kernel and without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_cuda_pools import BLOCKS, cuda_pool
+
+from kvlink import BlockPool, Ticket, Worker, WorkerConfig, engine
+from kvlink.errors import StaleBlocks, TransferError
+
+ALL = range(BLOCKS)
+CONFIG = {"transports": "cuda"}
+
+
+class Lender:
+    """lender.py, running."""
+
+    def __init__(self, kind: str, seed: int, **env: str) -> None:
+        import os
+
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("lender.py")), kind, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+        assert self._hear() == "ready"
+
+    def tell(self, command: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._hear()
+
+    def offer(self, name: str) -> Ticket:
+        return Ticket.from_text(self.tell(f"offer {name}"))
+
+    def _hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def lend() -> Iterator[Callable[..., Lender]]:
+    """Starts lenders, which end with the test."""
+    started: list[Lender] = []
+
+    def start(kind: str, seed: int, **env: str) -> Lender:
+        started.append(Lender(kind, seed, **env))
+        return started[-1]
+
+    yield start
+    for lender in started:
+        lender.close()
+
+
+def filled(seed: int) -> BlockPool:
+    from lender import fill, pool_of
+
+    pool = pool_of("torch")
+    fill(pool, seed)
+    return pool
+
+
+def differing(one: BlockPool, other: BlockPool) -> int:
+    """Bytes, compared on the GPU."""
+    return sum(int((one.torch(n) != other.torch(n)).sum()) for n in range(len(one.regions)))
+
+
+MEMORY = [
+    pytest.param("torch", {}, id="cudaMalloc"),
+    pytest.param("torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, id="expandable segments"),
+    pytest.param("kvlink", {}, id="kvlink"),
+]
+
+
+@pytest.mark.parametrize("image", ["kernel", "no kernel"])
+@pytest.mark.parametrize(("kind", "env"), MEMORY)
+def test_every_byte_arrives(
+    lend: Callable[..., Lender], kind: str, env: dict[str, str], image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if image == "no kernel":
+        monkeypatch.setattr(engine, "compiled_for", lambda gpu: b"")
+    lender, wanted, pool = lend(kind, 5, **env), filled(5), cuda_pool(6)
+    with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
+        for count in range(3):  # cold, then warm
+            pool.torch().fill_(count)
+            pull = reader.pull(lender.offer(f"r{count}"), ALL)
+            pull.wait(60)
+            assert differing(pool, wanted) == 0
+        (path,) = pull.explain()
+        assert (path.transport, path.bounces_at) == ("cuda", ())
+
+
+def test_scattered_blocks_land_where_they_belong(lend: Callable[..., Lender]) -> None:
+    import torch
+
+    lender, wanted, pool = lend("kvlink", 5), filled(5), cuda_pool(6)
+    before = [pool.torch(n).clone() for n in range(len(pool.regions))]
+    into = [*range(BLOCKS)][::-1]
+    with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
+        tokens = (16, 16 * (BLOCKS // 2))  # neither the first block nor the second half
+        reader.pull(lender.offer("r"), into, tokens=tokens).wait(60)
+    for n in range(len(pool.regions)):
+        here, there, old = (t.view(BLOCKS, -1) for t in (pool.torch(n), wanted.torch(n), before[n]))
+        moved = list(range(1, BLOCKS // 2))
+        places = [into[block] for block in moved]
+        assert torch.equal(here[places], there[moved])
+        rest = sorted(set(range(BLOCKS)) - set(places))
+        assert torch.equal(here[rest], old[rest])
+
+
+def test_blocks_that_were_given_back_are_never_used(lend: Callable[..., Lender]) -> None:
+    lender = lend("kvlink", 5)
+    with Worker(cuda_pool(6), "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
+        for count in range(20):
+            ticket = lender.offer(f"r{count}")
+            lender.tell(f"abort r{count}")
+            lender.tell(f"fill {count}")
+            with pytest.raises(StaleBlocks):
+                reader.pull(ticket, ALL).wait(60)
+
+
+@pytest.mark.parametrize(("kind", "env"), MEMORY)
+def test_an_owner_that_is_killed_is_an_error_and_the_gpu_goes_on(
+    lend: Callable[..., Lender], kind: str, env: dict[str, str]
+) -> None:
+    import torch
+
+    lender, pool = lend(kind, 5, **env), cuda_pool(6)
+    with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
+        reader.pull(lender.offer("warm"), ALL).wait(60)
+        ticket = lender.offer("r")
+        pulls = [reader.pull(ticket, ALL, settle=False) for _ in range(50)]
+        lender.close()
+        failed = 0
+        for pull in pulls:
+            try:
+                pull.wait(30)
+            except TransferError:
+                failed += 1
+        with pytest.raises(TransferError):
+            reader.pull(ticket, ALL, timeout_s=5).wait(10)
+    print(f"{failed} of {len(pulls)} pulls were too late")
+    assert int(torch.ones(1000, device="cuda").sum()) == 1000

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls from GPU to GPU on one host: the transport `cuda`, over the GPU that tests/fake_cuda stands for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transports.gpus import ON_HOST, Open
+from transports.pools import ON_GPU, OWN_GPU, PoolSpec, wide
+from transports.processes import PeerProcess, RemoteWorker
+
+from kvlink.errors import StaleBlocks, TransferError
+
+
+def test_every_byte_arrives_without_a_stop_on_the_host(opened: Open) -> None:
+    spec = wide(512)
+    lender, taker = opened(spec, OWN_GPU, OWN_GPU)
+    for blocks in ([5], list(range(0, 512, 3)), list(range(512))):
+        into = [511 - block for block in blocks]
+        ticket = lender.offer(blocks)
+        path = taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
+        assert (path["transport"], path["bounces_at"]) == ("cuda", [])
+        assert path["bytes"] == len(blocks) << 14
+        assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
+        assert lender.fate_of(ticket.request_id) == "settled"
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_scattered_heads_and_layers_find_their_places(opened: Open, order: str) -> None:
+    spec = PoolSpec(num_blocks=48, regions="PER_LAYER", order=order)
+    lender, taker = opened(spec, OWN_GPU, OWN_GPU, transports="cuda")
+    blocks, into = list(range(0, 48, 2)), list(range(47, 0, -2))
+    taker.do("pull", ticket=lender.offer(blocks).to_text(), into=into, timeout_s=60)
+    assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
+
+
+def test_a_pool_that_cannot_be_lent_is_still_read_into(opened: Open) -> None:
+    """What numpy allocated bears the stand-in's addresses, and its driver knows nothing of it."""
+    lender, taker = opened(wide(64), OWN_GPU, ON_GPU)
+    path = taker.do("pull", ticket=lender.offer([1, 2]).to_text(), into=[3, 4], timeout_s=60)
+    assert path["transport"] == "cuda"
+    assert taker.do("differing", into=[3, 4], seed=3, blocks=[1, 2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "why"), [(ON_GPU, "cannot lend this memory"), (ON_HOST, "does not offer it")]
+)
+def test_where_it_cannot_be_taken_it_is_refused_by_name(opened: Open, owner: str, why: str) -> None:
+    lender, taker = opened(wide(8), owner, OWN_GPU, transports="cuda,tcp")
+    path = taker.do("pull", ticket=lender.offer([1]).to_text(), into=[2], timeout_s=60)
+    assert path["transport"] == "tcp"
+    assert why in path["refused"]["cuda"]
+
+
+def test_blocks_that_were_given_back_are_never_used(opened: Open) -> None:
+    lender, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda")
+    ticket = lender.offer([1, 2])
+    lender.do("abort", request_id=ticket.request_id)
+    with pytest.raises(StaleBlocks):
+        taker.do("pull", ticket=ticket.to_text(), into=[3, 4], timeout_s=60)
+
+
+def test_an_owner_killed_in_the_middle_is_an_error(cuda_driver: str, opened: Open) -> None:
+    _, taker = opened(wide(4096), OWN_GPU, OWN_GPU, transports="cuda")
+    process = PeerProcess(LD_LIBRARY_PATH=cuda_driver)
+    blocks = list(range(4096))
+    victim = RemoteWorker(process, "victim", wide(4096, memory=OWN_GPU), transports="cuda")
+    ticket = victim.offer(blocks)
+    taker.do("pull", ticket=victim.offer([1]).to_text(), into=[2], timeout_s=60)
+    taker.do("start_pull", ticket=ticket.to_text(), into=blocks, timeout_s=60)
+    process.kill()
+    with pytest.raises(TransferError):
+        taker.do("finish_pull")
+
+
+def test_the_suite_over_all_transports_passes_between_gpus(cuda_driver: str) -> None:
+    """Streaming, races, faults, deaths, tensor parallelism: in a process of its own, which finds the stand-in."""
+    env = {**os.environ, "LD_LIBRARY_PATH": cuda_driver, "KVLINK_TEST_MEMORY": OWN_GPU, "REQUIRE_LANES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).parent),
+        "-k",
+        "cuda",
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 50
