@@ -30,6 +30,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
 Transport = Annotated[str, typer.Option(help="One or more names with commas, or all.")]
+Iters = Annotated[int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")]
 BlockOrder = Annotated[
     str,
     typer.Option(
@@ -48,9 +49,7 @@ def measure_pull(
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks a pull. [4096, and single ones of 16384 bytes]")
     ] = None,
-    iters: Annotated[
-        int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")
-    ] = None,
+    iters: Iters = None,
     order: BlockOrder = "random",
     trace: Annotated[
         str, typer.Option(help="That the allocator saw: a file, or a published one's name. [azure-2023-conv]")
@@ -69,6 +68,21 @@ def measure_pull(
     ]
     others = _begin(as_json)
     _finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench pull", others)
+
+
+@app.command("gpu")
+def measure_gpu(
+    gpus: Annotated[str, typer.Option(help="CUDA's numbers: the owner's GPU and the reader's.")] = "0,0",
+    transport: Annotated[str, typer.Option(help="cuda, or one that stages in host memory (tcp).")] = "cuda",
+    iters: Iters = None,
+    as_json: Json = False,
+) -> None:
+    """Pull blocks from GPU to GPU between two processes, beside one device-to-device copy of the same bytes."""
+    from . import gpu as bench
+
+    parts = [bench.rows(bench.pair_of(gpus), transport, iters)]
+    others = _begin(as_json)
+    _finish(parts, as_json, "bench gpu", others)
 
 
 @app.command("migrate")

@@ -32,6 +32,16 @@ def lent_pool(layout: KVLayout) -> BlockPool:
     return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
 
 
+def _filled(layout: KVLayout, seed: int, lent: bool, gpu: int | None) -> BlockPool:
+    if gpu is not None:
+        from .gpu import filled
+
+        return filled(layout, gpu, seed)
+    pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
+    Contents(layout, seed).fill(pool)
+    return pool
+
+
 class Owner:
     """Fills a pool from a seed and offers what it is asked to."""
 
@@ -43,10 +53,10 @@ class Owner:
         coordinator: str,
         lent: bool = False,
         order: str = Order.NHD.name,
+        gpu: int | None = None,
     ) -> None:
         layout = dense(Geometry(**geometry), Order[order])
-        self._pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
-        Contents(layout, seed).fill(self._pool)
+        self._pool = _filled(layout, seed, lent, gpu)
         name = f"bench-owner-{layout.tp_rank}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: FloorSource | None = None

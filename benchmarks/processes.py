@@ -102,10 +102,11 @@ def owner_process(
     here: bool = False,
     lent: bool = False,
     order: Order = Order.NHD,
+    gpu: int | None = None,
 ) -> Iterator[OwnerSide]:
     """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper.
 
-    `lent`: its pool is memory that kvlink did not allocate. `order`: of its axes.
+    `lent`: its pool is memory that kvlink did not allocate. `order`: of its axes. `gpu`: that it is on.
     """
     arguments = {
         "geometry": asdict(geometry),
@@ -114,6 +115,7 @@ def owner_process(
         "coordinator": coordinator,
         "lent": lent,
         "order": order.name,
+        "gpu": gpu,
     }
     if here:
         owner = Owner(**arguments)  # type: ignore[arg-type]

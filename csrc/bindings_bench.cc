@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "floor_cuda.h"
 #include "floor_stream.h"
 #include "floors.h"
 #include "memory.h"
@@ -35,17 +36,23 @@ void register_bench(py::module_& m) {
   };
   copying("floor_memcpy", &floor_memcpy);
   copying("floor_streamed_copy", &floor_streamed_copy);
+  const auto answering = [](const Pieces& pieces, auto copy) {
+    const FloorPieces found = floor_pieces(pieces);
+    Result<int64_t> took = [&] {
+      py::gil_scoped_release release;
+      return copy(found);
+    }();
+    return take(std::move(took));
+  };
   m.def(
       "floor_process_vm_readv",
-      [](int pid, const Pieces& pieces) {
-        const FloorPieces found = floor_pieces(pieces);
-        Result<int64_t> took = [&] {
-          py::gil_scoped_release release;
-          return floor_process_vm_readv(pid, found);
-        }();
-        return take(std::move(took));
+      [answering](int pid, const Pieces& pieces) {
+        return answering(pieces, [pid](FloorPieces found) { return floor_process_vm_readv(pid, found); });
       },
       py::arg("pid"), py::arg("pieces"));
+  m.def(
+      "floor_cuda_copies",
+      [answering](const Pieces& pieces) { return answering(pieces, &floor_cuda_copies); }, py::arg("pieces"));
   py::class_<FloorSource>(m, "FloorSource")
       .def(py::init([](const HostMemory& memory) {
              return take(FloorSource::make(memory.range().base, memory.range().bytes));
@@ -57,13 +64,8 @@ void register_bench(py::module_& m) {
       .def(py::init([](uint16_t port) { return take(FloorSink::connect(port)); }), py::arg("port"))
       .def(
           "read",
-          [](FloorSink& self, const Pieces& pieces) {
-            const FloorPieces found = floor_pieces(pieces);
-            Result<int64_t> took = [&] {
-              py::gil_scoped_release release;
-              return self.read(found);
-            }();
-            return take(std::move(took));
+          [answering](FloorSink& self, const Pieces& pieces) {
+            return answering(pieces, [&self](FloorPieces found) { return self.read(found); });
           },
           py::arg("pieces"));
 #ifndef KVLINK_NO_VERBS

@@ -80,7 +80,7 @@ class BounceEndpoint final : public Endpoint {
   const uint32_t on_wire_;    // at most so many slots
   const uint32_t chunk_ops_;  // at most so many operations in a part
   UniqueFd wake_;
-  LookAgain look_{kFirstLookNs, kLastLookNs};
+  LookAgain look_{kFirstLookNs, kLastLookNs, 8};
 
   Posts posts_;                               // in order
   Posts::iterator unasked_ = posts_.end();    // the first of which not all is asked for

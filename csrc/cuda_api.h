@@ -20,6 +20,7 @@ using Allocation = unsigned long long;  // a handle of physical memory
 
 inline constexpr int kSuccess = 0;
 inline constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
+inline constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
 inline constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 inline constexpr int kOnDevice = 1;             // CU_MEM_LOCATION_TYPE_DEVICE
 inline constexpr int kPinnedAllocation = 1;     // CU_MEM_ALLOCATION_TYPE_PINNED

@@ -67,10 +67,14 @@ Status CudaMapping::map_parts(const CudaKey& key, FdBorrower& borrower) {
     if (status = map_part(part, (*fd).get(), at); !status.ok()) return status;
     at += part.bytes;
   }
-  const cuda::AccessDescription access{{cuda::kOnDevice, reader_->ordinal}, cuda::kReadOnly};
-  status = api.check(api.memory_set_access(start_, bytes, &access, 1), "cuMemSetAccess");
+  cuda::AccessDescription access{{cuda::kOnDevice, reader_->ordinal}, cuda::kReadOnly};
+  int set = api.memory_set_access(start_, bytes, &access, 1);
+  if (set == cuda::kNotSupported) {  // not every GPU has mappings for reading alone
+    access.flags = cuda::kReadWrite;
+    set = api.memory_set_access(start_, bytes, &access, 1);
+  }
   address_ = start_ + key.offset;
-  return status;
+  return api.check(set, "cuMemSetAccess");
 }
 
 Status CudaMapping::map_part(const FdOffer& part, int fd, cuda::Address at) {

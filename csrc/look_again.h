@@ -11,10 +11,11 @@
 
 namespace kvlink {
 
-/// Looks soon, then less and less often.
+/// Looks soon, then less and less often: each wait is longer than the one before by a part of it, in 1/8.
 class LookAgain {
  public:
-  LookAgain(int64_t first_ns, int64_t last_ns) : first_ns_(first_ns), last_ns_(last_ns) {}
+  LookAgain(int64_t first_ns, int64_t last_ns, int64_t longer_by)
+      : first_ns_(first_ns), last_ns_(last_ns), longer_by_(longer_by) {}
 
   /// False: this process is out of descriptors.
   bool open() {
@@ -24,7 +25,7 @@ class LookAgain {
   int fd() const { return timer_.get(); }
   /// Before sleeping: whether there is something to look for.
   void arm(bool looks) {
-    if (looks || ns_ > 0) set(looks ? std::clamp(2 * ns_, first_ns_, last_ns_) : 0);
+    if (looks || ns_ > 0) set(looks ? std::clamp(ns_ + ns_ * longer_by_ / 8, first_ns_, last_ns_) : 0);
   }
   /// Something ended: the next look is soon.
   void progressed() {
@@ -40,7 +41,7 @@ class LookAgain {
     ::timerfd_settime(timer_.get(), 0, &after, nullptr);
   }
 
-  const int64_t first_ns_, last_ns_;
+  const int64_t first_ns_, last_ns_, longer_by_;
   UniqueFd timer_;
   int64_t ns_ = 0;  // until the next look; 0: the timer is not set
 };

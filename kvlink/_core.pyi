@@ -248,6 +248,9 @@ def floor_streamed_copy(pieces: Any) -> int:
 def floor_process_vm_readv(pid: int, pieces: Any) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
 
+def floor_cuda_copies(pieces: Any) -> int:
+    """Nanoseconds of one copy by the GPU's driver each, and of the wait for all. Raises TransportUnavailable."""
+
 class FloorSource:
     """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread for every sink."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = 2  # kDLCUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class BlockPool:
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], layout: KVLayout) -> BlockPool:
-        """Lends memory that somebody else allocated: torch tensors on the CPU or all on one CUDA device, numpy arrays,
-        or anything on the CPU with DLPack.
+        """Lends memory that somebody else allocated: torch tensors, numpy arrays, or anything with DLPack; all on the
+        CPU, or all on one CUDA device.
 
         Region i of the layout is `tensors[i]`; offsets count from its first element. On the CPU such a pool is reached
         by cma and tcp, not by shm; on a GPU by cuda and verbs, and by tcp, which stages it in host memory. None waits
@@ -168,16 +169,28 @@ def _region_of(tensor: Any) -> Region:
         return _region_of_torch(tensor)
     if isinstance(tensor, np.ndarray):
         array = tensor
-    elif tensor.__dlpack_device__()[0] in _DLPACK_HOST:
+    elif (device := int(tensor.__dlpack_device__()[0])) in _DLPACK_HOST:
         array = np.from_dlpack(tensor)
+    elif device == _DLPACK_CUDA:
+        return _region_of_torch(_as_torch(tensor))
     else:
-        raise ConfigError("this array is on a device; give GPU memory as torch tensors (torch.from_dlpack)")
+        raise ConfigError(
+            f"pools take arrays on the CPU or on CUDA devices, DLPack says {device} of this one"
+        )
     if not array.flags.writeable:
         raise ConfigError("a pool needs writable memory; this array is read-only")
     extent = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
     if array.size == 0 or any(stride < 0 for stride in array.strides):
         raise ConfigError("a pool needs non-empty arrays without negative strides")
     return Region(array.ctypes.data, extent + array.itemsize, array, None)
+
+
+def _as_torch(tensor: Any) -> torch.Tensor:
+    try:
+        from torch.utils import dlpack
+    except ImportError:
+        raise ConfigError("GPU memory is taken over DLPack by torch: pip install torch") from None
+    return dlpack.from_dlpack(tensor)
 
 
 def _region_of_torch(tensor: torch.Tensor) -> Region:

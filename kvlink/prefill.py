@@ -88,8 +88,7 @@ class Offers:
         _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
         units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
         written = _written(request_id, ready, units, ready_unit)
-        held_by = None if after is None or after.query() else after
-        now = written if held_by is None else 0
+        now = written if after is None or after.query() else 0
         if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
             self._collect()
         with self._lock:
@@ -116,8 +115,8 @@ class Offers:
             trace=TraceParent.parse(trace) if trace else None,
         )
         ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
-        if held_by is not None:
-            self.in_background(self._ready_after(lease, held_by, written), request_id)
+        if after is not None and now < written:
+            self.in_background(self._ready_after(lease, after, written), request_id)
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket

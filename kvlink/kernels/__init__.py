@@ -22,7 +22,7 @@ from kvlink.gpudirect import CudaDriver
 _log = logging.getLogger("kvlink.kernels")
 
 SOURCE = Path(__file__).with_name("gather.cu")
-_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc"
+_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"
 _DIGEST_BYTES = 32
 
 
@@ -62,13 +62,14 @@ def compiled(source: bytes, target: str) -> bytes:
     nvrtc = _nvrtc()
     program = _call(nvrtc, "nvrtcCreateProgram", source, b"gather.cu", 0, [], [])
     try:
+        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
         try:
-            options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
             _call(nvrtc, "nvrtcCompileProgram", program, len(options), options)
         except TransportUnavailable as error:
             log = bytearray(_call(nvrtc, "nvrtcGetProgramLogSize", program))
             _call(nvrtc, "nvrtcGetProgramLog", program, log)
-            raise TransportUnavailable(f"{error}: {log.decode(errors='replace')}", _INSTALL) from None
+            why = log.rstrip(b"\0\n").decode(errors="replace")
+            raise TransportUnavailable(f"NVRTC does not compile for {target}: {why}", error.fix) from None
         image = bytearray(_call(nvrtc, "nvrtcGetCUBINSize", program))
         _call(nvrtc, "nvrtcGetCUBIN", program, image)
         return bytes(image) + b"\0"

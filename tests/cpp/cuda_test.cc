@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cuda transport over tests/fake_cuda, which is found in place of the driver.
 #include <cstdlib>
+#include <fstream>
 
 #include "cuda_peers.h"
 #include "cuda_wire.h"
+#include "floor_cuda.h"
 
 namespace kvlink::testing {
 namespace {
@@ -241,6 +243,28 @@ TEST_F(Cuda, ReadsAnotherProcessUntilThatEnds) {
   }
 }
 
+TEST_F(Cuda, MapsPoolsForReadingAloneWhereTheGpuCan) {
+  const auto writable = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) {
+      count += line.find("fake-cuda") != std::string::npos && line.find(" rw-s ") != std::string::npos;
+    }
+    return count;
+  };
+  int before = 0;
+  {
+    GpuPair pair;
+    before = writable();
+  }
+  ::setenv("FAKE_CUDA_NO_READ_ONLY", "1", 1);
+  GpuPair pair;
+  ::unsetenv("FAKE_CUDA_NO_READ_ONLY");
+  EXPECT_EQ(writable(), before + 1);
+  const Blocks blocks(pair.reader, 4096, 10);
+  EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
+}
+
 TEST_F(Cuda, RefusesAGpuThatThisProcessDoesNotSee) {
   ::setenv("FAKE_CUDA_UUID", "another", 1);
   GpuOwner owner;
@@ -284,6 +308,22 @@ TEST_F(Cuda, LendsAPieceOfAnAllocation) {
   EXPECT_EQ(std::memcmp(reader.pool.bytes() + 3, behind(piece.base) + 5, 69'995), 0);
   scatter.add(*index, 5, {{reader.at(3), 69'996, 0}});
   EXPECT_EQ(reader.read(scatter).code(), Code::kAccessDenied);
+}
+
+TEST_F(Cuda, FloorsCopyByTheDriverAlone) {
+  GpuPool from, to;
+  from.fill(3);
+  const auto at = [](const GpuPool& pool, uint64_t offset) {
+    return cuda::address_of(pool.range().base + offset);
+  };
+  const std::array<FloorPiece, 2> pieces{
+      {{at(from, 0), at(to, 4096), 4096}, {at(from, 8192), at(to, 0), 100}}};
+  const Result<int64_t> took = floor_cuda_copies(pieces);
+  ASSERT_TRUE(took.ok()) << took.status().what();
+  EXPECT_GT(*took, 0);
+  EXPECT_EQ(std::memcmp(to.bytes() + 4096, from.bytes(), 4096), 0);
+  EXPECT_EQ(std::memcmp(to.bytes(), from.bytes() + 8192, 100), 0);
+  EXPECT_EQ(floor_cuda_copies({}).status().code(), Code::kConfig);
 }
 
 TEST_F(Cuda, ReadsNoKeyThatNoOwnerWrote) {

@@ -21,7 +21,8 @@ enum Error {
   kNotInitialized = 3,
   kInvalidDevice = 101,
   kInvalidContext = 201,
-  kNotReady = 600
+  kNotReady = 600,
+  kNotSupported = 801
 };
 
 /// Contexts, streams, events, registrations, allocations and mappings.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The device, its contexts, streams and events, and copies between host and device.
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <vector>

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
@@ -203,6 +204,7 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
 
 int cuMemSetAccess(uint64_t address, size_t bytes, const AccessDescription* access, size_t count) {
   if (count != 1 || access->location_type != 1 || access->location_id != 0) return kInvalidValue;
+  if (access->flags != 3 && std::getenv("FAKE_CUDA_NO_READ_ONLY")) return kNotSupported;
   const int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
   return ::mprotect(behind(address), bytes, protection) == 0 ? kSuccess : kInvalidValue;
 }

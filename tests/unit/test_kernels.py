@@ -56,6 +56,30 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     assert "nvidia-cuda-nvrtc" in caught.value.fix
 
 
+@pytest.fixture
+def nvrtc() -> None:
+    """It needs no GPU."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="pip install cuda-bindings nvidia-cuda-nvrtc")
+    try:
+        compiled(b"", "sm_90")
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_source_compiles(target: str) -> None:
+    image = compiled(SOURCE.read_bytes(), target)
+    assert image.startswith(b"\x7fELF")
+    assert b"kvlink_gather" in image
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_does_not_compile_says_why() -> None:
+    with pytest.raises(TransportUnavailable, match=r"does not compile for sm_90: gather\.cu\(1\): error"):
+        compiled(b"nonsense", "sm_90")
+
+
 def test_the_source_has_the_kernel_that_the_core_asks_for() -> None:
     core = (SOURCE.parents[2] / "csrc" / "cuda_gather.cc").read_text()
     (name,) = re.findall(r'module_get_function\(&function_, module_, "(\w+)"', core)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
 from kvlink.pool import BlockPool, Region
 
@@ -78,6 +80,12 @@ def test_a_gpu_pool_is_not_viewed_by_numpy() -> None:
         BlockPool(on_gpu(0), PER_LAYER).numpy()
 
 
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU; tests/gpu allocates on it")
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    with pytest.raises(TransportUnavailable, match=r"libcuda.so.1.*install the NVIDIA driver"):
+        BlockPool.allocate(ONE, gpu=0)
+
+
 def test_tensors_elsewhere_are_refused() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
     with pytest.raises(ConfigError, match="this one is on meta"):
@@ -85,10 +93,24 @@ def test_tensors_elsewhere_are_refused() -> None:
 
     class OnDevice:
         def __dlpack_device__(self) -> tuple[int, int]:
+            return (8, 0)
+
+    with pytest.raises(ConfigError, match="DLPack says 8 of this one"):
+        BlockPool.from_tensors([OnDevice()], ONE)
+
+
+def test_gpu_memory_comes_over_dlpack_by_way_of_torch() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
+    tensor = torch.zeros(ONE.region_bytes()[0], dtype=torch.uint8)
+
+    class SaysGpu:
+        def __dlpack_device__(self) -> tuple[int, int]:
             return (2, 0)
 
-    with pytest.raises(ConfigError, match="give GPU memory as torch tensors"):
-        BlockPool.from_tensors([OnDevice()], ONE)
+    array = SaysGpu()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.utils.dlpack, "from_dlpack", lambda given: tensor if given is array else None)
+        assert BlockPool.from_tensors([array], ONE).regions[0].address == tensor.data_ptr()
 
 
 def test_lent_view_counts_from_its_first_element() -> None:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pull between two processes with pools on GPUs, in alternation with what the driver does by itself.
+
+The limit is one device-to-device copy of as many bytes, within the reader's GPU; beside it one copy of the driver's a
+block, as a connector without a kernel has it. Timed of kvlink is what a Python caller sees, as in pull.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlink import BlockPool, KVLayout, Ticket, Worker, _core
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, dense
+
+from .contents import Contents, Ids
+from .draws import pieces_of
+from .processes import BenchError, OwnerSide, owner_process
+from .spread import quantiles_us
+
+SHAPES = ((32 << 10, 16_384), (4 << 10, 40_960), (16 << 10, 1))
+"""(block_bytes, blocks) of the rows that the bars are about."""
+
+_ITERS, _SMALL_ITERS = 50, 1000
+_SMALL_BYTES = 1 << 20
+_CHECK_EVERY = 10
+_SEED = 20_251_122
+
+
+def rows(gpus: Sequence[int], transport: str, iters: int | None) -> Iterator[dict[str, Any]]:
+    """One of each shape. gpus: the owner's and the reader's, by CUDA's numbers.
+
+    Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError, TransferError.
+    """
+    for block_bytes, blocks in SHAPES:
+        with _opened(gpus, transport, block_bytes, blocks) as bench:
+            yield bench.row(iters or (_SMALL_ITERS if blocks * block_bytes <= _SMALL_BYTES else _ITERS))
+
+
+def pair_of(text: str) -> tuple[int, int]:
+    """Of "0,1": the owner's GPU and the reader's. Raises ConfigError."""
+    numbers = [int(number) if number.strip().isdecimal() else -1 for number in text.split(",")]
+    if len(numbers) != 2 or min(numbers) < 0:
+        raise ConfigError(f"--gpus {text!r}: two of CUDA's numbers, as in 0,1")
+    return numbers[0], numbers[1]
+
+
+def filled(layout: KVLayout, gpu: int, seed: int) -> BlockPool:
+    """A pool on a GPU with the bytes that Contents has of `seed`. Raises ConfigError without torch."""
+    torch = _torch()
+    on_host = BlockPool.allocate(layout)
+    Contents(layout, seed).fill(on_host)
+    pool = BlockPool.allocate(layout, gpu=gpu)
+    for region in range(len(pool.regions)):
+        pool.torch(region).copy_(on_host.torch(region))
+    torch.cuda.synchronize(gpu)
+    return pool
+
+
+class _Bench:
+    """Pulls random blocks of the owner's pool into random blocks of the first half of the reader's."""
+
+    def __init__(self, owner: OwnerSide, worker: Worker, wanted: BlockPool, blocks: int) -> None:
+        self._owner, self._worker, self._wanted, self._blocks = owner, worker, wanted, blocks
+        self._rng = np.random.default_rng(_SEED)
+        self._requests = map("gpu-{}".format, count())
+        self._transport = ""
+
+    def row(self, iters: int) -> dict[str, Any]:
+        """Alternates between kvlink and the driver, pull by pull; every tenth pull is compared, byte by byte."""
+        layout = self._worker.pool.layout
+        num_bytes = self._blocks * layout.block_bytes
+        self._pull(compare=True)
+        ours, flat, each = [], [], []
+        for turn in range(iters):
+            ours.append(self._pull(compare=turn % _CHECK_EVERY == 0 or turn == iters - 1))
+            flat.append(self._copy(np.array([0]), num_bytes))
+            each.append(self._copy(np.arange(self._blocks), layout.block_bytes))
+        limit_us = float(np.median(flat))
+        p50 = float(np.median(ours))
+        return {
+            "transport": self._transport,
+            "gpu": _torch().cuda.get_device_name(self._worker.pool.gpu),
+            "driver": _driver(),
+            "block_bytes": layout.block_bytes,
+            "blocks": self._blocks,
+            "iters": iters,
+            **quantiles_us(ours),
+            "gib_per_s": num_bytes / 2**30 / (p50 / 1e6),
+            "limit": "one device-to-device copy",
+            "limit_gib_per_s": num_bytes / 2**30 / (limit_us / 1e6),
+            "of_limit": limit_us / p50,
+            "copy_a_block_us": float(np.median(each)),
+            "cpu_us": self._cpu_us(min(iters, 20)),
+            "verified": True,
+        }
+
+    def _draw(self, num_blocks: int) -> Ids:
+        return self._rng.permutation(num_blocks)[: self._blocks].astype(np.uint32)
+
+    def _offered(self) -> tuple[Ids, Ids, Ticket]:
+        layout = self._worker.pool.layout
+        owner_ids, ids = self._draw(layout.num_blocks), self._draw(layout.num_blocks // 2)
+        requests = {next(self._requests): owner_ids.tolist()}
+        (text,) = self._owner.call("offer", requests=requests, num_tokens=None, publish=False)["tickets"]
+        return owner_ids, ids, Ticket.from_text(text)
+
+    def _pull(self, *, compare: bool) -> float:
+        owner_ids, ids, ticket = self._offered()
+        here = self._blocks_of(self._worker.pool)
+        if compare:
+            here[ids.astype(np.int64)] = 0xA5
+            _torch().cuda.synchronize(self._worker.pool.gpu)
+        start = time.perf_counter_ns()
+        pull = self._worker.pull(ticket, into=ids)
+        pull.wait()
+        took_us = (time.perf_counter_ns() - start) / 1000
+        self._transport = pull.explain()[0].transport
+        wanted = self._blocks_of(self._wanted)
+        if compare and not _torch().equal(here[ids.astype(np.int64)], wanted[owner_ids.astype(np.int64)]):
+            raise BenchError("what was pulled is not what the owner has")
+        return took_us
+
+    def _copy(self, blocks: Any, size: int) -> float:
+        """Of the pool's first half to its second, by the driver."""
+        region = self._worker.pool.regions[0]
+        half = region.num_bytes // 2
+        return (
+            _core.floor_cuda_copies(pieces_of(blocks, blocks, size, region.address, region.address + half))
+            / 1000
+        )
+
+    def _cpu_us(self, pulls: int) -> float:
+        """CPU time of both processes of one pull, plan, post, wait and settle included."""
+        spent = 0
+        for _ in range(pulls):
+            _, ids, ticket = self._offered()
+            start = time.process_time_ns() + self._owner.cpu_ns()
+            self._worker.pull(ticket, into=ids).wait()
+            spent += time.process_time_ns() + self._owner.cpu_ns() - start
+        return spent / 1000 / pulls
+
+    def _blocks_of(self, pool: BlockPool) -> Any:
+        return pool.torch()[: pool.layout.num_blocks * pool.layout.block_bytes].view(
+            pool.layout.num_blocks, -1
+        )
+
+
+@contextmanager
+def _opened(gpus: Sequence[int], transport: str, block_bytes: int, blocks: int) -> Iterator[_Bench]:
+    owner_gpu, reader_gpu = gpus
+    geometry = Geometry(
+        num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=2 * max(blocks, 1024), block_tokens=1,
+        planes_per_layer=1, dtype="uint8", model="bench",
+    )  # fmt: skip
+    layout = dense(geometry)
+    wanted = filled(layout, reader_gpu, _SEED)
+    with (
+        owner_process(geometry, _SEED, transport, gpu=owner_gpu) as owner,
+        Worker(BlockPool.allocate(layout, gpu=reader_gpu), "bench-reader", transports=transport) as worker,
+    ):
+        yield _Bench(owner, worker, wanted, blocks)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError("bench gpu compares on the GPU with torch: pip install torch") from None
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no GPU here; run on a machine with one, with a CUDA build of torch")
+    return torch
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[-1].split()[0]
+    except (OSError, IndexError):
+        return "unknown"
