@@ -76,13 +76,17 @@ def available_transports() -> list[str]:
     return [row[0] for row in _core.transports()]
 
 
-def host_transports() -> dict[str, str]:
-    """Those that pools in host memory go by, best first: why this machine cannot use one and what to do, or ""."""
+def transports_here() -> dict[str, str]:
+    """All that are built in, best first: why this machine cannot use one and what to do, or ""."""
     return {
         name: f"{why_not}. {fix}" if why_not and fix else why_not
         for name, _, _, why_not, fix in _core.transports()
-        if not _is_cuda(name)
     }
+
+
+def host_transports() -> dict[str, str]:
+    """Those that pools in host memory go by."""
+    return {name: why_not for name, why_not in transports_here().items() if not _is_cuda(name)}
 
 
 def core_layout(layout: KVLayout) -> _core.Layout:

@@ -36,13 +36,13 @@ _POISON = 1e4
 class _Engine:
     """A manager on a model of its own, to be started by who is ready for requests."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, device: str) -> None:
         self.patience = patience
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS, num_blocks=_NUM_PAGES, max_batch_tokens=_BATCH_TOKENS
         )
         greedy = GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW_TOKENS, eos_token_id=-1)
-        self.manager: Any = tiny_llama().init_continuous_batching(greedy, config)
+        self.manager: Any = tiny_llama(device).init_continuous_batching(greedy, config)
 
     def tokens_of(self, request_id: str) -> list[int]:
         """Of the one request under way, when it has finished. Raises TransferError."""
@@ -62,8 +62,8 @@ class _Peer(_Engine):
 
     name: str
 
-    def __init__(self, transport: str, coordinator: str, patience: float = 1.0) -> None:
-        super().__init__(patience)
+    def __init__(self, transport: str, coordinator: str, patience: float = 1.0, device: str = "cpu") -> None:
+        super().__init__(patience, device)
         config = WorkerConfig.from_env()
         self.handoff = KVLinkHandoff(
             self.manager,
@@ -77,7 +77,8 @@ class _Peer(_Engine):
     def digest(self, block_ids: Sequence[int], num_tokens: int) -> str:
         """Equal on both sides exactly if every byte of every token is; block ids do not matter."""
         pool, planes = self.handoff.worker.pool, 2 * self.manager.model.config.num_hidden_layers
-        blocks = pool.numpy().reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)
+        seen = pool.numpy() if pool.gpu is None else pool.torch().cpu().numpy()
+        blocks = seen.reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)
         found = hashlib.blake2b(digest_size=16)
         for index, block in enumerate(block_ids):
             found.update(np.ascontiguousarray(blocks[block, :, : num_tokens - index * PAGE_TOKENS]).data)
@@ -158,8 +159,8 @@ class DecodeRole(_Peer):
 class ReferenceRole(_Engine):
     """The judge's yardstick: no worker, no hand-over, a cache that never leaves its process."""
 
-    def __init__(self, patience: float = 1.0) -> None:
-        super().__init__(patience)
+    def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
+        super().__init__(patience, device)
         self.manager.start()
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:

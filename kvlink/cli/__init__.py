@@ -42,11 +42,12 @@ def demo(
     patience: Annotated[
         float, typer.Option(min=1, help="Multiplies every deadline, for slow machines.")
     ] = 1.0,
+    device: Annotated[str, typer.Option(help="Where the models are: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run."""
     from kvlink.demo import run
 
-    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience))
+    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device))
 
 
 @app.command()

@@ -20,9 +20,11 @@ __all__ = ["run"]
 _TRANSFORMERS = (5, 19)  # older caches have no name for what they hold
 
 
-def run(transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0) -> int:
+def run(
+    transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0, device: str = "cpu"
+) -> int:
     """Prints one row a transport: a table, or JSON lines. None tries all that this machine has.
-    `patience` multiplies every deadline, for slow machines.
+    `patience` multiplies every deadline, for slow machines. `device` is where the models are, as torch names it.
 
     Returns 0, or 1 when any row's tokens differ or its transport fails. Raises ConfigError for names that
     do not exist and when torch or a transformers that can hand requests over is not installed.
@@ -31,7 +33,7 @@ def run(transports: Sequence[str] | None = None, json: bool = False, patience: f
         raise ConfigError(f"the demo needs {' and '.join(missing)}: pip install 'kvlink[demo]'")
     from kvlink.demo.show import show
 
-    return show(transports, json, patience)
+    return show(transports, json, patience, device)
 
 
 def _missing() -> list[str]:

@@ -14,11 +14,11 @@ _START_S = 120.0  # importing torch and transformers from a cold disk
 class Cluster:
     """A coordinator, a prefill, a decode and a reference process. They start at once; use as a context manager.
 
-    `patience` multiplies every deadline.
+    `patience` multiplies every deadline. `device` is torch's name of where the models are.
     """
 
-    def __init__(self, patience: float = 1.0) -> None:
-        self.patience = patience
+    def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
+        self.patience, self.device = patience, device
         self._family = Family(("coordinator", "prefill", "decode", "reference"), patience)
         self._children: list[Child] = []
         self._expected: Expected = {}
@@ -27,7 +27,7 @@ class Cluster:
         """Returns the coordinator's address once all have started. Raises ChildError."""
         self._children = self._family.wait_ready(_START_S)
         coordinator, *_, reference = self._children
-        reference.call("reference", "open", patience=self.patience)
+        reference.call("reference", "open", patience=self.patience, device=self.device)
         reference.ask("reference", "tokens")
         coordinator.call("coordinator", "open")
         return str(coordinator.call("coordinator", "address")["address"])

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvlink.errors import ConfigError
+
 VOCABULARY = 256
 _SEED = 2024
 # With the usual 0.02 a random Llama repeats its last token and ignores its cache. From 0.1 on, the output
@@ -15,8 +17,15 @@ _SEED = 2024
 _WEIGHT_STD = 0.2
 
 
-def tiny_llama() -> Any:
-    """Four layers, four KV heads of 64 dimensions, float32. From here on torch computes on one thread."""
+def tiny_llama(device: str = "cpu") -> Any:
+    """Four layers, four KV heads of 64 dimensions, float32. From here on torch computes on one thread.
+
+    Raises ConfigError for a GPU that torch does not see.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch sees no GPU for {device}; run on a machine with one, with a CUDA build of torch"
+        )
     torch.set_num_threads(1)  # bit-equal sums in every process
     torch.manual_seed(_SEED)
     config = LlamaConfig(
@@ -32,6 +41,6 @@ def tiny_llama() -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-    network = LlamaForCausalLM(config)
+    network: Any = LlamaForCausalLM(config)
     network.train(False)
-    return network
+    return network.to(device)

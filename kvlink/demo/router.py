@@ -23,7 +23,7 @@ _GIB = 1 << 30
 class Route:
     """One transport between the two roles. `step` is called STEPS times, for progress.
 
-    `patience` multiplies every deadline.
+    `patience` multiplies every deadline. `device`: of the models.
     """
 
     transport: str
@@ -31,6 +31,7 @@ class Route:
     decode: Child
     step: Callable[[], None]
     patience: float = 1.0
+    device: str = "cpu"
 
     def try_out(self, coordinator: str, expected: Callable[[], Expected]) -> Row:
         """The whole demonstration over this transport. A failure becomes the row's error.
@@ -46,6 +47,7 @@ class Route:
                         transport=self.transport,
                         coordinator=coordinator,
                         patience=self.patience,
+                        device=self.device,
                     )
                     stack.callback(_close, child, role)
                 return self._row(expected)

@@ -14,26 +14,29 @@ from kvlink.demo.table import Row, failed, print_json, print_table
 from kvlink.demo.transports import choose
 
 
-def show(names: Sequence[str] | None, json: bool, patience: float) -> int:
+def show(names: Sequence[str] | None, json: bool, patience: float, device: str) -> int:
     """See kvlink.demo.run."""
-    chosen = choose(names)
+    chosen = choose(names, device)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=json) as progress:
-        rows = _try_all(chosen, progress, json, patience)
+        rows = _try_all(chosen, progress, json, patience, device)
     if not json:
         print_table(rows, Console())
     return 0 if all(row.good for row in rows) else 1
 
 
-def _try_all(chosen: dict[str, str], progress: Progress, json: bool, patience: float) -> list[Row]:
+def _try_all(
+    chosen: dict[str, str], progress: Progress, json: bool, patience: float, device: str
+) -> list[Row]:
     rows = []
     task = progress.add_task("starting coordinator, prefill, decode and the single-process run", total=None)
-    with Cluster(patience) as cluster:
+    with Cluster(patience, device) as cluster:
         coordinator = cluster.wait_ready()
         progress.update(task, total=len(chosen) * STEPS)
         for done, (transport, why_not) in enumerate(chosen.items()):
             progress.update(task, description=transport, completed=done * STEPS)
-            route = Route(transport, *cluster.hosts(transport), lambda: progress.advance(task), patience)
+            hosts = cluster.hosts(transport)
+            route = Route(transport, *hosts, lambda: progress.advance(task), patience, device)
             rows.append(
                 failed(transport, why_not) if why_not else route.try_out(coordinator, cluster.expected)
             )

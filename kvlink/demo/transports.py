@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlink.config import select
-from kvlink.engine import host_transports
+from kvlink.engine import host_transports, transports_here
+
+_TO_GPUS = ("cuda", "verbs", "tcp")  # the others cannot lend GPU memory
 
 
-def choose(names: Sequence[str] | None) -> dict[str, str]:
+def choose(names: Sequence[str] | None, device: str = "cpu") -> dict[str, str]:
     """Transport name to why it cannot work here, or "". None chooses all that can. Raises ConfigError."""
-    why_not = host_transports()
+    everywhere = transports_here()
+    why_not = host_transports() if device == "cpu" else {name: everywhere[name] for name in _TO_GPUS}
     if names is None:
         return {name: "" for name, reason in why_not.items() if not reason}
     chosen = select(",".join(names), list(why_not))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from connectors import PATIENT_LEASE_S, pair_of
 from pair import Answer, Pair, Tokens, ask, flags
@@ -21,9 +22,9 @@ Answering = Callable[[Sequence[int]], Answer]
 
 
 class References:
-    """NUM_NEW greedy tokens after each prompt. `answering` is entered when one is not known yet."""
+    """NUM_NEW greedy tokens after each prompt. `answering` starts what is asked when one is not known yet."""
 
-    def __init__(self, model: str, answering: AbstractContextManager[Answering]) -> None:
+    def __init__(self, model: str, answering: Callable[[], AbstractContextManager[Answering]]) -> None:
         weights = hashlib.sha256((MODELS / model / "model.safetensors").read_bytes()).hexdigest()[:16]
         self._file = ENGINES / "references" / f"{model}-{weights}.json"
         self._known: dict[str, Tokens] = json.loads(self._file.read_text()) if self._file.exists() else {}
@@ -35,7 +36,7 @@ class References:
         key = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
         if key not in self._known:
             if self._answer is None:
-                self._answer = self._stack.enter_context(self._answering)
+                self._answer = self._stack.enter_context(self._answering())
             answer = self._answer(tokens)
             assert answer.tokens is not None, answer.body
             self._known[key] = answer.tokens
@@ -43,8 +44,15 @@ class References:
             self._file.write_text(json.dumps(self._known))
         return self._known[key]
 
+    def learn(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Has all of them known, and nothing that was asked runs on beside the servers under test."""
+        for tokens in prompts:
+            self(tokens)
+        self.close()
+
     def close(self) -> None:
-        """Ends what was started. Idempotent."""
+        """Ends what was started, which may be asked again. Idempotent."""
+        self._answer = None
         self._stack.close()
 
 
@@ -54,7 +62,7 @@ def references_for(model: str) -> References:
     On CPUs vLLM prefills and decodes MLA in different arithmetic: a server that computed the prompt itself answers
     with other tokens than one that received the very same cache, which decodes the prompt's last token.
     """
-    return References(model, _two_with_nixl(model) if model == "deepseek" else _one_alone(model))
+    return References(model, partial(_two_with_nixl if model == "deepseek" else _one_alone, model))
 
 
 @contextmanager
