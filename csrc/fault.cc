@@ -33,9 +33,10 @@ class Plan {
     const FaultRule* rule = nullptr;  // null: let it pass
     uint64_t number = 0;              // of the post among all
   };
-  bool corrupts() const {
-    return std::any_of(rules_.begin(), rules_.end(),
-                       [](const FaultRule& rule) { return rule.action == FaultAction::kCorrupt; });
+  bool corrupts_data() const {
+    return std::any_of(rules_.begin(), rules_.end(), [](const FaultRule& rule) {
+      return rule.action == FaultAction::kCorrupt && rule.target != FaultTarget::kSlot;
+    });
   }
   Verdict judge(bool slot) {
     std::lock_guard lock(mutex_);
@@ -272,7 +273,7 @@ class FaultTransport : public Transport {
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
-    if (lands_on_device_ && plan_->corrupts()) {
+    if (lands_on_device_ && plan_->corrupts_data()) {
       return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
                                  "corrupt on a transport that stages in host memory (fault+tcp)");
     }
