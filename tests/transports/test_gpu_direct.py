@@ -78,6 +78,8 @@ def test_an_owner_killed_in_the_middle_is_an_error(cuda_driver: str, opened: Ope
         taker.do("finish_pull")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_suite_over_all_transports_passes_between_gpus(cuda_driver: str) -> None:
     """Streaming, races, faults, deaths, tensor parallelism: in a process of its own, which finds the stand-in."""
     env = {**os.environ, "LD_LIBRARY_PATH": cuda_driver, "KVLINK_TEST_MEMORY": OWN_GPU, "REQUIRE_LANES": ""}
