@@ -92,7 +92,7 @@ def test_the_suite_over_all_transports_passes_between_gpus(cuda_driver: str) -> 
         "no:cacheprovider",
         str(Path(__file__).parent),
         "-k",
-        "cuda",
+        "cuda and not coordinator and not replica",  # what no transport changes
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
