@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.control import AgentClient, ControlThread
+from kvlink.errors import StaleBlocks
 from kvlink.integrations.vllm.handover import Handover
 from kvlink.types import WorkerCard
 
@@ -19,18 +21,24 @@ def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.
     """The cache of the first tokens: all layers of a server of one rank with one cache group, in a fixed order.
 
     num_tokens: of whole blocks. Takes two hand-offs: the first one's lease may end while a pool like the server's is
-    made, on a machine that does much else.
+    made, on a machine that does much else. Both are settled.
     """
-    [owner] = Handover.from_params(hand_off()).owners
+    first = Handover.from_params(hand_off())
+    [owner] = first.owners
     card = ControlThread.shared().run(_card(owner.agent))
     pool = BlockPool.allocate(card.layout)
     with Worker(pool, "reader", config=WorkerConfig(transports="cma,tcp")) as reader:
-        handover = Handover.from_params(hand_off())
-        unit = handover.block_tokens // card.layout.block_tokens
-        [ticket] = handover.tickets(0, unit)
-        into = range(1, len(ticket.block_ids) + 1)
-        assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
+        with suppress(StaleBlocks):
+            _read(reader, first, num_tokens)
+        _read(reader, Handover.from_params(hand_off()), num_tokens)
     return np.concatenate([pool.numpy(region) for region in range(len(pool.regions))])
+
+
+def _read(reader: Worker, handover: Handover, num_tokens: int) -> None:
+    unit = handover.block_tokens // reader.pool.layout.block_tokens
+    [ticket] = handover.tickets(0, unit)
+    into = range(1, len(ticket.block_ids) + 1)
+    assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
 
 
 async def _card(agent: str) -> WorkerCard:
