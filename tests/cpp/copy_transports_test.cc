@@ -342,7 +342,7 @@ TEST_P(CopyTransport, ProbesWell) {
 TEST(Transports, AreFoundByName) {
   std::set<std::string> names;
   for (const TransportInfo& info : transports()) names.insert(info.name);
-  EXPECT_EQ(names, (std::set<std::string>{"loopback", "shm", "cma", "verbs", "tcp"}));
+  EXPECT_EQ(names, (std::set<std::string>{"loopback", "shm", "cma", "cuda", "verbs", "tcp"}));
   EXPECT_EQ(find_transport("fault"), nullptr);
   EXPECT_EQ(find_transport("fault+fault+shm"), nullptr);
   EXPECT_EQ(make_transport("smh", {}).status().code(), Code::kConfig);
