@@ -47,9 +47,7 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
 
 Result<uint32_t> CudaEndpoint::import_host(const CudaKey& key) {
   const FdOffer& wanted = key.parts.front();
-  const Result<UniqueFd> memfd = borrower_.take(wanted);
-  if (!memfd.ok()) return memfd.status();
-  Result<MemfdMapping> mapping = MemfdMapping::make((*memfd).get(), wanted);
+  Result<MemfdMapping> mapping = MemfdMapping::make(borrower_, wanted);
   if (!mapping.ok()) return mapping.status();
   host_mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(false);

@@ -44,7 +44,10 @@ MemfdMapping::~MemfdMapping() {
   if (start_) ::munmap(start_, bytes_);
 }
 
-Result<MemfdMapping> MemfdMapping::make(int memfd, const FdOffer& offer) {
+Result<MemfdMapping> MemfdMapping::make(FdBorrower& borrower, const FdOffer& offer) {
+  const Result<UniqueFd> taken = borrower.take(offer);
+  if (!taken.ok()) return taken.status();
+  const int memfd = (*taken).get();
   if (!holds(memfd, offer)) return Status::AccessDenied("the owner's offer of memory is malformed");
   MemfdMapping mapping;
   mapping.skip_ = offer.offset % static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));

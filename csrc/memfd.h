@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "fd.h"
+#include "fd_borrower.h"
 #include "fd_lender.h"
 #include "fd_wire.h"
 #include "status.h"
@@ -24,8 +24,9 @@ class MemfdMapping {
   MemfdMapping& operator=(MemfdMapping&&) = delete;
   ~MemfdMapping();
 
-  /// Checks that `memfd` holds the offer and never shrinks: no owner may kill its readers by SIGBUS.
-  static Result<MemfdMapping> make(int memfd, const FdOffer& offer);
+  /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks: no owner may kill
+  /// its readers by SIGBUS.
+  static Result<MemfdMapping> make(FdBorrower& borrower, const FdOffer& offer);
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }
 

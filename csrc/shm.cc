@@ -34,9 +34,7 @@ class ShmEndpoint : public MappedEndpoint {
     const bool ours = from.u32() == kShmMagic;
     FdOffer wanted;
     if (!wanted.read(from) || !from.done() || !ours) return Status::AccessDenied("not a key of a shm region");
-    const Result<UniqueFd> memfd = borrower_.take(wanted);
-    if (!memfd.ok()) return memfd.status();
-    Result<MemfdMapping> mapping = MemfdMapping::make((*memfd).get(), wanted);
+    Result<MemfdMapping> mapping = MemfdMapping::make(borrower_, wanted);
     if (!mapping.ok()) return mapping.status();
     mappings_.push_back(std::move(*mapping));
     return add_remote({mappings_.back().address(), wanted.bytes, wanted.access});

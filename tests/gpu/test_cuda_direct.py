@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_cuda_pools import BLOCKS, cuda_pool
+from test_cuda_pools import BLOCKS, cuda_pool, equal
 
 from kvlink import BlockPool, Ticket, Worker, WorkerConfig, engine
 from kvlink.errors import StaleBlocks, TransferError
@@ -73,11 +73,6 @@ def filled(seed: int) -> BlockPool:
     return pool
 
 
-def differing(one: BlockPool, other: BlockPool) -> int:
-    """Bytes, compared on the GPU."""
-    return sum(int((one.torch(n) != other.torch(n)).sum()) for n in range(len(one.regions)))
-
-
 MEMORY = [
     pytest.param("torch", {}, id="cudaMalloc"),
     pytest.param("torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, id="expandable segments"),
@@ -98,7 +93,7 @@ def test_every_byte_arrives(
             pool.torch().fill_(count)
             pull = reader.pull(lender.offer(f"r{count}"), ALL)
             pull.wait(60)
-            assert differing(pool, wanted) == 0
+            assert equal(pool, wanted)
         (path,) = pull.explain()
         assert (path.transport, path.bounces_at) == ("cuda", ())
 
