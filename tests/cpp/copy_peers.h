@@ -219,6 +219,19 @@ struct Scatter {
   Chunk chunk() const { return {ops, segments.data()}; }
 };
 
+/// Polls until `token` ended, or 20 s passed (then kTimeout). A broken endpoint's status ends it too.
+inline Status wait_for(Endpoint& endpoint, uint64_t token) {
+  std::vector<Completion> ended;
+  for (const int64_t deadline = now_ns() + 20 * kSecondNs; now_ns() < deadline;) {
+    const PollResult result = endpoint.poll(ended);
+    for (const Completion& completion : ended) {
+      if (completion.token == token) return completion.status;
+    }
+    if (!result.status.ok()) return result.status;
+  }
+  return Status::Timeout("the test waited in vain");
+}
+
 /// A connected endpoint with its destination memory, poisoned.
 class Reader {
  public:
@@ -243,18 +256,7 @@ class Reader {
     }
   }
 
-  /// Polls until `token` ended, or 20 s passed (then kTimeout). A broken endpoint's status ends it too.
-  Status wait(uint64_t token) {
-    std::vector<Completion> ended;
-    for (const int64_t deadline = now_ns() + 20 * kSecondNs; now_ns() < deadline;) {
-      const PollResult result = endpoint->poll(ended);
-      for (const Completion& completion : ended) {
-        if (completion.token == token) return completion.status;
-      }
-      if (!result.status.ok()) return result.status;
-    }
-    return Status::Timeout("the test waited in vain");
-  }
+  Status wait(uint64_t token) { return wait_for(*endpoint, token); }
   /// Polls for a while without a post; what it ends with.
   Status wait_broken() { return wait(UINT64_MAX); }
 

@@ -106,17 +106,7 @@ class GpuReader {
     }
     return status;
   }
-  Status wait(uint64_t token) {
-    std::vector<Completion> ended;
-    for (const int64_t deadline = now_ns() + 20 * kSecondNs; now_ns() < deadline;) {
-      const PollResult result = endpoint->poll(ended);
-      for (const Completion& completion : ended) {
-        if (completion.token == token) return completion.status;
-      }
-      if (!result.status.ok()) return result.status;
-    }
-    return Status::Timeout("the test waited in vain");
-  }
+  Status wait(uint64_t token) { return wait_for(*endpoint, token); }
   Status read(const Scatter& scatter, uint64_t token = 7) {
     Status status = endpoint->post_read(token, scatter.chunk());
     return status.ok() ? wait(token) : status;
