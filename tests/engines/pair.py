@@ -87,8 +87,9 @@ class Pair:
         return self.ask(self.decode, tokens, num_new, kv_transfer_params=handoff)
 
     def forget(self) -> None:
-        """Nothing is left in either prefix cache, so that every byte has to travel. Blocks in use would stay."""
-        assert self.settles(_SETTLE_S), "blocks of an earlier request are still held"
+        """Nothing is left in either prefix cache, so that every byte has to travel. Blocks in use would stay: those of
+        a hand-over that failed do until their lease ends."""
+        assert self.settles(self.lease_s + _SETTLE_S), "blocks of an earlier request are still held"
         for server in (self.prefill, self.decode):
             status, answer = post(f"{server.url}/reset_prefix_cache", {})
             assert status == 200, answer
