@@ -86,7 +86,7 @@ def test_shared_prefixes(pair: Pair, references: References, routed: Server) -> 
 def test_a_stream(pair: Pair, references: References, routed: Server) -> None:
     """In several events, unless vLLM's API server was so late that it had them all: then it says them in one."""
     tokens = prompt("a stream", 333)
-    seen = []
+    seen: list[int] = []
     while not seen or (seen[-1] == 1 and len(seen) < _STREAMS):
         events = stream(routed.url, pair.model, tokens)
         assert [token for event in events for token in event] == references(tokens)
