@@ -7,19 +7,15 @@ moved is verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvlink.cli.tables import make_console, print_json, show_parts, show_rows
+from kvlink.cli.tables import show_parts, show_rows
 from kvlink.config import WorkerConfig, select
 
-if TYPE_CHECKING:
-    from .machine import OtherLoad
-
-_NOISE = 0.02  # of all CPU time: a table says when others had as much
+from .ending import begin, finish
 
 app = typer.Typer(
     help="Measure kvlink on this machine. Rows go to stdout.",
@@ -54,11 +50,24 @@ def measure_pull(
     trace: Annotated[
         str, typer.Option(help="That the allocator saw: a file, or a published one's name. [azure-2023-conv]")
     ] = "",
+    path: Annotated[
+        str,
+        typer.Option(
+            help="Instead: of GPU memory by RDMA. gpudirect, bounce, or both with a comma, side by side; modelled "
+            "where there is no GPU or no NIC."
+        ),
+    ] = "",
+    gbps: Annotated[float, typer.Option(min=0.1, help="Gb/s of the NIC that is modelled.")] = 400.0,
     as_json: Json = False,
 ) -> None:
     """Pull blocks between two processes, beside the physical limit of the same path."""
     from . import pull as bench
 
+    if path:
+        from . import paths
+
+        shapes = bench.shapes(block_bytes, blocks)
+        finish([paths.rows(paths.paths_of(path), shapes, gbps, iters)], as_json, "bench pull", begin(as_json))
     if trace and not order.startswith("allocator"):
         raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
     parts = [
@@ -66,8 +75,8 @@ def measure_pull(
         for name in names_of(transport)
         for size, count in bench.shapes(block_bytes, blocks)
     ]
-    others = _begin(as_json)
-    _finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench pull", others)
+    others = begin(as_json)
+    finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench pull", others)
 
 
 @app.command("gpu")
@@ -77,12 +86,16 @@ def measure_gpu(
     iters: Iters = None,
     as_json: Json = False,
 ) -> None:
-    """Pull blocks from GPU to GPU between two processes, beside one device-to-device copy of the same bytes."""
+    """Pull blocks from GPU to GPU between two processes, beside one device-to-device copy of the same bytes.
+
+    Then the bounce buffer's copies, beside plain ones of pinned memory.
+    """
     from . import gpu as bench
 
-    parts = [bench.rows(bench.pair_of(gpus), transport, iters)]
-    others = _begin(as_json)
-    _finish(parts, as_json, "bench gpu", others)
+    pair = bench.pair_of(gpus)
+    parts = [bench.rows(pair, transport, iters), bench.bounce_rows(pair[1])]
+    others = begin(as_json)
+    finish(parts, as_json, "bench gpu", others)
 
 
 @app.command("migrate")
@@ -158,8 +171,8 @@ def measure_migrate(
         for degrees in tp.split(",")
         for name in names_of(transport)
     ]
-    others = _begin(as_json)
-    _finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench migrate", others)
+    others = begin(as_json)
+    finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench migrate", others)
 
 
 @app.command("plan")
@@ -185,10 +198,10 @@ def measure_control(
     from . import replicas as several
 
     if store == "memory":
-        _finish([control.rows(workers)], as_json, "bench control")
+        finish([control.rows(workers)], as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    _finish([several.rows(_numbers(replicas, "--replicas"))], as_json, "bench control on etcd")
+    finish([several.rows(_numbers(replicas, "--replicas"))], as_json, "bench control on etcd")
 
 
 @app.command("scale")
@@ -213,9 +226,9 @@ def measure_scale(
 
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    _begin(as_json)
+    begin(as_json)
     parts = bench.parts(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
-    _finish(parts, as_json, "bench scale", by="what")
+    finish(parts, as_json, "bench scale", by="what")
 
 
 @app.command("peers")
@@ -238,7 +251,7 @@ def measure_peers(
     """
     from .peers import run
 
-    _begin(as_json)
+    begin(as_json)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as said:
         contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, said)
@@ -266,35 +279,3 @@ def _numbers(listed: str, option: str) -> list[int]:
     if min(counts) < 1:
         raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint=option)
     return counts
-
-
-def _begin(as_json: bool) -> OtherLoad:
-    """Results begin with what they were measured on. Watches what others do from now on."""
-    from .machine import OtherLoad, describe
-
-    if as_json:
-        print_json({"kind": "machine", **describe()})
-    return OtherLoad()
-
-
-def _finish(
-    parts: Sequence[Iterable[Mapping[str, Any]]],
-    as_json: bool,
-    title: str,
-    others: OtherLoad | None = None,
-    by: str = "",
-) -> None:
-    """Exit code 1 when any row says that its bytes were wrong. `others`: what they had of the CPUs ends the results."""
-    seen = show_parts(parts, as_json, title, by)
-    if others is not None:
-        _tell_of(others.share(), as_json, title)  # all of our processes have ended
-    raise typer.Exit(0 if all(row.get("verified", True) for row in seen) else 1)
-
-
-def _tell_of(other_load: float, as_json: bool, title: str) -> None:
-    if as_json:
-        print_json({"kind": "noise", "of": title, "other_load": other_load})
-    elif other_load >= _NOISE:
-        make_console().print(
-            f"other processes had {other_load:.1%} of all CPU time meanwhile: not a quiet machine"
-        )

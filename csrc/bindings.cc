@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "clock.h"
+#include "cuda_memory.h"
 #include "engine.h"
 #include "plan.h"
 
@@ -134,7 +135,8 @@ void register_transfer(py::module_& m) {
         const TransferStats stats = self.stats();
         return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.post_ns,
                               stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns,
-                              stats.ran_inline);
+                              stats.ran_inline, stats.staged, stats.predicted.direct_us,
+                              stats.predicted.staged_us);
       });
 }
 
@@ -259,6 +261,17 @@ void register_engine(py::module_& m) {
           py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
       .def("refuse", &Engine::refuse, py::arg("transport"), py::arg("why"))
       .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
+      .def(
+          "stage",
+          [](Engine& self, const CudaMemory& memory, bool always, int dmabuf, uint64_t offset) {
+            MemoryRange range = memory.range();
+            range.dmabuf_fd = dmabuf;
+            range.dmabuf_offset = offset;
+            self.stage({range, always ? StagingChoice::kAlways : StagingChoice::kAuto});
+          },
+          py::arg("memory"), py::arg("always"), py::arg("dmabuf_fd"), py::arg("dmabuf_offset"),
+          py::keep_alive<1, 2>())
+      .def("staging_refused", &Engine::staging_refused)
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",
            [](const Engine& self) {

@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "cuda_memory.h"
+#include "floor_bounce.h"
 #include "floor_cuda.h"
 #include "floor_stream.h"
 #include "floors.h"
@@ -53,6 +55,17 @@ void register_bench(py::module_& m) {
   m.def(
       "floor_cuda_copies",
       [answering](const Pieces& pieces) { return answering(pieces, &floor_cuda_copies); }, py::arg("pieces"));
+  m.def(
+      "time_bounce",
+      [](const CudaMemory& memory, uint32_t piece_bytes, bool to_device, const std::string& image) {
+        const Result<BounceTimes> times = [&] {
+          py::gil_scoped_release release;
+          return time_bounce(memory.range(), piece_bytes, to_device ? CopyTo::kDevice : CopyTo::kSlot, image);
+        }();
+        check(times.status());
+        return py::make_tuple(times->bounced_ns, times->plain_ns);
+      },
+      py::arg("memory"), py::arg("piece_bytes"), py::arg("to_device"), py::arg("image"));
   py::class_<FloorSource>(m, "FloorSource")
       .def(py::init([](const HostMemory& memory) {
              return take(FloorSource::make(memory.range().base, memory.range().bytes));

@@ -133,7 +133,8 @@ std::shared_ptr<const Crew> Connection::crew() const {
     const std::shared_ptr<Lane> lane = first.lock();
     if (lane && lane->help(transfer, until_ns) && !lane->idle()) thread->wake();
   };
-  return std::make_shared<const Crew>(wake, help);
+  const Endpoint& endpoint = lanes_.front()->endpoint();
+  return std::make_shared<const Crew>(wake, help, endpoint.crossover(), endpoint.takes_repeats());
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,

@@ -17,6 +17,8 @@
 namespace kvlink {
 namespace {
 
+constexpr uint32_t kTablePieces = 1 << 16, kNumTables = 4;  // 1.5 MiB each
+
 class CudaRegion : public MemoryRegion {
  public:
   CudaRegion(std::shared_ptr<FdLender> lender, CudaKey key)
@@ -45,18 +47,23 @@ class CudaTransport : public Transport {
   bool reaches_devices() const override { return true; }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    on_device_.push_back(range.device);
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
     if (!key.ok()) return not_lendable(key.status());
     return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(lender_, std::move(*key)));
   }
 
+  Status register_scratch(const MemoryRange& range) override {
+    on_device_.push_back(range.device);
+    return {};
+  }
+
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
     Result<FdBorrower> borrower = FdBorrower::of(kCudaMagic, owner_address);
     if (!borrower.ok()) return borrower.status();
-    const Result<std::shared_ptr<CudaGather>> gather = gathers();
-    if (!gather.ok()) return gather.status();
+    if (Status status = prepare(); !status.ok()) return status;
     return std::unique_ptr<Endpoint>(
-        std::make_unique<CudaEndpoint>(std::move(*borrower), *gather, num_pool_regions_));
+        std::make_unique<CudaEndpoint>(std::move(*borrower), gather_, tables_, on_device_));
   }
 
   Result<std::string> accept(uint64_t, std::string_view hello) override { return lender_->accept(hello); }
@@ -68,7 +75,6 @@ class CudaTransport : public Transport {
  private:
   /// Readers copy with the GPU that their own pool is on, whether or not that can be lent.
   Result<CudaKey> share_device(const MemoryRange& range) {
-    ++num_pool_regions_;
     if (!device_) {
       Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::of(range.base);
       if (!device.ok()) return device.status();
@@ -88,24 +94,29 @@ class CudaTransport : public Transport {
     return key;
   }
 
-  /// Loaded for the first peer: a worker that never reads this way needs none.
-  Result<std::shared_ptr<CudaGather>> gathers() {
+  /// For the first peer: a worker that never reads this way needs neither kernel nor tables.
+  Status prepare() {
     std::lock_guard lock(mutex_);
-    if (gather_) return gather_;
+    if (tables_) return {};
     if (!device_)
       return Status::Unavailable("this worker's pool is not in GPU memory", "use shm, cma or tcp");
-    Result<std::shared_ptr<CudaGather>> made = CudaGather::make(device_, image_);
-    if (made.ok()) gather_ = *made;
-    return made;
+    Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_);
+    if (!gather.ok()) return gather.status();
+    Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(device_, kNumTables, kTablePieces);
+    if (!tables.ok()) return tables.status();
+    gather_ = *gather;
+    tables_ = *tables;
+    return {};
   }
 
   const std::string image_;
   const std::shared_ptr<FdLender> lender_;
   std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
-  uint32_t num_pool_regions_ = 0;
+  std::vector<bool> on_device_;                 // by region, in order of registration
 
   std::mutex mutex_;
   std::shared_ptr<CudaGather> gather_;
+  std::shared_ptr<CudaTables> tables_;
 };
 
 }  // namespace

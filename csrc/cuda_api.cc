@@ -24,15 +24,13 @@ Result<Api> load() {
       library.load(api.context_pop, "cuCtxPopCurrent_v2") &&
       library.load(api.host_register, "cuMemHostRegister_v2") &&
       library.load(api.host_unregister, "cuMemHostUnregister") &&
+      library.load(api.host_device_pointer, "cuMemHostGetDevicePointer_v2") &&
       library.load(api.stream_create, "cuStreamCreate") &&
       library.load(api.stream_synchronize, "cuStreamSynchronize") &&
       library.load(api.stream_destroy, "cuStreamDestroy_v2") &&
       library.load(api.event_create, "cuEventCreate") && library.load(api.event_record, "cuEventRecord") &&
       library.load(api.event_query, "cuEventQuery") && library.load(api.event_destroy, "cuEventDestroy_v2") &&
-      library.load(api.copy_to_device, "cuMemcpyHtoDAsync_v2") &&
-      library.load(api.copy_to_host, "cuMemcpyDtoHAsync_v2") &&
-      library.load(api.copy_on_device, "cuMemcpyDtoDAsync_v2") &&
-      library.load(api.device_get_count, "cuDeviceGetCount") &&
+      library.load(api.copy, "cuMemcpyAsync") && library.load(api.device_get_count, "cuDeviceGetCount") &&
       library.load(api.device_get_attribute, "cuDeviceGetAttribute") &&
       library.load(api.device_get_uuid, "cuDeviceGetUuid_v2") &&
       library.load(api.device_can_access_peer, "cuDeviceCanAccessPeer") &&

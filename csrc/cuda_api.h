@@ -75,6 +75,7 @@ struct Api {
   int (*context_pop)(Context* context);
   int (*host_register)(void* host, size_t bytes, unsigned flags);
   int (*host_unregister)(void* host);
+  int (*host_device_pointer)(Address* device, void* host, unsigned flags);
   int (*stream_create)(Stream* stream, unsigned flags);
   int (*stream_synchronize)(Stream stream);
   int (*stream_destroy)(Stream stream);
@@ -82,9 +83,7 @@ struct Api {
   int (*event_record)(Event event, Stream stream);
   int (*event_query)(Event event);
   int (*event_destroy)(Event event);
-  int (*copy_to_device)(Address device, const void* host, size_t bytes, Stream stream);
-  int (*copy_to_host)(void* host, Address device, size_t bytes, Stream stream);
-  int (*copy_on_device)(Address to, Address from, size_t bytes, Stream stream);
+  int (*copy)(Address to, Address from, size_t bytes, Stream stream);
 
   int (*device_get_count)(int* count);
   int (*device_get_attribute)(int* value, int attribute, int device);

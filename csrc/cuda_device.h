@@ -13,7 +13,7 @@
 
 namespace kvlink::cuda {
 
-inline Address address_of(const std::byte* memory) { return reinterpret_cast<uintptr_t>(memory); }
+inline Address address_of(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
 /// A GPU's primary context, which is also torch's, kept alive. Any thread.
 class Device {

@@ -11,7 +11,6 @@ namespace kvlink {
 namespace {
 
 constexpr uint32_t kDepth = 2;  // one post on the device, one behind it
-constexpr uint32_t kMostOps = CudaGather::kTablePieces / 2;
 
 std::byte* local_address(uint64_t address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -56,19 +55,22 @@ Result<uint32_t> CudaEndpoint::import_host(const CudaKey& key) {
 
 Window CudaEndpoint::window() const {
   // A whole pull is one launch, until its pieces fill a table. Nothing is gained by several streams.
-  return {.chunk_bytes = 1 << 30, .chunk_ops = kMostOps, .depth = kDepth, .stripe_bytes = UINT64_MAX};
+  return {.chunk_bytes = 1 << 30,
+          .chunk_ops = tables_->pieces_each() / 2,
+          .depth = kDepth,
+          .stripe_bytes = UINT64_MAX};
 }
 
 Status CudaEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   if (!broken_.ok()) return broken_;
-  const Result<uint64_t> bytes = remotes_.check_read(chunk);
+  const Result<uint64_t> bytes = remotes_.check_repeated(chunk);
   if (!bytes.ok()) return bytes.status();
   const bool on_device = remote_on_device_[chunk.ops.front().region];
   if (Status status = check_kind(chunk, on_device); !status.ok()) return status;
   Post& post = posts_.emplace_back();
   post.token = token;
   post.chunk = chunk;
-  post.bytes = *bytes;
+  post.bytes = *bytes / (1 + chunk.repeats.size());
   post.on_device = on_device;
   return {};
 }
@@ -78,9 +80,20 @@ Status CudaEndpoint::check_kind(const Chunk& chunk, bool on_device) const {
   for (const ReadOp& op : chunk.ops) {
     bool same = remote_on_device_[op.region] == on_device;
     for (uint32_t i = 0; i < op.num_segments; ++i) {
-      same = same && (chunk.segments[op.first_segment + i].region < num_pool_regions_) == on_device;
+      const uint32_t region = chunk.segments[op.first_segment + i].region;
+      same = same && (region < local_on_device_.size() && local_on_device_[region]) == on_device;
     }
     if (!same) return Status::Config("a read goes from GPU to GPU memory, or from host to host memory");
+  }
+  if (chunk.repeats.size() * sizeof(GatherRepeat) > tables_->pieces_each() * sizeof(GatherPiece) / 2) {
+    return Status::Config(std::to_string(chunk.repeats.size()) + " planes are too many");
+  }
+  for (const Repeat& repeat : chunk.repeats) {
+    const bool to_device =
+        repeat.local_region < local_on_device_.size() && local_on_device_[repeat.local_region];
+    if (!on_device || !remote_on_device_[repeat.region] || !to_device) {
+      return Status::Config("repeated reads go from GPU to GPU memory");
+    }
   }
   return {};
 }
@@ -96,26 +109,36 @@ Status CudaEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset
   return {};
 }
 
-/// Writes what is left of the post into `table`, as far as it goes. Returns the number of pieces.
-uint32_t CudaEndpoint::fill(Post& post, CudaGather::Table& table) const {
-  const uint32_t most = gather_->most_piece_bytes();
-  uint32_t count = 0;
-  while (count < CudaGather::kTablePieces && post.unlaunched()) {
+/// Writes what is left of the post into `table`, as far as it goes, and all repeats of that behind it.
+GatherList CudaEndpoint::fill(Post& post, CudaTables::Table& table) const {
+  const std::span<const Repeat> repeats = post.chunk.repeats;
+  const auto behind = static_cast<uint32_t>(
+      (repeats.size() * sizeof(GatherRepeat) + sizeof(GatherPiece) - 1) / sizeof(GatherPiece));
+  const uint32_t most = gather_->most_piece_bytes(), room = tables_->pieces_each() - behind;
+  const uint64_t before = post.at.moved;
+  GatherList list{.num_repeats = static_cast<uint32_t>(repeats.size())};
+  while (list.num_pieces < room && post.unlaunched()) {
     const ReadOp& op = post.chunk.ops[post.at.op];
     const Segment& segment = post.chunk.segments[op.first_segment + post.at.segment];
     const uint32_t bytes = std::min(segment.bytes - post.at.in_segment, most);
-    table.pieces[count++] = {remotes_[op.region].address + op.offset + post.at.in_op,
-                             cuda::address_of(segment.local + post.at.in_segment), bytes, 0};
+    table.pieces[list.num_pieces++] = {remotes_[op.region].address + op.offset + post.at.in_op,
+                                       cuda::address_of(segment.local + post.at.in_segment), bytes, 0};
     post.at.advance(op, segment, bytes);
   }
-  return count;
+  list.bytes = post.at.moved - before;
+  auto* out = reinterpret_cast<GatherRepeat*>(table.pieces + list.num_pieces);
+  const uint64_t first = remotes_[post.chunk.ops.front().region].address;
+  for (const Repeat& repeat : repeats) {
+    *out++ = {remotes_[repeat.region].address - first + repeat.offset, static_cast<uint64_t>(repeat.local)};
+  }
+  return list;
 }
 
-Status CudaEndpoint::launch(Post& post, CudaGather::TableLoan table) {
+Status CudaEndpoint::launch(Post& post, CudaTables::Loan table) {
   const cuda::Current current(*gather_->device());
   if (!current.status().ok()) return current.status();
-  const uint32_t count = fill(post, *table);
-  Status status = gather_->start(*table, count, stream_->get());
+  const GatherList list = fill(post, *table);
+  Status status = gather_->start(*table, list, stream_->get());
   if (!status.ok()) {
     stream_->drain();
     return status;
@@ -141,7 +164,7 @@ bool CudaEndpoint::launch_all() {
   for (Post& post : posts_) {
     if (!post.on_device) break;
     while (post.unlaunched()) {
-      CudaGather::TableLoan table = gather_->take();
+      CudaTables::Loan table = tables_->take();
       starved_ = !table;
       if (starved_) return any;
       if (Status status = launch(post, std::move(table)); !status.ok()) {

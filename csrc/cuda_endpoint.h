@@ -23,9 +23,13 @@ namespace kvlink {
 
 class CudaEndpoint final : public Endpoint {
  public:
-  /// Segments of local regions below `num_pool_regions` are on the device, the others in host memory.
-  CudaEndpoint(FdBorrower borrower, std::shared_ptr<CudaGather> gather, uint32_t num_pool_regions)
-      : borrower_(std::move(borrower)), gather_(std::move(gather)), num_pool_regions_(num_pool_regions) {}
+  /// `local_on_device`: which local regions are; the others are in host memory.
+  CudaEndpoint(FdBorrower borrower, std::shared_ptr<CudaGather> gather, std::shared_ptr<CudaTables> tables,
+               std::vector<bool> local_on_device)
+      : borrower_(std::move(borrower)),
+        gather_(std::move(gather)),
+        tables_(std::move(tables)),
+        local_on_device_(std::move(local_on_device)) {}
   ~CudaEndpoint() override { close(); }
 
   std::string hello() const override { return borrower_.hello(); }
@@ -34,6 +38,7 @@ class CudaEndpoint final : public Endpoint {
 
   Window window() const override;
   bool ordered() const override { return true; }
+  bool takes_repeats() const override { return true; }
   bool copies_in_poll() const override { return false; }  // the device does
 
   Status post_read(uint64_t token, const Chunk& chunk) override;
@@ -51,12 +56,12 @@ class CudaEndpoint final : public Endpoint {
   /// One table of pieces, under way.
   struct Launch {
     uint64_t number;
-    CudaGather::TableLoan table;
+    CudaTables::Loan table;
   };
   struct Post {
     uint64_t token = 0;
-    Chunk chunk = {};  // of no operations: a write
-    uint64_t bytes = 0;
+    Chunk chunk = {};    // of no operations: a write
+    uint64_t bytes = 0;  // without repeats
     bool on_device = false;
     Cursor at = {};  // on_device: what is not launched yet
     std::deque<Launch> launched = {};
@@ -69,8 +74,8 @@ class CudaEndpoint final : public Endpoint {
   Status check_kind(const Chunk& chunk, bool on_device) const;
   bool can_launch() const;
   bool launch_all();
-  Status launch(Post& post, CudaGather::TableLoan table);
-  uint32_t fill(Post& post, CudaGather::Table& table) const;
+  Status launch(Post& post, CudaTables::Loan table);
+  GatherList fill(Post& post, CudaTables::Table& table) const;
   Result<bool> ended(Post& post);
   void execute(const Post& post);
   void break_down(Status why);
@@ -78,7 +83,8 @@ class CudaEndpoint final : public Endpoint {
 
   FdBorrower borrower_;
   const std::shared_ptr<CudaGather> gather_;
-  const uint32_t num_pool_regions_;
+  const std::shared_ptr<CudaTables> tables_;
+  const std::vector<bool> local_on_device_;
   std::unique_ptr<cuda::MarkedStream> stream_;
   UniqueFd wake_;
   LookAgain look_{kFirstLookNs, kLastLookNs, kLongerBy};

@@ -21,17 +21,6 @@ constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 
-std::string sentence(const Status& status) {
-  return status.fix().empty() ? status.what() : status.what() + "; " + status.fix();
-}
-
-Status no_way_around(const std::string& transport, const Status& why) {
-  return Status::Unavailable(transport +
-                                 " reaches host memory, and the pool is GPU memory; it cannot be staged (" +
-                                 sentence(why) + ")",
-                             "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
@@ -49,7 +38,7 @@ Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
       row.transport = std::move(*made);
       row.access.address = row.transport->address();
     } else if (made.status().code() == Code::kTransportUnavailable) {
-      row.access.refused = sentence(made.status());
+      row.access.refused = made.status().sentence();
     } else {
       return made.status();
     }
@@ -63,10 +52,6 @@ void Engine::refuse(const std::string& transport, const std::string& why) {
   if (!row) return;
   row->access.refused = why;
   give_up(*row);
-}
-
-void Engine::bounce(const std::string& transport, const std::string& why) {
-  if (Row* const row = find(transport)) row->bounce_why = why;
 }
 
 void Engine::give_up(Row& row) {
@@ -84,35 +69,6 @@ Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
   return static_cast<uint32_t>(pool_.size() - 1);
 }
 
-/// Gives transports that do not reach the pool's device a way around, where there is one.
-void Engine::bounce_where_needed() {
-  std::shared_ptr<Bounce> bounce;
-  for (Row& row : rows_) {
-    if (!row.transport || (row.transport->reaches_devices() && row.bounce_why.empty())) continue;
-    const Status wrapped = wrap(row, bounce);
-    row.access.bounces = wrapped.ok();
-    if (wrapped.ok()) continue;
-    row.access.refused = sentence(no_way_around(row.name, wrapped));
-    give_up(row);
-  }
-}
-
-Status Engine::wrap(Row& row, std::shared_ptr<Bounce>& bounce) {
-  if (options_.bounce_bytes == 0) {
-    return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
-  }
-  if (!bounce) {
-    auto made = Bounce::make(pool_.front().base, options_.bounce_bytes, options_.make_copier);
-    if (!made.ok()) return made.status();
-    bounce = std::move(*made);
-  }
-  const auto num_regions = static_cast<uint32_t>(pool_.size());
-  auto wrapped = bounce_wrap(std::move(row.transport), bounce, num_regions, row.bounce_why);
-  if (!wrapped.ok()) return wrapped.status();
-  row.transport = std::move(*wrapped);
-  return {};
-}
-
 Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
   Result<std::unique_ptr<MemoryRegion>> region = row.transport->register_memory(range, access);
   if (!region.ok()) return region.status();
@@ -123,17 +79,22 @@ Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::stri
 
 Status Engine::lend_pool(Row& row) {
   row.access.pool_keys.resize(pool_.size());
-  for (size_t index = 0; index < pool_.size(); ++index) {
+  Status all;
+  for (size_t index = 0; index < pool_.size(); ++index) {  // who cannot lend one still numbers it
     Status lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
-    if (!lent.ok()) return lent;
+    if (all.ok()) all = std::move(lent);
   }
-  return {};
+  return all;
 }
 
 Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases) {
   const Status lent = lend_pool(row);
   if (!lent.ok() && !lands_unlent(row)) return lent;
   if (Status status = row.transport->register_scratch(scratch); !status.ok()) return status;
+  if (row.stages) {
+    const Status staged = row.transport->register_scratch(staging_.memory);
+    if (!staged.ok()) staging_refused_ = row.name + ": " + staged.sentence();
+  }
   return lent.ok() ? lend(row, leases, Access::kReadWrite, row.access.lease_key) : lent;
 }
 
@@ -154,13 +115,13 @@ Status Engine::start() {
   const MemoryRange lease_range = lease_memory_->range();
   leases_ = std::make_unique<LeaseTable>(
       std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)), options_.epoch);
-  if (on_device()) bounce_where_needed();
+  if (on_device()) open_detours();
   for (Row& row : rows_) {
     if (!row.transport) continue;
     const Status lent = lend_all(row, (*scratch)->range(), lease_range);
     if (lent.ok()) continue;
     if (lent.code() != Code::kTransportUnavailable) return lent;
-    row.access.refused = sentence(lent);
+    row.access.refused = lent.sentence();
     row.access.pool_keys.clear();
     row.regions.clear();
     if (!lands_unlent(row)) give_up(row);

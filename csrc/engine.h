@@ -16,9 +16,9 @@
 #include "bounce.h"
 #include "completion.h"
 #include "connection.h"
-#include "cuda_copy.h"
 #include "lease_table.h"
 #include "memory.h"
+#include "staging.h"
 #include "transport.h"
 
 namespace kvlink {
@@ -34,7 +34,7 @@ struct EngineOptions {
   /// Of host memory that may be pinned for a pool in device memory, towards transports that do not reach it;
   /// 0: none, and they are refused.
   uint64_t bounce_bytes = 64 << 20;
-  MakeDeviceCopier make_copier = make_cuda_copier;
+  MakeDeviceCopier make_copier = {};  // none: CUDA's, with TransportOptions::cuda_image
 };
 
 /// How peers reach this worker by one transport.
@@ -64,6 +64,11 @@ class Engine {
   /// Keeps a transport that reaches devices from this pool, before start(): what it reads is staged in host
   /// memory, and peers are told `why` they cannot read from it.
   void bounce(const std::string& transport, const std::string& why);
+  /// Gives transports that reach the pool's device another way into it, before start(): by `options.memory`,
+  /// which the caller keeps until close().
+  void stage(const StagingOptions& options) { staging_ = options; }
+  /// Why, after start(), some do not have it; empty: all have, or it was not asked for.
+  const std::string& staging_refused() const { return staging_refused_; }
   /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
   /// Ends registration and starts the threads. REQUIRES at least one pool region.
@@ -102,6 +107,7 @@ class Engine {
     std::vector<std::unique_ptr<MemoryRegion>> regions;
     TransportAccess access;
     std::string bounce_why = {};  // it reaches devices and yet not the pool
+    bool stages = false;
     std::vector<PortState> ports = {};
   };
 
@@ -109,8 +115,10 @@ class Engine {
   Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
   Status lend_pool(Row& row);
   Status lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases);
-  void bounce_where_needed();
-  Status wrap(Row& row, std::shared_ptr<Bounce>& bounce);
+  void open_detours();
+  Status land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared);
+  void land_in_staging(Row& row, std::shared_ptr<Landing>& shared);
+  Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool lands_unlent(const Row& row) const;
   static void give_up(Row& row);
@@ -126,6 +134,8 @@ class Engine {
   const EngineOptions options_;
   std::vector<Row> rows_;
   std::vector<MemoryRange> pool_;
+  StagingOptions staging_;
+  std::string staging_refused_;
   std::shared_ptr<HostMemory> lease_memory_;
   std::shared_ptr<ScratchPool> scratch_;
   std::unique_ptr<LeaseTable> leases_;

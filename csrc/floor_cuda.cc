@@ -18,8 +18,8 @@ Result<int64_t> floor_cuda_copies(FloorPieces pieces) {
   if (!current.status().ok()) return current.status();
   const int64_t start = now_ns();
   for (const FloorPiece& piece : pieces) {
-    const int result = api.copy_on_device(piece.to, piece.from, piece.bytes, (*stream)->get());
-    if (Status status = api.check(result, "cuMemcpyDtoDAsync"); !status.ok()) return status;
+    const int result = api.copy(piece.to, piece.from, piece.bytes, (*stream)->get());
+    if (Status status = api.check(result, "cuMemcpyAsync"); !status.ok()) return status;
   }
   const int ended = api.stream_synchronize((*stream)->get());
   if (Status status = api.check(ended, "cuStreamSynchronize"); !status.ok()) return status;

@@ -7,7 +7,7 @@
 
 namespace kvlink {
 
-/// One cuMemcpyDtoDAsync a piece, by the GPU that the first piece lands on, and the wait for all. Returns ns.
+/// One cuMemcpyAsync a piece, by the GPU that the first piece lands on, and the wait for all. Returns ns.
 /// kTransportUnavailable without CUDA.
 Result<int64_t> floor_cuda_copies(FloorPieces pieces);
 

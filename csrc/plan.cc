@@ -28,6 +28,7 @@ struct Group {
 struct Arrangement {
   std::vector<PlanePair> planes;
   std::vector<Group> groups;
+  bool all_alike = false;  // every group but the first is like it
 };
 
 /// Whether `moved` is `first` with every plane moved by the same distance at either end.
@@ -46,7 +47,8 @@ bool alike(const std::vector<PlanePair>& planes, const Group& first, const Group
 
 /// REQUIRES `planes` in the owner's address order. `block_bytes` spans the rows of one block.
 Arrangement arrange(std::vector<PlanePair> planes, uint64_t block_stride, uint64_t block_bytes) {
-  Arrangement made{std::move(planes), {}};
+  Arrangement made;
+  made.planes = std::move(planes);
   const auto& sorted = made.planes;
   for (uint32_t i = 0; i < sorted.size();) {
     const PlanePair& first = sorted[i];
@@ -60,7 +62,15 @@ Arrangement arrange(std::vector<PlanePair> planes, uint64_t block_stride, uint64
     group.like_first = !made.groups.empty() && alike(sorted, made.groups[0], group);
     made.groups.push_back(group);
   }
+  made.all_alike = std::all_of(made.groups.begin() + !made.groups.empty(), made.groups.end(),
+                               [](const Group& group) { return group.like_first; });
   return made;
+}
+
+Repeat repeat_of(const PlanePair& first, const PlanePair& plane) {
+  const auto address = [](const PlanePair& of) { return reinterpret_cast<uintptr_t>(of.local); };
+  return {plane.remote - first.remote, static_cast<int64_t>(address(plane) - address(first)),
+          plane.remote_region, plane.local_region};
 }
 
 Status check_list(const char* name, std::span<const uint32_t> blocks, const Layout& layout, Range tokens) {
@@ -139,16 +149,16 @@ class PlannerImpl final : public Planner {
               const PlanScope& scope, Plan& into) const override {
     const Range tokens = closed(scope.tokens, owner_blocks.size(), reader_blocks.size());
     if (Status refused = check(owner_blocks, reader_blocks, {tokens, scope.layers}); !refused.ok()) {
-      into.ops.clear();
-      into.segments.clear();
-      into.bytes = 0;
+      into.clear();
       return refused;
     }
     const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
     const uint32_t num_tokens = tokens.end - tokens.begin;
     const bool every_layer = scope.layers.begin == 0 && scope.layers.end >= num_layers_;
-    const uint64_t num_planes = every_layer ? write(all_, spans, num_tokens, into)
-                                            : write(of_layers(scope.layers), spans, num_tokens, into);
+    into.repeats.clear();
+    const uint64_t num_planes = every_layer
+                                    ? write(all_, spans, num_tokens, scope.fold, into)
+                                    : write(of_layers(scope.layers), spans, num_tokens, scope.fold, into);
     into.bytes = num_planes * token_bytes() * num_tokens;
     return {};
   }
@@ -238,11 +248,17 @@ class PlannerImpl final : public Planner {
   }
 
   /// Returns the number of planes planned.
-  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, Plan& into) const {
-    const double expected = num_spans(tokens) * usual_pieces_ * static_cast<double>(made.planes.size());
+  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold, Plan& into) const {
+    const bool folds = fold && made.all_alike;
+    const size_t num_written = folds && !made.groups.empty() ? made.groups[0].count : made.planes.size();
+    const double expected = num_spans(tokens) * usual_pieces_ * static_cast<double>(num_written);
     Writer writer(into, static_cast<size_t>(std::min(expected, kMaxReserved)));
     Writer::Mark first{};
     for (const Group& group : made.groups) {
+      if (group.like_first && folds) {
+        into.repeats.push_back(repeat_of(made.planes[made.groups[0].first], made.planes[group.first]));
+        continue;
+      }
       if (group.like_first) {
         writer.stamp(first, made.planes[made.groups[0].first], made.planes[group.first]);
         continue;
@@ -250,7 +266,8 @@ class PlannerImpl final : public Planner {
       write_group({made.planes.data() + group.first, group.count}, group.interleaved, spans, writer);
       if (&group == &made.groups[0]) {
         first = writer.seal();
-        writer.reserve({first.ops * (made.groups.size() - 1), first.segments * (made.groups.size() - 1)});
+        if (!folds)
+          writer.reserve({first.ops * (made.groups.size() - 1), first.segments * (made.groups.size() - 1)});
       }
     }
     writer.finish();

@@ -45,12 +45,21 @@ struct Range {
 struct PlanScope {
   Range tokens;  // positions in the request, counted over the block lists from their first block
   Range layers;
+  bool fold = false;  // planes that lie as the first does, at both ends, may become Plan::repeats
 };
 
 struct Plan {
   std::vector<ReadOp> ops;
   std::vector<Segment> segments;
-  uint64_t bytes = 0;
+  std::vector<Repeat> repeats;  // of all that is above
+  uint64_t bytes = 0;           // repeats included
+
+  void clear() {
+    ops.clear();
+    segments.clear();
+    repeats.clear();
+    bytes = 0;
+  }
 };
 
 /// Plans reads from one owner into one reader. Immutable after make().

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "remote.h"
 
+#include <algorithm>
 #include <string>
 
 namespace kvlink {
@@ -53,6 +54,25 @@ Result<uint64_t> Remotes::check_read(const Chunk& chunk) const {
     bytes += op.bytes;
   }
   return bytes;
+}
+
+Result<uint64_t> Remotes::check_repeated(const Chunk& chunk) const {
+  const Result<uint64_t> once = check_read(chunk);
+  if (!once.ok() || chunk.repeats.empty()) return once;
+  uint64_t first = UINT64_MAX, end = 0;
+  for (const ReadOp& op : chunk.ops) {
+    if (op.region != chunk.ops.front().region) return Status::Config("repeats are of one region");
+    first = std::min(first, op.offset);
+    end = std::max(end, op.offset + op.bytes);
+  }
+  for (const Repeat& repeat : chunk.repeats) {
+    if (repeat.region >= remotes_.size()) return not_imported(repeat.region);
+    const uint64_t region_bytes = remotes_[repeat.region].bytes, offset = first + repeat.offset;
+    if (!fits(offset, end - first, region_bytes)) {
+      return out_of_bounds("a repeated read", repeat.region, offset, end - first, region_bytes);
+    }
+  }
+  return *once * (1 + chunk.repeats.size());
 }
 
 Status Remotes::check_write(uint32_t region, uint64_t offset) const {

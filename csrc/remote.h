@@ -30,6 +30,8 @@ class Remotes {
 
   /// The bytes that `chunk` moves. kAccessDenied or kConfig for what leaves a region or does not add up.
   Result<uint64_t> check_read(const Chunk& chunk) const;
+  /// That, and what its repeats move.
+  Result<uint64_t> check_repeated(const Chunk& chunk) const;
   /// Of 8 bytes.
   Status check_write(uint32_t region, uint64_t offset) const;
 

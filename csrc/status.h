@@ -44,6 +44,8 @@ class [[nodiscard]] Status {
   Code code() const { return code_; }
   const std::string& what() const { return what_; }
   const std::string& fix() const { return fix_; }
+  /// Both.
+  std::string sentence() const { return fix_.empty() ? what_ : what_ + "; " + fix_; }
 
  private:
   Code code_ = Code::kOk;
@@ -63,6 +65,7 @@ class [[nodiscard]] Result {
   const T& operator*() const& { return std::get<0>(held_); }
   T operator*() && { return std::get<0>(std::move(held_)); }
   T* operator->() { return &std::get<0>(held_); }
+  const T* operator->() const { return &std::get<0>(held_); }
 
  private:
   std::variant<T, Status> held_;

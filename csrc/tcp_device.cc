@@ -46,19 +46,20 @@ Wants DevicePayload::hand_out(Outbox& outbox) {
 
 Status DevicePayload::fetch_ahead() {
   while (filled_.size() < kSlots && next_ < pieces_.size()) {
-    BounceRing::Slot slot = source_.bounce->sending().take();
+    SlotRing::Slot slot = source_.bounce->sending().take();
     if (!slot) return {};
     if (Status status = fill(std::move(slot)); !status.ok()) return status;
   }
   return {};
 }
 
-Status DevicePayload::fill(BounceRing::Slot slot) {
+Status DevicePayload::fill(SlotRing::Slot slot) {
   uint64_t used = 0;
   copies_.clear();
-  while (used < BounceRing::kSlotBytes && next_ < pieces_.size()) {
+  const uint32_t most = source_.bounce->copier().most_pieces();
+  while (used < SlotRing::kSlotBytes && copies_.size() < most && next_ < pieces_.size()) {
     const Piece& piece = pieces_[next_];
-    const uint64_t bytes = std::min<uint64_t>(piece.bytes - in_next_, BounceRing::kSlotBytes - used);
+    const uint64_t bytes = std::min<uint64_t>(piece.bytes - in_next_, SlotRing::kSlotBytes - used);
     copies_.push_back({piece.device + in_next_, slot.get() + used, bytes});
     used += bytes;
     in_next_ += bytes;
@@ -66,7 +67,7 @@ Status DevicePayload::fill(BounceRing::Slot slot) {
     in_next_ = 0;
     ++next_;
   }
-  const Result<uint64_t> copy = source_.queue->start(CopyTo::kHost, copies_);
+  const Result<uint64_t> copy = source_.queue->start(CopyTo::kSlot, copies_);
   if (!copy.ok()) return copy.status();
   filled_.push_back({std::move(slot), used, *copy});
   return {};

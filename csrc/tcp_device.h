@@ -48,13 +48,13 @@ class DevicePayload {
     uint64_t bytes;
   };
   struct Filled {
-    BounceRing::Slot slot;
+    SlotRing::Slot slot;
     uint64_t bytes;
     uint64_t copy;  // its number
   };
 
   Status fetch_ahead();
-  Status fill(BounceRing::Slot slot);
+  Status fill(SlotRing::Slot slot);
 
   DeviceSource& source_;
   std::vector<Piece> pieces_;

@@ -35,7 +35,8 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       phase_started_ns_(now) {
   if (stream_ == StreamUnit::kNone) {
     const Status planned =
-        planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_}, plan_);
+        planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_, folds()}, plan_);
+    if (planned.ok()) choose_way();
     stats_.plan_ns = now_ns() - now;
     if (!planned.ok()) refuse(planned, now);
     return;
@@ -46,6 +47,23 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
   reader_blocks_.assign(request.reader_blocks.begin(), request.reader_blocks.end());
   phase_ = Phase::kPeek;
   total_units_ = stream_ == StreamUnit::kLayers ? layers_.end : owner_blocks_.size();
+}
+
+void Transfer::count_plan() {
+  const uint64_t times = 1 + plan_.repeats.size();
+  stats_.num_ops += plan_.ops.size() * times;
+  stats_.num_segments += plan_.segments.size() * times;
+}
+
+/// What is staged is looked at range by range.
+bool Transfer::folds() const { return crew_->takes_repeats && !crew_->crossover; }
+
+void Transfer::choose_way() {
+  if (!crew_->crossover || plan_.ops.empty()) return;
+  choice_ = crew_->crossover->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
+  stats_.staged |= choice_.staged;
+  stats_.predicted.direct_us += choice_.predicted.direct_us;
+  stats_.predicted.staged_us += choice_.predicted.staged_us;
 }
 
 void Transfer::refuse(const Status& why, int64_t now) {
@@ -119,7 +137,8 @@ void Transfer::detach(const Status& why, int64_t now) {
 }
 
 Chunk Transfer::chunk(const Step& step) const {
-  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops), plan_.segments.data()};
+  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops), plan_.segments.data(), plan_.repeats,
+          choice_.staged};
 }
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
@@ -166,13 +185,17 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
     return step;
   }
   Step step{Step::Kind::kNone, next_op_};
+  const bool staged = choice_.staged;
+  const uint32_t most_bytes = staged ? window.staged_bytes : window.chunk_bytes;
+  const uint32_t most_ops = staged ? UINT32_MAX : window.chunk_ops;
+  const uint64_t times = 1 + plan_.repeats.size();
   uint64_t segments = 0;
-  for (; next_op_ < plan_.ops.size() && step.num_ops < window.chunk_ops; ++next_op_, ++step.num_ops) {
+  for (; next_op_ < plan_.ops.size() && step.num_ops < most_ops; ++next_op_, ++step.num_ops) {
     const ReadOp& op = plan_.ops[next_op_];
     segments += op.num_segments;
-    const bool full = step.bytes + op.bytes > window.chunk_bytes || segments > window.chunk_ops;
+    const bool full = step.bytes + op.bytes * times > most_bytes || segments > most_ops;
     if (step.num_ops > 0 && full) break;
-    step.bytes += op.bytes;
+    step.bytes += op.bytes * times;
   }
   if (step.num_ops == 0) return step;
   step.kind = Step::Kind::kReads;
@@ -222,7 +245,7 @@ void Transfer::plan_ready(uint64_t ready, int64_t now) {
     peek_at_ns_ = now + peek_backoff_ns_;
     return;
   }
-  PlanScope scope{tokens_, layers_};
+  PlanScope scope{tokens_, layers_, folds()};
   if (stream_ == StreamUnit::kLayers) {
     scope.layers = {static_cast<uint32_t>(std::max<uint64_t>(planned_units_, layers_.begin)),
                     static_cast<uint32_t>(ready)};
@@ -232,17 +255,16 @@ void Transfer::plan_ready(uint64_t ready, int64_t now) {
         static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
     scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(tokens_.end, ready * block_tokens));
   }
-  plan_.ops.clear();
-  plan_.segments.clear();
+  plan_.clear();
   if (scope.tokens.begin < scope.tokens.end && scope.layers.begin < scope.layers.end) {
     const Status planned = planner_->plan(owner_blocks_, reader_blocks_, scope, plan_);
     if (!planned.ok()) return stop(planned);
+    choose_way();
   }
   planned_units_ = ready;
   next_op_ = 0;
   lanes_used_ = 0;
-  stats_.num_ops += plan_.ops.size();
-  stats_.num_segments += plan_.segments.size();
+  count_plan();
   phase_ = Phase::kRead;
 }
 
@@ -277,11 +299,12 @@ void Transfer::finish(Status status, int64_t now) {
   if (done()) return;
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
-  if (stream_ == StreamUnit::kNone) {
-    stats_.num_ops = plan_.ops.size();
-    stats_.num_segments = plan_.segments.size();
-  }
+  if (stream_ == StreamUnit::kNone) count_plan();
   if (tally_) tally_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
+  // A streaming pull takes as long as its prefill does.
+  if (crew_->crossover && result_.ok() && stream_ == StreamUnit::kNone) {
+    crew_->crossover->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
+  }
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
   for (const auto& [queue, token] : watchers_) queue->push(token);

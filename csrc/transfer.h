@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "completion.h"
+#include "crossover.h"
 #include "plan.h"
 #include "status.h"
 #include "tally.h"
@@ -46,6 +47,9 @@ struct TransferStats {
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
   bool settled = false;
+  // Where there is a staging buffer: what either way should take, and whether any of it went that way.
+  Predictions predicted = {};
+  bool staged = false;
 };
 
 /// What a lane is to do next for a transfer.
@@ -65,11 +69,13 @@ enum class TransferState : uint8_t {
 
 class Transfer;
 
-/// How a transfer reaches the lanes that carry it. Any thread.
+/// How a transfer reaches the lanes that carry it, and what they can do. Any thread.
 struct Crew {
   std::function<void()> wake;  // after cancel()
   /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
   std::function<void(const Transfer&, int64_t until_ns)> help;
+  std::shared_ptr<Crossover> crossover = nullptr;  // decides which reads are staged; null: none can be
+  bool takes_repeats = false;                      // see Endpoint
 };
 
 class Transfer {
@@ -125,6 +131,7 @@ class Transfer {
   enum class Phase : uint8_t { kPeek, kRead, kValidate, kSettle };
 
   Step take_reads(const Window& window, uint32_t lane);
+  void choose_way();
   void on_slot(int64_t now_ns);
   void plan_ready(uint64_t ready, int64_t now_ns);
   void stop(Status why);
@@ -132,6 +139,8 @@ class Transfer {
   void finish(Status status, int64_t now_ns);
   void finish_if_stopped(int64_t now_ns);
   bool all_planned() const { return planned_units_ >= total_units_; }
+  void count_plan();
+  bool folds() const;
 
   // Constant after construction.
   std::shared_ptr<const Planner> planner_;
@@ -156,6 +165,7 @@ class Transfer {
   std::condition_variable changed_;
   Phase phase_ = Phase::kRead;
   Plan plan_;
+  Crossover::Choice choice_;  // for it
   uint32_t next_op_ = 0;
   uint64_t planned_units_ = 0, total_units_ = 0;
   std::vector<Step> redo_;

@@ -25,6 +25,7 @@
 namespace kvlink {
 
 class Bounce;
+class Crossover;
 
 /// What peers may do with a region. Block pools are kRead; only the lease table is kReadWrite.
 enum class Access : uint8_t { kRead, kReadWrite };
@@ -57,10 +58,20 @@ struct ReadOp {
   uint32_t num_segments = 0;
 };
 
+/// The same reads once more, elsewhere: each plane of a cache lies as the first does.
+struct Repeat {
+  uint64_t offset = 0;                    // added to ReadOp::offset
+  int64_t local = 0;                      // bytes, added to Segment::local
+  uint32_t region = 0, local_region = 0;  // instead of the ReadOp's and the Segment's
+};
+
 /// What one post_read moves. The arrays are borrowed until its completion, cancel() or close().
 struct Chunk {
   std::span<const ReadOp> ops;
   const Segment* segments = nullptr;  // ReadOp::first_segment counts from here
+  /// Of endpoints that take them alone. Then all ops are of one region, and all segments of one.
+  std::span<const Repeat> repeats = {};
+  bool staged = false;  // by way of the staging buffer: of endpoints with a crossover() alone
 };
 
 struct Completion {
@@ -77,6 +88,7 @@ struct PollResult {
 struct Window {
   uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
   uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
+  uint32_t staged_bytes = 1 << 20;  // the same of staged ones, whose operations are not counted
   uint32_t depth = 1;               // posts outstanding
   uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
   uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
@@ -108,6 +120,10 @@ class Endpoint {
   /// When to call stand_by() and poll() during a pull though nothing arrives: they find out that the owner is
   /// gone, however long the pull would wait. INT64_MAX: it may just be slow.
   virtual int64_t look_at_ns() const { return INT64_MAX; }
+  /// Chunks may have repeats: what they cost does not grow with the number of planes.
+  virtual bool takes_repeats() const { return false; }
+  /// Of endpoints that can stage what they read (Chunk::staged): what decides it, for one connection.
+  virtual std::shared_ptr<Crossover> crossover() const { return nullptr; }
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   virtual bool copies_in_poll() const = 0;
 

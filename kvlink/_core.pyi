@@ -100,8 +100,9 @@ class Transfer:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:
         """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
-        """bytes, ops, segments, ns to plan, post (part of read), read, validate, settle and in all, ran inline."""
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, bool, bool, float, float]:
+        """bytes, ops, segments, ns to plan, post (part of read), read, validate, settle and in all, ran inline, staged,
+        and predicted us of the direct and of the staged way: 0 where there is no staging buffer."""
 
 class Tally:
     """Counts of the transfers over one path; may be given to several connections, one after the other."""
@@ -207,6 +208,13 @@ class Engine:
 
         The descriptor is borrowed until start() returns.
         """
+    def stage(self, memory: CudaMemory, always: bool, dmabuf_fd: int, dmabuf_offset: int) -> None:
+        """Before start: `memory`, on the pool's GPU, becomes the staging buffer of transports that reach the pool.
+
+        The descriptor is borrowed until start() returns.
+        """
+    def staging_refused(self) -> str:
+        """After start: why not all of them have it; "" when they do."""
     def start(self) -> None: ...
     def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str, bool]]:
         """(transport, address, pool keys, lease key, why refused or "", bounces) of each enabled transport."""
@@ -247,6 +255,12 @@ def floor_streamed_copy(pieces: Any) -> int:
 
 def floor_process_vm_readv(pid: int, pieces: Any) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
+
+def time_bounce(memory: CudaMemory, piece_bytes: int, to_device: bool, image: bytes) -> tuple[int, int]:
+    """ns that all of `memory` takes through slots of a bounce buffer, and as plain copies of pinned memory.
+
+    Raises TransportUnavailable without CUDA.
+    """
 
 def floor_cuda_copies(pieces: Any) -> int:
     """Nanoseconds of one copy by the GPU's driver each, and of the wait for all. Raises TransportUnavailable."""

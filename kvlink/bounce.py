@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
+from kvlink.errors import TransportUnavailable
 from kvlink.pool import BlockPool
 from kvlink.types import TransportCard
 
@@ -15,6 +17,13 @@ _log = logging.getLogger("kvlink.bounce")
 def bouncing_ends(reader: bool, owner: bool) -> tuple[str, ...]:
     """Names those of the two ends that stage."""
     return tuple(end for end, bounces in (("reader", reader), ("owner", owner)) if bounces)
+
+
+def record_placement(pool: BlockPool) -> None:
+    """At a worker's start: where its GPU memory is, as far as CUDA says."""
+    with suppress(TransportUnavailable):  # who needs cuda-python says so
+        for region, placement in enumerate(pool.placements()):
+            _log.info("pool region=%d %s", region, placement)
 
 
 def warn_of_pool(pool: BlockPool, cards: Sequence[TransportCard]) -> None:

@@ -104,8 +104,23 @@ class WorkerConfig:
         64 << 20,
         "host memory pinned for GPU memory that a transport does not reach, half for each direction",
         unit="bytes",
-        least=2 << 20,
+        least=4 << 20,
         most=16 << 30,
+    )
+    staging: str = _setting(
+        "KVLINK_STAGING",
+        "auto",
+        "reads that would reach a GPU in many tiny pieces land in a staging buffer there first: auto (where NICs read "
+        "and it should be faster), always, never",
+        choices=("auto", "always", "never"),
+    )
+    staging_bytes: int = _setting(
+        "KVLINK_STAGING_BYTES",
+        16 << 20,
+        "GPU memory taken for that",
+        unit="bytes",
+        least=1 << 20,
+        most=1 << 30,
     )
     coordinator: str = _setting(
         "KVLINK_COORDINATOR", "", "host:port of the coordinator, replicas with commas between; empty: none"

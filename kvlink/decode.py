@@ -57,6 +57,11 @@ class PathTaken:
     predicted_us: float
     measured_us: float
     ran_inline: bool
+    staged: bool = False
+    """Whether bytes landed in the staging buffer on the reader's GPU, for a kernel to take them to their places."""
+    predicted_direct_us: float | None = None
+    """This and the next where the reader has such a buffer: what either way should take."""
+    predicted_staged_us: float | None = None
 
     @property
     def in_clear(self) -> bool:
@@ -67,6 +72,7 @@ class PathTaken:
         """One sentence for a log."""
         lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
         lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
+        lanes += self._staging
         lanes += ", not encrypted" if self.in_clear else ""
         lanes += ", inline" if self.ran_inline else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
@@ -75,6 +81,15 @@ class PathTaken:
             f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
             f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
         )
+
+    @property
+    def _staging(self) -> str:
+        if self.predicted_direct_us is None or self.predicted_staged_us is None:
+            return ""
+        other, us = (
+            ("direct", self.predicted_direct_us) if self.staged else ("staged", self.predicted_staged_us)
+        )
+        return f", {'staged on the GPU' if self.staged else 'direct'}, {other} predicted {us:.0f} us"
 
 
 class Pull:
@@ -224,10 +239,13 @@ class Pull:
 
 def _path_taken(part: Part) -> PathTaken:
     ticket, peer, transfer = part
-    num_bytes, num_ops, *_, total_ns, ran_inline = transfer.stats()
+    num_bytes, num_ops, *_, total_ns, ran_inline, staged, direct_us, staged_us = transfer.stats()
     paths = peer.connection.paths()
     nics = tuple(dict.fromkeys(filter(None, paths)))
+    has_choice = direct_us > 0
     predicted_us = peer.cost.predict_us(num_ops, num_bytes)
+    if has_choice:
+        predicted_us = staged_us if staged else direct_us
     if transfer.done() and num_bytes:
         peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
     return PathTaken(
@@ -243,4 +261,7 @@ def _path_taken(part: Part) -> PathTaken:
         predicted_us,
         total_ns / 1000,
         ran_inline,
+        staged,
+        direct_us if has_choice else None,
+        staged_us if has_choice else None,
     )

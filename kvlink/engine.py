@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlink import _core, errors
-from kvlink.bounce import warn_of_pool
+from kvlink.bounce import record_placement, warn_of_pool
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.gpudirect import Way, parse_ways
@@ -18,6 +18,7 @@ from kvlink.layout import KVLayout
 from kvlink.loan import Loan, lend_to_nics
 from kvlink.nics import RefusedNic
 from kvlink.pool import BlockPool
+from kvlink.staging import staging_for, warn_of_staging
 from kvlink.traffic import Traffic
 from kvlink.types import LeaseEnd, TransportCard
 
@@ -114,16 +115,19 @@ class Engine:
         self.lease_slots = config.lease_slots
         transports = _within_reach(select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
-        self._loan = lend_to_nics(pool, config) if by_nic else Loan()
+        self._staging = staging_for(pool, config, _reaching_gpus(transports))
+        self._loan = lend_to_nics(pool, config, staging=self._staging) if by_nic else Loan()
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
         if refused and self._loan.by_dma_buf:  # which only the attempt could show
             self._core.close()
-            self._loan = lend_to_nics(pool, config, nic_refuses_dma_buf=refused)
+            self._loan = lend_to_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
             self._core = self._start(config, transports, by_nic)
         self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
         """Transports that stage what they read into the pool in host memory, because it is on a GPU."""
+        record_placement(pool)
         warn_of_pool(pool, self.cards())
+        warn_of_staging(pool, self._core.staging_refused())
         self.on_forked: Callable[[], None] = lambda: None
         self.on_landed = self._loan.flush
         """To be called once the bytes of a pull have landed and before they are used; None: nothing is to do."""
@@ -144,7 +148,7 @@ class Engine:
             rdma_connect=config.rdma_connect,
             rdma_traffic_class=config.rdma_traffic_class,
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
-            cuda_image=self._cuda_image(transports),
+            cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),
         )
         if self._loan.refused:
             for name in by_nic:
@@ -152,14 +156,9 @@ class Engine:
         if self._loan.bounced:
             for name in by_nic:
                 core.bounce(name, self._loan.bounced)
-        with self._loan.added(core, self.pool):
+        with self._loan.added(core, self.pool, self._staging, always=config.staging == "always"):
             core.start()
         return core
-
-    def _cuda_image(self, transports: Sequence[str]) -> bytes:
-        if self.pool.gpu is None or not any(map(_is_cuda, transports)):
-            return b""
-        return compiled_for(self.pool.gpu)
 
     @property
     def nics_left_out(self) -> tuple[RefusedNic, ...]:
@@ -241,6 +240,12 @@ class Engine:
 
 def _is_cuda(transport: str) -> bool:
     return transport.removeprefix("fault+") == "cuda"
+
+
+def _reaching_gpus(transports: Sequence[str]) -> set[str]:
+    """Those that reach the memory of GPUs and are here."""
+    plain = {name.removeprefix("fault+") for name in transports}
+    return {name for name in plain & {"cuda", "verbs"} if not transports_here()[name]}
 
 
 def _within_reach(transports: list[str], pool: BlockPool) -> list[str]:

@@ -24,7 +24,8 @@ _OUT_OF_REACH = "NICs do not reach this GPU memory"
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """`refused` says why no NIC may have the pool; empty: they may. Only a GPU's regions have a `lent` each."""
+    """`refused` says why no NIC may have the pool; empty: they may. Of a GPU each region has a `lent`, then the staging
+    buffer, if there is one."""
 
     ports: Sequence[tuple[str, int]] = ()
     """As csrc/transport.h takes them, with their Mb/s, best first."""
@@ -46,12 +47,25 @@ class Loan:
         return one.flush_writes if one and one.needs_flush() else None
 
     @contextmanager
-    def added(self, core: _core.Engine, pool: BlockPool) -> Iterator[None]:
-        """Adds the pool's regions to `core`. Descriptors are open until the block ends: start it inside."""
+    def added(
+        self,
+        core: _core.Engine,
+        pool: BlockPool,
+        staging: _core.CudaMemory | None = None,
+        *,
+        always: bool = False,
+    ) -> Iterator[None]:
+        """Adds the pool's regions to `core`, and the staging buffer, which is used where it pays or `always`.
+
+        Descriptors are open until the block ends: start it inside.
+        """
         with ExitStack() as stack:
             lent = [stack.enter_context(each) for each in self.lent]
-            for region, how in zip_longest(pool.regions, lent):
+            for region, how in zip_longest(pool.regions, lent[: len(pool.regions)]):
                 _add(core, region, how)
+            if staging is not None and (lent or always):
+                at = lent[-1] if lent else None
+                core.stage(staging, always, at.fd if at else -1, at.offset if at else 0)
             yield
 
 
@@ -59,11 +73,12 @@ def lend_to_nics(
     pool: BlockPool,
     config: WorkerConfig,
     *,
+    staging: _core.CudaMemory | None = None,
     make_driver: Callable[[], Driver] = CudaDriver,
     nic_refuses_dma_buf: str = "",
     root: Path = Path("/"),
 ) -> Loan:
-    """Chooses ports by their distance to the pool, and prepares a GPU's memory for them.
+    """Chooses ports by their distance to the pool, and prepares a GPU's memory for them: the pool's and `staging`.
 
     `nic_refuses_dma_buf`: what a NIC answered to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
     """
@@ -81,7 +96,10 @@ def lend_to_nics(
         ports, left_out = select_ports(place, config.nics, root)
         if not ports:
             raise TransportUnavailable(_none_near(place, left_out))
-        lent, bounced = _lend_all(driver, pool.regions, ways, nic_refuses_dma_buf, root)
+        ranges = [(region.address, region.num_bytes) for region in pool.regions]
+        if staging is not None:
+            ranges.append((staging.address, staging.bytes))
+        lent, bounced = _lend_all(driver, ranges, ways, nic_refuses_dma_buf, root)
     except TransportUnavailable as error:
         _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
         return Loan(ports, left_out, refused=str(error))
@@ -104,16 +122,20 @@ def _without_driver(
 
 
 def _lend_all(
-    driver: Driver, regions: Sequence[Region], ways: Sequence[Way], nic_refuses_dma_buf: str, root: Path
+    driver: Driver,
+    ranges: Sequence[tuple[int, int]],
+    ways: Sequence[Way],
+    nic_refuses_dma_buf: str,
+    root: Path,
 ) -> tuple[tuple[Lent, ...], Decision | None]:
-    """All regions, or none and the decision that says why. Raises TransportUnavailable."""
+    """All ranges, or none and the decision that says why. Raises TransportUnavailable."""
     lent: list[Lent] = []
     with ExitStack() as unless_all:
-        for region in regions:
+        for address, num_bytes in ranges:
             each = lend(
                 driver,
-                region.address,
-                region.num_bytes,
+                address,
+                num_bytes,
                 allowed=ways,
                 nic_refuses_dma_buf=nic_refuses_dma_buf,
                 root=root,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvlink import _core
 from kvlink.errors import ConfigError
+from kvlink.gpudirect import CudaDriver, Driver, Placement, placed
 from kvlink.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -88,6 +89,15 @@ class BlockPool:
     def mappable(self) -> bool:
         """Whether readers on the same host can map every region."""
         return all(region.memory is not None for region in self.regions)
+
+    def placements(self, driver: Driver | None = None) -> tuple[Placement, ...]:
+        """Of each region on a GPU: device, PCI address, allocations with their ranges, kind and granularity. Empty on
+        the host. Asks CUDA, through cuda-python unless another `driver` is given; raises TransportUnavailable without.
+        """
+        if self.gpu is None:
+            return ()
+        driver = driver or CudaDriver()
+        return tuple(placed(driver, region.address, region.num_bytes) for region in self.regions)
 
     def numpy(self, region: int = 0) -> npt.NDArray[np.uint8]:
         """A writable view of one region's bytes, shape [bytes]. Copies nothing. Raises ConfigError on a GPU."""

@@ -115,7 +115,7 @@ class TracedPull(Pull):
 
     def _told_of(self, part: Part) -> TraceParent | None:
         ticket, peer, transfer = part
-        num_bytes, ops, segments, plan_ns, _, read_ns, validate_ns, settle_ns, total_ns, inline = (
+        num_bytes, ops, segments, plan_ns, _, read_ns, validate_ns, settle_ns, total_ns, inline, *_ = (
             transfer.stats()
         )
         error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")

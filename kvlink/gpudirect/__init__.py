@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvlink.gpudirect.cuda import CudaDriver
 from kvlink.gpudirect.decision import Decision, Facts, Refusal, Way, decide, parse_ways
 from kvlink.gpudirect.driver import Allocation, Driver, Gpu, Kind, Ordering
-from kvlink.gpudirect.lending import Lent, inspect, lend
+from kvlink.gpudirect.lending import Lent, Placement, inspect, lend, placed
 
 __all__ = [
     "Allocation",
@@ -21,10 +21,12 @@ __all__ = [
     "Kind",
     "Lent",
     "Ordering",
+    "Placement",
     "Refusal",
     "Way",
     "decide",
     "inspect",
     "lend",
     "parse_ways",
+    "placed",
 ]

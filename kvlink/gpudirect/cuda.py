@@ -44,9 +44,9 @@ class CudaDriver:
                 base, num_bytes = self._call("cuMemGetAddressRange", address)
         except TransportUnavailable:
             return None
-        kind = self._kind(address)
+        kind, granularity = self._kind(address)
         capable = bool(self._of_pointer("IS_GPU_DIRECT_RDMA_CAPABLE", address))
-        return Allocation(int(base), int(num_bytes), device, kind, capable)
+        return Allocation(int(base), int(num_bytes), device, kind, capable, granularity)
 
     def gpu(self, ordinal: int) -> Gpu:
         """See Driver."""
@@ -96,19 +96,25 @@ class CudaDriver:
         with self._current(gpu):
             self._call("cuFlushGPUDirectRDMAWrites", target, cuda.CUflushGPUDirectRDMAWritesScope(int(scope)))
 
-    def _kind(self, address: int) -> Kind:
+    def _kind(self, address: int) -> tuple[Kind, int]:
+        """And the granularity of VMM memory."""
         if self._of_pointer("MEMORY_TYPE", address) != _DEVICE_MEMORY:
-            return Kind.HOST
+            return Kind.HOST, 0
         if self._of_pointer("IS_MANAGED", address):
-            return Kind.MANAGED
+            return Kind.MANAGED, 0
         if self._of_pointer("MEMPOOL_HANDLE", address):
-            return Kind.ASYNC
+            return Kind.ASYNC, 0
         try:
             (handle,) = self._call("cuMemRetainAllocationHandle", address)
         except TransportUnavailable:
-            return Kind.CUDA_MALLOC
-        self._call("cuMemRelease", handle)
-        return Kind.VMM
+            return Kind.CUDA_MALLOC, 0
+        try:
+            (properties,) = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
+            least = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            (granularity,) = self._call("cuMemGetAllocationGranularity", properties, least)
+        finally:
+            self._call("cuMemRelease", handle)
+        return Kind.VMM, int(granularity)
 
     @contextmanager
     def _current(self, ordinal: int) -> Iterator[None]:

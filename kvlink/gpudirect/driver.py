@@ -35,6 +35,8 @@ class Allocation:
     device: int
     kind: Kind
     rdma_capable: bool
+    granularity: int = 0
+    """Bytes that mappings of VMM memory are multiples of; 0: nothing can be mapped in parts."""
 
 
 @dataclass(frozen=True, slots=True)

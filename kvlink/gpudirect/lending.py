@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -52,6 +53,30 @@ def inspect(
         bar1_bytes=None if gpu.coherent else bar1_bytes(root, gpu.bus_id),
     )
     return facts, gpu, behind
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a range of GPU memory is: its device, and the allocations behind it in order of address."""
+
+    gpu: Gpu
+    allocations: tuple[Allocation, ...]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        kinds = ",".join(dict.fromkeys(each.kind.value for each in self.allocations))
+        first, last = self.allocations[0], self.allocations[-1]
+        return (
+            f"device=cuda:{self.gpu.ordinal} pci={self.gpu.bus_id} memory={kinds!r} "
+            f"allocations={len(self.allocations)} range={first.base:#x}-{last.base + last.num_bytes:#x} "
+            f"granularity={first.granularity}"
+        )
+
+
+def placed(driver: Driver, address: int, num_bytes: int) -> Placement:
+    """Where a range is. Raises TransportUnavailable for addresses that CUDA does not know."""
+    _, gpu, behind = inspect(driver, address, num_bytes)
+    return Placement(gpu, behind)
 
 
 class Lent:

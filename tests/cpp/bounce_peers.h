@@ -108,9 +108,9 @@ inline Scatter whole(const FakeDevice& device, uint32_t bytes, uint32_t piece = 
 }
 
 /// The slots that nobody holds.
-inline size_t num_free(BounceRing& ring) {
-  std::vector<BounceRing::Slot> taken;
-  for (BounceRing::Slot slot = ring.take(); slot; slot = ring.take()) taken.push_back(std::move(slot));
+inline size_t num_free(SlotRing& ring) {
+  std::vector<SlotRing::Slot> taken;
+  for (SlotRing::Slot slot = ring.take(); slot; slot = ring.take()) taken.push_back(std::move(slot));
   return taken.size();
 }
 

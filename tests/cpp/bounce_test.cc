@@ -6,7 +6,7 @@ namespace kvlink::testing {
 namespace {
 
 constexpr uint32_t kBlock = 16 << 10;
-constexpr size_t kSlots = Bounce::kLeastBytes / BounceRing::kSlotBytes / 2;  // to land in
+constexpr size_t kSlots = Bounce::kLeastBytes / SlotRing::kSlotBytes / 2;  // to land in
 
 std::vector<std::byte> pool_of(const Owner& owner) {
   const MemoryRange range = owner.pool->range();
@@ -20,7 +20,7 @@ std::vector<Scatter> random_scatters(const FakeDevice& device, size_t count, std
     std::vector<Segment> pieces;
     uint64_t bytes = 0;
     for (size_t piece = 1 + random() % 4; piece > 0 && to < kPoolBytes; --piece) {
-      const uint64_t most = random() % 16 == 0 ? 3 * BounceRing::kSlotBytes : 40'000;
+      const uint64_t most = random() % 16 == 0 ? 3 * SlotRing::kSlotBytes : 40'000;
       const auto size = static_cast<uint32_t>(std::min(1 + random() % most, kPoolBytes - to));
       pieces.push_back({device.at(to), size, kDeviceRegion});
       to += size + random() % 100;
@@ -64,14 +64,14 @@ TEST_P(Bounces, EveryByteToItsPlaceAndNoneBeside) {
     ASSERT_TRUE(pair.reader.wait(scatters.size() - 1).ok());
     ASSERT_EQ(pair.reader.ended.size(), scatters.size()) << "the last one ends last";
     ASSERT_TRUE(pair.device.contents() == expected(scatters, pair.device, pool_of(pair.owner)));
-    ASSERT_EQ(num_free(pair.bounce->landing()), kSlots);
+    ASSERT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   }
 }
 
 TEST_P(Bounces, WhatIsReadBehindDataEndsAfterItHasLanded) {
   DevicePair pair(GetParam());
   uint64_t slot[2] = {1, 1};
-  Scatter data = whole(pair.device, kSlots * BounceRing::kSlotBytes), behind;
+  Scatter data = whole(pair.device, kSlots * SlotRing::kSlotBytes), behind;
   behind.add(kTable, 64, {{reinterpret_cast<std::byte*>(slot), sizeof slot, kHostRegion}});
   pair.device.stall();
   ASSERT_TRUE(pair.reader.endpoint->post_write(1, kTable, 72, 33).ok());
@@ -87,7 +87,7 @@ TEST_P(Bounces, WhatIsReadBehindDataEndsAfterItHasLanded) {
   EXPECT_EQ(slot[0], 0u);
   EXPECT_EQ(slot[1], 33u) << "the store went ahead of what was posted later";
   EXPECT_TRUE(std::memcmp(pair.device.contents().data(), pair.owner.pool->range().base,
-                          kSlots * BounceRing::kSlotBytes) == 0);
+                          kSlots * SlotRing::kSlotBytes) == 0);
 }
 
 TEST_P(Bounces, NothingAfterTheEndpointWasClosed) {
@@ -98,7 +98,7 @@ TEST_P(Bounces, NothingAfterTheEndpointWasClosed) {
     while (round == 0 && pair.device.num_copied() == 0) pair.reader.poll_for(100'000);
     pair.reader.endpoint->close();
     EXPECT_EQ(pair.device.num_under_way(), 0u);
-    EXPECT_EQ(num_free(pair.bounce->landing()), kSlots);
+    EXPECT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   }
   const std::vector<std::byte> then = pair.device.contents();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -113,7 +113,7 @@ TEST_P(Bounces, ALostDeviceFailsTheReadAndNoMore) {
   const Status status = pair.reader.read(whole(pair.device, 2 << 20));
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_EQ(status.what(), "the device is lost");
-  EXPECT_EQ(num_free(pair.bounce->landing()), kSlots);
+  EXPECT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   uint64_t word = 1;
   Scatter host;
   host.add(kTable, 0, {{reinterpret_cast<std::byte*>(&word), sizeof word, kHostRegion}});
@@ -166,7 +166,7 @@ TEST_P(Bounces, AReadOutOfBoundsLandsNothing) {
   beyond.add(kPool, kPoolBytes - kBlock, {{pair.device.at(0), 2 * kBlock, kDeviceRegion}});
   EXPECT_EQ(pair.reader.read(beyond).code(), Code::kAccessDenied);
   EXPECT_TRUE(pair.reader.is_poisoned());
-  EXPECT_EQ(num_free(pair.bounce->landing()), kSlots);
+  EXPECT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   EXPECT_TRUE(pair.reader.read(whole(pair.device, kBlock), 8).ok());
 }
 
@@ -220,7 +220,7 @@ TEST_P(Cancels, LandNothingLater) {
     ASSERT_TRUE(back || pair.reader.wait(round).code() == Code::kCancelled);
     ++(back ? called_back : copied_on);
     const std::vector<std::byte> then = pair.device.contents();
-    ASSERT_EQ(num_free(pair.bounce->landing()), kSlots);
+    ASSERT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
     uint64_t word = 1;
     Scatter behind;
     behind.add(kTable, 0, {{reinterpret_cast<std::byte*>(&word), sizeof word, kHostRegion}});
@@ -268,26 +268,26 @@ TEST(Bounce, NothingLandsOnceTheOwnerIsDead) {
   const std::vector<std::byte> then = device.contents();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_TRUE(device.contents() == then);
-  EXPECT_EQ(num_free(bounce->landing()), kSlots);
+  EXPECT_EQ(num_free(bounce->landing()->ring()), kSlots);
 }
 
 TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
   DevicePair pair("fault+tcp", "fail-data@3;delay-data=5ms@2;drop-data@5");
   EXPECT_EQ(pair.reader.read(whole(pair.device, 4 << 20), 1).code(), Code::kPeerUnreachable);
-  EXPECT_EQ(num_free(pair.bounce->landing()), kSlots);
+  EXPECT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   const Scatter dropped = whole(pair.device, 2 << 20);
   ASSERT_TRUE(pair.reader.endpoint->post_read(2, dropped.chunk()).ok());
   pair.reader.poll_for(50'000'000);
   EXPECT_TRUE(pair.reader.endpoint->cancel(2));
-  EXPECT_EQ(num_free(pair.bounce->landing()), kSlots);
+  EXPECT_EQ(num_free(pair.bounce->landing()->ring()), kSlots);
   EXPECT_TRUE(pair.reader.read(whole(pair.device, 1 << 20), 3).ok());
 }
 
 TEST(Bounce, PinsNoMoreThanWasSetAndNoLessThanTwoSlotsEachWay) {
   FakeDevice device(1 << 20);
-  const auto bounce = must_make(device, Bounce::kLeastBytes + BounceRing::kSlotBytes);
-  EXPECT_EQ(device.pinned_bytes(), Bounce::kLeastBytes);
-  EXPECT_EQ(num_free(bounce->landing()), 2u);
+  const auto bounce = must_make(device, Bounce::kLeastBytes + SlotRing::kSlotBytes);
+  EXPECT_EQ(device.pinned_bytes(), Bounce::kLeastBytes);  // with the tables
+  EXPECT_EQ(num_free(bounce->landing()->ring()), 2u);
   EXPECT_EQ(num_free(bounce->sending()), 2u);
   FakeDevice other(1 << 20);
   EXPECT_EQ(Bounce::make(other.range().base, Bounce::kLeastBytes - 1, other.maker()).status().code(),

@@ -104,6 +104,61 @@ TEST_F(Cuda, CutsWhatFillsATable) {
   }
 }
 
+/// A block of each of 8 planes, and then each of them elsewhere.
+TEST_F(Cuda, RepeatsReadsWhateverCopiesThem) {
+  constexpr uint64_t kPlane = kPoolBytes / 8;
+  for (const char* image : {"fake image", ""}) {
+    GpuPair pair(Kind::kKvlink, image);
+    Scatter scatter;
+    for (const uint64_t at : {3u, 17u, 4u, 90u, 31u}) {
+      scatter.add(kPool, at * 1000,
+                  {{pair.reader.at(at * 900), 400, 0}, {pair.reader.at(at * 900 + 450), 300, 0}});
+    }
+    std::vector<Repeat> repeats;
+    for (uint64_t plane = 1; plane < 8; ++plane) {
+      const uint64_t to = plane % 2 == 0 ? plane : 8 - plane;  // not in their order
+      repeats.push_back({plane * kPlane, static_cast<int64_t>(to * kPlane), kPool, 0});
+    }
+    Chunk chunk = scatter.chunk();
+    chunk.repeats = repeats;
+    ASSERT_TRUE(pair.reader.endpoint->post_read(1, chunk).ok());
+    ASSERT_TRUE(pair.reader.wait(1).ok());
+    std::vector<std::byte> wanted(kPoolBytes, kPoison);
+    for (uint64_t plane = 0; plane < 8; ++plane) {
+      const uint64_t to = plane % 2 == 0 ? plane : 8 - plane;
+      for (const uint64_t at : {3u, 17u, 4u, 90u, 31u}) {
+        const std::byte* const from = pair.owner.pool.bytes() + plane * kPlane + at * 1000;
+        std::memcpy(&wanted[to * kPlane + at * 900], from, 400);
+        std::memcpy(&wanted[to * kPlane + at * 900 + 450], from + 400, 300);
+      }
+    }
+    EXPECT_EQ(std::memcmp(pair.reader.pool.bytes(), wanted.data(), kPoolBytes), 0);
+  }
+}
+
+TEST_F(Cuda, RefusesRepeatsOutOfBounds) {
+  GpuPair pair;
+  Scatter scatter;
+  scatter.add(kPool, 4096, {{pair.reader.at(0), 64, 0}});
+  scatter.add(kPool, 0, {{pair.reader.at(64), 64, 0}});
+  const auto code_of = [&](const Repeat& repeat) {
+    Chunk chunk = scatter.chunk();
+    chunk.repeats = {&repeat, 1};
+    return pair.reader.endpoint->post_read(1, chunk).code();
+  };
+  EXPECT_EQ(code_of({kPoolBytes - 4096 - 63, 0, kPool, 0}), Code::kAccessDenied);
+  EXPECT_EQ(code_of({uint64_t(-1), 0, kPool, 0}), Code::kAccessDenied) << "before the region";
+  EXPECT_EQ(code_of({0, 0, 9, 0}), Code::kAccessDenied);
+  EXPECT_EQ(code_of({0, 0, kTable, 0}), Code::kConfig) << "in host memory";
+  EXPECT_EQ(code_of({0, 0, kPool, kScratch}), Code::kConfig);
+  const std::vector<Repeat> many(1 << 17, Repeat{0, 0, kPool, 0});
+  Chunk chunk = scatter.chunk();
+  chunk.repeats = many;
+  EXPECT_EQ(pair.reader.endpoint->post_read(1, chunk).code(), Code::kConfig);
+  scatter.add(kTable, 0, {{pair.reader.at(128), 64, 0}});
+  EXPECT_EQ(code_of({4096, 0, kPool, 0}), Code::kConfig) << "of one region alone";
+}
+
 TEST_F(Cuda, LooksAtTheTableOnceTheDataHasLanded) {
   GpuPair pair;
   const uint64_t nonce = 0x1234'5678'9abc'def0;

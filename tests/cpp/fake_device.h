@@ -58,7 +58,8 @@ class FakeDevice : public DeviceCopier {
   void go_on() { set(stalled_, false); }
   /// Refuses to copy from now on.
   void break_down() { set(broken_, true); }
-  uint64_t pinned_bytes() const { return pinned_.bytes; }
+  /// The lists of pieces included.
+  uint64_t pinned_bytes() const { return pinned_.bytes + num_slots_ * kTableBytes; }
   size_t num_under_way() {
     std::lock_guard lock(mutex_);
     return jobs_.size();
@@ -78,8 +79,9 @@ class FakeDevice : public DeviceCopier {
   }
   /// As EngineOptions take it. The test keeps the device.
   MakeDeviceCopier maker() {
-    return [this](const std::byte* memory) -> Result<std::shared_ptr<DeviceCopier>> {
+    return [this](const std::byte* memory, uint32_t num_slots) -> Result<std::shared_ptr<DeviceCopier>> {
       EXPECT_EQ(memory, address_);
+      num_slots_ = num_slots;
       return std::shared_ptr<DeviceCopier>(std::shared_ptr<void>(), this);
     };
   }
@@ -136,7 +138,7 @@ class FakeDevice : public DeviceCopier {
     const MemoryRange own = range();
     EXPECT_GT(piece.bytes, 0u);
     EXPECT_TRUE(own.base <= piece.device && piece.device + piece.bytes <= own.base + own.bytes);
-    EXPECT_TRUE(pinned_.base <= piece.host && piece.host + piece.bytes <= pinned_.base + pinned_.bytes);
+    EXPECT_TRUE(pinned_.base <= piece.slot && piece.slot + piece.bytes <= pinned_.base + pinned_.bytes);
   }
   void run() {
     std::mt19937_64 random(1);
@@ -151,8 +153,8 @@ class FakeDevice : public DeviceCopier {
       const auto job = jobs_.begin() + static_cast<ptrdiff_t>(random() % jobs_.size());
       for (const CopyPiece& piece : job->pieces) {
         std::byte* const own = behind(piece.device);
-        job->to == CopyTo::kDevice ? std::memcpy(own, piece.host, piece.bytes)
-                                   : std::memcpy(piece.host, own, piece.bytes);
+        job->to == CopyTo::kDevice ? std::memcpy(own, piece.slot, piece.bytes)
+                                   : std::memcpy(piece.slot, own, piece.bytes);
         num_copied_ += piece.bytes;
       }
       jobs_.erase(job);
@@ -163,6 +165,7 @@ class FakeDevice : public DeviceCopier {
   const std::shared_ptr<HostMemory> memory_;
   std::byte* const address_;
   MemoryRange pinned_;
+  uint32_t num_slots_ = 0;
   std::mutex mutex_;  // guards everything below, and the memory while copies run
   std::condition_variable changed_;
   std::vector<Job> jobs_;

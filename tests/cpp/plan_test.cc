@@ -30,31 +30,46 @@ void copy_rows(Pool& reader, Pool& owner, const Ids& reader_blocks, const Ids& o
   }
 }
 
-/// Executes a plan as a transport would, and checks what transports rely on.
-void apply(const Plan& plan, Pool& owner, Pool& reader) {
-  uint64_t total = 0, next_segment = 0;
+/// The reads of a plan, moved as one of its repeats says.
+void apply(const Plan& plan, const Repeat& repeat, bool moved, Pool& owner, Pool& reader) {
+  uint64_t next_segment = 0;
   for (const ReadOp& op : plan.ops) {
+    const uint32_t region = moved ? repeat.region : op.region;
+    const uint64_t offset = op.offset + repeat.offset;
+    ASSERT_TRUE(plan.repeats.empty() || op.region == plan.ops.front().region);
     ASSERT_LE(op.bytes, Planner::kMaxOpBytes);
     ASSERT_LE(op.num_segments, Planner::kMaxOpSegments);
     ASSERT_EQ(op.first_segment, next_segment);
-    ASSERT_LT(op.region, owner.num_regions);
-    ASSERT_LE(op.offset + op.bytes, owner.region_bytes);
-    const std::byte* from = owner.region(op.region) + op.offset;
+    ASSERT_LT(region, owner.num_regions);
+    ASSERT_LE(offset + op.bytes, owner.region_bytes);
+    const std::byte* from = owner.region(region) + offset;
     uint32_t filled = 0;
     for (uint32_t i = 0; i < op.num_segments; ++i) {
       const Segment& segment = plan.segments.at(op.first_segment + i);
-      ASSERT_LT(segment.region, reader.num_regions);
-      ASSERT_GE(segment.local, reader.region(segment.region));
-      ASSERT_LE(segment.local + segment.bytes, reader.region(segment.region + 1));
-      std::memcpy(segment.local, from + filled, segment.bytes);
+      const uint32_t local_region = moved ? repeat.local_region : segment.region;
+      std::byte* const local = segment.local + repeat.local;
+      ASSERT_TRUE(plan.repeats.empty() || segment.region == plan.segments.front().region);
+      ASSERT_LT(local_region, reader.num_regions);
+      ASSERT_GE(local, reader.region(local_region));
+      ASSERT_LE(local + segment.bytes, reader.region(local_region + 1));
+      std::memcpy(local, from + filled, segment.bytes);
       filled += segment.bytes;
     }
     ASSERT_EQ(filled, op.bytes);
     next_segment += op.num_segments;
-    total += op.bytes;
   }
   ASSERT_EQ(next_segment, plan.segments.size());
-  ASSERT_EQ(total, plan.bytes);
+}
+
+/// Executes a plan as a transport would, and checks what transports rely on.
+void apply(const Plan& plan, Pool& owner, Pool& reader) {
+  ASSERT_NO_FATAL_FAILURE(apply(plan, {}, false, owner, reader));
+  for (const Repeat& repeat : plan.repeats) {
+    ASSERT_NO_FATAL_FAILURE(apply(plan, repeat, true, owner, reader));
+  }
+  uint64_t once = 0;
+  for (const ReadOp& op : plan.ops) once += op.bytes;
+  ASSERT_EQ(once * (1 + plan.repeats.size()), plan.bytes);
 }
 
 TEST(Plan, EqualsTheSlowReferenceOnRandomLayouts) {
@@ -74,7 +89,8 @@ TEST(Plan, EqualsTheSlowReferenceOnRandomLayouts) {
     const uint32_t last = random.between(1, capacity), first = random.coin() ? 0 : random.between(0, last);
     const uint32_t end_layer = random.between(1, ours.num_layers);
     const PlanScope scope{{first, last},
-                          random.coin() ? Range{} : Range{random.between(0, end_layer), end_layer}};
+                          random.coin() ? Range{} : Range{random.between(0, end_layer), end_layer},
+                          random.coin()};
     const Range asked =
         random.coin() ? Range{} : Range{std::max(ours.first_head, theirs.first_head), UINT32_MAX};
     const Range heads{std::max(ours.first_head, theirs.first_head),
@@ -87,6 +103,7 @@ TEST(Plan, EqualsTheSlowReferenceOnRandomLayouts) {
     Plan plan;
     plan.ops.resize(random.between(0, 40));  // a plan is reused with whatever it held
     plan.segments.resize(random.between(0, 40));
+    plan.repeats.resize(random.between(0, 3));
     const Status planned = planner->plan(owner_blocks, reader_blocks, scope, plan);
     ASSERT_TRUE(planned.ok()) << planned.what();
     ASSERT_EQ(plan.bytes, planner->bytes(last - first, scope.layers));
@@ -104,6 +121,25 @@ struct Size {
     *out << size.ops << " ops, " << size.segments << " segments";
   }
 };
+
+TEST(Plan, FoldsPlanesThatLieAlike) {
+  const auto repeats_of = [](Pool reader, Pool owner, Range layers = {}) {
+    Plan plan;
+    const Status planned = must_make(reader, owner)->plan(Ids{5, 1}, Ids{2, 6}, {{}, layers, true}, plan);
+    EXPECT_TRUE(planned.ok()) << planned.what();
+    return plan.repeats.size();
+  };
+  const Placement pool = packed({}, kNhd), crossed = packed({}, kCrossLayer);
+  EXPECT_EQ(repeats_of(pool, pool), 5u) << "three layers of K and V";
+  EXPECT_EQ(repeats_of(packed({}, kHnd), pool), 5u) << "whatever their rows look like";
+  EXPECT_EQ(repeats_of(packed({}, kNhd, true), packed({}, kNhd, true, true)), 5u)
+      << "in regions of their own";
+  EXPECT_EQ(repeats_of(pool, pool, {1, 2}), 1u);
+  EXPECT_EQ(repeats_of(crossed, crossed), 0u) << "there they are one read";
+  Placement moved = pool;
+  std::swap(moved.layout.planes[1].offset, moved.layout.planes[2].offset);
+  EXPECT_EQ(repeats_of(moved, pool), 5u) << "each by its own distance";
+}
 
 /// Plans whole blocks of every head, checks the bytes, and returns what the plan looks like.
 Size size_of(Pool reader, Pool owner, const Ids& reader_blocks, const Ids& owner_blocks, Range tokens = {}) {

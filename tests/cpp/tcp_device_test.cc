@@ -5,7 +5,7 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr size_t kSlots = Bounce::kLeastBytes / BounceRing::kSlotBytes / 2;  // to send from
+constexpr size_t kSlots = Bounce::kLeastBytes / SlotRing::kSlotBytes / 2;  // to send from
 
 /// An Owner whose pool is on a device.
 struct DeviceOwner {
@@ -52,7 +52,7 @@ TEST(TcpDevice, SendsEveryByteInItsPlace) {
     std::vector<std::byte> wanted(kPoolBytes, kPoison);
     const std::vector<std::byte> pool = owner.device.contents();
     for (uint64_t to = 0, turn = 0; to < kPoolBytes; ++turn) {
-      const uint64_t most = random() % 32 == 0 ? 3 * BounceRing::kSlotBytes : 20'000;
+      const uint64_t most = random() % 32 == 0 ? 3 * SlotRing::kSlotBytes : 20'000;
       const auto size = static_cast<uint32_t>(std::min(1 + random() % most, kPoolBytes - to));
       const uint64_t from = random() % (kPoolBytes - size);
       if (scatters[turn % 4].ops.size() == 1000) break;

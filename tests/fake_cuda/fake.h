@@ -12,6 +12,8 @@
 #include <mutex>
 #include <thread>
 
+struct CUstream_st;
+
 namespace fake {
 
 inline constexpr uint64_t kDeviceBit = uint64_t{1} << 60;
@@ -30,6 +32,11 @@ extern std::atomic<int> live;
 
 /// kSuccess when the driver is initialised and a context current.
 int ready();
+
+/// Whether the device may follow the address: its own memory's, or one of registered host memory.
+bool reaches(uint64_t address, size_t bytes);
+/// As the driver's copies by unified addresses, on a stream.
+int copy(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream);
 
 inline void* behind(uint64_t device) { return reinterpret_cast<void*>(device & ~kDeviceBit); }
 inline uint64_t on_device(void* memory) { return reinterpret_cast<uint64_t>(memory) | kDeviceBit; }

@@ -29,18 +29,22 @@ bool is_registered(const void* host, size_t bytes) {
   return address + bytes <= base + size;
 }
 
-int copy(void* to, const void* from, const void* host, uint64_t device, size_t bytes, CUstream_st* stream) {
-  if (const int error = ready()) return error;
-  if (!(device & kDeviceBit) || !stream || !is_registered(host, bytes)) return kInvalidValue;
-  stream->push([=] { std::memcpy(to, from, bytes); });
-  return kSuccess;
-}
-
 }  // namespace
 
 int ready() {
   if (!initialized) return kNotInitialized;
   return contexts.empty() ? kInvalidContext : kSuccess;
+}
+
+bool reaches(uint64_t address, size_t bytes) {
+  return (address & kDeviceBit) || is_registered(behind(address), bytes);
+}
+
+int copy(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream) {
+  if (const int error = ready()) return error;
+  if (stream == nullptr || !reaches(to, bytes) || !reaches(from, bytes)) return kInvalidValue;
+  stream->push([=] { std::memcpy(behind(to), behind(from), bytes); });
+  return kSuccess;
 }
 
 }  // namespace fake
@@ -188,6 +192,11 @@ int cuMemHostUnregister(void* host) {
   return kSuccess;
 }
 
+int cuMemHostGetDevicePointer_v2(unsigned long long* device, void* host, unsigned flags) {
+  *device = reinterpret_cast<uintptr_t>(host);
+  return flags == 0 && reaches(*device, 1) ? kSuccess : kInvalidValue;
+}
+
 int cuStreamCreate(CUstream_st** stream, unsigned flags) {
   if (const int error = ready()) return error;
   if (flags != 1) return kInvalidValue;
@@ -227,12 +236,8 @@ int cuEventDestroy_v2(CUevent_st* event) {
   return kSuccess;
 }
 
-int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, size_t bytes, CUstream_st* stream) {
-  return copy(behind(device), host, host, device, bytes, stream);
-}
-
-int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, size_t bytes, CUstream_st* stream) {
-  return copy(host, behind(device), host, device, bytes, stream);
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, CUstream_st* stream) {
+  return copy(to, from, bytes, stream);
 }
 
 }  // extern "C"

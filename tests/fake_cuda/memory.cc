@@ -5,10 +5,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <span>
 #include <string>
 
 #include "fake.h"
@@ -77,13 +79,9 @@ struct Piece {
   uint64_t from, to;
   uint32_t bytes, unused;
 };
-
-int copy_on_device(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream) {
-  if (const int error = ready()) return error;
-  if (!(to & kDeviceBit) || !(from & kDeviceBit) || stream == nullptr) return kInvalidValue;
-  stream->push([=] { std::memcpy(behind(to), behind(from), bytes); });
-  return kSuccess;
-}
+struct Repeat {
+  uint64_t from, to;
+};
 
 }  // namespace
 }  // namespace fake
@@ -261,15 +259,11 @@ int cuIpcCloseMemHandle(uint64_t address) {
   return unmap_whole(address);
 }
 
-int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, CUstream_st* stream) {
-  return copy_on_device(to, from, bytes, stream);
-}
-
 int cuMemcpyBatchAsync_v2(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, void* attributes,
                           size_t* starts, size_t num_attributes, CUstream_st* stream) {
   if (attributes == nullptr || num_attributes != 1 || starts[0] != 0) return kInvalidValue;
   for (size_t i = 0; i < count; ++i) {
-    if (const int error = copy_on_device(to[i], from[i], bytes[i], stream)) return error;
+    if (const int error = copy(to[i], from[i], bytes[i], stream)) return error;
   }
   return kSuccess;
 }
@@ -294,17 +288,29 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   return std::strcmp(name, "kvlink_gather") == 0 ? kSuccess : kInvalidValue;
 }
 
-/// What kvlink/kernels/gather.cu does, a block of threads a piece.
+/// What kvlink/kernels/gather.cu does. Ends the process where a GPU would find no memory.
 int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned,
                    unsigned, unsigned, CUstream_st* stream, void** arguments, void** extra) {
   if (const int error = ready()) return error;
-  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || stream == nullptr || extra != nullptr) {
+  if (grid_x == 0 || grid_y == 0 || grid_z != 1 || block_x == 0 || stream == nullptr || extra != nullptr) {
     return kInvalidValue;
   }
   const uint64_t pieces = *static_cast<uint64_t*>(arguments[0]);
+  const unsigned num_pieces = *static_cast<unsigned*>(arguments[1]),
+                 lanes = *static_cast<unsigned*>(arguments[2]);
+  if (lanes == 0 || block_x % lanes != 0) return kInvalidValue;
+  const unsigned reached = std::min(num_pieces, grid_x * (block_x / lanes));
   stream->push([=] {
     const auto* const all = static_cast<const Piece*>(behind(pieces));
-    for (unsigned i = 0; i < grid_x; ++i) std::memcpy(behind(all[i].to), behind(all[i].from), all[i].bytes);
+    const auto* const repeats = reinterpret_cast<const Repeat*>(all + num_pieces);
+    for (unsigned turn = 0; turn < grid_y; ++turn) {
+      const Repeat shift = turn == 0 ? Repeat{0, 0} : repeats[turn - 1];
+      for (const Piece& piece : std::span(all, reached)) {
+        const uint64_t to = piece.to + shift.to, from = piece.from + shift.from;
+        if (!reaches(to, piece.bytes) || !reaches(from, piece.bytes)) std::abort();
+        std::memcpy(behind(to), behind(from), piece.bytes);
+      }
+    }
   });
   return kSuccess;
 }

@@ -11,5 +11,13 @@ from kvlink.benchmarks import gpu
 @pytest.mark.timeout(600)
 def test_every_row_is_measured_beside_its_limit() -> None:
     rows = list(gpu.rows((0, 0), "cuda", 3))
-    assert [(row["block_bytes"], row["blocks"]) for row in rows] == list(gpu.SHAPES)
+    assert [(row["piece_bytes"], row["pieces"]) for row in rows] == [
+        (shape.piece_bytes, shape.planes * shape.blocks) for shape in gpu.SHAPES
+    ]
     assert all(row["verified"] and row["transport"] == "cuda" and row["of_limit"] > 0 for row in rows)
+
+
+def test_the_bounce_buffers_copies_are_measured_both_ways() -> None:
+    rows = list(gpu.bounce_rows(0))
+    assert {row["bounce"] for row in rows} == {"to the GPU", "from the GPU"}
+    assert all(row["of_limit"] > 0 for row in rows)

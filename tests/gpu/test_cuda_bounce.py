@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from test_cuda_pools import BLOCKS, LAYOUT, cuda_pool, equal
+from test_cuda_pools import BLOCKS, LAYOUT, by_heads, converted, cuda_pool, equal
 
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.errors import TransportUnavailable
 
 ALL = range(BLOCKS)
-LEAST = 2 << 20
+LEAST = 4 << 20
 
 
 @pytest.fixture
@@ -62,6 +62,15 @@ def test_from_host_to_gpu(transport: str, host_pool: BlockPool) -> None:
 
 def test_from_gpu_to_host_over_tcp(host_pool: BlockPool) -> None:
     assert "bounce at owner" in pulled(cuda_pool(1), host_pool, transports="tcp")
+
+
+def test_another_layout_is_converted_on_the_way() -> None:
+    """From pinned memory, by the kernel: a copy for each row of each head would take a second."""
+    owner, reader = cuda_pool(1), by_heads()
+    config = WorkerConfig.from_env(bounce_bytes=LEAST, transports="tcp")
+    with Worker(owner, "owner", config=config) as lender, Worker(reader, "reader", config=config) as taker:
+        taker.pull(lender.offer("r", ALL), ALL).wait(60)
+        assert converted(owner, reader)
 
 
 def test_bytes_are_there_for_work_launched_next(host_pool: BlockPool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_cuda_pools import BLOCKS, cuda_pool, equal
+from test_cuda_pools import BLOCKS, by_heads, converted, cuda_pool, equal
 
 from kvlink import BlockPool, Ticket, Worker, WorkerConfig, engine
 from kvlink.errors import StaleBlocks, TransferError
@@ -96,6 +96,16 @@ def test_every_byte_arrives(
             assert equal(pool, wanted)
         (path,) = pull.explain()
         assert (path.transport, path.bounces_at) == ("cuda", ())
+
+
+@pytest.mark.parametrize("staging", ["never", "always"])
+def test_another_layout_is_converted_on_the_way(lend: Callable[..., Lender], staging: str) -> None:
+    lender, wanted, pool = lend("kvlink", 5), filled(5), by_heads()
+    with Worker(pool, "reader", config=WorkerConfig.from_env(staging=staging, **CONFIG)) as reader:
+        pull = reader.pull(lender.offer("r"), ALL)
+        pull.wait(60)
+        assert converted(wanted, pool)
+        assert pull.explain()[0].staged == (staging == "always")
 
 
 def test_scattered_blocks_land_where_they_belong(lend: Callable[..., Lender]) -> None:

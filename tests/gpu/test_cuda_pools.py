@@ -11,9 +11,9 @@ from kvlink.gpudirect import CudaDriver, Kind, Ordering, Way, decide, inspect, l
 from kvlink.layout import Geometry, Order, Regions, dense
 
 BLOCKS = 256
-LAYOUT = dense(
-    Geometry(num_layers=4, total_heads=8, row_bytes=256, num_blocks=BLOCKS), Order.NHD, Regions.PER_LAYER
-)
+GEOMETRY = Geometry(num_layers=4, total_heads=8, row_bytes=256, num_blocks=BLOCKS)
+LAYOUT = dense(GEOMETRY, Order.NHD, Regions.PER_LAYER)
+BY_HEADS = dense(GEOMETRY, Order.HND, Regions.PER_LAYER)
 
 
 def cuda_pool(seed: int) -> BlockPool:
@@ -26,6 +26,26 @@ def cuda_pool(seed: int) -> BlockPool:
     ]
     torch.cuda.synchronize()
     return BlockPool.from_tensors(tensors, LAYOUT)
+
+
+def by_heads() -> BlockPool:
+    """Zeros, in a layout where the tokens of a head adjoin."""
+    return BlockPool.allocate(BY_HEADS, gpu=0)
+
+
+def converted(one: BlockPool, by_heads: BlockPool) -> bool:
+    """Whether both hold the same, each in its own layout."""
+    import torch
+
+    shape = (2, BLOCKS, 16, 8, 256)  # K and V, blocks, tokens, heads, bytes
+    turned = (2, BLOCKS, 8, 16, 256)
+    return all(
+        torch.equal(
+            one.torch(n)[: LAYOUT.region_bytes()[n]].view(shape).transpose(2, 3),
+            by_heads.torch(n)[: BY_HEADS.region_bytes()[n]].view(turned),
+        )
+        for n in range(len(one.regions))
+    )
 
 
 def equal(one: BlockPool, other: BlockPool) -> bool:
@@ -60,6 +80,9 @@ def test_memory_is_described_as_it_was_made(driver: CudaDriver, allocator: str) 
     assert facts.kind is (Kind.VMM if allocator == "expandable segments" else Kind.CUDA_MALLOC)
     assert facts.mapped
     assert (facts.num_devices, gpu.ordinal) == (1, 0)
+    placement = cuda_pool(1).placements(driver)[0]
+    assert f"pci={gpu.bus_id}" in str(placement)
+    assert (placement.allocations[0].granularity > 0) == (allocator == "expandable segments")
 
 
 def test_memory_is_exported_as_a_dma_buf(driver: CudaDriver, allocator: str) -> None:

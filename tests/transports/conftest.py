@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,9 +165,13 @@ def opened(gpu_ends: tuple[PeerProcess, PeerProcess]) -> Iterator[Open]:
     """Makes an owner with contents and a reader, in whose memory they are given; they end with the test."""
     workers: list[RemoteWorker] = []
 
-    def make(spec: PoolSpec, owner: str, reader: str, **config: object) -> tuple[RemoteWorker, RemoteWorker]:
-        for process, name, memory in zip(gpu_ends, ("owner", "reader"), (owner, reader), strict=True):
-            pool = PoolSpec(**{**spec.json(), "memory": memory})
+    def make(
+        spec: PoolSpec, owner: str, reader: str, other: PoolSpec | None = None, **config: object
+    ) -> tuple[RemoteWorker, RemoteWorker]:
+        """`other` is the reader's spec where it differs."""
+        ends = (("owner", spec, owner), ("reader", other or spec, reader))
+        for process, (name, its, memory) in zip(gpu_ends, ends, strict=True):
+            pool = replace(its, memory=memory)
             workers.append(RemoteWorker(process, name, pool, bounce_bytes=LEAST, **config))
         workers[0].do("fill", seed=3)
         return workers[0], workers[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from transports.processes import RemoteWorker
 
 ON_HOST = "kvlink"
-LEAST = 2 << 20
+LEAST = 4 << 20
 """Bytes of the smallest bounce buffer."""
 SOURCES = sorted((Path(__file__).parents[1] / "fake_cuda").glob("*.cc"))
 

@@ -109,22 +109,28 @@ class Commands:
             "refused": refused,
             "bytes": path.num_bytes,
             "bounces_at": path.bounces_at,
+            "staged": path.staged,
+            "predicted_us": [path.predicted_direct_us, path.predicted_staged_us],
         }
 
     def pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> dict[str, Any]:
         self.start_pull(name, ticket, into, timeout_s)
         return self.finish_pull(name)
 
-    def differing(self, name: str, into: list[int], seed: int, blocks: list[int]) -> int:
-        """Bytes in which blocks `into` differ from what a peer with the same layout and `seed` has in `blocks`."""
+    def differing(
+        self, name: str, into: list[int], seed: int, blocks: list[int], owner: dict[str, Any] | None = None
+    ) -> int:
+        """Bytes in which blocks `into` differ from what a peer with `seed`, and this layout or the `owner`'s, has in
+        `blocks`."""
         pool = self._workers[name].pool
-        contents = random_contents(pool.layout, seed)
+        theirs = PoolSpec(**owner).layout() if owner else pool.layout
+        contents = random_contents(theirs, seed)
         tokens = range(len(into) * pool.layout.block_tokens)
         heads = range(pool.layout.first_head, pool.layout.first_head + pool.layout.num_heads)
         count = 0
-        for plane in pool.layout.planes:
+        for plane, other in zip(pool.layout.planes, theirs.planes, strict=True):
             here = pool.numpy(plane.region)[rows(pool.layout, plane, into, tokens, heads)]
-            there = contents[plane.region][rows(pool.layout, plane, blocks, tokens, heads)]
+            there = contents[other.region][rows(theirs, other, blocks, tokens, heads)]
             count += int((here != there).sum())
         return count
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transports.seen import seen
 
 from kvlink import BlockPool
 from kvlink.layout import Geometry, KVLayout, Order, Plane, Regions, dense
@@ -34,7 +35,7 @@ class Memory(Enum):
 ON_GPU = "gpu"
 """Memory of the GPU that tests/fake_cuda stands for; the process must find that in place of the driver."""
 OWN_GPU = "own gpu"
-"""The same, allocated by kvlink: other processes may map it."""
+"""The same, or a real one's, allocated by kvlink: other processes may map it."""
 
 USUAL = os.environ.get("KVLINK_TEST_MEMORY", Memory.KVLINK.value)
 """What pools are in unless a test says. OWN_GPU: test_gpu_direct.py has the suite run over the transport `cuda`."""
@@ -42,13 +43,20 @@ USUAL = os.environ.get("KVLINK_TEST_MEMORY", Memory.KVLINK.value)
 _GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/fake.h has it
 
 
-class _GpuPool(BlockPool):
+class _StandInPool(BlockPool):
     """What the tests fill and look at is the memory behind those addresses."""
 
     def numpy(self, region: int = 0) -> Bytes:
         memory = self.regions[region]
         seen = (ctypes.c_uint8 * memory.num_bytes).from_address(memory.address & ~_GPU_BIT)
         return np.ctypeslib.as_array(seen)
+
+
+class _RealGpuPool(BlockPool):
+    """On a real GPU; what the tests fill and look at goes there and comes from there."""
+
+    def numpy(self, region: int = 0) -> Bytes:
+        return seen(self.torch(region))
 
 
 class _OnlyDlpack:
@@ -109,10 +117,12 @@ class PoolSpec:
     def make(self) -> BlockPool:
         layout = self.layout()
         if self.memory == OWN_GPU:
-            return _GpuPool(BlockPool.allocate(layout, gpu=0).regions, layout)
+            regions = BlockPool.allocate(layout, gpu=0).regions
+            stands_in = bool(regions[0].address & _GPU_BIT)
+            return (_StandInPool if stands_in else _RealGpuPool)(regions, layout)
         if self.memory == ON_GPU:
             arrays = [np.zeros(size, np.uint8) for size in layout.region_bytes()]
-            return _GpuPool([_on_gpu(array) for array in arrays], layout)
+            return _StandInPool([_on_gpu(array) for array in arrays], layout)
         memory = Memory(self.memory)
         if memory is Memory.KVLINK:
             return BlockPool.allocate(layout, huge_pages=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import machines
 import pytest
@@ -224,3 +225,34 @@ def test_landed_bytes_are_flushed_when_the_gpu_says_so(
     if loan.flush:
         loan.flush()
     assert driver.flushed == [Ordering.OWNER] * flushes
+
+
+def test_the_staging_buffer_is_lent_as_the_pool_is(root: Path, gpu: Gpu) -> None:
+    """The engine is given it behind the pool's regions; without NICs that reach it, only when it always stages."""
+    memory = SimpleNamespace(address=BASE + (2 << 20), bytes=1 << 20)
+    driver = cuda(gpu)
+    loan = lend_to_nics(gpu_pool(), CONFIG, staging=memory, make_driver=lambda: driver, root=root)  # type: ignore[arg-type]
+    assert [each.decision.way for each in loan.lent] == [Way.DMA_BUF] * 3
+    given: list[object] = []
+    engine = SimpleNamespace(
+        add_foreign_region=lambda *region, **_: given.append(region[0]),
+        stage=lambda staging, always, fd, offset: given.append((staging, always, fd >= 0, offset)),
+    )
+    with loan.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
+        assert given == [BASE, SECOND, (memory, False, True, 0)]
+    for always in (False, True):
+        given.clear()
+        with Loan().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
+            assert given == [BASE, SECOND] + [(memory, True, False, 0)] * always
+
+
+def test_a_pool_says_where_it_is(gpu: Gpu) -> None:
+    first, second = gpu_pool().placements(cuda(gpu, Kind.VMM))
+    assert (first.gpu, first.allocations) == (gpu, second.allocations)
+    assert str(first) == (
+        f"device=cuda:0 pci={gpu.bus_id} memory='cuMemMap (expandable segments)' allocations=1 "
+        f"range={BASE:#x}-{BASE + (4 << 20):#x} granularity=0"
+    )
+    assert BlockPool.allocate(LAYOUT).placements() == ()
+    with pytest.raises(TransportUnavailable, match="CUDA knows no memory"):
+        gpu_pool().placements(FakeCuda(gpu))

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads into device memory over an endpoint that does not reach it. Posts are asked for in parts, each a slot
-// of the bounce buffer: on the wire, then being copied to the device, then free. Completions keep the order
-// of the posts, so what is read behind data vouches for data that has landed.
+// Reads that land on their way. Posts are asked for in parts, each a slot of the ring: on the wire, then
+// being copied to where it belongs, then free. Completions keep the order of the posts, so what is read
+// behind data vouches for data that has landed.
 #include <sys/epoll.h>
 
 #include <algorithm>
 #include <list>
 
-#include "bounce.h"
-#include "bounce_post.h"
 #include "fd.h"
+#include "landing.h"
+#include "landing_post.h"
 #include "look_again.h"
 
 namespace kvlink {
@@ -21,17 +21,18 @@ constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep
 // half the time that a slot takes to copy, then less and less often.
 constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
 
-class BounceEndpoint final : public Endpoint {
+class LandingEndpoint final : public Endpoint {
  public:
-  BounceEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Bounce> bounce,
-                 std::unique_ptr<CopyQueue> queue, uint32_t num_regions)
-      : bounce_(std::move(bounce)),
+  LandingEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Landing> landing,
+                  std::unique_ptr<CopyQueue> queue, LandingRules rules, uint32_t slot_region)
+      : landing_(std::move(landing)),
         inner_(std::move(inner)),
         queue_(std::move(queue)),
-        num_regions_(num_regions),
+        rules_(std::move(rules)),
+        slot_region_(slot_region),
         on_wire_(inner_->window().depth),
-        chunk_ops_(inner_->window().chunk_ops) {}
-  ~BounceEndpoint() override { close(); }
+        limits_{inner_->window().chunk_ops, landing_->copier().most_pieces(), rules_.gap_bytes} {}
+  ~LandingEndpoint() override { close(); }
 
   std::string hello() const override { return inner_->hello(); }
   std::string path() const override { return inner_->path(); }
@@ -45,6 +46,9 @@ class BounceEndpoint final : public Endpoint {
   bool stand_by(int64_t now) override { return inner_->stand_by(now); }
   int64_t look_at_ns() const override { return inner_->look_at_ns(); }
   bool copies_in_poll() const override { return false; }  // the device does
+  std::shared_ptr<Crossover> crossover() const override {
+    return rules_.costs ? std::make_shared<Crossover>(*rules_.costs, rules_.gap_bytes) : nullptr;
+  }
 
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
@@ -55,12 +59,12 @@ class BounceEndpoint final : public Endpoint {
   void close() override;
 
  private:
-  using Post = BouncePost;
+  using Post = LandingPost;
   using Posts = std::list<Post>;
-  struct Part : BouncePart {
+  struct Part : LandingPart {
     Posts::iterator post = {};
     bool used = false, copying = false;
-    BounceRing::Slot slot = {nullptr, {nullptr}};
+    SlotRing::Slot slot = {nullptr, {nullptr}};
     uint64_t copy = 0;  // its number, while copying
   };
 
@@ -73,12 +77,13 @@ class BounceEndpoint final : public Endpoint {
   uint64_t claim(Posts::iterator post);
   void release(Part& part);
 
-  const std::shared_ptr<Bounce> bounce_;
+  const std::shared_ptr<Landing> landing_;
   const std::unique_ptr<Endpoint> inner_;
   const std::unique_ptr<CopyQueue> queue_;
-  const uint32_t num_regions_;
-  const uint32_t on_wire_;    // at most so many slots
-  const uint32_t chunk_ops_;  // at most so many operations in a part
+  const LandingRules rules_;
+  const uint32_t slot_region_;
+  const uint32_t on_wire_;   // at most so many slots
+  const PartLimits limits_;  // of a part
   UniqueFd wake_;
   LookAgain look_{kFirstLookNs, kLastLookNs, 8};
 
@@ -92,7 +97,7 @@ class BounceEndpoint final : public Endpoint {
   std::vector<Completion> inner_ended_;
 };
 
-Status BounceEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
+Status LandingEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
   wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
   look_.open();
@@ -101,38 +106,38 @@ Status BounceEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   for (const int fd : {inner_->wake_fd(), look_.fd()}) {
     if (fd == inner_->wake_fd() && fd < 0) continue;
     if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-      return Status::Unreachable("the bounce buffer is out of descriptors; raise ulimit -n");
+      return Status::Unreachable("this process is out of descriptors; raise ulimit -n");
     }
   }
   return {};
 }
 
-Window BounceEndpoint::window() const {
+Window LandingEndpoint::window() const {
   Window window = inner_->window();
-  window.chunk_bytes = std::min(window.chunk_bytes, BounceRing::kSlotBytes);
+  if (rules_.num_out_of_reach > 0) window.chunk_bytes = std::min(window.chunk_bytes, SlotRing::kSlotBytes);
+  window.staged_bytes = SlotRing::kSlotBytes;
   window.depth += kCopiesAhead;
   if (window.bytes != UINT64_MAX) window.bytes += uint64_t{kCopiesAhead} * window.chunk_bytes;
   return window;
 }
 
-Status BounceEndpoint::post_read(uint64_t token, const Chunk& chunk) {
-  if (chunk.ops.empty() || chunk.ops.front().num_segments == 0) {
-    return Status::Config("a read asks for nothing");
-  }
-  const bool staged = chunk.segments[chunk.ops.front().first_segment].region < num_regions_;
-  if (Status status = check_bounce(chunk, staged, num_regions_); !status.ok()) return status;
-  posts_.push_back({.token = token, .chunk = chunk, .staged = staged});
+Status LandingEndpoint::post_read(uint64_t token, const Chunk& chunk) {
+  if (chunk.ops.empty()) return Status::Config("a read asks for nothing");
+  const bool as_it_is = rules_.num_out_of_reach == 0 && !chunk.staged;
+  const Result<bool> lands = as_it_is ? false : lands_first(chunk, rules_.num_out_of_reach);
+  if (!lands.ok()) return lands.status();
+  posts_.push_back({.token = token, .chunk = chunk, .lands = *lands});
   if (unasked_ == posts_.end()) --unasked_;
   return {};
 }
 
-Status BounceEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
+Status LandingEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
   if (unasked_ == posts_.end()) --unasked_;
   return {};
 }
 
-uint64_t BounceEndpoint::claim(Posts::iterator post) {
+uint64_t LandingEndpoint::claim(Posts::iterator post) {
   uint64_t token = 0;
   while (token < parts_.size() && parts_[token]->used) ++token;
   if (token == parts_.size()) parts_.push_back(std::make_unique<Part>());
@@ -143,7 +148,7 @@ uint64_t BounceEndpoint::claim(Posts::iterator post) {
   return token;
 }
 
-void BounceEndpoint::release(Part& part) {
+void LandingEndpoint::release(Part& part) {
   --part.post->num_parts;
   part.copying ? --num_copying_ : --num_passed_on_;
   if (part.slot && !part.copying) --num_on_wire_;
@@ -152,21 +157,21 @@ void BounceEndpoint::release(Part& part) {
   part.clear();
 }
 
-void BounceEndpoint::fail(Post& post, const Status& why) {
+void LandingEndpoint::fail(Post& post, const Status& why) {
   if (post.status.ok()) post.status = why;
   post.asked = true;
 }
 
 /// False: there is nothing to ask for, or no room.
-bool BounceEndpoint::ask_for_next() {
+bool LandingEndpoint::ask_for_next() {
   starved_ = false;
   while (unasked_ != posts_.end() && unasked_->asked) ++unasked_;
   if (unasked_ == posts_.end()) return false;
   Post& post = *unasked_;
-  BounceRing::Slot slot{nullptr, {nullptr}};
-  if (post.staged) {
+  SlotRing::Slot slot{nullptr, {nullptr}};
+  if (post.lands) {
     if (num_on_wire_ >= on_wire_) return false;
-    slot = bounce_->landing().take();
+    slot = landing_->ring().take();
     starved_ = !slot;
     if (starved_) return false;
   }
@@ -181,20 +186,24 @@ bool BounceEndpoint::ask_for_next() {
   return true;
 }
 
-Status BounceEndpoint::ask(Post& post, Part& part, uint64_t token) {
+Status LandingEndpoint::ask(Post& post, Part& part, uint64_t token) {
   if (post.chunk.ops.empty()) {
     post.asked = true;
     return inner_->post_write(token, post.region, post.offset, post.value);
   }
-  if (post.staged) {
-    post.fill(part, part.slot.get(), BounceRing::kSlotBytes, chunk_ops_);
+  if (post.lands) {
+    post.fill(part, {part.slot.get(), SlotRing::kSlotBytes, slot_region_}, limits_);
     return inner_->post_read(token, {part.ops, part.segments.data()});
   }
-  post.pass_on(part, num_regions_);
+  if (rules_.num_out_of_reach == 0) {
+    post.asked = true;
+    return inner_->post_read(token, post.chunk);
+  }
+  post.pass_on(part, rules_.num_out_of_reach);
   return inner_->post_read(token, {part.ops, part.segments.data()});
 }
 
-void BounceEndpoint::arrived(Part& part, const Status& status) {
+void LandingEndpoint::arrived(Part& part, const Status& status) {
   Post& post = *part.post;
   if (!status.ok()) fail(post, status);
   if (!post.status.ok() || !part.slot) return release(part);
@@ -210,7 +219,7 @@ void BounceEndpoint::arrived(Part& part, const Status& status) {
   ++num_copying_;
 }
 
-bool BounceEndpoint::finish_copies() {
+bool LandingEndpoint::finish_copies() {
   bool any = false;
   for (const auto& part : parts_) {
     if (num_copying_ == 0) break;
@@ -224,7 +233,7 @@ bool BounceEndpoint::finish_copies() {
   return any;
 }
 
-bool BounceEndpoint::retire(std::vector<Completion>& ended) {
+bool LandingEndpoint::retire(std::vector<Completion>& ended) {
   bool any = false;
   while (!posts_.empty() && posts_.front().asked && posts_.front().num_parts == 0) {
     ended.push_back({posts_.front().token, std::move(posts_.front().status)});
@@ -235,7 +244,7 @@ bool BounceEndpoint::retire(std::vector<Completion>& ended) {
   return any;
 }
 
-PollResult BounceEndpoint::poll(std::vector<Completion>& ended) {
+PollResult LandingEndpoint::poll(std::vector<Completion>& ended) {
   while (ask_for_next()) {
   }
   PollResult result = inner_->poll(inner_ended_);
@@ -247,7 +256,7 @@ PollResult BounceEndpoint::poll(std::vector<Completion>& ended) {
   return result;
 }
 
-bool BounceEndpoint::cancel(uint64_t token) {
+bool LandingEndpoint::cancel(uint64_t token) {
   const auto post =
       std::find_if(posts_.begin(), posts_.end(), [token](const Post& one) { return one.token == token; });
   if (post == posts_.end()) return true;
@@ -262,14 +271,14 @@ bool BounceEndpoint::cancel(uint64_t token) {
   return true;
 }
 
-bool BounceEndpoint::arm() {
+bool LandingEndpoint::arm() {
   const bool can_ask = unasked_ != posts_.end() && !starved_ && num_on_wire_ < on_wire_;
   if (can_ask || (inner_->copies_in_poll() && num_passed_on_ > 0) || !inner_->arm()) return false;
   look_.arm(num_copying_ > 0 || starved_);
   return true;
 }
 
-void BounceEndpoint::close() {
+void LandingEndpoint::close() {
   inner_->close();
   queue_->drain();
   parts_.clear();
@@ -283,12 +292,13 @@ void BounceEndpoint::close() {
 
 }  // namespace
 
-Result<std::unique_ptr<Endpoint>> bounce_endpoint(std::unique_ptr<Endpoint> inner,
-                                                  std::shared_ptr<Bounce> bounce, uint32_t num_regions) {
-  Result<std::unique_ptr<CopyQueue>> queue = bounce->copier().open_queue();
+Result<std::unique_ptr<Endpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
+                                                   std::shared_ptr<Landing> landing,
+                                                   const LandingRules& rules, uint32_t slot_region) {
+  Result<std::unique_ptr<CopyQueue>> queue = landing->copier().open_queue();
   if (!queue.ok()) return queue.status();
-  return std::unique_ptr<Endpoint>(
-      std::make_unique<BounceEndpoint>(std::move(inner), std::move(bounce), std::move(*queue), num_regions));
+  return std::unique_ptr<Endpoint>(std::make_unique<LandingEndpoint>(std::move(inner), std::move(landing),
+                                                                     std::move(*queue), rules, slot_region));
 }
 
 }  // namespace kvlink

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA's memory checker over the kernel: whole benchmark rows under compute-sanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+_ERROR = 99
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_kernel_stays_within_its_memory(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip(
+            "compute-sanitizer is not installed: it comes with the CUDA toolkit (cuda-sanitizer-13-0)"
+        )
+    options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", str(_ERROR)]
+    command = [sys.executable, "-m", "kvlink", "bench", "gpu", "--iters", "1", "--json"]
+    done = subprocess.run(
+        [sanitizer, *options, *command], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
