@@ -267,7 +267,7 @@ void register_engine(py::module_& m) {
             MemoryRange range = memory.range();
             range.dmabuf_fd = dmabuf;
             range.dmabuf_offset = offset;
-            self.stage({range, always ? StagingChoice::kAlways : StagingChoice::kAuto});
+            self.stage({range, always});
           },
           py::arg("memory"), py::arg("always"), py::arg("dmabuf_fd"), py::arg("dmabuf_offset"),
           py::keep_alive<1, 2>())

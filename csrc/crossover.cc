@@ -39,16 +39,14 @@ Crossover::Choice Crossover::choose(std::span<const ReadOp> ops, uint64_t num_pi
   Choice choice;
   const double direct_us = predict_us(costs_.direct, shape);
   const bool bound_by_bytes = direct_us <= costs_.direct.start_us + moving_us(costs_.direct, shape);
-  const bool looks = costs_.choice == StagingChoice::kAlways || !bound_by_bytes;
+  const bool looks = costs_.always || !bound_by_bytes;
   const double staged_us =
       predict_us(costs_.staged, looks ? staged_shape(ops, num_pieces, gap_bytes_) : shape);
   {
     std::lock_guard lock(mutex_);
     choice.predicted = {direct_us * seen_[0].scale, staged_us * seen_[1].scale};
   }
-  const bool faster = looks && choice.predicted.staged_us < choice.predicted.direct_us;
-  choice.staged =
-      costs_.choice == StagingChoice::kAlways || (costs_.choice == StagingChoice::kAuto && faster);
+  choice.staged = costs_.always || (looks && choice.predicted.staged_us < choice.predicted.direct_us);
   choice.unscaled_us = choice.staged ? staged_us : direct_us;
   return choice;
 }

@@ -22,12 +22,9 @@ struct WayCost {
   double gib_per_s = 1;
 };
 
-/// "auto" takes the way that should be faster; the others take theirs.
-enum class StagingChoice : uint8_t { kAuto, kAlways, kNever };
-
 struct LandingCosts {
   WayCost direct, staged;
-  StagingChoice choice = StagingChoice::kAuto;
+  bool always = false;  // staged, whatever it costs
 };
 
 /// What a way is asked to move. Staged, `bytes` has what is read along.

@@ -102,6 +102,7 @@ class CudaTransport : public Transport {
       return Status::Unavailable("this worker's pool is not in GPU memory", "use shm, cma or tcp");
     Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_);
     if (!gather.ok()) return gather.status();
+    (*gather)->measure();
     Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(device_, kNumTables, kTablePieces);
     if (!tables.ok()) return tables.status();
     gather_ = *gather;

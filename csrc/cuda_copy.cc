@@ -39,7 +39,6 @@ class CudaQueue final : public CopyQueue {
   Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) override {
     const Current current(stream_->device());
     if (!current.status().ok()) return current.status();
-    give_back();
     CudaTables::Loan table =
         wants_table(pieces) ? means_.tables->take() : CudaTables::Loan{nullptr, {nullptr}};
     const Status status = table ? gather(to, pieces, *table) : copy_each(to, pieces);
@@ -51,7 +50,12 @@ class CudaQueue final : public CopyQueue {
     if (number.ok() && table) lent_.push_back({*number, std::move(table)});
     return number;
   }
-  Result<bool> done(uint64_t number) override { return stream_->done(number); }
+  Result<bool> done(uint64_t number) override {
+    const Result<bool> done = stream_->done(number);
+    const bool ended = done.ok() && *done;
+    while (ended && !lent_.empty() && lent_.front().number <= number) lent_.pop_front();  // others want them
+    return done;
+  }
   void drain() override {
     stream_->drain();
     lent_.clear();
@@ -68,14 +72,6 @@ class CudaQueue final : public CopyQueue {
     uint64_t bytes = 0;
     for (const CopyPiece& piece : pieces) bytes += piece.bytes;
     return bytes < pieces.size() * kLargeBytes;
-  }
-
-  void give_back() {
-    while (!lent_.empty()) {
-      const Result<bool> done = stream_->done(lent_.front().number);
-      if (!done.ok() || !*done) return;
-      lent_.pop_front();
-    }
   }
 
   /// REQUIRES pieces of one slot at most.

@@ -52,14 +52,21 @@ Status CudaGather::load(std::string_view image) {
   return api.check(api.module_get_function(&function_, module_, "kvlink_gather"), "cuModuleGetFunction");
 }
 
-const char* CudaGather::way() const {
-  return function_ ? "kernel" : device_->api.copy_batch ? "batch" : "copies";
+GatherBy CudaGather::by(uint64_t piece_bytes) const {
+  const bool batch = piece_bytes < kLargePiece ? batch_small_ : batch_large_;
+  if (function_ && !batch) return GatherBy::kKernel;
+  return device_->api.copy_batch ? GatherBy::kBatch : GatherBy::kCopies;
 }
 
 Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
   if (list.num_copies() <= kFew) return copy_each(table, list, stream);
-  if (function_) return launch(table, list, stream);
-  return device_->api.copy_batch ? copy_batch(table, list, stream) : copy_each(table, list, stream);
+  return start_by(by(list.bytes / list.num_pieces), table, list, stream);
+}
+
+Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const GatherList& list,
+                            cuda::Stream stream) const {
+  if (by == GatherBy::kKernel) return launch(table, list, stream);
+  return by == GatherBy::kBatch ? copy_batch(table, list, stream) : copy_each(table, list, stream);
 }
 
 Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {

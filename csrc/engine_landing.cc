@@ -73,7 +73,7 @@ void Engine::land_in_staging(Row& row, std::shared_ptr<Landing>& shared) {
     shared = std::move(*made);
   }
   const std::string plain = row.name.substr(row.name.find('+') + 1);
-  row.transport = stage_wrap(std::move(row.transport), shared, plain, staging_.choice);
+  row.transport = stage_wrap(std::move(row.transport), shared, plain, staging_.always);
   row.stages = true;
 }
 

@@ -29,9 +29,9 @@ Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory,
 }
 
 std::unique_ptr<Transport> stage_wrap(std::unique_ptr<Transport> inner, std::shared_ptr<Landing> staging,
-                                      std::string_view transport, StagingChoice choice) {
+                                      std::string_view transport, bool always) {
   LandingCosts costs = transport == "cuda" ? kByGpu : kByNic;
-  costs.choice = choice;
+  costs.always = always;
   const LandingRules rules{.gap_bytes = kGapBytes, .costs = std::make_shared<const LandingCosts>(costs)};
   return land_through(std::move(inner), std::move(staging), rules, {});
 }

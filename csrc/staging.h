@@ -16,7 +16,7 @@ namespace kvlink {
 
 struct StagingOptions {
   MemoryRange memory = {};  // on the pool's GPU, as NICs are to register it; none: there is no staging
-  StagingChoice choice = StagingChoice::kAuto;
+  bool always = false;      // else where it should be faster
 };
 
 /// kConfig for less than a slot.
@@ -24,6 +24,6 @@ Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory, const M
 
 /// Gives `inner`, which reaches the pool's device, the other way into it. As land_through().
 std::unique_ptr<Transport> stage_wrap(std::unique_ptr<Transport> inner, std::shared_ptr<Landing> staging,
-                                      std::string_view transport, StagingChoice choice);
+                                      std::string_view transport, bool always);
 
 }  // namespace kvlink

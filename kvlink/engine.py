@@ -115,7 +115,7 @@ class Engine:
         self.lease_slots = config.lease_slots
         transports = _within_reach(select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
-        self._staging = staging_for(pool, config, _reaching_gpus(transports))
+        self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
         self._loan = lend_to_nics(pool, config, staging=self._staging) if by_nic else Loan()
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")

@@ -42,7 +42,7 @@ TEST(Crossover, CountsWhatIsReadAlong) {
 
 TEST(Crossover, TakesTheWayThatIsAskedFor) {
   LandingCosts costs = kCosts;
-  costs.choice = StagingChoice::kAlways;
+  costs.always = true;
   EXPECT_TRUE(choose(Crossover(costs, 0), ranges(1, 1 << 20, 0)).staged);
 }
 

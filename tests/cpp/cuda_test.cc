@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "cuda_gather.h"
 #include "cuda_peers.h"
 #include "cuda_wire.h"
 #include "floor_cuda.h"
@@ -134,6 +135,20 @@ TEST_F(Cuda, RepeatsReadsWhateverCopiesThem) {
     }
     EXPECT_EQ(std::memcmp(pair.reader.pool.bytes(), wanted.data(), kPoolBytes), 0);
   }
+}
+
+TEST_F(Cuda, TriesBothWaysAndGivesEverythingBack) {
+  const auto device = *cuda::Device::at(0);
+  const auto kernel = *CudaGather::make(device, "fake image"), none = *CudaGather::make(device, "");
+  EXPECT_EQ(kernel->by(4096), GatherBy::kKernel) << "until it is measured";
+  EXPECT_EQ(none->by(4096), GatherBy::kBatch);
+  for (const auto& gather : {kernel, none}) {
+    gather->measure();
+    for (const uint64_t bytes : {256, 4096, 16384, 1 << 20}) {
+      EXPECT_NE(gather->by(bytes), GatherBy::kCopies);
+    }
+  }
+  EXPECT_EQ(none->by(1 << 20), GatherBy::kBatch);
 }
 
 TEST_F(Cuda, RefusesRepeatsOutOfBounds) {

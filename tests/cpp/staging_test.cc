@@ -19,8 +19,7 @@ struct StagedReader {
       return make_cuda_copier(memory, num_slots, image);
     };
     staging = *make_staging(buffer.range(), copiers);
-    transport =
-        stage_wrap(std::move(*make_transport("cuda", options)), staging, "cuda", StagingChoice::kAlways);
+    transport = stage_wrap(std::move(*make_transport("cuda", options)), staging, "cuda", true);
     [[maybe_unused]] const auto region = transport->register_memory(pool.range(), Access::kRead);
     EXPECT_TRUE(transport->register_scratch({.base = host.data(), .bytes = host.size()}).ok());
     EXPECT_TRUE(transport->register_scratch(buffer.range()).ok());
@@ -173,8 +172,7 @@ TEST_P(Staging, OutOfBoundsLandsNothing) {
 TEST_P(Staging, OffersAChoiceOnlyOnceItsMemoryIsRegistered) {
   open();
   EXPECT_NE(reader->endpoint->crossover(), nullptr);
-  const auto without =
-      stage_wrap(std::move(*make_transport("cuda", {})), reader->staging, "cuda", StagingChoice::kAuto);
+  const auto without = stage_wrap(std::move(*make_transport("cuda", {})), reader->staging, "cuda", false);
   [[maybe_unused]] const auto region = without->register_memory(reader->pool.range(), Access::kRead);
   const auto endpoint = without->open(owner->card().address, 0);
   ASSERT_TRUE(endpoint.ok());

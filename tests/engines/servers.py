@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -170,10 +171,14 @@ def running(launches: Iterable[Launch]) -> Iterator[list[Server]]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that nobody uses at the moment, nor gets by chance for a connection before a server listens there."""
+    ports = list(range(20_000, 32_000))  # Linux gives connections those from 32768 on
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("every port from 20000 to 32000 is taken")
 
 
 def vllm(
