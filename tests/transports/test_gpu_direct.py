@@ -111,14 +111,14 @@ def test_a_staging_buffer_is_there_where_it_may_be_of_use(opened: Open, staging:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("staging", "which"),
+    ("staging", "which", "more_than"),
     [
-        ("never", "cuda and not coordinator and not replica"),  # what no transport changes
-        ("always", "cuda and (pull_bytes or tensor_parallel or streaming or stale_race or late_bytes)"),
+        ("never", "cuda and not coordinator and not replica", 50),  # what no transport changes
+        ("always", "cuda and (pull_bytes or tensor_parallel or streaming or stale_race or late_bytes)", 30),
     ],
 )
 def test_the_suite_over_all_transports_passes_between_gpus(
-    cuda_driver: str, staging: str, which: str
+    cuda_driver: str, staging: str, which: str, more_than: int
 ) -> None:
     """Streaming, races, faults, deaths, tensor parallelism: in a process of its own, which finds the stand-in."""
     env = {
@@ -141,4 +141,4 @@ def test_the_suite_over_all_transports_passes_between_gpus(
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 30
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > more_than
