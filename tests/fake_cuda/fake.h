@@ -43,7 +43,7 @@ inline uint64_t on_device(void* memory) { return reinterpret_cast<uint64_t>(memo
 
 }  // namespace fake
 
-/// Works off what it is given, in order.
+/// Works off what it is given, in order; an idle one begins late.
 struct CUstream_st {
   CUstream_st();
   ~CUstream_st();

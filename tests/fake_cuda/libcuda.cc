@@ -75,11 +75,12 @@ void CUstream_st::synchronize() {
 void CUstream_st::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
+    const bool idle = tasks_.empty();
     changed_.wait(lock, [this] { return ended_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
     const auto task = tasks_.front();
     lock.unlock();
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (idle) std::this_thread::sleep_for(std::chrono::microseconds(20));
     task();
     lock.lock();
     tasks_.pop_front();
