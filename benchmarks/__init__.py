@@ -63,20 +63,19 @@ def measure_pull(
     """Pull blocks between two processes, beside the physical limit of the same path."""
     from . import pull as bench
 
+    shapes = bench.shapes(block_bytes, blocks)
+    if trace and not order.startswith("allocator"):
+        raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
     if path:
         from . import paths
 
-        shapes = bench.shapes(block_bytes, blocks)
-        finish([paths.rows(paths.paths_of(path), shapes, gbps, iters)], as_json, "bench pull", begin(as_json))
-    if trace and not order.startswith("allocator"):
-        raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
-    parts = [
-        bench.rows(name, size, count, iters, order, trace)
-        for name in names_of(transport)
-        for size, count in bench.shapes(block_bytes, blocks)
-    ]
-    others = begin(as_json)
-    finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench pull", others)
+        parts = [paths.rows(paths.paths_of(path), shapes, gbps, iters)]
+    else:
+        rows = [
+            bench.rows(name, *shape, iters, order, trace) for name in names_of(transport) for shape in shapes
+        ]
+        parts = [part if as_json else map(bench.brief, part) for part in rows]
+    finish(parts, as_json, "bench pull", begin(as_json))
 
 
 @app.command("gpu")

@@ -18,8 +18,8 @@ using cuda::Device;
 
 constexpr uint32_t kTablePieces = DeviceCopier::kTableBytes / sizeof(GatherPiece);
 constexpr uint32_t kMostCuts = 16;  // that a slot's pieces may need beside themselves
-constexpr uint64_t kLargeBytes =
-    128 << 10;  // on average: copy engines are as fast, and leave the cores alone
+// On average: from here on copy engines are as fast, and leave the GPU's cores alone.
+constexpr uint64_t kLargeBytes = 128 << 10;
 
 /// What queues share. The kernel reads and writes pinned host memory where it is: one launch a slot, however
 /// many pieces it has.

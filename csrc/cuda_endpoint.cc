@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_endpoint.h"
 
-#include <sys/epoll.h>
-
 #include <algorithm>
 
 #include "copy.h"
@@ -21,16 +19,7 @@ Status CudaEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(gather_->device());
   if (!stream.ok()) return stream.status();
   stream_ = std::move(*stream);
-  wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
-  look_.open();
-  epoll_event event{};
-  event.events = EPOLLIN;
-  for (const int fd : {borrower_.wake_fd(), look_.fd()}) {
-    if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-      return Status::Unreachable("this process is out of descriptors; raise ulimit -n");
-    }
-  }
-  return {};
+  return look_.open(borrower_.wake_fd());
 }
 
 Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
@@ -260,7 +249,6 @@ void CudaEndpoint::close() {
   mappings_.clear();
   host_mappings_.clear();
   stream_.reset();
-  wake_.reset();
   look_.close();
 }
 

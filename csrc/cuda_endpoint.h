@@ -45,7 +45,7 @@ class CudaEndpoint final : public Endpoint {
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
   PollResult poll(std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  int wake_fd() const override { return wake_.get(); }
+  int wake_fd() const override { return look_.fd(); }
   bool arm() override;
   void close() override;
 
@@ -86,7 +86,6 @@ class CudaEndpoint final : public Endpoint {
   const std::shared_ptr<CudaTables> tables_;
   const std::vector<bool> local_on_device_;
   std::unique_ptr<cuda::MarkedStream> stream_;
-  UniqueFd wake_;
   LookAgain look_{kFirstLookNs, kLastLookNs, kLongerBy};
 
   Remotes remotes_;

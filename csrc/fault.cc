@@ -12,6 +12,7 @@
 #include "fault_plan.h"
 #include "fd.h"
 #include "transports.h"
+#include "wrapped.h"
 
 namespace kvlink {
 namespace {
@@ -81,26 +82,17 @@ void flip_byte(const Chunk& chunk, uint64_t number) {
   }
 }
 
-class FaultEndpoint : public Endpoint {
+class FaultEndpoint final : public WrappedEndpoint {
  public:
   FaultEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Plan> plan)
-      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+      : WrappedEndpoint(std::move(inner)), plan_(std::move(plan)) {}
 
-  std::string hello() const override { return inner_->hello(); }
-  std::string path() const override { return inner_->path(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override {
     Status status = inner_->establish(reply, timeout_ns);
     return status.ok() ? watch() : status;
   }
-  Result<uint32_t> import_region(std::string_view remote_key) override {
-    return inner_->import_region(remote_key);
-  }
-  Window window() const override { return inner_->window(); }
-  bool ordered() const override { return inner_->ordered(); }
   bool stand_by(int64_t now) override { return !hung_ && broken_.ok() && inner_->stand_by(now); }
   int64_t look_at_ns() const override { return hung_ ? INT64_MAX : inner_->look_at_ns(); }
-  bool order_stalls() const override { return inner_->order_stalls(); }
-  bool copies_in_poll() const override { return inner_->copies_in_poll(); }
   int wake_fd() const override { return wake_ ? wake_.get() : inner_->wake_fd(); }
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
@@ -245,7 +237,6 @@ class FaultEndpoint : public Endpoint {
     return any;
   }
 
-  std::unique_ptr<Endpoint> inner_;
   std::shared_ptr<Plan> plan_;
   std::unordered_map<uint64_t, Mark> marked_;
   std::vector<Withheld> withheld_;
@@ -254,24 +245,15 @@ class FaultEndpoint : public Endpoint {
   UniqueFd timer_, wake_;
 };
 
-class FaultTransport : public Transport {
+class FaultTransport final : public WrappedTransport {
  public:
   FaultTransport(std::unique_ptr<Transport> inner, std::vector<FaultRule> rules)
-      : inner_(std::move(inner)), plan_(std::make_shared<Plan>(std::move(rules))) {}
+      : WrappedTransport(std::move(inner)), plan_(std::make_shared<Plan>(std::move(rules))) {}
 
-  std::string address() const override { return inner_->address(); }
-  std::vector<PortState> ports() const override { return inner_->ports(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     lands_on_device_ |= range.device && inner_->reaches_devices();
     return inner_->register_memory(range, access);
   }
-  bool reaches_devices() const override { return inner_->reaches_devices(); }
-  bool lands_in_registered_only() const override { return inner_->lands_in_registered_only(); }
-  Status lend_through(std::shared_ptr<Bounce> bounce) override {
-    return inner_->lend_through(std::move(bounce));
-  }
-  Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
-  uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
     if (lands_on_device_ && plan_->corrupts_data()) {
       return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
@@ -281,17 +263,8 @@ class FaultTransport : public Transport {
     if (!inner.ok()) return inner;
     return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(*inner), plan_));
   }
-  Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
-    return inner_->accept(connection_id, hello);
-  }
-  bool can_fence() const override { return inner_->can_fence(); }
-  bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }
-  int serve_fd() const override { return inner_->serve_fd(); }
-  void serve() override { inner_->serve(); }
-  void close() override { inner_->close(); }
 
  private:
-  std::unique_ptr<Transport> inner_;
   std::shared_ptr<Plan> plan_;
   bool lands_on_device_ = false;  // by one thread, before the first open()
 };

@@ -8,8 +8,10 @@ namespace kvlink {
 
 Result<int64_t> floor_cuda_copies(FloorPieces pieces) {
   if (pieces.empty()) return Status::Config("there is nothing to copy");
-  Result<std::shared_ptr<const cuda::Device>> device =
-      cuda::Device::of(reinterpret_cast<const std::byte*>(pieces.front().to));
+  using cuda::Device;
+  Result<std::shared_ptr<const Device>> device =
+      Device::of(reinterpret_cast<const std::byte*>(pieces.front().to));
+  if (!device.ok()) device = Device::of(reinterpret_cast<const std::byte*>(pieces.front().from));
   if (!device.ok()) return device.status();
   const cuda::Api& api = (*device)->api;
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(*device);

@@ -7,8 +7,8 @@
 
 namespace kvlink {
 
-/// One cuMemcpyAsync a piece, by the GPU that the first piece lands on, and the wait for all. Returns ns.
-/// kTransportUnavailable without CUDA.
+/// One cuMemcpyAsync a piece, by the GPU that the first piece lands on or comes from, and the wait for all.
+/// Returns ns. kTransportUnavailable without CUDA.
 Result<int64_t> floor_cuda_copies(FloorPieces pieces);
 
 }  // namespace kvlink

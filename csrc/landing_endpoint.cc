@@ -2,15 +2,13 @@
 // Reads that land on their way. Posts are asked for in parts, each a slot of the ring: on the wire, then
 // being copied to where it belongs, then free. Completions keep the order of the posts, so what is read
 // behind data vouches for data that has landed.
-#include <sys/epoll.h>
-
 #include <algorithm>
 #include <list>
 
-#include "fd.h"
 #include "landing.h"
 #include "landing_post.h"
 #include "look_again.h"
+#include "wrapped.h"
 
 namespace kvlink {
 namespace {
@@ -21,12 +19,12 @@ constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep
 // half the time that a slot takes to copy, then less and less often.
 constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
 
-class LandingEndpoint final : public Endpoint {
+class LandingEndpoint final : public WrappedEndpoint {
  public:
   LandingEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Landing> landing,
                   std::unique_ptr<CopyQueue> queue, LandingRules rules, uint32_t slot_region)
-      : landing_(std::move(landing)),
-        inner_(std::move(inner)),
+      : WrappedEndpoint(std::move(inner)),
+        landing_(std::move(landing)),
         queue_(std::move(queue)),
         rules_(std::move(rules)),
         slot_region_(slot_region),
@@ -34,17 +32,8 @@ class LandingEndpoint final : public Endpoint {
         limits_{inner_->window().chunk_ops, landing_->copier().most_pieces(), rules_.gap_bytes} {}
   ~LandingEndpoint() override { close(); }
 
-  std::string hello() const override { return inner_->hello(); }
-  std::string path() const override { return inner_->path(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override;
-  Result<uint32_t> import_region(std::string_view remote_key) override {
-    return inner_->import_region(remote_key);
-  }
   Window window() const override;
-  bool ordered() const override { return inner_->ordered(); }
-  bool order_stalls() const override { return inner_->order_stalls(); }
-  bool stand_by(int64_t now) override { return inner_->stand_by(now); }
-  int64_t look_at_ns() const override { return inner_->look_at_ns(); }
   bool copies_in_poll() const override { return false; }  // the device does
   std::shared_ptr<Crossover> crossover() const override {
     return rules_.costs ? std::make_shared<Crossover>(*rules_.costs, rules_.gap_bytes) : nullptr;
@@ -54,7 +43,7 @@ class LandingEndpoint final : public Endpoint {
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
   PollResult poll(std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  int wake_fd() const override { return wake_.get(); }
+  int wake_fd() const override { return look_.fd(); }
   bool arm() override;
   void close() override;
 
@@ -78,13 +67,11 @@ class LandingEndpoint final : public Endpoint {
   void release(Part& part);
 
   const std::shared_ptr<Landing> landing_;
-  const std::unique_ptr<Endpoint> inner_;
   const std::unique_ptr<CopyQueue> queue_;
   const LandingRules rules_;
   const uint32_t slot_region_;
   const uint32_t on_wire_;   // at most so many slots
   const PartLimits limits_;  // of a part
-  UniqueFd wake_;
   LookAgain look_{kFirstLookNs, kLastLookNs, 8};
 
   Posts posts_;                               // in order
@@ -99,17 +86,7 @@ class LandingEndpoint final : public Endpoint {
 
 Status LandingEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
-  wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
-  look_.open();
-  epoll_event event{};
-  event.events = EPOLLIN;
-  for (const int fd : {inner_->wake_fd(), look_.fd()}) {
-    if (fd == inner_->wake_fd() && fd < 0) continue;
-    if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-      return Status::Unreachable("this process is out of descriptors; raise ulimit -n");
-    }
-  }
-  return {};
+  return look_.open(inner_->wake_fd());
 }
 
 Window LandingEndpoint::window() const {
@@ -286,7 +263,6 @@ void LandingEndpoint::close() {
   unasked_ = posts_.end();
   num_on_wire_ = num_passed_on_ = num_copying_ = 0;
   starved_ = false;
-  wake_.reset();
   look_.close();
 }
 

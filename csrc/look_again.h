@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A descriptor for work whose end nobody tells: it becomes readable when it is time to look again.
+// A descriptor for work whose end nobody tells: it is readable when it is time to look again, and when
+// another one is.
 #pragma once
 
+#include <sys/epoll.h>
 #include <sys/timerfd.h>
 
 #include <algorithm>
 #include <cstdint>
 
 #include "fd.h"
+#include "status.h"
 
 namespace kvlink {
 
@@ -17,12 +20,14 @@ class LookAgain {
   LookAgain(int64_t first_ns, int64_t last_ns, int64_t longer_by)
       : first_ns_(first_ns), last_ns_(last_ns), longer_by_(longer_by) {}
 
-  /// False: this process is out of descriptors.
-  bool open() {
+  /// `other`: borrowed until close(); -1: there is none.
+  Status open(int other) {
     timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    return static_cast<bool>(timer_);
+    either_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    const bool opened = add(timer_.get()) && (other < 0 || add(other));
+    return opened ? Status{} : Status::Unreachable("this process is out of descriptors; raise ulimit -n");
   }
-  int fd() const { return timer_.get(); }
+  int fd() const { return either_.get(); }
   /// Before sleeping: whether there is something to look for.
   void arm(bool looks) {
     if (looks || ns_ > 0) set(looks ? std::clamp(ns_ + ns_ * longer_by_ / 8, first_ns_, last_ns_) : 0);
@@ -31,9 +36,17 @@ class LookAgain {
   void progressed() {
     if (ns_ > 0) set(0);
   }
-  void close() { timer_.reset(); }
+  void close() {
+    either_.reset();
+    timer_.reset();
+  }
 
  private:
+  bool add(int fd) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    return ::epoll_ctl(either_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+  }
   /// 0 stops the timer; setting it also makes it unreadable.
   void set(int64_t ns) {
     ns_ = ns;
@@ -42,7 +55,7 @@ class LookAgain {
   }
 
   const int64_t first_ns_, last_ns_, longer_by_;
-  UniqueFd timer_;
+  UniqueFd timer_, either_;
   int64_t ns_ = 0;  // until the next look; 0: the timer is not set
 };
 

@@ -41,12 +41,12 @@ struct StagedReader {
     chunk.staged = staged;
     return endpoint->post_read(token, chunk);
   }
-  size_t num_free() const {
+  std::vector<SlotRing::Slot> take_all() const {
     std::vector<SlotRing::Slot> taken;
     for (auto slot = staging->ring().take(); slot; slot = staging->ring().take()) {
       taken.push_back(std::move(slot));
     }
-    return taken.size();
+    return taken;
   }
 
   GpuPool pool, buffer{GpuPool::Kind::kKvlink, kStagingBytes};
@@ -82,7 +82,7 @@ struct Staging : ::testing::TestWithParam<const char*> {
       }
     }
     EXPECT_EQ(std::memcmp(reader->pool.bytes(), wanted.data(), kPoolBytes), 0);
-    EXPECT_EQ(reader->num_free(), 2u);
+    EXPECT_EQ(reader->take_all().size(), 2u);
   }
 
   int live = 0;
@@ -124,8 +124,7 @@ TEST_P(Staging, ConvertsLayoutsAndTakesHeads) {
 TEST_P(Staging, LeavesOtherReadsAsTheyAre) {
   open();
   const Scatter scatter = converted(*reader, 100, 0, 8);
-  std::vector<SlotRing::Slot> all;
-  for (int slot = 0; slot < 2; ++slot) all.push_back(reader->staging->ring().take());
+  std::vector<SlotRing::Slot> all = reader->take_all();
   ASSERT_TRUE(reader->post(1, scatter, false).ok());
   ASSERT_TRUE(wait_for(*reader->endpoint, 1).ok()) << "it wanted a slot";
   all.clear();
@@ -149,8 +148,7 @@ TEST_P(Staging, LooksAtTheTableOnceTheDataHasLanded) {
 TEST_P(Staging, WaitsForSlotsThatOthersHold) {
   open();
   const Scatter scatter = converted(*reader, 500, 0, 8);
-  std::vector<SlotRing::Slot> all;
-  for (int slot = 0; slot < 2; ++slot) all.push_back(reader->staging->ring().take());
+  std::vector<SlotRing::Slot> all = reader->take_all();
   std::vector<Completion> ended;
   ASSERT_TRUE(reader->post(1, scatter, true).ok());
   for (int poll = 0; poll < 100; ++poll) ASSERT_TRUE(reader->endpoint->poll(ended).status.ok());
