@@ -119,6 +119,7 @@ void register_transfer(py::module_& m) {
       .def("close", &CompletionQueue::close);
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
       .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
+      .def_property_readonly("started_ns", &Transfer::started_ns)
       .def("done", &Transfer::done)
       .def(
           "wait", [](Transfer& self, double timeout_s) { return self.wait(to_ns(timeout_s)); },

@@ -116,6 +116,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
   lanes_ = std::move(alive);
   if (missing_ > 0) mend_at_ns_ = now_ns() + kMendNs;
   copies_ = lanes_.front()->copies_in_poll();
+  launches_ = lanes_.front()->endpoint().launches();
   stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
   crew_ = crew();
@@ -183,11 +184,12 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   }
   transfer->set_scratch(std::move(words), scratch_->region());
   const bool streaming = request.stream != StreamUnit::kNone;
-  const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
+  const bool small = transfer->planned_bytes() <= inline_bytes_;
+  const bool here = !streaming && (small || launches_);
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
   Lane& first = *lanes_.front();
   transfer->attach();  // until those have it that take over from the first if it breaks
-  const bool ran = small && first.run_inline(transfer, kInlineBudgetNs);
+  const bool ran = here && first.run_inline(transfer, small ? kInlineBudgetNs : 0);
   if (!ran) {
     submit(transfer, 0, striped ? lanes_.size() : 1);
   } else if (!transfer->done() && (striped || first.broken())) {

@@ -17,7 +17,8 @@ namespace kvlink {
 
 class Connection {
  public:
-  /// Pulls of up to `inline_bytes` run on the calling thread. `missing` of the lanes that there should be
+  /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
+  /// `missing` of the lanes that there should be
   /// could not be opened. Every pull is added to `tally` when it ends.
   Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
@@ -70,7 +71,7 @@ class Connection {
   uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
   size_t missing_;                  // lanes that should be there
   int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
-  bool copies_ = false;
+  bool copies_ = false, launches_ = false;
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<Tally> tally_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;

@@ -39,6 +39,7 @@ class CudaEndpoint final : public Endpoint {
   Window window() const override;
   bool ordered() const override { return true; }
   bool takes_repeats() const override { return true; }
+  bool launches() const override { return true; }
   bool copies_in_poll() const override { return false; }  // the device does
 
   Status post_read(uint64_t token, const Chunk& chunk) override;

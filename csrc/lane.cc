@@ -26,6 +26,8 @@ constexpr int64_t kRecallNs = 200'000'000;
 // from running: a spin that was in vain is not repeated for a while.
 constexpr int64_t kInlineSpinNs = 120'000;
 constexpr int32_t kWaitsWithoutSpin = 8;
+// A GPU copies half a GiB in less. Sleeping and being woken costs a tenth of that.
+constexpr int64_t kLaunchSpinNs = 400'000;
 
 uint64_t settled_offset(uint32_t slot) {
   return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled);
@@ -91,13 +93,12 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   queue_.push_back(transfer);
   const int64_t start = now_ns();
   int64_t last_progress = start;
-  while (!transfer->done() && !broken()) {
-    const int64_t now = now_ns();
-    if (now - start > budget_ns) return true;
+  for (int64_t now = start; !transfer->done() && !broken(); now = now_ns()) {
+    if (now > start && now - start > budget_ns) return true;
     const Driven driven = drive_locked(now, false);
     if (driven.progressed) {
       last_progress = now;
-    } else if (!endpoint_->copies_in_poll()) {
+    } else if (budget_ns > 0 && !endpoint_->copies_in_poll()) {
       await_bytes(now - last_progress, budget_ns - (now - start));
     }
   }
@@ -108,11 +109,13 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
 
 bool Lane::help(const Transfer& transfer, int64_t until_ns) {
   bool helped = false;
-  for (int64_t now = now_ns(); !transfer.done() && now < until_ns; now = now_ns()) {
+  int64_t now = now_ns();
+  const int64_t looks_until = endpoint_->launches() ? now + kLaunchSpinNs : now;
+  for (; !transfer.done() && now < until_ns && !broken(); now = now_ns()) {
     std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock || broken()) break;
-    helped = true;
-    if (!drive_locked(now, true).progressed) break;
+    const bool progressed = lock && drive_locked(now, true).progressed;
+    helped |= lock.owns_lock();
+    if (!progressed && now >= looks_until) break;
   }
   return helped;
 }

@@ -39,11 +39,12 @@ class Lane {
   Driven drive();
   /// A settle is posted and not sent: it leaves with the next pull's request, or when drive() is next called.
   bool unsent() const { return unsent_.load(std::memory_order_acquire); }
-  /// Drives until the transfer ended, the lane broke or `budget_ns` passed. False: the lane is busy, nothing
-  /// was done.
+  /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0: one round. False: the lane is
+  /// busy, nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
   /// Drives until the transfer ended, `until_ns` passed, somebody else holds the lane, or there is nothing to
-  /// do but wait. False: nothing was done. Work may be left: the caller then wakes the driver.
+  /// do but wait, which it does for a while where a device has the work. False: nothing was done. Work may be
+  /// left: the caller then wakes the driver.
   bool help(const Transfer& transfer, int64_t until_ns);
   /// Notices an owner that died while the lane was idle. When somebody else holds the lane, waits or does
   /// nothing.

@@ -112,6 +112,7 @@ class Transfer {
   /// Lanes must drop their steps of this transfer.
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
   void expire(int64_t now_ns);
+  int64_t started_ns() const { return started_ns_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   /// When next() may answer again although nothing ended (streaming polls `ready`).
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }

@@ -124,6 +124,9 @@ class Endpoint {
   virtual bool takes_repeats() const { return false; }
   /// Of endpoints that can stage what they read (Chunk::staged): what decides it, for one connection.
   virtual std::shared_ptr<Crossover> crossover() const { return nullptr; }
+  /// A post is a launch: it takes its caller little time however many bytes it has, and a device then moves
+  /// them without any CPU, so whoever waits may as well look.
+  virtual bool launches() const { return false; }
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   virtual bool copies_in_poll() const = 0;
 

@@ -6,7 +6,7 @@
 
 namespace kvlink {
 
-/// Whether chunks may be staged or repeated is for each wrapper to say.
+/// Whether chunks may be staged or repeated, and whether posts are launches, is for each wrapper to say.
 class WrappedEndpoint : public Endpoint {
  public:
   explicit WrappedEndpoint(std::unique_ptr<Endpoint> inner) : inner_(std::move(inner)) {}

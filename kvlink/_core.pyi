@@ -92,6 +92,9 @@ class Transfer:
     @property
     def state(self) -> int:
         """0 running, 1 failed, 2 valid, 3 valid and settled."""
+    @property
+    def started_ns(self) -> int:
+        """By `time.monotonic_ns()`."""
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
         """Releases the GIL. False: still running. A negative timeout waits for ever."""

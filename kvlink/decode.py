@@ -31,6 +31,7 @@ class PullStats(NamedTuple):
     settle_us: float = 0.0
     total_us: float = 0.0
     ran_inline: bool = False
+    """The caller's thread posted the reads, and not one of kvlink's."""
     settled: bool = False
 
 

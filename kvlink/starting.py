@@ -51,9 +51,6 @@ Connected = list[tuple[Ticket, Peer]]
 class Starting(concurrent.futures.Future[list[Part]]):
     """The parts, once all are started."""
 
-    started_ns = 0
-    """When they were, by `time.time_ns()`."""
-
 
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
@@ -149,7 +146,6 @@ async def start_connected(
         connected = await connect()
         if starting.set_running_or_notify_cancel():
             parts = _start_all(connected, want, deadline)
-            starting.started_ns = time.time_ns()
             starting.set_result(parts)
     except asyncio.CancelledError:
         starting.cancel()

@@ -62,7 +62,7 @@ async def claimed(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Seq
 class TracedPull(Pull):
     """Its reads are spans, and its settles. One that never began has told why in its claim or its connect."""
 
-    __slots__ = ("_called_in", "_made_ns", "_reads", "_settles", "_told")
+    __slots__ = ("_called_in", "_reads", "_settles", "_told")
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class TracedPull(Pull):
         self._settles = on_unsettled is not None
         self._reads: list[TraceParent | None] = []
         self._told = False
-        self._made_ns = time.time_ns()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Pull.wait`."""
@@ -119,8 +118,8 @@ class TracedPull(Pull):
             transfer.stats()
         )
         error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
-        started_ns = self._starting.started_ns if self._starting else self._made_ns
-        began_ns = started_ns - total_ns if inline else started_ns  # noted when the call was over
+        ago_ns = time.monotonic_ns() - transfer.started_ns  # before the other clock: never early
+        began_ns = time.time_ns() - ago_ns
         valid_ns, ended_ns = began_ns + total_ns - settle_ns, began_ns + total_ns
         about = _about(part) | {
             "kvlink.bytes": num_bytes, "kvlink.operations": ops, "kvlink.descriptors": segments,

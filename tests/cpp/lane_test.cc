@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -39,6 +40,7 @@ class FakeEndpoint final : public Endpoint {
   Result<uint32_t> import_region(std::string_view) override { return Status::Config("all are known"); }
   Window window() const override { return window_; }
   bool ordered() const override { return false; }
+  bool launches() const override { return late_polls_ > 0; }
   bool copies_in_poll() const override { return false; }
   int wake_fd() const override { return -1; }
 
@@ -52,6 +54,7 @@ class FakeEndpoint final : public Endpoint {
   }
   PollResult poll(std::vector<Completion>& ended) override {
     if (broken_) return {Status::Unreachable("the NIC died"), false};
+    if (num_due_ > 0 && num_vain_++ % (1 + late_polls_) < late_polls_) return {};
     const bool any = num_due_ > 0;
     for (; num_due_ > 0; --num_due_) {
       copy(posts_.front().chunk);
@@ -66,7 +69,10 @@ class FakeEndpoint final : public Endpoint {
   bool cancel(uint64_t) override { return false; }
   void close() override { posts_.clear(); }
 
-  int64_t asks_at_ns_ = 0;  // 0: it does not ask
+  int64_t asks_at_ns_ = 0;   // 0: it does not ask
+  uint32_t late_polls_ = 0;  // polls in vain before a post has landed
+  uint32_t num_vain_ = 0;
+  size_t num_posts() const { return posts_.size(); }
 
  private:
   struct Post {
@@ -109,7 +115,7 @@ struct LaneTest : testing::Test {
   std::array<uint64_t, 2> landed{};
   std::array<bool, 2> broken{};
 
-  void start(std::array<Window, 2> windows) {
+  void start(std::array<Window, 2> windows, bool submits = true) {
     for (size_t i = 0; i < owner.pool.size(); ++i) owner.pool[i] = static_cast<std::byte>(i * 31 >> 3);
     owner.leases[kSlot * sizeof(LeaseSlot) / sizeof(uint64_t)] = kNonce;
     for (uint32_t block = 0; block < kNumBlocks; block += 2) {
@@ -134,8 +140,20 @@ struct LaneTest : testing::Test {
       auto endpoint = std::make_unique<FakeEndpoint>(owner, windows[i], landed[i], broken[i]);
       lanes.push_back(std::make_unique<Lane>(std::move(endpoint), i));
       lanes.back()->ready(kLeases, 0);
-      lanes.back()->submit(transfer);
+      if (submits) lanes.back()->submit(transfer);
     }
+  }
+
+  FakeEndpoint& endpoint(size_t lane) { return static_cast<FakeEndpoint&>(lanes[lane]->endpoint()); }
+  /// Polls in vain by whoever waits, each time, until the pull has ended.
+  std::vector<uint32_t> vain_polls() {
+    std::vector<uint32_t> vain;
+    while (!transfer->done()) {
+      const uint32_t before = endpoint(0).num_vain_;
+      lanes[0]->help(*transfer, INT64_MAX);
+      vain.push_back(endpoint(0).num_vain_ - before);
+    }
+    return vain;
   }
 
   void drive(int rounds = 10'000) {
@@ -200,13 +218,34 @@ TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
   expect_valid();
 }
 
+const Window kWhole{.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 4};
+
+TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
+  start({kWhole, kWhole});
+  endpoint(0).late_polls_ = 1000;
+  const std::vector<uint32_t> vain = vain_polls();
+  expect_valid();
+  EXPECT_GT(*std::max_element(vain.begin(), vain.end()), 10u);
+}
+
+TEST_F(LaneTest, OneRoundOnTheCallersThreadPostsAll) {
+  start({kWhole, kWhole}, false);
+  endpoint(0).late_polls_ = 1000;
+  ASSERT_TRUE(lanes[0]->run_inline(transfer, 0));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_GT(endpoint(0).num_posts(), 0u);
+  EXPECT_LE(endpoint(0).num_vain_, 1u);
+  drive();
+  expect_valid();
+}
+
 TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedToIt) {
   const uint64_t all = owner.pool.size();
   start({window(16 << 10), {.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 1, .bytes = all}});
   lanes[1]->drive();
   broken[0] = true;
   const auto asks_at = [this](int64_t ns) {
-    static_cast<FakeEndpoint&>(lanes[0]->endpoint()).asks_at_ns_ = ns;
+    endpoint(0).asks_at_ns_ = ns;
     return lanes[0]->drive();
   };
   EXPECT_EQ(asks_at(INT64_MAX - 1).wake_at_ns, INT64_MAX - 1);

@@ -77,6 +77,18 @@ def test_a_warm_pull_on_the_callers_thread(workers: tuple[Worker, Worker], colle
     assert collected.named("kvlink.connect") == []
 
 
+def test_a_pull_that_outlasts_its_call_begins_with_it(collected: Collected) -> None:
+    with pair(fault="delay-data=30ms@every:1") as (owner, reader):
+        reader.connect(owner.offer("first", [0]))
+        before_ns = time.time_ns()
+        pull = reader.pull(owner.offer("r1", [1]), [1])
+        after_ns = time.time_ns()
+        assert pull.wait(10)
+    read = collected.one("kvlink.read")
+    assert before_ns <= read.began_ns <= after_ns
+    assert read.ended_ns - read.began_ns > 25_000_000
+
+
 async def test_an_awaited_pull(workers: tuple[Worker, Worker], collected: Collected) -> None:
     owner, reader = workers
     await asyncio.wait_for(reader.pull(owner.offer("r1", [1], trace=REQUEST), [1]), 10)

@@ -64,4 +64,16 @@ def test_small_warm_pulls_run_on_the_callers_thread(transport: str, new_pair: Ne
     pair.works()
     # Not at once: the progress thread may still hold the lane for a moment.
     eventually(lambda: pair.pull(pair.offer([1]), [2]).stats.ran_inline)
-    assert not pair.pull(pair.offer(range(32)), range(32)).stats.ran_inline  # 512 KiB
+
+
+def test_large_ones_only_where_posting_them_is_a_launch(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    pair.works()
+
+    def ran_inline() -> bool:
+        return pair.pull(pair.offer(range(32)), range(32)).stats.ran_inline  # 512 KiB
+
+    if transport == "cuda":
+        eventually(ran_inline)
+    else:
+        assert not ran_inline()
