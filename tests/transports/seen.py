@@ -47,12 +47,12 @@ class _Seen(np.ndarray[Any, Any]):
             return super().__setitem__(key, value)
         self.copy_of.fetch()
         before = self.copy_of.bytes.copy()
-        super().__setitem__(key, value)
+        self.view(np.ndarray)[key] = value  # numpy assigns to what __getitem__ of a subclass returns
         self.copy_of.send(before)
         return None
 
 
-def seen(device: Any) -> np.ndarray[Any, Any]:
+def seen(device: Any) -> _Seen:
     """A view of a flat uint8 tensor. Views of it fetch and send as well; what is indexed is a copy."""
     copy = _Copy(device)
     copy.fetch()
