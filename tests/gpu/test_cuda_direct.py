@@ -47,8 +47,8 @@ class Lender:
         return self.process.stdout.readline().strip()
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # waits, and closes the pipes
+            self.process.kill()
 
 
 @pytest.fixture
@@ -117,13 +117,15 @@ def test_scattered_blocks_land_where_they_belong(lend: Callable[..., Lender]) ->
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         tokens = (16, 16 * (BLOCKS // 2))  # neither the first block nor the second half
         reader.pull(lender.offer("r"), into, tokens=tokens).wait(60)
+    moved = list(range(1, BLOCKS // 2))
+    places = [into[block] for block in moved]
+    rest = sorted(set(range(BLOCKS)) - set(places))
     for n in range(len(pool.regions)):
-        here, there, old = (t.view(BLOCKS, -1) for t in (pool.torch(n), wanted.torch(n), before[n]))
-        moved = list(range(1, BLOCKS // 2))
-        places = [into[block] for block in moved]
-        assert torch.equal(here[places], there[moved])
-        rest = sorted(set(range(BLOCKS)) - set(places))
-        assert torch.equal(here[rest], old[rest])
+        here, there, old = (
+            t.view(2, BLOCKS, -1) for t in (pool.torch(n), wanted.torch(n), before[n])
+        )  # K, V
+        assert torch.equal(here[:, places], there[:, moved])
+        assert torch.equal(here[:, rest], old[:, rest])
 
 
 def test_blocks_that_were_given_back_are_never_used(lend: Callable[..., Lender]) -> None:
