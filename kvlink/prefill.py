@@ -182,10 +182,11 @@ class Offers:
     def _collect(self) -> None:
         for ended in self._engine.take_ended():
             with self._lock:
-                request_id = self._requests.pop(ended.lease)
-                del self._by_request[request_id]
-            self.on_ended(request_id)
-            self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
+                request_id = self._requests[ended.lease]
+            self.on_ended(request_id)  # first: from then on its name may be offered again
+            with self._lock:
+                del self._requests[ended.lease], self._by_request[request_id]
+                self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
 
     def tickets(self) -> list[Ticket]:
         """Tickets of the live offers."""
