@@ -26,7 +26,8 @@ constexpr int64_t kRecallNs = 200'000'000;
 // from running: a spin that was in vain is not repeated for a while.
 constexpr int64_t kInlineSpinNs = 120'000;
 constexpr int32_t kWaitsWithoutSpin = 8;
-// A GPU copies half a GiB in less. Sleeping and being woken costs a tenth of that.
+// Reading and writing half a GiB at the 4.8 TB/s of an H200's specification takes 224 us; sleeping and being
+// woken would add a scheduler's wake-up or two.
 constexpr int64_t kLaunchSpinNs = 400'000;
 
 uint64_t settled_offset(uint32_t slot) {
