@@ -184,8 +184,8 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   }
   transfer->set_scratch(std::move(words), scratch_->region());
   const bool streaming = request.stream != StreamUnit::kNone;
-  const bool small = transfer->planned_bytes() <= inline_bytes_;
-  const bool here = !streaming && (small || launches_);
+  const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
+  const bool here = small || (!streaming && launches_);
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
   Lane& first = *lanes_.front();
   transfer->attach();  // until those have it that take over from the first if it breaks

@@ -18,8 +18,8 @@ namespace kvlink {
 class Connection {
  public:
   /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
-  /// `missing` of the lanes that there should be
-  /// could not be opened. Every pull is added to `tally` when it ends.
+  /// `missing` of the lanes that there should be could not be opened. Every pull is added to `tally` when it
+  /// ends.
   Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
              std::shared_ptr<Tally> tally);
