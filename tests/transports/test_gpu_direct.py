@@ -111,14 +111,15 @@ def test_a_staging_buffer_is_there_where_it_may_be_of_use(opened: Open, staging:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("staging", "which", "more_than"),
+    ("staging", "which", "least"),
     [
-        ("never", "cuda and not coordinator and not replica", 50),  # what no transport changes
-        ("always", "cuda and (pull_bytes or tensor_parallel or streaming or stale_race or late_bytes)", 30),
+        ("never", "cuda and not coordinator and not replica", 75),  # what no transport changes
+        ("always", "cuda and (pull_bytes or tensor_parallel or streaming or stale_race or late_bytes)", 25),
     ],
+    ids=["never", "always"],
 )
 def test_the_suite_over_all_transports_passes_between_gpus(
-    cuda_driver: str, staging: str, which: str, more_than: int
+    cuda_driver: str, staging: str, which: str, least: int
 ) -> None:
     """Streaming, races, faults, deaths, tensor parallelism: in a process of its own, which finds the stand-in."""
     env = {
@@ -128,17 +129,8 @@ def test_the_suite_over_all_transports_passes_between_gpus(
         "KVLINK_STAGING": staging,
         "REQUIRE_LANES": "",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).parent),
-        "-k",
-        which,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)]
+    command += ["-m", "not slow", "-k", which]  # this test is slow: it must not choose itself
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > more_than
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= least
