@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The device, its contexts, streams and events, and copies between host and device.
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <vector>
 
@@ -27,6 +30,19 @@ bool is_registered(const void* host, size_t bytes) {
   if (after == registered.begin()) return false;
   const auto& [base, size] = *std::prev(after);
   return address + bytes <= base + size;
+}
+
+/// FAKE_CUDA_HELD names a file. While it is there idle streams do not begin, and who waits for one writes to
+/// it.
+const char* held() {
+  static const char* const file = std::getenv("FAKE_CUDA_HELD");
+  return file != nullptr && ::access(file, F_OK) == 0 ? file : nullptr;
+}
+
+void begin_late() {
+  do {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  } while (held() != nullptr);
 }
 
 }  // namespace
@@ -68,6 +84,7 @@ void CUstream_st::push(std::function<void()> task) {
 }
 
 void CUstream_st::synchronize() {
+  if (const char* file = fake::held()) std::fstream(file) << "awaited";
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return tasks_.empty(); });
 }
@@ -80,7 +97,7 @@ void CUstream_st::run() {
     if (tasks_.empty()) return;
     const auto task = tasks_.front();
     lock.unlock();
-    if (idle) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (idle) fake::begin_late();
     task();
     lock.lock();
     tasks_.pop_front();

@@ -9,10 +9,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transports.gpus import LEAST, SOURCES, Open
+from transports.gpus import LEAST, SOURCES, Holdable, Open
 from transports.pairs import Pair
 from transports.pools import OWN_GPU, USUAL, PoolSpec
 from transports.processes import LocalPeer, Peer, PeerProcess, RemoteWorker, usage
@@ -179,3 +180,17 @@ def opened(gpu_ends: tuple[PeerProcess, PeerProcess]) -> Iterator[Open]:
     yield make
     for worker in workers:
         worker.close()
+
+
+@pytest.fixture
+def holdable(new_process: Callable[..., PeerProcess], cuda_driver: str, tmp_path: Path) -> Holdable:
+    """Makes an owner in a process that may be killed, and a reader whose GPU begins nothing while the file is there."""
+
+    def make(spec: PoolSpec, **config: object) -> tuple[PeerProcess, RemoteWorker, RemoteWorker, Path]:
+        held = tmp_path / "held"
+        process = new_process(LD_LIBRARY_PATH=cuda_driver)
+        reader = new_process(LD_LIBRARY_PATH=cuda_driver, FAKE_CUDA_HELD=str(held))
+        victim = RemoteWorker(process, "victim", spec, bounce_bytes=LEAST, **config)
+        return process, victim, RemoteWorker(reader, "taker", spec, bounce_bytes=LEAST, **config), held
+
+    return make

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from transports.processes import RemoteWorker
+from transports.processes import PeerProcess, RemoteWorker
 
 ON_HOST = "kvlink"
 LEAST = 4 << 20
@@ -14,3 +14,4 @@ LEAST = 4 << 20
 SOURCES = sorted((Path(__file__).parents[1] / "fake_cuda").glob("*.cc"))
 
 Open = Callable[..., tuple[RemoteWorker, RemoteWorker]]
+Holdable = Callable[..., tuple[PeerProcess, RemoteWorker, RemoteWorker, Path]]

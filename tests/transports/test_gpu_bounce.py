@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from transports.gpus import LEAST, ON_HOST, Open
+from transports.gpus import ON_HOST, Holdable, Open
 from transports.pools import ON_GPU, PoolSpec, wide
-from transports.processes import PeerProcess, RemoteWorker
 
 from kvlink import _core
-from kvlink.errors import TransferError, TransportUnavailable
+from kvlink.errors import PeerUnreachable, TransportUnavailable
 
 NO_NIC = {name: f"{name}: {why}. {fix}" for name, _, _, why, fix in _core.transports() if why}.get(
     "verbs", ""
@@ -78,13 +77,12 @@ def test_where_staging_is_not_allowed_it_is_refused_with_the_fix(opened: Open) -
         taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
 
 
-def test_an_owner_killed_in_the_middle_is_an_error(cuda_driver: str, opened: Open) -> None:
-    _, taker = opened(wide(4096), ON_HOST, ON_GPU, transports="tcp")
-    process = PeerProcess(LD_LIBRARY_PATH=cuda_driver)
-    blocks = list(range(4096))
-    victim = RemoteWorker(process, "victim", wide(4096, memory=ON_GPU), bounce_bytes=LEAST, transports="tcp")
-    ticket = victim.offer(blocks)
-    taker.do("start_pull", ticket=ticket.to_text(), into=blocks, timeout_s=60)
+def test_an_owner_killed_in_the_middle_is_an_error(holdable: Holdable) -> None:
+    process, victim, taker, held = holdable(wide(4096, memory=ON_GPU), transports="tcp")
+    ticket = victim.offer(range(4096))
+    held.touch()  # the bounce buffer takes a sixteenth of it
+    taker.do("start_pull", ticket=ticket.to_text(), into=list(range(4096)), timeout_s=60)
     process.kill()
-    with pytest.raises(TransferError):
+    held.unlink()
+    with pytest.raises(PeerUnreachable, match=ticket.request_id):
         taker.do("finish_pull")

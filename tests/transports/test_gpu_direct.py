@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transports.gpus import ON_HOST, Open
+from transports.gpus import ON_HOST, Holdable, Open
 from transports.pools import ON_GPU, OWN_GPU, PoolSpec, wide
-from transports.processes import PeerProcess, RemoteWorker
+from transports.processes import eventually
 
-from kvlink.errors import StaleBlocks, TransferError
+from kvlink.errors import PeerUnreachable, StaleBlocks
 
 
 def test_every_byte_arrives_without_a_stop_on_the_host(opened: Open) -> None:
@@ -65,16 +65,16 @@ def test_blocks_that_were_given_back_are_never_used(opened: Open) -> None:
         taker.do("pull", ticket=ticket.to_text(), into=[3, 4], timeout_s=60)
 
 
-def test_an_owner_killed_in_the_middle_is_an_error(cuda_driver: str, opened: Open) -> None:
-    _, taker = opened(wide(4096), OWN_GPU, OWN_GPU, transports="cuda")
-    process = PeerProcess(LD_LIBRARY_PATH=cuda_driver)
-    blocks = list(range(4096))
-    victim = RemoteWorker(process, "victim", wide(4096, memory=OWN_GPU), transports="cuda")
-    ticket = victim.offer(blocks)
+def test_an_owner_killed_in_the_middle_is_an_error(holdable: Holdable) -> None:
+    process, victim, taker, held = holdable(wide(64, memory=OWN_GPU), transports="cuda")
     taker.do("pull", ticket=victim.offer([1]).to_text(), into=[2], timeout_s=60)
-    taker.do("start_pull", ticket=ticket.to_text(), into=blocks, timeout_s=60)
+    ticket = victim.offer(range(64))
+    held.touch()
+    taker.do("start_pull", ticket=ticket.to_text(), into=list(range(64)), timeout_s=60)
     process.kill()
-    with pytest.raises(TransferError):
+    eventually(held.read_text)  # what its GPU began has yet to end, but the reader knows
+    held.unlink()
+    with pytest.raises(PeerUnreachable, match=ticket.request_id):
         taker.do("finish_pull")
 
 
