@@ -61,24 +61,33 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 	ruff format .
 	clang-format -i $(CPP_FILES)
 
-# $(call cpp-tests,build folder,sanitizers,command before). TSan cannot map its shadow when addresses are too random.
-define cpp-tests
+# $(call cpp-build,build folder,sanitizers) and $(call cpp-tests,build folder,command before). TSan cannot map its shadow
+# when addresses are too random.
+define cpp-build
 	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) >/dev/null
 	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
-	timeout 900 $(3) build/$(1)/kvlink_tests --gtest_brief=1
+endef
+define cpp-tests
+	timeout 900 $(2) build/$(1)/kvlink_tests --gtest_brief=1
 endef
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: test-cpp
 test-cpp: $(VENV)/.made ## C++ tests
-	$(call cpp-tests,cpp,,)
+	$(call cpp-build,cpp,)
+	$(call cpp-tests,cpp,)
+
+.PHONY: build-sanitizers
+build-sanitizers: $(VENV)/.made
+	$(call cpp-build,asan,address$(,)undefined)
+	$(call cpp-build,tsan,thread)
+, := ,
 
 .PHONY: test-sanitizers
 test-sanitizers: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
-test-sanitizers: $(VENV)/.made ## C++ tests under ASan with UBSan, and under TSan
-	$(call cpp-tests,asan,address$(,)undefined,)
-	$(call cpp-tests,tsan,thread,$(FIXED_ADDRESSES))
-, := ,
+test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under TSan
+	$(call cpp-tests,asan,)
+	$(call cpp-tests,tsan,$(FIXED_ADDRESSES))
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
