@@ -8,8 +8,8 @@ import math
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,6 +21,7 @@ from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, error_of
 from kvlink.control.security import Security, Trust
+from kvlink.control.stream import Stream
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
 
 Q = TypeVar("Q")
@@ -235,50 +236,3 @@ def _explained(
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CoordinatorError(f"{where} has no {method.name}; not kvlink's, or of another version")
     return CoordinatorError(f"{where} refused {method.name}: {code.name}: {sentence}")
-
-
-class Stream(Generic[Q, R]):
-    """One open stream. One sender and one receiver at a time."""
-
-    def __init__(
-        self,
-        method: Method[Q, R],
-        call: Any,
-        explain: Callable[[grpc.aio.AioRpcError | None], KVLinkError],
-        leave: Callable[[], None],
-    ) -> None:
-        self._method = method
-        self._call = call
-        self._explain_call = explain
-        self.leave = leave
-        """Says that this end serves no more although the stream stands: the next calls go elsewhere."""
-
-    async def send(self, value: Q) -> None:
-        """Returns once gRPC took the message. Raises as `Channel.call` does when the stream is broken."""
-        await self.send_bytes(self._method.request.encode(value))
-
-    async def send_bytes(self, blob: bytes) -> None:
-        """As `send`, for an encoded message."""
-        try:
-            await self._call.write(blob)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise self._explain(error) from None
-
-    async def receive(self) -> R | None:
-        """The next reply; None when the far end has ended the stream."""
-        try:
-            blob = await self._call.read()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise self._explain(error) from None
-        return None if blob is grpc.aio.EOF else self._method.reply.decode(blob)
-
-    async def finish(self) -> None:
-        """Says that nothing more will be sent."""
-        await self._call.done_writing()
-
-    def cancel(self) -> None:
-        """Ends the stream at once. No send or receive may be running. Idempotent."""
-        self._call.cancel()
-
-    def _explain(self, error: Exception) -> KVLinkError:
-        return self._explain_call(error if isinstance(error, grpc.aio.AioRpcError) else None)

@@ -7,9 +7,9 @@ import asyncio
 from collections import deque
 from typing import Any, TypeVar
 
-from kvlink.control.channel import Stream
 from kvlink.control.codec import BatchWriter
 from kvlink.control.refusal import error_of
+from kvlink.control.stream import Stream
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, Offer, SettleOrder
 from kvlink.errors import CoordinatorUnavailable, KVLinkError
 

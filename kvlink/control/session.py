@@ -13,11 +13,11 @@ from dataclasses import replace
 from enum import Enum
 
 from kvlink.control.backoff import Backoff
-from kvlink.control.channel import Stream
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import NotJoined, Replaced
+from kvlink.control.stream import Stream
 from kvlink.control.values import Membership, Offer, Push, PushKind
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.types import WorkerCard

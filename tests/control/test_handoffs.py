@@ -6,12 +6,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from control.cards import make_card, make_offer
 from control.processes import CoordinatorProcess
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
+from kvlink.control.channel import Channel
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.handoff_stream import HandoffStream
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
 from kvlink.control.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, UnknownRequest
@@ -129,6 +133,20 @@ async def test_a_broken_stream_fails_what_is_unanswered(
             await claim
         with pytest.raises(CoordinatorUnavailable):
             stream.claim(Claim("r", 30.0))
+
+
+async def test_who_was_sending_learns_why_the_stream_ended(
+    coordinator_process: Callable[..., CoordinatorProcess],
+) -> None:
+    """gRPC by itself says INTERNAL of most of these."""
+    channel = Channel(coordinator_process().address, "coordinator", "")
+    for _ in range(100):
+        async with HandoffStream(channel.open(replace(CoordinatorCalls.HANDOFFS, name="Missing"))) as stream:
+            with pytest.raises(CoordinatorError, match="has no Missing"):  # noqa: PT012
+                while True:
+                    stream.claim(Claim("r", 30.0))
+                    await asyncio.sleep(0)
+    await channel.close()
 
 
 async def test_a_client_that_vanishes_leaves_no_claim_behind(

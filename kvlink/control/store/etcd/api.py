@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kvlink.control.channel import Channel, Stream
+from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, Method
+from kvlink.control.stream import Stream
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
 
