@@ -3,14 +3,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from transports.gpus import ON_HOST, Holdable, Open
+from transports.gpus import ON_HOST, SUITES_BETWEEN_GPUS, Holdable, Open, run_suite
 from transports.pools import ON_GPU, OWN_GPU, PoolSpec, wide
 from transports.processes import eventually
 
@@ -110,27 +104,9 @@ def test_a_staging_buffer_is_there_where_it_may_be_of_use(opened: Open, staging:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("staging", "which", "least"),
-    [
-        ("never", "cuda and not coordinator and not replica", 75),  # what no transport changes
-        ("always", "cuda and (pull_bytes or tensor_parallel or streaming or stale_race or late_bytes)", 25),
-    ],
-    ids=["never", "always"],
-)
+@SUITES_BETWEEN_GPUS
 def test_the_suite_over_all_transports_passes_between_gpus(
     cuda_driver: str, staging: str, which: str, least: int
 ) -> None:
-    """Streaming, races, faults, deaths, tensor parallelism: in a process of its own, which finds the stand-in."""
-    env = {
-        **os.environ,
-        "LD_LIBRARY_PATH": cuda_driver,
-        "KVLINK_TEST_MEMORY": OWN_GPU,
-        "KVLINK_STAGING": staging,
-        "REQUIRE_LANES": "",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)]
-    command += ["-m", "not slow", "-k", which]  # this test is slow: it must not choose itself
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= least
+    """Streaming, races, faults, deaths, tensor parallelism, in a process that finds the stand-in."""
+    run_suite(staging, which, least, LD_LIBRARY_PATH=cuda_driver)
