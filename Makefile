@@ -61,10 +61,10 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 	ruff format .
 	clang-format -i $(CPP_FILES)
 
-# $(call cpp-build,build folder,sanitizers) and $(call cpp-tests,build folder,command before). TSan cannot map its shadow
-# when addresses are too random.
+# $(call cpp-build,build folder,sanitizers,ON for a unity build: sooner from scratch, later after a change) and
+# $(call cpp-tests,build folder,command before). TSan cannot map its shadow when addresses are too random.
 define cpp-build
-	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) >/dev/null
+	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) -DCMAKE_UNITY_BUILD=$(3) >/dev/null
 	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
 endef
 define cpp-tests
@@ -74,13 +74,13 @@ FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: test-cpp
 test-cpp: $(VENV)/.made ## C++ tests
-	$(call cpp-build,cpp,)
+	$(call cpp-build,cpp,,$(if $(CI),ON,OFF))
 	$(call cpp-tests,cpp,)
 
 .PHONY: build-sanitizers
 build-sanitizers: $(VENV)/.made
-	$(call cpp-build,asan,address$(,)undefined)
-	$(call cpp-build,tsan,thread)
+	$(call cpp-build,asan,address$(,)undefined,ON)
+	$(call cpp-build,tsan,thread,ON)
 , := ,
 
 .PHONY: test-sanitizers

@@ -21,7 +21,7 @@ constexpr uint32_t kSlots = 2;
 constexpr const char* kImage = "fake image";  // with it the kernel copies
 
 /// The stand-in, opened before the copier looks for "libcuda.so.1": that name is its own.
-class CudaCopy : public testing::Test {
+class CudaCopy : public ::testing::Test {
  protected:
   void SetUp() override {
     void* const library = ::dlopen(KVLINK_FAKE_CUDA, RTLD_NOW);

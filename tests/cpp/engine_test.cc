@@ -126,7 +126,7 @@ struct Pair {
   }
 };
 
-struct EngineTest : testing::TestWithParam<const char*> {
+struct EngineTest : ::testing::TestWithParam<const char*> {
   void SetUp() override {
     const Status here = find_transport(GetParam())->probe();
     if (!here.ok()) GTEST_SKIP() << here.what() << ": " << here.fix();
@@ -270,7 +270,7 @@ TEST_P(EngineTest, ExpiryIsReported) {
   EXPECT_EQ(ended[0].how, LeaseEnd::kExpired);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EngineTest, testing::Values("loopback", "shm", "cma", "verbs", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, EngineTest, ::testing::Values("loopback", "shm", "cma", "verbs", "tcp"),
                          [](const auto& info) { return std::string(info.param); });
 
 struct EngineFenceTest : EngineTest {};
@@ -308,7 +308,7 @@ TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   EXPECT_TRUE(other->status().ok()) << other->status().what();
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, testing::Values("verbs", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, ::testing::Values("verbs", "tcp"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(EngineOptionsTest, RefusesNonsense) {

@@ -105,7 +105,7 @@ Window window(uint64_t bytes) {
 }
 
 /// One pull of every other block over lanes of their own windows.
-struct LaneTest : testing::Test {
+struct LaneTest : ::testing::Test {
   Owner owner;
   std::vector<std::byte> mine = std::vector<std::byte>(owner.pool.size());
   std::vector<uint32_t> owner_blocks, reader_blocks;
@@ -257,9 +257,9 @@ TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedTo
   EXPECT_EQ(landed[0], 0u);
 }
 
-struct BrokenLaneTest : LaneTest, testing::WithParamInterface<size_t> {};
-INSTANTIATE_TEST_SUITE_P(Narrow, BrokenLaneTest, testing::Values(0));
-INSTANTIATE_TEST_SUITE_P(Wide, BrokenLaneTest, testing::Values(1));
+struct BrokenLaneTest : LaneTest, ::testing::WithParamInterface<size_t> {};
+INSTANTIATE_TEST_SUITE_P(Narrow, BrokenLaneTest, ::testing::Values(0));
+INSTANTIATE_TEST_SUITE_P(Wide, BrokenLaneTest, ::testing::Values(1));
 
 TEST_P(BrokenLaneTest, HandsItsPartToTheOther) {
   const size_t dying = GetParam();

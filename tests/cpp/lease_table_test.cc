@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kTtl = 1000;
 
-struct LeaseTableTest : testing::Test {
+struct LeaseTableTest : ::testing::Test {
   alignas(64) std::array<LeaseSlot, 5> memory{};  // the header and four slots
   LeaseTable table{std::as_writable_bytes(std::span(memory)), 7};
   std::vector<EndedLease> ended;

@@ -17,7 +17,7 @@ constexpr Window kOneOp{kBlockBytes, 1, 8};
 
 using Kind = Step::Kind;
 
-struct TransferTest : testing::Test {
+struct TransferTest : ::testing::Test {
   std::vector<std::byte> pool = std::vector<std::byte>(16 * kBlockBytes);
   std::shared_ptr<const Planner> planner;
   std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};

@@ -159,7 +159,7 @@ std::vector<Move> run_all(Chain& chain, const Operations& plan, const Fabric& fa
   ChainCursor cursor;
   uint32_t op = 0;
   uint64_t in_op = 0, wr_id = 1;
-  while (cursor.op < plan.ops.size() && !testing::Test::HasFailure()) {
+  while (cursor.op < plan.ops.size() && !::testing::Test::HasFailure()) {
     const auto room = static_cast<uint32_t>(between(1, 2 * limits.wrs, random));
     const uint32_t count = chain.fill(plan.chunk(), cursor, room, fabric.locals, fabric.remotes);
     EXPECT_GE(count, 1u);
@@ -341,7 +341,7 @@ TEST(VerbsChain, WithoutRoomNothingIsTaken) {
   EXPECT_EQ(chain.fill(plan.chunk(), cursor, 9, fabric.locals, fabric.remotes), 0u);
 }
 
-class VerbsCheck : public testing::Test {
+class VerbsCheck : public ::testing::Test {
  protected:
   VerbsCheck() {
     fabric_.add_local(0x10000, 1000, 0);

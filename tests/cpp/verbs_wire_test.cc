@@ -116,8 +116,8 @@ bool in_bounds(const RemoteKey& key) {
 }
 
 template <typename Blob>
-class VerbsWire : public testing::Test {};
-using Blobs = testing::Types<Address, Hello, Reply, RemoteKey>;
+class VerbsWire : public ::testing::Test {};
+using Blobs = ::testing::Types<Address, Hello, Reply, RemoteKey>;
 TYPED_TEST_SUITE(VerbsWire, Blobs);
 
 TYPED_TEST(VerbsWire, WhatIsWrittenIsRead) {
