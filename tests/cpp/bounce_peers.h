@@ -8,7 +8,8 @@
 
 namespace kvlink::testing {
 
-inline constexpr uint32_t kDeviceRegion = 0, kHostRegion = 1;  // of a DeviceReader
+inline constexpr uint32_t kDeviceRegion = 0, kHostRegion = 1;                     // of a DeviceReader
+inline constexpr size_t kSlots = Bounce::kLeastBytes / SlotRing::kSlotBytes / 2;  // each way
 
 inline std::unique_ptr<Transport> must_make(const std::string& name, const std::string& fault = {}) {
   TransportOptions options;

@@ -5,9 +5,6 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint32_t kBlock = 16 << 10;
-constexpr size_t kSlots = Bounce::kLeastBytes / SlotRing::kSlotBytes / 2;  // to land in
-
 std::vector<std::byte> pool_of(const Owner& owner) {
   const MemoryRange range = owner.pool->range();
   return {range.base, range.base + range.bytes};

@@ -30,6 +30,7 @@ namespace kvlink::testing {
 
 inline constexpr uint64_t kPoolBytes = 8 << 20;
 inline constexpr uint64_t kTableBytes = 64 << 10;
+inline constexpr uint32_t kBlock = 16 << 10;
 inline constexpr uint32_t kPool = 0, kTable = 1;  // as every Reader imports them
 inline constexpr std::byte kPoison{0xa5};
 inline constexpr int64_t kSecondNs = 1'000'000'000;

@@ -14,8 +14,6 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint32_t kBlock = 16 << 10;
-
 std::string forged_key(const std::string& key, uint64_t flip, uint64_t bytes, Access access) {
   BlobReader reader(key);
   return BlobWriter().u64(reader.u64() ^ flip).u64(bytes).u32(static_cast<uint32_t>(access)).take();

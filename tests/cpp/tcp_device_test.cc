@@ -5,8 +5,6 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr size_t kSlots = Bounce::kLeastBytes / SlotRing::kSlotBytes / 2;  // to send from
-
 /// An Owner whose pool is on a device.
 struct DeviceOwner {
   DeviceOwner() : device(kPoolBytes), bounce(must_make(device)), table(allocate(kTableBytes)) {

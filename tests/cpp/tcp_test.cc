@@ -11,7 +11,6 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint32_t kBlock = 16 << 10;
 constexpr uint32_t kNumBlocks = kPoolBytes / kBlock;
 
 /// Pieces of random sizes from random places, each to its own random place.
