@@ -10,4 +10,4 @@ from transports.gpus import SUITES_BETWEEN_GPUS, run_suite
 @pytest.mark.timeout(1800)
 @SUITES_BETWEEN_GPUS
 def test_it_passes_between_gpus(staging: str, which: str, least: int) -> None:
-    run_suite(staging, which, least)
+    run_suite(staging, which, least, 1700)

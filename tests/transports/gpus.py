@@ -33,12 +33,11 @@ SUITES_BETWEEN_GPUS = pytest.mark.parametrize(
 """How pieces are copied, which tests of this folder to run so, and how many must pass."""
 
 
-def run_suite(staging: str, which: str, least: int, **env: str) -> None:
+def run_suite(staging: str, which: str, least: int, timeout_s: float, **env: str) -> None:
     """In a process of its own, with pools on GPUs. Leaves slow tests out, as those that call this are."""
     env = {**os.environ, "KVLINK_TEST_MEMORY": OWN_GPU, "KVLINK_STAGING": staging, "REQUIRE_LANES": "", **env}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)]
-    done = subprocess.run(
-        [*command, "-m", "not slow", "-k", which], env=env, capture_output=True, text=True, check=False
-    )
+    command += ["-m", "not slow", "-k", which]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= least

@@ -109,4 +109,4 @@ def test_the_suite_over_all_transports_passes_between_gpus(
     cuda_driver: str, staging: str, which: str, least: int
 ) -> None:
     """Streaming, races, faults, deaths, tensor parallelism, in a process that finds the stand-in."""
-    run_suite(staging, which, least, LD_LIBRARY_PATH=cuda_driver)
+    run_suite(staging, which, least, 900, LD_LIBRARY_PATH=cuda_driver)
