@@ -270,6 +270,7 @@ void Engine::serve() {
 }
 
 void Engine::sweep() {
+  std::lock_guard whole(sweep_mutex_);  // who asks what has ended waits for a sweep under way
   std::vector<EndedLease> ended;
   leases_->sweep(now_ns(), ended);
   if (ended.empty()) return;

@@ -147,6 +147,7 @@ class Engine {
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
 
+  std::mutex sweep_mutex_;    // taken before mutex_
   mutable std::mutex mutex_;  // guards what follows, and each row's regions and ports from start() on
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;

@@ -163,18 +163,14 @@ void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
 /// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
 /// breaks.
 void Lane::drop_stopped(int64_t now) {
-  const auto too_late = [now](const auto& transfer) {
-    return now >= transfer->deadline_ns() && !transfer->done();
-  };
-  const bool timed_out = std::any_of(queue_.begin(), queue_.end(), too_late);
   // First of all: who hears of a timeout and tries again at once must find the lane broken.
-  if (timed_out && is_silent(now)) {
+  if (is_silent(now) && !hears_at_last(now)) {
     give_up(
         Status::Unreachable("the owner answered nothing until a deadline; its process may be stopped or its "
                             "host gone"));
   }
   for (const auto& transfer : queue_) {
-    if (too_late(transfer)) transfer->expire(now);
+    if (transfer->too_late(now)) transfer->expire(now);
   }
   if (broken()) return break_down(why_broken_, now);
   for (const auto& transfer : queue_) {
@@ -211,8 +207,20 @@ bool Lane::arm() {
   return !lock || broken() || endpoint_->arm();
 }
 
-/// A pull with a short deadline is no reason to cut off the others.
-bool Lane::is_silent(int64_t now) const { return asked_ns_ != 0 && now - asked_ns_ >= kSilentNs; }
+/// A pull with a short deadline is no reason to cut off the others. What passed after it is no fault of the
+/// owner's: this process was stopped or had no CPU.
+bool Lane::is_silent(int64_t now) const {
+  return asked_ns_ != 0 && std::any_of(queue_.begin(), queue_.end(), [&](const auto& transfer) {
+           return transfer->too_late(now) && transfer->deadline_ns() - asked_ns_ >= kSilentNs;
+         });
+}
+
+/// What came while this process did not look is not silence.
+bool Lane::hears_at_last(int64_t now) {
+  PollResult result = endpoint_->poll(ended_);
+  collect(result, now);
+  return result.progressed || !is_silent(now);
+}
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;

@@ -84,6 +84,7 @@ class Lane {
   void break_down(const Status& why, int64_t now);
   void await_bytes(int64_t waited_ns, int64_t left_ns);
   bool is_silent(int64_t now) const;
+  bool hears_at_last(int64_t now);
   uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step);
   void release(uint64_t token);
   void disown(uint64_t token);

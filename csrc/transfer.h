@@ -114,6 +114,7 @@ class Transfer {
   void expire(int64_t now_ns);
   int64_t started_ns() const { return started_ns_; }
   int64_t deadline_ns() const { return deadline_ns_; }
+  bool too_late(int64_t now_ns) const { return now_ns >= deadline_ns_ && !done(); }
   /// When next() may answer again although nothing ended (streaming polls `ready`).
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
   uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming

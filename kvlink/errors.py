@@ -36,6 +36,11 @@ class CoordinatorUnavailable(CoordinatorError):
 
     retryable = True
 
+    def __init__(self, message: str, telling: int = 0) -> None:
+        super().__init__(message)
+        self.telling = telling
+        """Of several attempts the most telling is raised: 1 is the far end's own word, -1 that time ran out."""
+
 
 class UnknownRequest(CoordinatorError):
     """Nobody offered this request, it was claimed already, or its worker has restarted."""

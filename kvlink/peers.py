@@ -26,6 +26,8 @@ from kvlink.layout import Assignment, assign
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _CONNECT_S = 5.0
+_FAIR_S = 0.1
+"""An attempt that its caller's deadline ends sooner says nothing of the owner."""
 _ATTEMPTS = 3
 _DRAIN_TICK_S = 0.02
 _MEND_S = 10.0  # as csrc/connection.cc has it
@@ -168,6 +170,8 @@ class Peers:
                 if not error.retryable:
                     del self._attempts[key]
                     raise
+                if timeout_s < _FAIR_S and time.monotonic() >= deadline:
+                    raise  # nobody else waits longer for a caller that came with too little time
                 attempts.failed(str(error), time.monotonic())
                 if attempt == _ATTEMPTS - 1:
                     raise

@@ -52,10 +52,6 @@ _ATTEMPT_S = 3.0
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^\s:;\[\]]+):\d{1,5}", re.ASCII)
 
 
-class _ToldToWait(CoordinatorUnavailable):
-    """The far end itself says why, which tells more than that another was not reached or had no time left."""
-
-
 class _End:
     """One of the addresses. Connects when first called."""
 
@@ -138,7 +134,7 @@ class Channel:
                 try:
                     return await self.attempt(method, request, max(0.001, min(left_s, self._attempt_s)))
                 except CoordinatorUnavailable as error:
-                    if known is None or isinstance(error, _ToldToWait) or not isinstance(known, _ToldToWait):
+                    if known is None or error.telling >= known.telling:
                         known = error
                     delay_s = backoff.delay_s()
                     if time.monotonic() + delay_s >= min(deadline, start + self._patience_s):
@@ -223,14 +219,16 @@ def _explained(
     for key, value in error.trailing_metadata() or ():
         if key == REASON_TRAILER:
             known = error_of(str(value), f"{where}: {sentence}")
-            return _ToldToWait(str(known)) if isinstance(known, CoordinatorUnavailable) else known
+            if isinstance(known, CoordinatorUnavailable):
+                known.telling = 1
+            return known
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.CANCELLED:
         return CoordinatorUnavailable(f"{where} does not answer {method.name} ({sentence}). {advice}")
     gave_up = code is grpc.StatusCode.UNKNOWN and sentence.startswith(_GAVE_UP)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED or gave_up:
         what = f"did not answer {method.name} {when}: not there, stopped or overloaded"
-        return CoordinatorUnavailable(f"{where} {what}. {advice}")
+        return CoordinatorUnavailable(f"{where} {what}. {advice}", telling=-1)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return AccessDenied(f"{where} is not believed ({sentence}). {advice}")
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -15,6 +15,7 @@ from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.feed import Feed, merged
 from kvlink.control.handoffs import HandoffServer
 from kvlink.control.limits import Limits
+from kvlink.control.members import BEATS_PER_LEASE
 from kvlink.control.overview import Beat, Overview
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.reports import Reports
@@ -47,7 +48,6 @@ _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
 
 DEFAULT_PORT = 7400
-_BEATS_PER_LEASE = 3
 _LAST_WORDS_S = 0.5
 """For replies that are on their way when a coordinator closes."""
 
@@ -139,7 +139,7 @@ class Coordinator:
     async def _join(self, request: JoinRequest) -> Membership:
         epoch = await self._store.join(request.card, request.rejoin)
         _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
-        return Membership(epoch, self._lease_s, self._lease_s / _BEATS_PER_LEASE)
+        return Membership(epoch, self._lease_s, self._lease_s / BEATS_PER_LEASE)
 
     async def _keep_alive(self, beats: AsyncIterator[Beat], send: Send[Push]) -> None:
         forwarding: asyncio.Task[None] | None = None

@@ -13,6 +13,10 @@ from kvlink.control.store import sentences
 from kvlink.control.values import Life
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
+BEATS_PER_LEASE = 3
+_LATE = 0.1
+"""Of a lease: less is no stall, and no lost beat."""
+
 
 def grant(life: Life | None, card: WorkerCard, rejoin: bool) -> int:
     """The epoch of a process that joins where `life` was the last one known. Raises Refused (REPLACED)."""
@@ -33,6 +37,7 @@ class Members:
         self._limits = limits
         self._cards: dict[str, WorkerCard] = {}
         self._deadlines: Deadlines[str] = Deadlines()
+        self._excused: set[str] = set()
         self._lives: OrderedDict[str, Life] = OrderedDict()
 
     def __len__(self) -> int:
@@ -46,7 +51,7 @@ class Members:
         card = replace(card, epoch=epoch)
         before = self._cards.get(card.worker_id)
         self._cards[card.worker_id] = card
-        self._deadlines.set(card.worker_id, now + self._lease_s)
+        self._renew(card.worker_id, now)
         self._remember(card)
         changes = [WorkerChange(Joined.DOWN, before)] if before and before.epoch != epoch else []
         return epoch, [*changes, WorkerChange(Joined.UP, card)] if before != card else changes
@@ -65,8 +70,12 @@ class Members:
         """Renews a lease. False: this worker and epoch is not joined."""
         if not self.runs(worker_id, epoch):
             return False
-        self._deadlines.set(worker_id, now + self._lease_s)
+        self._renew(worker_id, now)
         return True
+
+    def _renew(self, worker_id: str, now: float) -> None:
+        self._deadlines.set(worker_id, now + self._lease_s)
+        self._excused.discard(worker_id)
 
     def leave(self, worker_id: str, epoch: int) -> list[WorkerChange]:
         """Removes a worker unless it runs under another epoch by now."""
@@ -94,10 +103,22 @@ class Members:
         """`expire` has nothing to do before."""
         return self._deadlines.next()
 
-    def expire(self, now: float) -> list[WorkerChange]:
-        """Removes the workers that stopped beating."""
-        return [self._remove(worker_id) for worker_id in self._deadlines.due(now)]
+    def expire(self, now: float, late_s: float = 0.0) -> list[WorkerChange]:
+        """Removes the workers that stopped beating.
+
+        A caller that comes `late_s` late, stopped or without a CPU, may have their beats in its sockets, unread.
+        Each then gets the time of another beat, once.
+        """
+        changes = []
+        for worker_id in self._deadlines.due(now):
+            if late_s < self._lease_s * _LATE or worker_id in self._excused:
+                changes.append(self._remove(worker_id))
+                continue
+            self._excused.add(worker_id)
+            self._deadlines.set(worker_id, now + self._lease_s / BEATS_PER_LEASE)
+        return changes
 
     def _remove(self, worker_id: str) -> WorkerChange:
         self._deadlines.discard(worker_id)
+        self._excused.discard(worker_id)
         return WorkerChange(Joined.DOWN, self._cards.pop(worker_id))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 _FAILED_WRITE = "Internal error from Core"
 """What gRPC puts before or over the far end's word when that meets a write: https://github.com/grpc/grpc/issues/36066"""
-_LATE_S = 1.0
+_LATE_TURNS = 1000
 
 
 class Stream(Generic[Q, R]):
@@ -73,13 +72,15 @@ class Stream(Generic[Q, R]):
 
     async def _why(self) -> KVLinkError:
         """If gRPC heard of the end from a write that failed, the far end's word is a few turns of the loop away."""
-        deadline = time.monotonic() + _LATE_S
-        while (ending := self._ending) is not None and ending.details() == _FAILED_WRITE:
-            if time.monotonic() > deadline:
-                return self._explain(None)
+        for _ in range(_LATE_TURNS):
+            ending = self._ending
+            if ending is None or ending.code() is grpc.StatusCode.OK:
+                break
+            if ending.details() != _FAILED_WRITE:
+                return self._explain(ending)
             await asyncio.sleep(0.001)
             self._note_ending(self._call)
-        return self._explain(None if ending is None or ending.code() is grpc.StatusCode.OK else ending)
+        return self._explain(None)
 
 
 async def _ending(call: Any) -> grpc.aio.AioRpcError:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import inspect
 import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -19,8 +20,6 @@ from kvlink.errors import ConfigError, CoordinatorUnavailable
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 5.0
-_GRPC_ENDS_S = 0.1
-"""What gRPC's own tasks get to end by themselves: it prints a traceback when they are cancelled."""
 
 
 class ControlThread:
@@ -123,17 +122,19 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.set_default_executor(executor)
         loop.run_forever()
         loop.run_until_complete(close_all())
-        _wait_for_all(loop, _GRPC_ENDS_S)
-        _cancel_all(loop)
+        _cancel(loop, [task for task in asyncio.all_tasks(loop) if inspect.iscoroutine(task.get_coro())])
+        # What is left is gRPC's, in Cython: it ends by itself, and would print a traceback if it were cancelled.
+        _wait_for(loop, asyncio.all_tasks(loop))
+        _cancel(loop, asyncio.all_tasks(loop))
         loop.run_until_complete(loop.shutdown_asyncgens())
 
 
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
+def _cancel(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
         task.cancel()
-    _wait_for_all(loop, _STOP_TIMEOUT_S)
+    _wait_for(loop, tasks)
 
 
-def _wait_for_all(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-    if tasks := asyncio.all_tasks(loop):
-        loop.run_until_complete(asyncio.wait(tasks, timeout=timeout_s))
+def _wait_for(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S))

@@ -7,12 +7,17 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
+#include "clock.h"
 #include "lease_table.h"
 
 namespace kvlink {
 namespace {
+
+using namespace std::chrono_literals;
 
 constexpr uint32_t kBlockBytes = 1024;
 constexpr uint32_t kNumBlocks = 4096;
@@ -114,6 +119,7 @@ struct LaneTest : ::testing::Test {
   std::vector<std::unique_ptr<Lane>> lanes;
   std::array<uint64_t, 2> landed{};
   std::array<bool, 2> broken{};
+  int64_t deadline_ns = INT64_MAX;
 
   void start(std::array<Window, 2> windows, bool submits = true) {
     for (size_t i = 0; i < owner.pool.size(); ++i) owner.pool[i] = static_cast<std::byte>(i * 31 >> 3);
@@ -132,7 +138,7 @@ struct LaneTest : ::testing::Test {
     request.tokens = {0, static_cast<uint32_t>(owner_blocks.size())};
     request.slot = kSlot;
     request.nonce = kNonce;
-    request.deadline_ns = INT64_MAX;
+    request.deadline_ns = deadline_ns;
     const auto help = [this](const Transfer& mine, int64_t until) { lanes[0]->help(mine, until); };
     transfer = std::make_shared<Transfer>(request, 0, std::make_shared<Crew>(Crew{[] {}, help}));
     transfer->set_scratch(words, 1);
@@ -255,6 +261,25 @@ TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedTo
   drive();
   expect_valid();
   EXPECT_EQ(landed[0], 0u);
+}
+
+/// This process has no CPU for a while: what it did not see by then is no silence of the owner's.
+struct StalledLaneTest : LaneTest, ::testing::WithParamInterface<std::chrono::milliseconds> {
+  void SetUp() override { deadline_ns = now_ns() + std::chrono::nanoseconds(GetParam()).count(); }
+};
+INSTANTIATE_TEST_SUITE_P(ShortDeadline, StalledLaneTest, ::testing::Values(20ms));
+INSTANTIATE_TEST_SUITE_P(LongDeadline, StalledLaneTest, ::testing::Values(150ms));
+
+TEST_P(StalledLaneTest, BlamesNotTheOwner) {
+  start({kWhole, kWhole});
+  endpoint(0).late_polls_ = GetParam() < 100ms ? 1000 : 1;  // the answer comes never, or while nobody looks
+  lanes[0]->drive();
+  lanes[0]->drive();
+  ASSERT_GT(endpoint(0).num_posts(), 0u);
+  std::this_thread::sleep_for(300ms);
+  lanes[0]->drive();
+  EXPECT_TRUE(transfer->stopping());
+  EXPECT_FALSE(lanes[0]->broken()) << lanes[0]->why_broken().what();
 }
 
 struct BrokenLaneTest : LaneTest, ::testing::WithParamInterface<size_t> {};

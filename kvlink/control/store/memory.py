@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,9 @@ from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _WATCH_BACKLOG = 1_024
 """Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
+_STALL_S = 1.0
+
+_log = logging.getLogger("kvlink.control")
 
 
 @dataclass(slots=True)
@@ -166,10 +170,10 @@ class MemoryStore:
         for _, feed in list(self._orders.values()):
             feed.close()
 
-    def tick(self) -> None:
-        """Ends what is due by the clock."""
+    def tick(self, late_s: float = 0.0) -> None:
+        """Ends what is due by the clock, and was due `late_s` ago."""
         now = self._clock()
-        changes = self._members.expire(now)
+        changes = self._members.expire(now, late_s)
         for change in changes:
             self._totals.lost_workers += 1
             self._forget(change.card, sentences.stopped_beating(change.card.worker_id))
@@ -185,7 +189,16 @@ class MemoryStore:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
+        self._timer = self._loop.call_later(max(0.0, due - self._clock()), self._wake)
+
+    def _wake(self) -> None:
+        assert self._timer is not None
+        late_s = self._loop.time() - self._timer.when()
+        if late_s > _STALL_S:
+            _log.warning(
+                "this coordinator did not run for seconds=%.1f: workers due get one more beat", late_s
+            )
+        self.tick(late_s)
 
     def _answer(self, answers: Iterable[Answer[Prompt[list[bytes]]]]) -> None:
         for waiter, tickets, refused in answers:
