@@ -61,33 +61,37 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 	ruff format .
 	clang-format -i $(CPP_FILES)
 
-# $(call cpp-build,build folder,sanitizers,ON for a unity build: sooner from scratch, later after a change) and
-# $(call cpp-tests,build folder,command before). TSan cannot map its shadow when addresses are too random.
+# $(call cpp-build,build folder,options of CMake) and $(call cpp-tests,build folder,command before). A unity build is
+# sooner from scratch, later after a change. TSan cannot map its shadow when addresses are too random.
 define cpp-build
-	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON -DKVLINK_SANITIZE=$(2) -DCMAKE_UNITY_BUILD=$(3) >/dev/null
+	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON $(2) >/dev/null
 	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
 endef
 define cpp-tests
 	timeout 900 $(2) build/$(1)/kvlink_tests --gtest_brief=1
 endef
+# $(call cpp-tests-at-once,as above): half of them beside the other half.
+define cpp-tests-at-once
+	seq 0 1 | GTEST_TOTAL_SHARDS=2 xargs -P 2 -I% env GTEST_SHARD_INDEX=% $(call cpp-tests,$(1),$(2))
+endef
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: test-cpp
-test-cpp: $(VENV)/.made ## C++ tests
-	$(call cpp-build,cpp,,$(if $(CI),ON,OFF))
+test-cpp: build ## C++ tests
+	$(call cpp-build,cpp,-DCMAKE_UNITY_BUILD=$(if $(CI),ON,OFF) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
 	$(call cpp-tests,cpp,)
 
 .PHONY: build-sanitizers
 build-sanitizers: $(VENV)/.made
-	$(call cpp-build,asan,address$(,)undefined,ON)
-	$(call cpp-build,tsan,thread,ON)
+	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON)
+	$(call cpp-build,tsan,-DKVLINK_SANITIZE=thread -DCMAKE_UNITY_BUILD=ON)
 , := ,
 
 .PHONY: test-sanitizers
 test-sanitizers: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
 test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under TSan
-	$(call cpp-tests,asan,)
-	$(call cpp-tests,tsan,$(FIXED_ADDRESSES))
+	$(call cpp-tests-at-once,asan,)
+	$(call cpp-tests-at-once,tsan,$(FIXED_ADDRESSES))
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
@@ -115,7 +119,7 @@ test-engines: build $(VENV)/.checked ## real inference servers, a router, faults
 	pytest -m engines $(ENGINES_TESTS)
 
 .PHONY: test-wheel
-test-wheel: $(VENV)/.made ## build a wheel, install it into a fresh environment, use it there
+test-wheel: build ## build a wheel, install it into a fresh environment, use it there
 	.ci/test-wheel $(PYTHON)
 
 .PHONY: bench
