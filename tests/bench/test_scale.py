@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -63,12 +63,20 @@ def test_on_etcd() -> None:
     assert 0 < rows[-1]["moved"] <= 24  # each had picked one of two by chance
 
 
-def test_workers_that_are_lost_are_noticed() -> None:
-    rows, _ = scale.parts([4], tickets=1, lease_s=3.0, idle_s=1.5, joinings=0)
+def test_workers_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, loads = scale.fleet, []
+
+    def noted(measured: load.Load, *sizes: Any) -> Iterator[Row]:
+        loads.append(measured)
+        return joined(measured, *sizes)
+
+    monkeypatch.setattr(scale, "fleet", noted)
+    rows, _ = scale.parts([4], tickets=1, lease_s=6.0, idle_s=1.5, joinings=0)
     assert [next(rows)["verified"] for _ in ("memory", "tickets")] == [True, True]
     (crowd,) = multiprocessing.active_children()
     os.kill(crowd.pid or 0, signal.SIGSTOP)
-    time.sleep(5.0)
+    while loads[0].status().workers:
+        time.sleep(0.1)
     os.kill(crowd.pid or 0, signal.SIGCONT)
     assert next(rows)["verified"] is False
     rows.close()

@@ -19,6 +19,12 @@ async def nothing_stays_open() -> AsyncIterator[None]:
     await close_all()
 
 
+@pytest.fixture(autouse=True)
+def late_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim is refused by its coordinator, however late: it never gives up first."""
+    monkeypatch.setattr("kvlink.control.client._CLAIM_SLACK_S", 30.0)
+
+
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
     coordinator = Coordinator()

@@ -10,8 +10,10 @@ import pytest
 
 from kvlink.benchmarks.etcd import EtcdCluster
 from kvlink.control.security import TlsFiles
+from kvlink.control.store import etcd
+from kvlink.control.store.etcd import api, sync
 
-__all__ = ["EtcdCluster", "need_etcd", "start_etcd"]
+__all__ = ["EtcdCluster", "give_etcd_time", "need_etcd", "start_etcd"]
 
 _MEMORY = Path("/dev/shm")
 
@@ -20,6 +22,14 @@ def need_etcd() -> None:
     """Skips the test where there is none."""
     if shutil.which("etcd") is None:
         pytest.skip("no etcd on this machine: apt-get install etcd-server")
+
+
+def give_etcd_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To stores of this process: one that answers late is not away."""
+    monkeypatch.setattr(api, "_ATTEMPT_S", 30.0)
+    monkeypatch.setattr(api, "_PATIENCE_S", 30.0)
+    monkeypatch.setattr(etcd, "_LOADING_S", 30.0)
+    monkeypatch.setattr(sync, "_STALE_S", 30.0)
 
 
 def start_etcd(num_members: int = 1, tls: TlsFiles | None = None) -> EtcdCluster:

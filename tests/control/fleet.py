@@ -17,6 +17,8 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from control.processes import CoordinatorProcess
 
 from kvlink.control import CoordinatorClient, Session
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.values import JoinRequest
 from kvlink.errors import CoordinatorUnavailable, UnknownRequest
 
 _CLAIM_S = 60.0
@@ -138,9 +140,10 @@ class Load:
 
 async def everyone_refuses(addresses: str) -> str:
     """Joins in vain, and returns the sentence."""
-    async with CoordinatorClient(addresses, timeout_s=4.0) as client:
+    async with CoordinatorClient(addresses) as client:
         try:
-            await client.join(make_card("late", process=99))
+            request = JoinRequest(make_card("late", process=99))
+            await client._channel.attempt(CoordinatorCalls.JOIN, request, 30.0)
         except CoordinatorUnavailable as error:
             return str(error)
     raise AssertionError("it could join")

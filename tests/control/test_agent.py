@@ -99,7 +99,7 @@ async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen:
 
 async def test_a_worker_that_is_still_starting_is_asked_again() -> None:
     agent = WorkerAgent(accept, lambda slot, nonce: False, lambda slot, nonce: False)
-    async with AgentClient(await agent.start(), timeout_s=0.2) as client:
+    async with AgentClient(await agent.start()) as client:
         with pytest.raises(CoordinatorUnavailable, match="starting or closing"):
             await client.card()
         agent.publish(make_card())
@@ -110,7 +110,7 @@ async def test_a_worker_that_is_still_starting_is_asked_again() -> None:
 
 async def test_a_worker_that_is_gone_is_said_to_be(agent: WorkerAgent) -> None:
     await agent.close()
-    async with AgentClient(agent.address, timeout_s=0.2) as client:
+    async with AgentClient(agent.address) as client:
         with pytest.raises(
             CoordinatorUnavailable, match=f"worker agent at {agent.address} does not answer GetCard"
         ):

@@ -21,7 +21,7 @@ from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.feed import Feed, merged
 from kvlink.control.limits import MAX_REQUEST_BYTES
 from kvlink.control.server import Send
-from kvlink.control.values import Watch, WorkerChanges
+from kvlink.control.values import Nothing, Watch, WorkerChanges
 from kvlink.errors import (
     ConfigError,
     CoordinatorError,
@@ -232,7 +232,7 @@ async def test_nobody_there_is_said_with_the_address_and_what_to_check() -> None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    async with CoordinatorClient(address, timeout_s=0.3) as client:
+    async with CoordinatorClient(address, timeout_s=3.0) as client:
         with pytest.raises(
             CoordinatorUnavailable, match=rf"{address} does not answer Status.*kvlink coordinator"
         ):
@@ -276,12 +276,12 @@ async def claim_until_refused(client: CoordinatorClient) -> None:
 
 async def test_a_stopped_coordinator_costs_no_more_than_the_timeout(coordinator_process) -> None:
     process: CoordinatorProcess = coordinator_process()
-    async with CoordinatorClient(process.address, timeout_s=0.5) as client:
+    async with CoordinatorClient(process.address) as client:
         await client.status()
         process.send(signal.SIGSTOP)
         with pytest.raises(
             CoordinatorUnavailable, match=r"not answer Status within 0\.5 s: not there, stopped"
         ):
-            await client.status()
+            await client._channel.call(CoordinatorCalls.STATUS, Nothing(), 0.5)
         process.send(signal.SIGCONT)
         assert (await client.status()).workers == 0

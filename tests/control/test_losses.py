@@ -14,6 +14,11 @@ from control.fleet import Fleet, Load, three_of_each
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.fixture
+def late_answers_count() -> None:
+    """Claims leave a coordinator that does not answer."""
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with three_of_each() as fleet:

@@ -30,6 +30,24 @@ def ignore(slot: int, settle_nonce: int) -> None:
     pass
 
 
+class StoreByHand(MemoryStore):
+    """Leases of 10 s by a clock that the test moves."""
+
+    def __init__(self) -> None:
+        super().__init__(10.0, clock=lambda: self.now)
+        self.now = 0.0
+        self.beaten = asyncio.Event()
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:
+        known = await super().beat(worker_id, epoch)
+        self.beaten.set()
+        return known
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick()
+
+
 @pytest.fixture
 async def session(client: CoordinatorClient) -> AsyncIterator[Session]:
     session = await Session.join(client, make_card(), ignore)
@@ -69,11 +87,15 @@ async def test_a_settle_through_the_coordinator_reaches_the_worker(client: Coord
 
 
 async def test_a_beating_worker_outlives_its_lease_and_a_silent_one_does_not() -> None:
-    coordinator = Coordinator(MemoryStore(LEASE_S), LEASE_S)
+    store = StoreByHand()
+    coordinator = Coordinator(store, LEASE_S)
     async with CoordinatorClient(await coordinator.start()) as client:
         session = await Session.join(client, make_card("beats"), ignore)
         await client.join(make_card("silent"))
-        await asyncio.sleep(3 * LEASE_S)
+        for _ in range(3):
+            store.beaten.clear()
+            await store.beaten.wait()
+            store.pass_time(6.0)
         assert [card.worker_id for card in await client.workers()] == ["beats"]
         await session.close()
     await coordinator.close()
@@ -189,8 +211,8 @@ async def test_a_stopped_coordinator_is_noticed_and_welcome_back(coordinator_pro
         with pytest.raises(CoordinatorUnavailable, match=r"'r' not offered yet.*rejoining"):
             await session.offer(make_offer("r"), timeout_s=0.2)
         process.send(signal.SIGCONT)
-        await eventually(lambda: session.state is SessionState.JOINED)
         assert await client.claim("r") == [make_offer("r").ticket]  # sent as soon as the coordinator was back
+        await eventually(lambda: session.state is SessionState.JOINED)
         await session.close()
 
 
@@ -244,14 +266,16 @@ async def test_a_worker_that_restarts_gets_a_new_epoch_and_its_old_tickets_are_r
 
 
 async def test_a_stopped_worker_is_gone_and_comes_back_with_its_offers() -> None:
-    coordinator = Coordinator(MemoryStore(LEASE_S), LEASE_S)
+    store = StoreByHand()
+    coordinator = Coordinator(store, LEASE_S)
     worker = None
     try:
         async with CoordinatorClient(await coordinator.start()) as client:
             worker, epoch = await asyncio.to_thread(start_worker, coordinator.address, 1, "r")
             os.kill(worker.pid, signal.SIGSTOP)
-            while await client.workers():
-                await asyncio.sleep(0.01)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
+            store.pass_time(20.0)
+            assert await client.workers() == []
             with pytest.raises(UnknownRequest, match="'prefill' stopped beating; recompute"):
                 await client.claim("r")
             os.kill(worker.pid, signal.SIGCONT)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, start_etcd
+from control.etcd_cluster import EtcdCluster, give_etcd_time, start_etcd
 
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
@@ -48,19 +48,35 @@ class MemoryStage:
 
 @dataclass
 class EtcdStage:
-    """Tickets go by a clock of its own, leases of workers by etcd's, a fifth as long: 2 s instead of 10."""
+    """All by a clock of its own. Leases of workers, long ones for etcd, are ended when they are due by it."""
 
     url: str
     now: float = 1_000.0
 
     def __post_init__(self) -> None:
-        self.store = EtcdStore(self.url, LEASE_S / 5, LIMITS, lambda: self.now)
+        self.store = EtcdStore(self.url, 600.0, LIMITS, lambda: self.now)
+        self._due: dict[int, float] = {}
+        etcd = self.store._etcd
+        grant, keep_alive = etcd.grant, etcd.keep_alive
+
+        async def granted(ttl_s: int) -> int:
+            return self._begun(await grant(ttl_s))
+
+        async def kept_alive(leases: Iterable[int]) -> set[int]:
+            return set(map(self._begun, await keep_alive(leases)))
+
+        etcd.grant, etcd.keep_alive = granted, kept_alive
+
+    def _begun(self, lease: int) -> int:
+        self._due[lease] = self.now + LEASE_S
+        return lease
 
     async def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.store.tick()
-        if seconds > LEASE_S / 2:
-            await asyncio.sleep(seconds / 5)
+        for lease in [lease for lease, due in self._due.items() if due <= self.now]:
+            del self._due[lease]
+            await self.store._members._end(lease)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +112,11 @@ async def stage(request: pytest.FixtureRequest):
 @pytest.fixture
 def store(stage: Stage) -> Store:
     return stage.store
+
+
+@pytest.fixture(autouse=True)
+def etcd_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_etcd_time(monkeypatch)
 
 
 async def refused(call: Awaitable[object]) -> Refused:

@@ -17,6 +17,7 @@ from kvlink import Worker, WorkerConfig
 from kvlink.control import Coordinator, CoordinatorClient
 from kvlink.control.overview import Beat, LinkReport, WorkerReport
 from kvlink.control.reports import Reports
+from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import JoinRequest
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.overview import STALE_S, plain
@@ -25,7 +26,7 @@ from kvlink.status_page.serving import showing
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
-    coordinator = Coordinator(lease_s=0.6)
+    coordinator = Coordinator(MemoryStore(60.0), lease_s=0.6)  # beats come often, and nobody is lost
     await coordinator.start()
     yield coordinator
     await coordinator.close()

@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    command = [*KVLINK, "coordinator", "--port", "0", "--http-port", "0", "--lease-s", "1"]
+    command = [*KVLINK, "coordinator", "--port", "0", "--http-port", "0", "--lease-s", "9"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         url, address = (process.stdout.readline().split()[-1] for _ in range(2))
@@ -50,9 +50,12 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-async def _links(address: str) -> int:
+async def _reported(address: str) -> bool:
+    """Whether both have told of the pull."""
     async with CoordinatorClient(address) as client:
-        return sum(len(view.report.links) for view in (await client.overview()).workers if view.report)
+        reports = {view.worker_id: view.report for view in (await client.overview()).workers if view.report}
+    received = [link.transfers for link in reports["decode"].links] if len(reports) == 2 else []
+    return received == [1] and reports["prefill"].settled == 1
 
 
 async def test_an_operator_sees_workers_and_links(served: Served) -> None:
@@ -65,9 +68,7 @@ async def test_an_operator_sees_workers_and_links(served: Served) -> None:
 
     workers = await asyncio.to_thread(work)
     try:
-        for _ in range(100):
-            if await _links(served.address):
-                break
+        while not await _reported(served.address):
             await asyncio.sleep(0.1)
         text = await asyncio.to_thread(run, "top", "--coordinator", served.address, "--rounds", "1")
         assert "prefill" in text

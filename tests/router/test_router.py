@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError, ClientSession
 from fake_engine import HANDOFF, FakeEngine, events
 
+from kvlink.router import choice
 from kvlink.router.serving import routing
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
@@ -68,6 +69,13 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 @pytest.fixture
 async def place(stack: AsyncExitStack) -> Place:
     return await Place(stack).start()
+
+
+@pytest.fixture
+def no_second_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that failed stays away for the rest of the test."""
+    monkeypatch.setattr(choice, "FIRST_BACK_OFF_S", 60.0)
+    monkeypatch.setattr(choice, "MOST_BACK_OFF_S", 60.0)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
@@ -152,6 +160,7 @@ async def test_without_prefill_decode_computes_the_prompt(place: Place) -> None:
     assert (await place.counts())["without_prefill"] == 1
 
 
+@pytest.mark.usefixtures("no_second_chance")
 async def test_without_prefill_and_without_leave_to_recompute_it_is_503(stack: AsyncExitStack) -> None:
     place = await Place(stack).start(recompute=False)
     for engine in place.prefill:
@@ -180,6 +189,7 @@ async def test_a_handoff_that_a_dead_server_saw_is_not_used_again(place: Place, 
     assert (await place.counts())["decode_retried"] == 1
 
 
+@pytest.mark.usefixtures("no_second_chance")
 async def test_without_decode_it_is_503_and_prefill_is_not_asked(place: Place) -> None:
     for engine in place.decode:
         await place.kill(engine)

@@ -113,5 +113,6 @@ async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
         while not (settles := collected.named("kvlink.v1.WorkerAgent/SettleSeat")):
             assert time.monotonic() < deadline, "nobody was told"
             time.sleep(0.01)
+        assert [event.request_id for event in owner.events()] == ["r1"]
         assert owner.lease_counts().settled == 1
     assert [settle.within(collected.one("kvlink.offer")) for settle in settles] == [True]

@@ -150,9 +150,10 @@ def test_a_broken_package_breaks_only_its_own_command(tmp_path: Path, source: st
 
 def test_output_that_nobody_reads_to_the_end() -> None:
     program = [sys.executable, "-m", "kvlink", "config", "--json"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
+    unread, output = os.pipe()
+    os.close(unread)
+    with subprocess.Popen(program, stdout=output, stderr=subprocess.PIPE) as process:
+        os.close(output)
         assert process.stderr is not None
-        process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
