@@ -145,5 +145,6 @@ async def everyone_refuses(addresses: str) -> str:
             request = JoinRequest(make_card("late", process=99))
             await client._channel.attempt(CoordinatorCalls.JOIN, request, 30.0)
         except CoordinatorUnavailable as error:
+            assert (type(error), error.telling) == (CoordinatorUnavailable, 1), "metrics bear its name"
             return str(error)
     raise AssertionError("it could join")
