@@ -32,7 +32,7 @@ from kvlink.integrations.transformers.support import check_manager  # noqa: E402
 pytestmark = pytest.mark.timeout(300)  # several processes import torch, on a machine that may be busy
 
 BLOCK = 16
-SLOW_PULLS = {"transports": "fault+tcp", "fault": "delay-data=100ms@every:1"}
+SLOW_PULLS = {"transports": "fault+tcp", "fault": "delay-data=1s@every:1"}
 LEASE_S = 10.0  # of `small`
 MAX_GROWTH_BYTES = 4 << 20
 
@@ -168,7 +168,7 @@ def test_an_owner_that_died_is_recomputed(peers: Peers) -> None:
 
 def test_a_decode_that_dies_costs_no_more_than_a_lease(peers: Peers) -> None:
     before = peers.small.call("stats")
-    doomed = BatchingProcess("doomed decode", config=SLOW_PULLS)
+    doomed = BatchingProcess("doomed decode", config=SLOW_PULLS | {"fault": "delay-data=20s@1"})
     assert doomed.call("stats")["pulled"] == 0  # it is up: the lease need not last for its start
     doomed.call("submit", handover=peers.small.call("prefill", prompt=prompt_of(40)))
     eventually(lambda: doomed.call("stats")["held_tables"] == 1)

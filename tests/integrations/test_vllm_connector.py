@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: skip
 
 from kvlink.errors import ConfigError
+from kvlink.integrations.vllm import remote_leases
 from kvlink.integrations.vllm.caches import Rank, caches_of
 from kvlink.integrations.vllm.handover import KEY
 
@@ -160,12 +161,13 @@ def test_a_decode_request_that_ends_early_gives_the_blocks_back(servers: tuple[S
     prefill.step_until(lambda: "r" in prefill.sent)
 
 
-def test_a_waiting_request_keeps_its_lease() -> None:
-    with Server("p", lease_s=1.5) as prefill, Server("d") as decode:
+def test_a_waiting_request_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_leases, "_TICK_S", 0.05)  # or a renewal comes up to a second late
+    with Server("p", lease_s=4.0) as prefill, Server("d") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
         waiting = request("x", PROMPT, params)
         decode.scheduling.on_new_request(waiting)
-        end = time.monotonic() + 4
+        end = time.monotonic() + 5
         while time.monotonic() < end:
             prefill.step()
             time.sleep(0.05)

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 
 from kvlink.control import ControlThread, Coordinator
-from kvlink.integrations.vllm import announcements
+from kvlink.integrations.vllm import announcements, remote_leases
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.parts import ANNOUNCED, STREAM
 
@@ -235,9 +235,10 @@ def test_the_answer_hands_over_what_decode_has_followed(
 
     async def answers_late(*args: Any) -> None:
         await offer(*args)
-        await asyncio.sleep(5)
+        await asyncio.sleep(60)
 
     monkeypatch.setattr(announcements.Announcements, "_offer", answers_late)
+    monkeypatch.setattr(remote_leases, "_AGAIN_S", 60.0)
     prefill, decode = new("p"), new("d")
     asks, waits = half_announced(prefill, decode)
     decode.step_until(lambda: same(decode, prefill, (5, 3)))

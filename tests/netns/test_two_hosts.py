@@ -72,11 +72,11 @@ def _healed(deployment: Deployment) -> bool:
 def test_a_link_cut_in_the_middle_of_a_pull(hosts: Hosts) -> None:
     deployment = Deployment(hosts)
     deployment.pull()
-    hosts[0].shape("tbf", "rate", "40mbit", "burst", "64k", "latency", "200ms")  # 4 MiB take 0.8 s
+    hosts[0].shape("tbf", "rate", "8mbit", "burst", "64k", "latency", "200ms")  # 4 MiB take 4.2 s
     deployment.owner.do("fill", seed=SEED + 1)
     ticket = deployment.owner.offer(FROM)
     deployment.reader.peer.send(  # type: ignore[attr-defined]
-        "pull", name="decode", ticket=ticket.to_text(), into=INTO, timeout_s=3.0
+        "pull", name="decode", ticket=ticket.to_text(), into=INTO, timeout_s=6.0
     )
     time.sleep(0.2)
     hosts[1].link("down")

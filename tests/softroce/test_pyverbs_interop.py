@@ -136,8 +136,9 @@ def test_after_expiry_the_nonce_has_gone_and_the_reader_that_said_its_name_is_cu
 ) -> None:
     kvlink = meeting.worker(wide(4))
     late, bystander = meeting.reader(kvlink), meeting.reader(kvlink)
-    ticket = offer(kvlink, [1], ttl_s=3.0)
+    ticket = offer(kvlink, [1])
     late.announce(ticket)
+    kvlink.do("set_ttl", request_id=ticket.request_id, ttl_s=0.05)
     assert kvlink.fate_of(ticket.request_id) == "expired"
     with pytest.raises(WorkRefused, match="IBV_WC_WR_FLUSH_ERR"):
         late.blocks(ticket)

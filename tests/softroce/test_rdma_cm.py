@@ -101,7 +101,7 @@ def test_every_hello_gets_a_secret_of_its_own_and_without_it_nobody_gets_in(new_
 
 
 def test_a_killed_owner_is_noticed_by_its_hanging_up(new_pair: NewPair) -> None:
-    pair = new_pair(fault="delay-data=200ms@every:1", lanes=1)
+    pair = new_pair(fault="delay-data=1s@every:1", lanes=1)
     pull = pair.start(pair.offer(MANY), MANY, timeout_s=60)
     eventually(lambda: pull.stats.num_bytes > 0)
     pair.owner.peer.kill()  # type: ignore[attr-defined]

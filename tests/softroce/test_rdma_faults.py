@@ -83,7 +83,7 @@ def test_one_of_two_nics_dies_and_the_pull_completes(rails: Rails, dying: str) -
 
 
 def test_the_only_port_goes_down_in_the_middle_of_a_pull(rails: Rails) -> None:
-    pair = rails(ONE_NIC, fault="delay-data=1500ms@every:1")
+    pair = rails(ONE_NIC, fault="delay-data=5s@3..999")  # post 1 is works()
     pull = pair.start(pair.offer(APART), MANY, timeout_s=60)
     eventually(lambda: pull.stats.num_bytes > 0)
     with links.down("rxe3"):
@@ -129,9 +129,11 @@ def test_a_cancelled_pull_ends_only_when_nothing_can_land(rails: Rails) -> None:
         pull = pair.start(pair.offer(APART), MANY, timeout_s=60)
         eventually(lambda: pull.stats.num_bytes > 0)
         pull.cancel()
-        with pytest.raises(KVLinkError):
-            pull.wait(30)
-        landed = pair.blocks().copy()
+        try:
+            assert pull.wait(30)
+            return False  # it had ended
+        except KVLinkError:
+            landed = pair.blocks().copy()
         time.sleep(0.3)
         assert (pair.blocks() == landed).all()
         (path,) = pair.reader.peers()
@@ -146,13 +148,14 @@ def test_an_expired_lease_cuts_off_its_reader_and_no_other(rails: Rails, new_pro
     pair = rails(ONE_NIC)
     (path,) = pair.reader.peers()
     sleeper = new_process("rxe4:1")
-    slow = {"transports": "fault+verbs", "fault": "delay-data=100ms@every:1", "lanes": 1}
+    slow = {"transports": "fault+verbs", "fault": "delay-data=3s@3..99", "lanes": 1}
     sleeping = RemoteWorker(sleeper, "sleeper", pair.spec, **slow)
     sleeping.do("pull", ticket=pair.offer([1]).to_text(), into=[2], timeout_s=30)
-    late = pair.offer(APART, request_id="overslept", ttl_s=2.0)
+    late = pair.offer(APART, request_id="overslept")
     sleeping.do("start_pull", ticket=late.to_text(), into=list(MANY), timeout_s=60)
-    time.sleep(0.3)
+    eventually(lambda: sleeping.do("pulled_bytes") > 0)  # the others of 16 posts take 12 s
     sleeper.stop()
+    pair.owner.do("set_ttl", request_id="overslept", ttl_s=0.05)
     assert pair.owner.fate_of("overslept") == "expired"
     assert pair.owner.do("counts")["fenced_readers"] == 1
     sleeper.go_on()

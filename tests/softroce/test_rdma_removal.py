@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from softroce import links
-from softroce.lost_time import LostTime
+from transports.lost_time import LostTime
 from transports.pairs import Pair
 from transports.processes import PeerProcess, eventually
 

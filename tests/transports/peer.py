@@ -84,6 +84,9 @@ class Commands:
     def extend(self, name: str, request_id: str, ttl_s: float) -> None:
         self._workers[name].extend(request_id, ttl_s)
 
+    def set_ttl(self, name: str, request_id: str, ttl_s: float) -> None:
+        self._workers[name].offers.set_ttl(request_id, ttl_s)
+
     def abort(self, name: str, request_id: str) -> None:
         self._workers[name].abort(request_id)
 
@@ -98,6 +101,9 @@ class Commands:
 
     def start_pull(self, name: str, ticket: str, into: list[int], timeout_s: float) -> None:
         self._pulls[name] = self._workers[name].pull(Ticket.from_text(ticket), into, timeout_s=timeout_s)
+
+    def pulled_bytes(self, name: str) -> int:
+        return self._pulls[name].stats.num_bytes
 
     def finish_pull(self, name: str) -> dict[str, Any]:
         pull = self._pulls.pop(name)

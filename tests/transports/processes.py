@@ -80,7 +80,8 @@ class PeerProcess:
         self._one_at_a_time = threading.Lock()
 
     def lives(self) -> bool:
-        return self.process.poll() is None
+        """And is not stopped."""
+        return self.process.poll() is None and not self._stopped
 
     def call(self, do: str, **arguments: Any) -> Any:
         """Raises what the command raised when it is kvlink's, else RuntimeError."""
@@ -121,8 +122,6 @@ class PeerProcess:
 
     def close(self) -> None:
         if not self.lives():
-            return None
-        if self._stopped:
             return self.kill()
         try:
             self.process.communicate(timeout=20)

@@ -42,7 +42,7 @@ FAULTS = {
 def test_one_fault_fails_one_pull(transport: str, fault: str, num_blocks: int, new_pair: NewPair) -> None:
     pair = new_pair(transport, fault=fault)
     ticket = pair.offer(range(num_blocks))
-    # Connecting takes part of it.
+    pair.reader.connect(ticket, timeout_s=20 * PATIENCE)
     timeout_s = 2 if FAULTS[fault] is TransferTimeout else 20 * PATIENCE
     pull = pair.start(ticket, range(num_blocks), timeout_s=timeout_s)
     with pytest.raises(FAULTS[fault]) as failed:

@@ -55,11 +55,12 @@ def test_two_loops_in_two_threads_wait_for_one_pull(new_owner: NewOwner, new_rea
 async def test_cancelling_the_waiting_task_leaves_the_pull_alone(
     new_owner: NewOwner, new_reader: NewReader
 ) -> None:
-    owner = new_owner(POOL, transports="tcp")
-    reader = new_reader(POOL, transports="fault+tcp", fault="delay=200ms@2")
-    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    owner, reader = new_owner(POOL, transports="tcp"), new_reader(POOL, transports="tcp")
+    ticket = owner.offer(BLOCKS, ready=0)
+    pull = reader.pull(ticket, INTO)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(pull, 0.05)
+    owner.do("set_ready", request_id=ticket.request_id, ready=len(BLOCKS))
     assert (await pull).settled
 
 
@@ -75,12 +76,13 @@ async def test_a_failed_start_is_raised_to_whoever_awaits(new_owner: NewOwner, n
 
 
 def test_wait_with_a_timeout_says_that_it_still_runs(new_owner: NewOwner, new_reader: NewReader) -> None:
-    owner = new_owner(POOL, transports="shm")
-    reader = new_reader(POOL, transports="fault+shm", fault="delay=300ms@2..3")
-    pull = reader.pull(owner.offer(BLOCKS), INTO)
+    owner, reader = new_owner(POOL, transports="shm"), new_reader(POOL, transports="shm")
+    ticket = owner.offer(BLOCKS, ready=0)
+    pull = reader.pull(ticket, INTO)
     assert not pull.wait(0.02)
     assert not pull.done()
     assert "running" in repr(pull)
+    owner.do("set_ready", request_id=ticket.request_id, ready=len(BLOCKS))
     assert pull.wait()
     assert pull.done()
 
@@ -109,22 +111,19 @@ def test_cancel_while_it_is_still_connecting(new_process: NewProcess, new_reader
 
 
 def test_other_threads_run_while_a_pull_waits(new_owner: NewOwner, new_reader: NewReader) -> None:
-    owner = new_owner(POOL, transports="tcp")
-    reader = new_reader(POOL, transports="fault+tcp", fault="delay=300ms@2")
-    ticks = 0
-    stop = threading.Event()
+    owner, reader = new_owner(POOL, transports="tcp"), new_reader(POOL, transports="tcp")
+    ticket = owner.offer(BLOCKS, ready=0)
+    pull = reader.pull(ticket, INTO)
 
     def tick() -> None:
-        nonlocal ticks
-        while not stop.wait(0.001):
-            ticks += 1
+        for _ in range(20):
+            time.sleep(0.001)
+        owner.do("set_ready", request_id=ticket.request_id, ready=len(BLOCKS))
 
     thread = threading.Thread(target=tick)
     thread.start()
-    reader.pull(owner.offer(BLOCKS), INTO).wait()
-    stop.set()
+    assert pull.wait()  # which ends only if they do
     thread.join()
-    assert ticks > 20  # of about 300
 
 
 async def test_events_come_to_the_loop(new_reader: NewReader) -> None:

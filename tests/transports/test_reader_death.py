@@ -15,8 +15,11 @@ NewProcess = Callable[..., PeerProcess]
 MANY = range(1024)
 
 
-def slow_reader(process: PeerProcess, name: str, transport: str, pair: Pair) -> RemoteWorker:
-    fault = {"transports": f"fault+{transport}", "fault": "delay-data=50ms@every:1", "lanes": 1}
+def slow_reader(
+    process: PeerProcess, name: str, transport: str, pair: Pair, delay: str = "50ms"
+) -> RemoteWorker:
+    """Its first pull is not slow."""
+    fault = {"transports": f"fault+{transport}", "fault": f"delay-data={delay}@2..99", "lanes": 1}
     reader = RemoteWorker(process, name, pair.spec, **fault)
     reader.do("pull", ticket=pair.offer([1]).to_text(), into=[2], timeout_s=20)
     return reader
@@ -31,7 +34,7 @@ def test_a_reader_killed_in_the_middle_of_a_pull(
     before = usage(peer.pid)
     for number in range(3):
         process = new_process()
-        reader = slow_reader(process, f"doomed-{number}", distant, pair)
+        reader = slow_reader(process, f"doomed-{number}", distant, pair, delay="20s")
         ticket = pair.offer(MANY, ttl_s=0.5)
         reader.do("start_pull", ticket=ticket.to_text(), into=list(MANY), timeout_s=60)
         time.sleep(0.02)
