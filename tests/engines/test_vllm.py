@@ -35,7 +35,7 @@ def test_any_length(pair: Pair, references: References, routed: Server, num_toke
     answer = ask(routed.url, pair.model, tokens)
     assert (answer.status, answer.tokens) == (200, references(tokens))
     assert routed.metric("kvlink_router_handed_over_total") == 1
-    assert eventually(lambda: pair.loads() == loads + 1, 5)
+    assert eventually(lambda: pair.loads() == loads + 1, SETTLE_S)
 
 
 @pytest.mark.pairs(LATENT)
@@ -54,7 +54,7 @@ def test_latent_caches(pair: Pair, references: References, num_tokens: int) -> N
 def test_the_same_bytes_lie_at_both_servers(pair: Pair) -> None:
     tokens, whole, loads = prompt("the same bytes", 4 * BLOCK_TOKENS + 5), 4 * BLOCK_TOKENS, pair.loads()
     assert pair.continued(tokens, pair.hand_off(tokens)).status == 200
-    assert eventually(lambda: pair.loads() == loads + 1, 5)
+    assert eventually(lambda: pair.loads() == loads + 1, SETTLE_S)
     # What decode has loaded is in its prefix cache by now, and it hands that on.
     ours, theirs = (
         cache_of(functools.partial(pair.hand_off, tokens, at), whole) for at in (pair.decode, pair.prefill)
@@ -136,7 +136,7 @@ def test_what_is_not_used_is_counted(pair: Pair, references: References) -> None
 
     before = counted()
     assert pair.continued(tokens, {"do_remote_prefill": True}).tokens == references(tokens)
-    assert eventually(lambda: counted() == before + 1, 5)
+    assert eventually(lambda: counted() == before + 1, SETTLE_S)
     assert any('reason="not_offered"' in sample for sample in pair.decode.samples())
 
 

@@ -41,7 +41,7 @@ def test_it_comes_while_prefill_computes(
     early = pair.decode.metric("vllm:kvlink_early_bytes_total")
     answer = ask(following.url, pair.model, tokens)
     assert (answer.status, answer.tokens) == (200, references(tokens))
-    assert eventually(lambda: pair.loads() == loads + 1, 5)
+    assert eventually(lambda: pair.loads() == loads + 1, SETTLE_S)
     came = pair.decode.metric("vllm:kvlink_early_bytes_total") - early
     print(f"{num_tokens} tokens: {came / 2**20:.1f} MiB came early")
     # Two chunks may be over before the coordinator has taken what it was told first: then the answer hands over.
@@ -55,7 +55,7 @@ def test_short_prompts_go_one_after_the_other(pair: Pair, references: References
     tokens, loads = prompt("any length", 129), pair.loads()
     assert ask(following.url, pair.model, tokens).tokens == references(tokens)
     assert followed(following) == 0
-    assert eventually(lambda: pair.loads() == loads + 1, 5)
+    assert eventually(lambda: pair.loads() == loads + 1, SETTLE_S)
 
 
 def test_many_at_once(pair: Pair, references: References, following: Server) -> None:
