@@ -124,23 +124,20 @@ def test_loss_and_delay_only_cost_time(rails: Rails) -> None:
 
 def test_a_cancelled_pull_ends_only_when_nothing_can_land(rails: Rails) -> None:
     pair = rails(ONE_NIC)
-
-    def outlives_its_pull() -> bool:
+    for _ in range(5):
         pull = pair.start(pair.offer(APART), MANY, timeout_s=60)
-        eventually(lambda: pull.stats.num_bytes > 0)
+        eventually(lambda pull=pull: pull.stats.num_bytes > 0)
         pull.cancel()
         try:
             assert pull.wait(30)
-            return False  # it had ended
+            continue  # it had ended
         except KVLinkError:
             landed = pair.blocks().copy()
         time.sleep(0.3)
         assert (pair.blocks() == landed).all()
         (path,) = pair.reader.peers()
-        return not path.connection.broken  # what was under way ended by itself
-
-    # A connection that ends with its pull is right too, where a busy CPU kept the reads for longer than usual.
-    assert any(outlives_its_pull() for _ in range(5))
+        # On a busy CPU what is under way may take more than the 200 ms it is given, and ends with the connection.
+        assert not path.connection.broken or "did not end" in path.connection.why_broken()
     pair.works()
 
 
