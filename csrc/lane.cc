@@ -81,8 +81,7 @@ void Lane::check_idle(bool wait) {
   std::unique_lock lock(mutex_, std::defer_lock);
   wait ? lock.lock() : static_cast<void>(lock.try_lock());
   if (!lock || broken() || num_posted_ > 0) return;
-  PollResult result = endpoint_->poll(ended_);
-  collect(result, now_ns());
+  poll();
 }
 
 bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns) {
@@ -132,9 +131,7 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
   if (!broken()) driven.progressed = post_steps(now);
   const bool asks = !broken() && !queue_.empty() && endpoint_->stand_by(now);
   if (!broken() && (asks || num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
-    PollResult result = endpoint_->poll(ended_);
-    driven.progressed |= result.progressed;
-    collect(result, now_ns());
+    driven.progressed |= poll();
   }
   driven.active = !queue_.empty();
   driven.wake_at_ns = give_up_ns_;
@@ -216,11 +213,7 @@ bool Lane::is_silent(int64_t now) const {
 }
 
 /// What came while this process did not look is not silence.
-bool Lane::hears_at_last(int64_t now) {
-  PollResult result = endpoint_->poll(ended_);
-  collect(result, now);
-  return result.progressed || !is_silent(now);
-}
+bool Lane::hears_at_last(int64_t now) { return poll() || !is_silent(now); }
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;
@@ -273,7 +266,15 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
   return endpoint_->post_read(token, transfer->chunk(step));
 }
 
-void Lane::collect(PollResult& result, int64_t now) {
+bool Lane::poll() {
+  const PollResult result = endpoint_->poll(ended_);
+  const int64_t now = now_ns();
+  collect(now);
+  if (!result.status.ok()) break_down(result.status, now);
+  return result.progressed;
+}
+
+void Lane::collect(int64_t now) {
   for (const Completion& completion : ended_) {
     Posted& posted = posted_[completion.token];
     if (!posted.used) continue;
@@ -286,7 +287,6 @@ void Lane::collect(PollResult& result, int64_t now) {
   }
   ended_.clear();
   if (num_posted_ == num_awaited_) unsent_.store(false, std::memory_order_release);
-  if (!result.status.ok()) break_down(result.status, now);
 }
 
 bool Lane::settle(uint32_t slot, uint64_t value) {
@@ -298,8 +298,7 @@ bool Lane::settle(uint32_t slot, uint64_t value) {
     release(token);
     return false;
   }
-  PollResult result = endpoint_->poll(ended_);
-  collect(result, now_ns());
+  poll();
   return !broken();
 }
 
@@ -319,8 +318,7 @@ Result<int64_t> Lane::time_read(const Chunk& chunk) {
     break_down(status, now_ns());
     return status;
   }
-  PollResult result;
-  collect(result, now_ns());
+  collect(now_ns());
   return took;
 }
 

@@ -79,7 +79,8 @@ class Lane {
   void recall(const std::shared_ptr<Transfer>& transfer, int64_t now);
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
-  void collect(PollResult& result, int64_t now);
+  bool poll();  // true: something moved
+  void collect(int64_t now);
   void give_up(const Status& why);
   void break_down(const Status& why, int64_t now);
   void await_bytes(int64_t waited_ns, int64_t left_ns);
