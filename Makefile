@@ -13,6 +13,8 @@ NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
 CPP_FILES = csrc/*.h csrc/*.cc benchmarks/peers/adapters/*.cc $(wildcard tests/cpp/*.h tests/cpp/*.cc)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+STRICT := KVLINK_WERROR=ON
+export SKBUILD_CMAKE_DEFINE := $(STRICT)
 
 .PHONY: help
 help: ## this list
@@ -40,7 +42,7 @@ $(VENV)/.made: constraints.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.made pyproject.toml $(NATIVE)
-	$(PIP_INSTALL) --no-build-isolation -Ccmake.define.KVLINK_WERROR=ON --editable '.[demo]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
 	touch $@
 
 $(VENV)/.checked: $(VENV)/.made pyproject.toml
@@ -64,7 +66,7 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 # $(call cpp-build,build folder,options of CMake) and $(call cpp-tests,build folder,command before). A unity build is
 # sooner from scratch, later after a change. TSan cannot map its shadow when addresses are too random.
 define cpp-build
-	cmake -S . -B build/$(1) -G Ninja -DKVLINK_WERROR=ON -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON $(2) >/dev/null
+	cmake -S . -B build/$(1) -G Ninja -D$(STRICT) -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON $(2) >/dev/null
 	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
 endef
 define cpp-tests

@@ -20,9 +20,10 @@ async def nothing_stays_open() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def late_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def late_answers_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim is refused by its coordinator, however late: it never gives up first."""
-    monkeypatch.setattr("kvlink.control.client._CLAIM_SLACK_S", 30.0)
+    if not request.node.get_closest_marker("claims_move_on"):
+        monkeypatch.setattr("kvlink.control.client._CLAIM_SLACK_S", 30.0)
 
 
 @pytest.fixture

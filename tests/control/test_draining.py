@@ -17,14 +17,11 @@ from kvlink.control import Claim, Coordinator, CoordinatorClient
 from kvlink.control.store.etcd import EtcdStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 
+pytestmark = pytest.mark.claims_move_on
+
 SAID_UNDER_LOAD = re.compile(
     r"the watch is behind revision=\d+ seen=\d+|Aborting method \[\S+\] due to server stop\."
 )
-
-
-@pytest.fixture
-def late_answers_count() -> None:
-    """Claims leave a coordinator that does not answer."""
 
 
 @pytest.fixture(scope="module")

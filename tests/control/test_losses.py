@@ -11,12 +11,7 @@ import pytest
 from control.etcd_cluster import EtcdCluster
 from control.fleet import Fleet, Load, three_of_each
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-def late_answers_count() -> None:
-    """Claims leave a coordinator that does not answer."""
+pytestmark = [pytest.mark.claims_move_on, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

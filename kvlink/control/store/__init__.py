@@ -15,7 +15,7 @@ __all__ = ["Store"]
 
 
 class Store(Protocol):
-    """The contract of tests/control/test_store.py. Every call may raise `Refused`; nothing else is expected.
+    """The contract of tests/control/store/. Every call may raise `Refused`; nothing else is expected.
 
     Lives on one event loop. A Feed that is closed by its consumer, or falls behind, is forgotten. What comes in great
     numbers returns futures, so that many are under way at once and none costs a task that need not wait.
