@@ -14,9 +14,12 @@ def register() -> None:
     """Makes the connector known by name. vLLM calls it in every process (entry point vllm.general_plugins)."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from .dynamo import make_known
+
     if (
         "KVLinkConnector" not in KVConnectorFactory._registry
     ):  # it may be called twice, registering twice raises
         KVConnectorFactory.register_connector(
             "KVLinkConnector", "kvlink.integrations.vllm.connector", "KVLinkConnector"
         )
+    make_known()

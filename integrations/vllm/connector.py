@@ -25,6 +25,7 @@ from .caches import caches_of
 from .engine_config import (
     at_this_host,
     check_groups,
+    check_outputs,
     check_parallelism,
     grows,
     rank_of,
@@ -76,6 +77,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_parallelism(vllm_config.parallel_config)
+        check_outputs(vllm_config)
         check_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))

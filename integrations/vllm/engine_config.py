@@ -39,6 +39,14 @@ def check_parallelism(parallel: Any) -> None:
             )
 
 
+def check_outputs(vllm_config: Any) -> None:
+    """What the prefill server would have to return beside the cache. Raises ConfigError."""
+    if getattr(vllm_config.aux_output_config, "enable_return_routed_experts", False):
+        raise ConfigError(
+            "KVLinkConnector does not carry the experts that prefill chose; remove --enable-return-routed-experts"
+        )
+
+
 def check_groups(kv_cache_config: Any) -> None:
     """Raises ConfigError."""
     for group in kv_cache_config.transfer_groups:

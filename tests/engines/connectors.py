@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from call_times import FILE_SETTING
 from pair import Pair, flags, prompt
 from servers import coordinator, running, vllm
 
@@ -42,24 +44,29 @@ def pair_of(
     tp: tuple[int, int] = (1, 1),
     lease_s: int = LEASE_S,
     coordinated: bool = False,
+    call_times: Path | None = None,
     **extra: Any,
 ) -> Iterator[Pair]:
     """Starts both servers, ends those that are there in the end. Each has computed once: the first forward of several
     ranks compiles for many seconds, in which all stands still.
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
-    hand-overs in parts. extra: more for kv_connector_extra_config.
+    hand-overs in parts. call_times: a folder where each server writes down what the connector's
+    calls take, in a file of its role's name. extra: more for kv_connector_extra_config.
     """
     with running([coordinator()] if coordinated else []) as coordinators:
         for one in coordinators:
             extra["coordinator"] = f"127.0.0.1:{one.launch.port}"
         config = kv_transfer(connector, policy, lease_s, **extra)
+        if call_times is not None:
+            config["kv_connector_module_path"] = "timed_connectors"
         launches = [
             vllm(
                 f"{role}-{connector}-{model}",
                 model,
                 config,
                 (*flags(model), "--tensor-parallel-size", str(size)),
+                writes_down(call_times / role) if call_times is not None else {},
             )
             for role, size in zip(("prefill", "decode"), tp, strict=True)
         ]
@@ -73,3 +80,8 @@ def pair_of(
             finally:
                 for server in (pair.prefill, pair.decode):
                     server.close()  # a test may have replaced it
+
+
+def writes_down(path: Path) -> dict[str, str]:
+    """What a server's environment needs for that."""
+    return {"PYTHONPATH": str(Path(__file__).parent), FILE_SETTING: str(path)}

@@ -6,7 +6,8 @@
 The servers that are not measured are stopped meanwhile: those of NIXL spin while idle, and take the CPU from others.
 Added: of decode's time to its first token with a hand-over, and of both servers' CPU time until then, what is more than
 the median for the same prompts from decode's own prefix cache. Prompts are whole blocks and one token, so that both
-compute one token. Of each cost: median and p99.
+compute one token. Calls: the time that decode's engine spends in the connector, in the step that starts the load, and
+in each other step. Of each cost: median and p99.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from call_times import Step, steps
 from connectors import pair_of
 from pair import Pair, prompt
 
@@ -32,8 +35,8 @@ BLOCK_TOKENS = 128
 MODEL = "llama"
 _PAUSE_S = 0.1  # what the request before left to do is done by then
 _SUMS = {
-    "KVLinkConnector": ("vllm:kvlink_transfer_seconds", "vllm:kvlink_post_seconds"),
-    "NixlConnector": ("vllm:nixl_xfer_time_seconds", "vllm:nixl_post_time_seconds"),
+    "KVLinkConnector": "vllm:kvlink_transfer_seconds_sum",
+    "NixlConnector": "vllm:nixl_xfer_time_seconds_sum",
 }
 
 
@@ -45,12 +48,13 @@ class FirstToken(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One hand-over, and the same from decode's cache. `transfer_ms` and `post_us`: as the connector itself says."""
+    """One hand-over, and the same from decode's cache. `transfer_ms`: as the connector itself says. `steps`: decode's
+    during the hand-over."""
 
     handed_over: FirstToken
     cached: FirstToken
     transfer_ms: float
-    post_us: float
+    steps: list[Step]
 
 
 def main() -> int:
@@ -59,18 +63,26 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
-        # "fail": a load that failed must not pass for a slow one.
-        pairs = [stack.enter_context(pair_of(connector, MODEL, "fail")) for connector in CONNECTORS]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pairs = [stack.enter_context(timed_pair(connector, folder)) for connector in CONNECTORS]
         for pair in pairs:
             with alone(pair, pairs):
                 for turn in range(3):
-                    sample(pair, prompt(f"warm up {turn}", 300))
-        for row in rows(pairs, options.rounds):
+                    sample(pair, prompt(f"warm up {turn}", 300), folder)
+        for row in rows(pairs, options.rounds, folder):
             print(json.dumps(row) if options.json else said(row), flush=True)
     return 0
 
 
-def rows(pairs: Sequence[Pair], rounds: int) -> Iterator[dict[str, Any]]:
+@contextmanager
+def timed_pair(connector: str, folder: Path) -> Iterator[Pair]:
+    """Its calls are written down in a folder of its name. "fail": a load that failed must not pass for a slow one."""
+    (folder / connector).mkdir()
+    with pair_of(connector, MODEL, "fail", call_times=folder / connector) as pair:
+        yield pair
+
+
+def rows(pairs: Sequence[Pair], rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
     """One of each length."""
     for blocks in BLOCKS:
         length = blocks * BLOCK_TOKENS + 1
@@ -79,7 +91,7 @@ def rows(pairs: Sequence[Pair], rounds: int) -> Iterator[dict[str, Any]]:
             tokens = prompt(f"round {turn} of {length}", length)
             for pair in pairs if turn % 2 else reversed(pairs):
                 with alone(pair, pairs):
-                    samples[pair.connector].append(sample(pair, tokens))
+                    samples[pair.connector].append(sample(pair, tokens, folder))
         row: dict[str, Any] = {"tokens": length, "rounds": rounds}
         for connector, taken in samples.items():
             name = connector.removesuffix("Connector").lower()
@@ -97,9 +109,17 @@ def costs(taken: Sequence[Sample]) -> dict[str, list[float]]:
     return {
         "added_ms": [one.handed_over.ms - cached_ms for one in taken],
         "transfer_ms": [one.transfer_ms for one in taken],
-        "post_us": [one.post_us for one in taken],
+        "starting_step_us": [max(step.start_us for step in one.steps) for one in taken],
+        "poll_us": [step.poll_us for one in taken for step in others(one.steps)],
+        "other_step_us": [step.all_us for one in taken for step in others(one.steps)],
         "cpu_ms": [one.handed_over.cpu_ms - cached_cpu_ms for one in taken],
     }
+
+
+def others(taken: Sequence[Step]) -> list[Step]:
+    """But for the one that started the load."""
+    starting = max(taken, key=lambda step: step.start_us)
+    return [step for step in taken if step is not starting]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -120,15 +140,16 @@ def alone(pair: Pair, pairs: Sequence[Pair]) -> Iterator[None]:
             os.killpg(group, signal.SIGCONT)
 
 
-def sample(pair: Pair, tokens: list[int]) -> Sample:
+def sample(pair: Pair, tokens: list[int], folder: Path) -> Sample:
     """One hand-over, and the same prompt once more from decode's own cache."""
+    calls = folder / pair.connector / "decode"
     handoff = pair.hand_off(tokens)
-    told = connector_s(pair)
-    handed_over, cached = (
-        first_token(pair, tokens, **extra) for extra in ({"kv_transfer_params": handoff}, {})
-    )
-    transfer, post = (after - before for before, after in zip(told, connector_s(pair), strict=True))
-    return Sample(handed_over, cached, transfer * 1e3, post * 1e6)
+    told_s, written = pair.decode.metric(_SUMS[pair.connector]), calls.stat().st_size
+    handed_over = first_token(pair, tokens, kv_transfer_params=handoff)
+    taken = steps(calls, written)
+    cached = first_token(pair, tokens)
+    transfer_s = pair.decode.metric(_SUMS[pair.connector]) - told_s
+    return Sample(handed_over, cached, transfer_s * 1e3, taken)
 
 
 def first_token(pair: Pair, tokens: list[int], **extra: Any) -> FirstToken:
@@ -148,12 +169,6 @@ def cpu_ms(pair: Pair) -> float:
             if os.getpgid(int(process.name)) in groups:
                 total_ns += sum(int(one.read_text().split()[0]) for one in process.glob("task/*/schedstat"))
     return total_ns / 1e6
-
-
-def connector_s(pair: Pair) -> tuple[float, float]:
-    """Seconds of transfers and of posting, by the connector's own metrics since its start."""
-    transfer, post = (pair.decode.metric(f"{name}_sum") for name in _SUMS[pair.connector])
-    return transfer, post
 
 
 def said(row: dict[str, Any]) -> str:

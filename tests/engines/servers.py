@@ -220,6 +220,15 @@ def router(prefill: Iterable[Server], decode: Iterable[Server], *flags: str) -> 
     return Launch("router", (*command, *flags), port)
 
 
+def vllms_router(prefill: Server, decode: Server) -> Launch:
+    """Of the vLLM project, which knows NIXL's hand-overs."""
+    port = free_port()
+    command = [str(ENGINES / "vllm" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]
+    command += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
+    return Launch("vllm-router", tuple(command), port)
+
+
 def coordinator() -> Launch:
     """kvlink's own, for servers that are given its address."""
     port = free_port()

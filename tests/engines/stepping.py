@@ -38,8 +38,8 @@ class Side:
     """One server, stepped by hand."""
 
     def __init__(self, model: str, coordinator: str, scenario: str) -> None:
-        config = _config(model, coordinator, _lease_s(scenario))
-        self.caches = _caches(scenario == "windows")
+        config = config_of(model, coordinator, _lease_s(scenario))
+        self.caches = caches_of(scenario == "windows")
         self.scheduler = Scheduler(
             config,
             self.caches,
@@ -141,7 +141,7 @@ def _lease_s(scenario: str) -> int:
     return 2 if scenario == "preempted" else 600
 
 
-def _config(model: str, coordinator: str, lease_s: int) -> Any:
+def config_of(model: str, coordinator: str, lease_s: int) -> Any:
     transfer = {
         "kv_connector": "KVLinkConnector",
         "kv_role": "kv_both",
@@ -166,7 +166,7 @@ def _config(model: str, coordinator: str, lease_s: int) -> Any:
     return config
 
 
-def _caches(windows: bool) -> KVCacheConfig:
+def caches_of(windows: bool) -> KVCacheConfig:
     shape = {
         "block_size": BLOCK_TOKENS,
         "num_kv_heads": HEADS,

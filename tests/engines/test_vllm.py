@@ -13,7 +13,7 @@ from faults import SCENARIOS, Outcome, play
 from pair import CHUNK_TOKENS, NUM_NEW, Pair, ask, eventually, flags, prompt, stream
 from reading import cache_of
 from references import References
-from servers import Server, post, running, vllm
+from servers import Server, post, running, vllm, vllms_router
 
 pytestmark = pytest.mark.timeout(900)  # a session's first test starts two or three servers
 
@@ -106,6 +106,19 @@ def test_a_chat(pair: Pair, routed: Server) -> None:
     assert [status for status, _ in answers] == [200, 200]
     texts = {answer["choices"][0]["message"]["content"] for _, answer in answers}
     assert len(texts) == 1
+
+
+def test_another_router(pair: Pair, references: References) -> None:
+    """One that was written for NIXL's hand-overs and knows nothing of these."""
+    loads = pair.loads()
+    with running([vllms_router(pair.prefill, pair.decode)]) as (server,):
+        for num_tokens in (1, 300, 4000):
+            tokens = prompt(f"another router {num_tokens}", num_tokens)
+            assert ask(server.url, pair.model, tokens).tokens == references(tokens)
+        tokens = prompt("another router, in a stream", 333)
+        events = stream(server.url, pair.model, tokens)
+        assert [token for event in events for token in event] == references(tokens)
+    assert eventually(lambda: pair.loads() == loads + 4, SETTLE_S)
 
 
 @pytest.mark.parametrize("hang_up_after", [0, 1])

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector refuses at vLLM's start, without a model: `refusing.py MODEL`.
+
+Runs in vLLM's environment. Prints one JSON object: what was configured, and what the connector said to it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from stepping import caches_of, config_of
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.connector import KVLinkConnector
+
+
+def _in_two_stages(config: Any, caches: Any) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+
+
+def _contexts_shared(config: Any, caches: Any) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+
+
+def _with_routed_experts(config: Any, caches: Any) -> None:
+    config.aux_output_config.enable_return_routed_experts = True
+
+
+def _with_mamba(config: Any, caches: Any) -> None:
+    spec = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    caches.kv_cache_groups.append(KVCacheGroupSpec(["mamba.0"], spec))
+
+
+def _as_it_is(config: Any, caches: Any) -> None:
+    pass
+
+
+def said(model: str, change: Callable[[Any, Any], None]) -> str:
+    """Empty: it was taken."""
+    config, caches = config_of(model, "127.0.0.1:1", 6), caches_of(windows=False)
+    change(config, caches)
+    try:
+        KVLinkConnector(config, KVConnectorRole.SCHEDULER, caches).shutdown()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts, _with_mamba)
+    print(json.dumps({change.__name__.strip("_"): said(sys.argv[1], change) for change in changes}))
