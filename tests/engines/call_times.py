@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's steps spend in a connector: written down call by call in the server, read here. Needs no vLLM.
 
-A record has 8 bytes: which of CALLS, and the nanoseconds that it took of the thread that steps.
+A record has 24 bytes: which of CALLS, when it began, and how long it took, in nanoseconds.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,8 @@ CALLS = (
     "clear_connector_metadata",
 )
 """In the worker, each once in a step, the first of them first."""
-_RECORD = struct.Struct("<BxxxI")
+_RECORD = struct.Struct("<QQQ")
+_FORWARD_NS = 300_000  # the smallest model computes for longer than that
 
 
 class Step(NamedTuple):
@@ -35,6 +35,8 @@ class Step(NamedTuple):
     start_us: float
     poll_us: float
     all_us: float
+    computes: bool
+    """The model ran between the first two calls. Else the engine had nothing to do but to ask."""
 
 
 class CallTimes:
@@ -43,30 +45,27 @@ class CallTimes:
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
-    def took(self, call: str, ns: int) -> None:
-        self._file.write(_RECORD.pack(CALLS.index(call), min(ns, 2**32 - 1)))
+    def took(self, call: str, began_ns: int, ended_ns: int) -> None:
+        self._file.write(_RECORD.pack(CALLS.index(call), began_ns, ended_ns - began_ns))
 
 
 def steps(path: Path, start: int = 0) -> list[Step]:
     """Those that began and ended after the file had `start` bytes."""
-    found: list[dict[str, int]] = []
-    for call, ns in _records(path, start):
-        if call == CALLS[0]:
+    found: list[dict[str, tuple[int, int]]] = []
+    data = path.read_bytes()[start:]
+    for number, began_ns, took_ns in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
+        if number == 0:
             found.append({})
         if found:
-            found[-1][call] = found[-1].get(call, 0) + ns
+            found[-1][CALLS[number]] = (began_ns, took_ns)
     return [_step(one) for one in found if CALLS[-1] in one]
 
 
-def _records(path: Path, start: int) -> Iterator[tuple[str, int]]:
-    data = path.read_bytes()[start:]
-    for number, ns in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
-        yield CALLS[number], ns
-
-
-def _step(taken: dict[str, int]) -> Step:
+def _step(calls: dict[str, tuple[int, int]]) -> Step:
+    bind_ns, took_ns = calls[STARTS[0]]
     return Step(
-        sum(taken.get(call, 0) for call in STARTS) / 1e3,
-        sum(taken.get(call, 0) for call in POLLS) / 1e3,
-        sum(taken.values()) / 1e3,
+        sum(calls[call][1] for call in STARTS) / 1e3,
+        sum(calls[call][1] for call in POLLS) / 1e3,
+        sum(took_ns for _, took_ns in calls.values()) / 1e3,
+        calls[STARTS[1]][0] - (bind_ns + took_ns) > _FORWARD_NS,
     )

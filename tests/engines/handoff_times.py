@@ -6,8 +6,8 @@
 The servers that are not measured are stopped meanwhile: those of NIXL spin while idle, and take the CPU from others.
 Added: of decode's time to its first token with a hand-over, and of both servers' CPU time until then, what is more than
 the median for the same prompts from decode's own prefix cache. Prompts are whole blocks and one token, so that both
-compute one token. Calls: the time that decode's engine spends in the connector, in the step that starts the load, and
-in each other step. Of each cost: median and p99.
+compute one token. Steps: the time that decode's engine spends in the connector: to start the load; in each other step
+that computes, all calls and of these to ask for results; in each that does not. Of each cost: median and p99.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def rows(pairs: Sequence[Pair], rounds: int, folder: Path) -> Iterator[dict[str,
         for connector, taken in samples.items():
             name = connector.removesuffix("Connector").lower()
             for what, values in costs(taken).items():
-                row[f"{name}_{what}"] = [round(quantile(values, share), 2) for share in (0.5, 0.99)]
+                row[f"{name}_{what}"] = [round(quantile(values, share), 2) for share in (0.5, 0.99) if values]
         row["ratio"] = round(row["kvlink_added_ms"][0] / max(row["nixl_added_ms"][0], 1e-9), 2)
         yield row
 
@@ -106,12 +106,14 @@ def costs(taken: Sequence[Sample]) -> dict[str, list[float]]:
     cached_ms, cached_cpu_ms = (
         quantile(values, 0.5) for values in zip(*(one.cached for one in taken), strict=True)
     )
+    rest = [step for one in taken for step in others(one.steps)]
     return {
         "added_ms": [one.handed_over.ms - cached_ms for one in taken],
         "transfer_ms": [one.transfer_ms for one in taken],
-        "starting_step_us": [max(step.start_us for step in one.steps) for one in taken],
-        "poll_us": [step.poll_us for one in taken for step in others(one.steps)],
-        "other_step_us": [step.all_us for one in taken for step in others(one.steps)],
+        "start_us": [max(step.start_us for step in one.steps) for one in taken],
+        "computing_step_us": [step.all_us for step in rest if step.computes],
+        "results_us": [step.poll_us for step in rest if step.computes],
+        "idle_step_us": [step.all_us for step in rest if not step.computes],
         "cpu_ms": [one.handed_over.cpu_ms - cached_cpu_ms for one in taken],
     }
 

@@ -41,7 +41,7 @@ def _timed(name: str, call: Any, times: CallTimes) -> Any:
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter_ns()
         result = call(*args, **kwargs)
-        times.took(name, time.perf_counter_ns() - start)
+        times.took(name, start, time.perf_counter_ns())
         return result
 
     return timed
