@@ -149,7 +149,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is saved; but readers of a prompt that is still being computed may fetch what this step wrote."""
         if self._serving is not None and self.has_connector_metadata():
             written = self._get_connector_metadata().orders.written
-            self._serving.computed(written, when_launched_has_run(self._tensors))
+            if written:
+                self._serving.computed(written, when_launched_has_run(self._tensors))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended since the last step."""
@@ -166,8 +167,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVLinkWorkerMetadata | None:
         """Only when there is something to say."""
         woken, self._woken = self._woken, {}
-        holders = Counter(self._serving.take_held() if self._serving is not None else ())
-        return KVLinkWorkerMetadata(woken, holders) if woken or holders else None
+        held = self._serving.take_held() if self._serving is not None else ()
+        return KVLinkWorkerMetadata(woken, Counter(held)) if woken or held else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
         """Since the last step. In the scheduler's process: hand-overs that were not used."""

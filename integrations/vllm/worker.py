@@ -84,13 +84,13 @@ class Serving:
 
     def computed(self, written: Mapping[str, int], is_done: Callable[[], bool]) -> None:
         """The step's kernels are launched, and have run when `is_done` says so: readers of `written` may go on."""
-        if written:
-            self._written.append((is_done, dict(written)))
+        self._written.append((is_done, dict(written)))
         self._publish()
 
     def results(self) -> Results:
         """After the step. Waits only in a step that is idle, and then for a millisecond."""
-        self._collect_ended()
+        if self._out or self._held or len(self._worker.offers):  # a server that only decodes has none
+            self._collect_ended()
         self._publish()
         if len(self._loads) and self._patience_s:
             self._loads.wait(self._patience_s)
@@ -105,6 +105,8 @@ class Serving:
 
     def take_tally(self) -> dict[str, Any] | None:
         """Since the last call."""
+        if not len(self._worker.offers):
+            return self._tally.take(0, 0.0)
         counts = self._worker.lease_counts()
         return self._tally.take(counts.active, counts.oldest_s)
 

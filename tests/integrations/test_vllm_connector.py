@@ -58,6 +58,19 @@ def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]
     assert decode.ranks[0].take_tally()["transports"] == {"loopback": 1}  # type: ignore[index]
 
 
+def test_blocks_come_back_when_a_scrape_has_seen_their_end_first(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    offers = prefill.ranks[0]._worker.offers
+    while offers.num_pinned_blocks():
+        time.sleep(0.001)
+    prefill.step()
+    assert prefill.sent == {"r"}
+    assert gone(prefill)
+
+
 def test_what_is_cached_here_is_not_pulled(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])

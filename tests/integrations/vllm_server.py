@@ -107,7 +107,7 @@ class Server:
         for rank in self.ranks:
             rank.carry_out(orders)
         compute()
-        for rank in self.ranks:
+        for rank in self.ranks if orders.written else ():
             rank.computed(orders.written, lambda: True)
         self.scheduling.held(Counter(name for rank in self.ranks for name in rank.take_held()))
         results = [rank.results() for rank in self.ranks]
