@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from connectors import PATIENT_LEASE_S
 from pair import CHUNK_TOKENS, Pair, ask, eventually, prompt, stream
 from references import References
 from servers import Server, router, running
 
 FROM_TOKENS = 256
 SETTLE_S = 30.0
-_IN_PARTS = {"connector": "KVLinkConnector", "coordinated": True, "streaming_from_tokens": FROM_TOKENS}
+_IN_PARTS = {
+    "connector": "KVLinkConnector",
+    "coordinated": True,
+    "lease_s": PATIENT_LEASE_S,  # blocks that come back do so before it ends
+    "streaming_from_tokens": FROM_TOKENS,
+}
 BOTH_KINDS = pytest.mark.pairs({"model": "llama", **_IN_PARTS}, {"model": "gemma3", **_IN_PARTS})
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.pairs({"model": "llama", **_IN_PARTS})]
