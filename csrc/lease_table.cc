@@ -39,9 +39,18 @@ uint64_t LeaseTable::fresh_nonce() {
   }
 }
 
+/// Before anything else that takes the time. No lease, nobody sweeps: the time between does not count.
+void LeaseTable::look_at_clock(int64_t now_ns) {
+  const int64_t since = now_ns - looked_ns_;
+  looked_ns_ = std::max(looked_ns_, now_ns);
+  if (since <= kStoodStillNs) return;
+  for (auto& [id, lease] : leases_) lease.deadline_ns += since;
+}
+
 Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                                  int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   if (readers == 0) return Status::Config("a lease needs at least one reader");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
   if (readers > free_.size()) {
@@ -63,6 +72,7 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
 Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
                             int64_t now_ns) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
   std::vector<uint32_t> left = free_;
@@ -109,6 +119,7 @@ bool LeaseTable::set_ready(uint64_t lease, uint64_t ready) {
 
 bool LeaseTable::extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   const auto found = leases_.find(lease);
   if (found == leases_.end()) return false;
   found->second.deadline_ns = std::max(found->second.deadline_ns, now_ns + ttl_ns);
@@ -117,6 +128,7 @@ bool LeaseTable::extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
 
 bool LeaseTable::set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   const auto found = leases_.find(lease);
   if (found == leases_.end()) return false;
   found->second.ttl_ns = ttl_ns;
@@ -126,6 +138,7 @@ bool LeaseTable::set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
 
 bool LeaseTable::renew(uint32_t index, uint64_t settle_nonce, int64_t now_ns) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   Lease* const lease = lease_at(index, settle_nonce);
   if (lease == nullptr) return false;
   lease->deadline_ns = std::max(lease->deadline_ns, now_ns + lease->ttl_ns);
@@ -189,6 +202,7 @@ void LeaseTable::end_settled(Lease& lease) {
 
 void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
   std::lock_guard lock(mutex_);
+  look_at_clock(now_ns);
   for (auto it = leases_.begin(); it != leases_.end();) {
     Lease& lease = it->second;
     end_settled(lease);

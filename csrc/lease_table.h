@@ -64,8 +64,13 @@ struct LeaseCounts {
   int64_t oldest_ns = 0;
 };
 
+/// Longer than this between two looks at the clock, the owner stood still: its sweeps are a millisecond
+/// apart.
+inline constexpr int64_t kStoodStillNs = 100'000'000;
+
 /// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
-/// clock.
+/// clock. Leases do not age while their owner stands still (a suspended process, a paused machine): what
+/// readers said to renew them meanwhile lies in its sockets, unread.
 class LeaseTable {
  public:
   /// `memory` is zeroed, 64-byte aligned, and outlives the table. REQUIRES memory.size() >= 2 slots.
@@ -115,6 +120,7 @@ class LeaseTable {
   LeaseSlot& slot(uint32_t index) { return slots_[index]; }
   void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
   void add(uint64_t id, Lease lease);
+  void look_at_clock(int64_t now_ns);
   void end_seat(Seat& seat);
   void end_settled(Lease& lease);
   Lease* lease_at(uint32_t slot, uint64_t settled);
@@ -126,6 +132,7 @@ class LeaseTable {
   std::vector<uint64_t> lease_of_slot_;  // the last one that had it
   std::unordered_map<uint64_t, Lease> leases_;
   std::vector<uint64_t> random_;  // drawn from the kernel in batches
+  int64_t looked_ns_ = 0;         // when the clock was last looked at
   LeaseCounts counts_;
   std::atomic<uint32_t> num_active_{0};
 };

@@ -187,6 +187,41 @@ TEST_F(LeaseTableTest, AReaderRenewsByTheLeasesOwnTimeToLive) {
   EXPECT_FALSE(table.renew(seat.slot, seat.settle_nonce, 2 * kTtl));
 }
 
+TEST_F(LeaseTableTest, ALeaseDoesNotAgeWhileItsOwnerStandsStill) {
+  constexpr int64_t kLong = 10 * kStoodStillNs;
+  ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_TRUE(sweep(1 + kLong).empty());
+  EXPECT_TRUE(sweep(kLong + kTtl - 1).empty());
+  EXPECT_EQ(sweep(kLong + kTtl)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, WhatLayUnreadInTheOwnersSocketsComesInTime) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, 2 * kStoodStillNs, 0))[0];
+  const int64_t back = 5 * kStoodStillNs;
+  EXPECT_TRUE(sweep(back).empty());
+  EXPECT_TRUE(table.renew(seat.slot, seat.settle_nonce, back + 1));
+  EXPECT_TRUE(sweep(back + kStoodStillNs).empty());
+  EXPECT_TRUE(sweep(back + 2 * kStoodStillNs).empty());
+  EXPECT_EQ(sweep(back + 2 * kStoodStillNs + 1)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, WhoeverIsFirstAfterAStopTellsTheOthersOfIt) {
+  const LeaseSeat old = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  const int64_t back = 5 * kStoodStillNs;
+  ASSERT_TRUE(table.grant(2, 1, 0, kTtl, back).ok());  // its own time has only begun
+  EXPECT_TRUE(sweep(back + kTtl - 1).empty());
+  EXPECT_EQ(sweep(back + kTtl).size(), 2u);
+  EXPECT_EQ(memory[old.slot].nonce, 0u);
+}
+
+TEST_F(LeaseTableTest, ALateClockOfAnotherThreadIsNoStop) {
+  ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
+  EXPECT_TRUE(sweep(kTtl - 1).empty());
+  EXPECT_FALSE(table.extend(9, kTtl, 1));  // read the clock, then waited for the lock
+  EXPECT_EQ(sweep(kTtl).size(), 1u);
+}
+
 TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
   ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
   EXPECT_TRUE(table.extend(1, kTtl, kTtl / 2));

@@ -171,6 +171,24 @@ def test_the_ticket_of_a_restarted_owner_is_refused(
     new.close()
 
 
+def test_leases_outlast_a_stop_of_their_owner(
+    new_process: Callable[..., PeerProcess], new_pair: NewPair
+) -> None:
+    """Their renewals would lie unread in its sockets."""
+    reader = new_pair("cma")
+    process = new_process()
+    owner = RemoteWorker(process, "sleepy", reader.spec, transports="cma")
+    tickets = {name: owner.offer([1, 2], request_id=name, ttl_s=2.0) for name in ("taken", "left")}
+    process.stop()
+    time.sleep(2.5)
+    process.go_on()
+    assert owner.do("counts")["expired"] == 0
+    assert reader.start(tickets["taken"], [3, 4]).wait(20)
+    assert owner.fate_of("taken") == "settled"
+    assert owner.fate_of("left") == "expired"
+    owner.close()
+
+
 def test_a_reader_that_overslept_its_lease_is_cut_off_and_no_other(
     new_process: Callable[..., PeerProcess], new_pair: NewPair
 ) -> None:
