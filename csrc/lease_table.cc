@@ -43,8 +43,8 @@ uint64_t LeaseTable::fresh_nonce() {
 void LeaseTable::look_at_clock(int64_t now_ns) {
   const int64_t since = now_ns - looked_ns_;
   looked_ns_ = std::max(looked_ns_, now_ns);
-  if (since <= kStoodStillNs) return;
-  for (auto& [id, lease] : leases_) lease.deadline_ns += since;
+  if (since <= kMostAgeingNs) return;
+  for (auto& [id, lease] : leases_) lease.deadline_ns += since - kMostAgeingNs;
 }
 
 Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,

@@ -64,9 +64,10 @@ struct LeaseCounts {
   int64_t oldest_ns = 0;
 };
 
-/// Longer than this between two looks at the clock, the owner stood still: its sweeps are a millisecond
-/// apart.
-inline constexpr int64_t kStoodStillNs = 100'000'000;
+/// Leases age by this at most between two looks at the clock. Sweeps are a millisecond apart: more time has
+/// passed only if the owner stood still. They do age by this then, so an owner that is always late keeps
+/// none for ever.
+inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
 /// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
 /// clock. Leases do not age while their owner stands still (a suspended process, a paused machine): what

@@ -92,6 +92,11 @@ std::vector<PortState> Ports::states() const {
   return states;
 }
 
+bool Ports::busy(size_t port) const {
+  std::lock_guard lock(mutex_);
+  return is_running(ports_[port].leaving) || is_running(ports_[port].attempt);
+}
+
 Result<size_t> Ports::enlist(const MemoryRange& range, Rights rights) {
   Range kept{range, rights, nullptr};
   if (range.dmabuf_fd >= 0) {  // the caller's is open until the start only

@@ -49,6 +49,8 @@ class Ports {
   /// Of those that are away as it was.
   Address address() const;
   std::vector<PortState> states() const;
+  /// A thread is letting go of it, or looking for it.
+  bool busy(size_t port) const;
 
   /// Registers memory at every port; its index, in order. Refuses (kTransportUnavailable) what one cannot
   /// reach.

@@ -68,6 +68,11 @@ class FakeDevice : public DeviceCopier {
     std::lock_guard lock(mutex_);
     return num_copied_;
   }
+  /// Until somebody waits for the end of copies.
+  void await_drain() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return draining_; });
+  }
 
   Status pin(std::byte* host, uint64_t bytes) override {
     EXPECT_EQ(pinned_.bytes, 0u) << "pinned twice";
@@ -114,7 +119,10 @@ class FakeDevice : public DeviceCopier {
     }
     void drain() override {
       std::unique_lock lock(device_.mutex_);
+      device_.draining_ = true;
+      device_.changed_.notify_all();
       device_.changed_.wait(lock, [this] { return device_.broken_ || !device_.has(this, 0); });
+      device_.draining_ = false;
     }
 
    private:
@@ -170,7 +178,7 @@ class FakeDevice : public DeviceCopier {
   std::condition_variable changed_;
   std::vector<Job> jobs_;
   uint64_t num_copied_ = 0;
-  bool stalled_ = false, broken_ = false, ended_ = false;
+  bool stalled_ = false, broken_ = false, ended_ = false, draining_ = false;
   std::thread copying_;
 };
 

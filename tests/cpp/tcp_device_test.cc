@@ -112,13 +112,13 @@ TEST(TcpDevice, RefusesFramesThatMixAndRangesOutside) {
   EXPECT_TRUE(reader.read_at(kTable, 0, 64).ok());
 }
 
-/// Ends the copies of `owner` while it waits for them under its lock.
-void go_on_soon(FakeDevice& device, const std::function<void()>& meanwhile) {
+/// Ends the copies of an owner once `waits` waits for them under its lock.
+void go_on_once(FakeDevice& device, const std::function<void()>& waits) {
   std::thread later([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    device.await_drain();
     device.go_on();
   });
-  meanwhile();
+  waits();
   EXPECT_EQ(device.num_under_way(), 0u);
   later.join();
 }
@@ -130,7 +130,7 @@ TEST(TcpDevice, FencesWhoIsBeingSentTo) {
   const Scatter pool = whole_pool(reader);
   ASSERT_TRUE(reader.endpoint->post_read(1, pool.chunk()).ok());
   await_copies(owner.device, reader);
-  go_on_soon(owner.device, [&] { EXPECT_TRUE(owner.transport->fence(1)); });
+  go_on_once(owner.device, [&] { EXPECT_TRUE(owner.transport->fence(1)); });
   EXPECT_EQ(reader.wait(1).code(), Code::kPeerUnreachable);
   EXPECT_TRUE(reader.is_poisoned());
   EXPECT_TRUE(other.read_at(kPool, 0, 4096).ok());
@@ -143,7 +143,7 @@ TEST(TcpDevice, NothingIsCopiedFromMemoryThatWasTakenBack) {
   const Scatter pool = whole_pool(reader);
   ASSERT_TRUE(reader.endpoint->post_read(1, pool.chunk()).ok());
   await_copies(owner.device, reader);
-  go_on_soon(owner.device, [&] { owner.pool_region.reset(); });
+  go_on_once(owner.device, [&] { owner.pool_region.reset(); });
   EXPECT_EQ(reader.wait(1).code(), Code::kPeerUnreachable);
 }
 
@@ -155,7 +155,7 @@ TEST(TcpDevice, NorFromAClosedTransport) {
   ASSERT_TRUE(reader.endpoint->post_read(1, pool.chunk()).ok());
   await_copies(owner.device, reader);
   owner.server.reset();
-  go_on_soon(owner.device, [&] { owner.transport->close(); });
+  go_on_once(owner.device, [&] { owner.transport->close(); });
   EXPECT_EQ(reader.wait(1).code(), Code::kPeerUnreachable);
   EXPECT_EQ(num_free(owner.bounce->sending()), kSlots);
 }

@@ -96,16 +96,20 @@ class VerbsPorts : public ::testing::Test {
     ASSERT_EQ(ports->look(0, now), Ports::Change::kLost);
     ports->let_go(0, now);
   }
-  /// Looks every 250 ms of made-up time; jobs take their own.
+  /// Looks every 250 ms of made-up time, in which jobs take none.
   Ports::Change look_for(int64_t ns) {
     for (const int64_t end = now + ns; now < end;) {
       now += 250'000'000;
-      for (int patience = 0; patience < 50; ++patience) {
+      for (int look = 0; look < 2; ++look) {  // one begins a job, one sees how it ended
+        await_job();
         if (ports->look(0, now) == Ports::Change::kBack) return Ports::Change::kBack;
-        std::this_thread::sleep_for(std::chrono::microseconds(200));
       }
     }
+    await_job();
     return Ports::Change::kNone;
+  }
+  void await_job() {
+    while (ports->busy(0)) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 
   std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);  // never touched
