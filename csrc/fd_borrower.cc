@@ -27,11 +27,6 @@ Status failed(const char* call) {
 Status too_late() { return Status::Timeout("the owner did not answer in time; is it stopped?"); }
 Status malformed() { return Status::AccessDenied("the owner's offer of memory is malformed"); }
 
-timeval until(int64_t deadline_ns) {
-  const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
-  return {left_us / 1'000'000, left_us % 1'000'000};
-}
-
 std::vector<UniqueFd> attached_fds(msghdr& message) {
   std::vector<UniqueFd> fds;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
@@ -71,10 +66,22 @@ Status FdBorrower::establish(std::string_view reply, int64_t timeout_ns) {
     return Status::AccessDenied("not a reply of this transport's owner");
   }
   if (Status status = connect(deadline_ns); !status.ok()) return status;
-  if (::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL) < 0) {
+  const auto send = [&] { return ::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL); };
+  if (in_time(SO_SNDTIMEO, deadline_ns, send) < 0) {
     return errno == EAGAIN ? too_late() : errno == EPIPE ? owner_gone() : failed("send");
   }
   return receive_all(deadline_ns);
+}
+
+template <typename Call>
+ssize_t FdBorrower::in_time(int option, int64_t deadline_ns, Call call) {
+  for (;;) {
+    const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
+    const timeval patience{left_us / 1'000'000, left_us % 1'000'000};
+    ::setsockopt(socket_.get(), SOL_SOCKET, option, &patience, sizeof patience);
+    const ssize_t result = call();
+    if (result >= 0 || errno != EINTR) return result;
+  }
 }
 
 Status FdBorrower::connect(int64_t deadline_ns) {
@@ -86,9 +93,10 @@ Status FdBorrower::connect(int64_t deadline_ns) {
 
   socket_.reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket_) return failed("socket");
-  const timeval patience = until(deadline_ns);  // connect() waits while the owner's backlog is full
-  ::setsockopt(socket_.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-  if (::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+  const auto knock = [&] {  // waits while the owner's backlog is full
+    return ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size);
+  };
+  if (in_time(SO_SNDTIMEO, deadline_ns, knock) != 0) {
     if (errno == EAGAIN) return too_late();
     return errno == ECONNREFUSED ? owner_gone() : failed("connect");
   }
@@ -135,9 +143,8 @@ Result<uint32_t> FdBorrower::receive(int64_t deadline_ns) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  const timeval patience = until(deadline_ns);
-  ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-  const ssize_t size = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+  const ssize_t size =
+      in_time(SO_RCVTIMEO, deadline_ns, [&] { return ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
   if (size < 0) return errno == EAGAIN ? too_late() : errno == ECONNRESET ? owner_gone() : failed("recvmsg");
   std::vector<UniqueFd> fds = attached_fds(message);
   if (size == 0)

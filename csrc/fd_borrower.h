@@ -39,6 +39,9 @@ class FdBorrower {
   };
 
   FdBorrower(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
+  /// Makes `call` on the socket again while signals come between; `option` is the time-out that it obeys.
+  template <typename Call>
+  ssize_t in_time(int option, int64_t deadline_ns, Call call);
   Status connect(int64_t deadline_ns);
   Status watch_owner();
   Status receive_all(int64_t deadline_ns);

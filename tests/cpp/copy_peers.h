@@ -144,6 +144,7 @@ class RemoteOwner {
     return word;
   }
   void stop() { ::kill(pid_, SIGSTOP); }
+  void go_on() { ::kill(pid_, SIGCONT); }
   void kill(int signal) {
     if (pid_ <= 0) return;
     ::kill(pid_, signal);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What shm does of its own.
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/un.h>
 
@@ -120,6 +122,28 @@ TEST(Shm, TimesOutOnAStoppedOwner) {
   const std::string reply = owner.accept(1, (*endpoint)->hello());
   owner.stop();
   EXPECT_EQ((*endpoint)->establish(reply, kSecondNs / 10).code(), Code::kTimeout);
+}
+
+TEST(Shm, SignalsDoNotDisturbWhoConnects) {
+  RemoteOwner owner("shm");
+  auto transport = make_transport("shm", {});
+  auto endpoint = (*transport)->open(owner.card().address, 0);
+  const std::string reply = owner.accept(1, (*endpoint)->hello());
+  struct sigaction heard{};
+  struct sigaction before{};
+  heard.sa_handler = [](int) {};
+  ::sigaction(SIGUSR1, &heard, &before);
+  owner.stop();
+  Status status;
+  std::thread connecting([&] { status = (*endpoint)->establish(reply, 20 * kSecondNs); });
+  for (int signal = 0; signal < 50; ++signal) {
+    ::pthread_kill(connecting.native_handle(), SIGUSR1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  owner.go_on();
+  connecting.join();
+  ::sigaction(SIGUSR1, &before, nullptr);
+  EXPECT_TRUE(status.ok()) << status.what();
 }
 
 TEST(Shm, RefusesAnOwnerThatHasEnded) {
