@@ -70,7 +70,7 @@ struct LeaseCounts {
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
 /// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
-/// clock. Leases do not age while their owner stands still (a suspended process, a paused machine): what
+/// clock. Leases hardly age while their owner stands still (a suspended process, a paused machine): what
 /// readers said to renew them meanwhile lies in its sockets, unread.
 class LeaseTable {
  public:
