@@ -88,6 +88,7 @@ class Commands:
         )
         self.handoff = self.make_handoff() if worker_id else None
         self.prefills: list[Any] = []
+        self.finished: dict[str, Any] = {}
         self.manager.start()
 
     def close(self) -> None:
@@ -119,12 +120,16 @@ class Commands:
     def tokens(self, request_id: str) -> list[int]:
         """Of a request that has finished, waiting for it."""
         deadline = time.monotonic() + _WAIT_S
-        while time.monotonic() < deadline:
-            output = self.manager.get_result(request_id, timeout=0.1)
+        while request_id not in self.finished:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request_id} did not finish")
+            # Asked for one request it puts others' results back at once: a loop that keeps the GIL from generation.
+            output = self.manager.get_result(timeout=0.1)
             if output is not None and output.is_finished():
-                assert output.error is None, output.error
-                return output.generated_tokens
-        raise TimeoutError(f"{request_id} did not finish")
+                self.finished[output.request_id] = output
+        output = self.finished.pop(request_id)
+        assert output.error is None, output.error
+        return output.generated_tokens
 
     def cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)
