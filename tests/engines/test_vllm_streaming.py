@@ -55,8 +55,7 @@ def test_it_comes_while_prefill_computes(
     if num_tokens > 2 * CHUNK_TOKENS:
         assert followed(following) == 1
         assert came > 0
-    if followed(following):
-        assert pair.loads() == loads + 1
+    assert pair.loads() <= loads + (1 if followed(following) else 2)
     assert pair.settles(SETTLE_S)
 
 
