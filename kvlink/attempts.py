@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to try again to connect to an owner."""
+"""When to try again to connect to an owner, and when to give it up."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from dataclasses import dataclass
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
+_SILENCE_S = 10.0
+"""What an owner gets that neither refuses nor answers. Its host may be gone, but it or we may only be slow."""
 
 
 @dataclass(slots=True)
 class Attempts:
-    """Back-off towards one owner after failed connects."""
+    """Back-off towards one owner after failed connects. Times are by `time.monotonic()`."""
 
     failures: int = 0
     not_before: float = 0.0
     last: str = ""
+    _silent_since: float | None = None
 
-    def failed(self, why: str, now: float) -> None:
-        """At `now`, by `time.monotonic()`."""
+    def failed(self, why: str, began: float, now: float, silent: bool) -> None:
+        """An attempt that `began` has ended. `silent`: nobody refused it."""
         self.failures += 1
         self.not_before = now + min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S)
         self.last = why
+        if not silent:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = began
+
+    def may_be_slow(self, now: float) -> bool:
+        """Whether the owner has only been silent, and not for long."""
+        return self._silent_since is not None and now - self._silent_since < _SILENCE_S

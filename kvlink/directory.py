@@ -32,7 +32,7 @@ class ControlDirectory:
             try:
                 card = await self._agent(agent).card()
             except CoordinatorUnavailable as error:
-                raise PeerUnreachable(f"worker {worker_id}: {error}") from None
+                raise _unreachable(worker_id, error) from None
         elif self._coordinator is not None:
             card = await self._coordinator.worker(worker_id, epoch)
         else:
@@ -49,7 +49,7 @@ class ControlDirectory:
         try:
             return await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:
-            raise PeerUnreachable(f"worker {card.worker_id}: {error}") from None
+            raise _unreachable(card.worker_id, error) from None
 
     async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
         """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
@@ -72,3 +72,7 @@ class ControlDirectory:
         if client is None:
             client = self._agents[address] = AgentClient(address, security=self._security)
         return client
+
+
+def _unreachable(worker_id: str, error: CoordinatorUnavailable) -> PeerUnreachable:
+    return PeerUnreachable(f"worker {worker_id}: {error}", silent=error.telling < 0)

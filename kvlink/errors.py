@@ -59,6 +59,11 @@ class PeerUnreachable(TransferError):
 
     retryable = True
 
+    def __init__(self, message: str, silent: bool = False) -> None:
+        super().__init__(message)
+        self.silent = silent
+        """Nobody refused and nobody answered in time: the owner, or this process, may only be slow."""
+
 
 class AccessDenied(TransferError):
     """The owner or the kernel refused a read: wrong key, out of bounds, or missing right."""

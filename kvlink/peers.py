@@ -29,6 +29,7 @@ _CONNECT_S = 5.0
 _FAIR_S = 0.1
 """An attempt that its caller's deadline ends sooner says nothing of the owner."""
 _ATTEMPTS = 3
+"""To an owner that refuses; one that says nothing may get more."""
 _DRAIN_TICK_S = 0.02
 _MEND_S = 10.0  # as csrc/connection.cc has it
 
@@ -152,7 +153,8 @@ class Peers:
 
     async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
         attempts = self._attempts.setdefault(key, Attempts())
-        for attempt in range(_ATTEMPTS):
+        left = _ATTEMPTS
+        while True:
             pause = attempts.not_before - time.monotonic()
             if time.monotonic() + max(pause, 0) >= deadline:
                 raise PeerUnreachable(
@@ -162,9 +164,9 @@ class Peers:
             if pause > 0:
                 await asyncio.sleep(pause)
             self.num_retries += attempts.failures > 0
-            began = time.perf_counter_ns()
+            began = time.monotonic()
             try:
-                timeout_s = min(_CONNECT_S, deadline - time.monotonic())
+                timeout_s = min(_CONNECT_S, deadline - began)
                 peer = await self._connect(key, agent, timeout_s, fresh=attempts.failures > 0)
             except KVLinkError as error:
                 if not error.retryable:
@@ -172,14 +174,15 @@ class Peers:
                     raise
                 if timeout_s < _FAIR_S and time.monotonic() >= deadline:
                     raise  # nobody else waits longer for a caller that came with too little time
-                attempts.failed(str(error), time.monotonic())
-                if attempt == _ATTEMPTS - 1:
+                silent = isinstance(error, PeerUnreachable) and error.silent
+                attempts.failed(str(error), began, time.monotonic(), silent)
+                left -= 1
+                if left <= 0 and not attempts.may_be_slow(time.monotonic()):
                     raise
             else:
-                self.connects.add(time.perf_counter_ns() - began)
+                self.connects.add(int((time.monotonic() - began) * 1e9))
                 del self._attempts[key]
                 return peer
-        raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
         card = await self.directory.card(*key, agent, fresh=fresh)

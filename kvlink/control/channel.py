@@ -45,6 +45,8 @@ _OPTIONS = [
 
 _GAVE_UP = "context "
 """What servers in Go, as etcd's, say under UNKNOWN when our deadline reached them before it reached us."""
+_OUT_OF_TIME = re.compile(r"time[d -]*out|deadline|handshaker shutdown", re.IGNORECASE)
+"""In what gRPC says under UNAVAILABLE of a connection that nobody refused."""
 _ATTEMPT_S = 3.0
 """What one of several addresses gets to answer before the next is asked."""
 
@@ -224,7 +226,10 @@ def _explained(
             return known
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE or code is grpc.StatusCode.CANCELLED:
-        return CoordinatorUnavailable(f"{where} does not answer {method.name} ({sentence}). {advice}")
+        telling = -1 if _OUT_OF_TIME.search(sentence) else 0
+        return CoordinatorUnavailable(
+            f"{where} does not answer {method.name} ({sentence}). {advice}", telling
+        )
     gave_up = code is grpc.StatusCode.UNKNOWN and sentence.startswith(_GAVE_UP)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED or gave_up:
         what = f"did not answer {method.name} {when}: not there, stopped or overloaded"

@@ -110,6 +110,17 @@ def test_a_host_that_vanishes_ends_the_pull(hosts: Hosts) -> None:
         deployment.reader.do("pull", ticket=ticket.to_text(), into=INTO, timeout_s=1.0)
 
 
+def test_a_host_that_swallows_what_it_gets_is_given_up_long_before_the_deadline(hosts: Hosts) -> None:
+    """Nothing refuses: the owner gets longer than one that does, but not all the time there is."""
+    deployment = Deployment(hosts)
+    ticket = deployment.owner.offer(FROM)
+    hosts[0].run("ip", "route", "add", "blackhole", f"{hosts[1].address}/32")
+    started = time.monotonic()
+    with pytest.raises(PeerUnreachable, match="does not answer GetCard"):
+        deployment.reader.do("pull", ticket=ticket.to_text(), into=INTO, timeout_s=60.0)
+    assert 8 < time.monotonic() - started < 30
+
+
 def test_blocks_come_back_when_the_readers_host_is_cut_off(hosts: Hosts) -> None:
     deployment = Deployment(hosts)
     deployment.pull()

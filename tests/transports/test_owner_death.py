@@ -150,6 +150,22 @@ def test_connecting_to_a_stopped_owner_ends_with_the_deadline(
     pair.pull(ticket, [20, 21])
 
 
+def test_an_owner_that_stands_still_when_it_is_first_asked_is_waited_for(
+    distant: str, new_process: NewProcess, new_pair: NewPair
+) -> None:
+    """Longer than three attempts to connect take."""
+    process = new_process()
+    pair = new_pair(distant, at=process)
+    ticket = pair.offer([3, 4])
+    process.stop()
+    pull = pair.start(ticket, [20, 21], timeout_s=60)
+    time.sleep(6)
+    assert not pull.done()
+    process.go_on()
+    assert pull.wait(60)
+    assert pair.holds([20, 21], [3, 4])
+
+
 def test_an_owner_stopped_in_the_middle_of_a_pull_goes_on(
     distant: str, new_process: NewProcess, new_pair: NewPair
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvlink.attempts import Attempts
 from kvlink.errors import PeerUnreachable
 from kvlink.peers import Peers
 from kvlink.types import WorkerCard
@@ -36,3 +37,19 @@ async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: floa
     with pytest.raises(PeerUnreachable, match="nobody there"):
         await peers._connect_with_backoff(("w", 1), "agent", time.monotonic() + timeout_s)
     assert peers._attempts["w", 1].failures == counts
+
+
+def test_who_only_says_nothing_may_be_slow_for_ten_seconds() -> None:
+    attempts = Attempts()
+    attempts.failed("timed out", began=100.0, now=102.0, silent=True)
+    assert attempts.may_be_slow(102.0)
+    attempts.failed("timed out", began=107.0, now=109.0, silent=True)
+    assert attempts.may_be_slow(109.9)
+    assert not attempts.may_be_slow(110.0)
+
+
+def test_who_refuses_is_not_slow() -> None:
+    attempts = Attempts()
+    attempts.failed("timed out", began=100.0, now=102.0, silent=True)
+    attempts.failed("connection refused", began=102.1, now=102.2, silent=False)
+    assert not attempts.may_be_slow(102.2)
