@@ -141,7 +141,7 @@ def sglang(name: str, *flags: str, **env: str) -> Launch:
         "SGLANG_USE_CPU_ENGINE": "1",
         "KVLINK_LEASE_S": str(LEASE_S),
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
-        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "8",  # a machine that stalls for seconds is no dead prefill
     }
     return Launch(name, command, port, settings | env)
 
