@@ -175,9 +175,10 @@ class Peers:
                 if timeout_s < _FAIR_S and time.monotonic() >= deadline:
                     raise  # nobody else waits longer for a caller that came with too little time
                 silent = isinstance(error, PeerUnreachable) and error.silent
-                attempts.failed(str(error), began, time.monotonic(), silent)
+                now = time.monotonic()
+                attempts.failed(str(error), began, now, silent)
                 left -= 1
-                if left <= 0 and not attempts.may_be_slow(time.monotonic()):
+                if left <= 0 and not attempts.may_be_slow(now):
                     raise
             else:
                 self.connects.add(int((time.monotonic() - began) * 1e9))
