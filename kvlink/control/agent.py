@@ -96,12 +96,18 @@ class WorkerAgent:
             )
         self._connecting += 1
         try:
-            accepted = await asyncio.to_thread(
-                self._accept, request.transport, request.hellos, request.takes_keys
-            )
-            return ConnectReply(*accepted)
+            return ConnectReply(*await self._accepting(request))
         finally:
             self._connecting -= 1
+
+    def _accepting(self, request: ConnectRequest) -> asyncio.Future[Accepted]:
+        loop = asyncio.get_running_loop()
+        try:
+            return loop.run_in_executor(
+                None, self._accept, request.transport, request.hellos, request.takes_keys
+            )
+        except RuntimeError:  # the interpreter ends, and executors are the first to stop
+            raise Refused(Reason.NOT_READY, f"the process of {self.address} is ending") from None
 
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)

@@ -269,6 +269,10 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
         "    try: pull.wait(30)\n"
         "    except kvlink.errors.KVLinkError: pass\n"
         "threading.Thread(target=wait, daemon=True).start()",
+        "import concurrent.futures.thread as executors\nowner, reader = pair('tcp')\n"
+        "executors._python_exit()  # what an exiting interpreter does first\n"
+        "try: reader.pull(owner.offer('r', [1]), [2]).wait(1)\n"
+        "except kvlink.errors.KVLinkError: pass",
     ],
 )
 def test_the_interpreter_exits_quietly_without_close(body: str) -> None:
