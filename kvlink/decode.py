@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvlink.engine import SETTLED, failure
 from kvlink.errors import Cancelled, KVLinkError
-from kvlink.peers import Refusal
+from kvlink.peer import Refusal
 from kvlink.starting import Part, Starting, settling, stop
 from kvlink.waiting import LoopWaiter
 

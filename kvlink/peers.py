@@ -12,7 +12,7 @@ from typing import Protocol
 from kvlink.attempts import Attempts
 from kvlink.bounce import bouncing_ends, warn_of_path
 from kvlink.cost import PRIORS, FittedCost
-from kvlink.engine import Connection, Engine, Planner
+from kvlink.engine import Connection, Engine
 from kvlink.errors import (
     KVLinkError,
     LayoutMismatch,
@@ -23,6 +23,7 @@ from kvlink.errors import (
 )
 from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
+from kvlink.peer import Peer, Refusal
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _CONNECT_S = 5.0
@@ -44,44 +45,6 @@ class Directory(Protocol):
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
     ) -> tuple[int, list[bytes], Sequence[bytes], bytes]:
         """Connection id, one reply a lane, pool and lease keys; empty where they are the card's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A transport that was not taken, and why."""
-
-    transport: str
-    reason: str
-
-
-@dataclass(slots=True)
-class Peer:
-    """A connected owner. `assignment` says which heads this reader takes there and which seat it uses."""
-
-    card: WorkerCard
-    transport: str
-    connection: Connection
-    planner: Planner
-    assignment: Assignment
-    refused: tuple[Refusal, ...]
-    nics_left_out: tuple[str, ...]
-    bounces_at: tuple[str, ...]
-    cost: FittedCost
-    stands_in: bool = False
-    """For a better transport whose NICs are away or down: that is tried again."""
-    num_layers: int = field(init=False)  # these three are looked up for every pull
-    seat: int = field(init=False)
-    num_seats: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Looks the hot fields up once."""
-        self.num_layers = self.card.layout.num_layers
-        self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
-
-    def __repr__(self) -> str:
-        """State in words."""
-        state = self.connection.why_broken() if self.connection.broken else "open"
-        return f"Peer({self.card.worker_id} epoch {self.card.epoch} over {self.transport}: {state})"
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from kvlink import tracing
 from kvlink.control import ControlThread
 from kvlink.engine import Transfer
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError
-from kvlink.peers import Peer, Peers
+from kvlink.peer import Peer
+from kvlink.peers import Peers
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.types import ReadyUnit

@@ -24,7 +24,8 @@ from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
-from kvlink.peers import Peer, Peers
+from kvlink.peer import Peer
+from kvlink.peers import Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Passing
 from kvlink.presence import Presence
