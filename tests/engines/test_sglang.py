@@ -27,7 +27,8 @@ from servers import ENGINES, LOGS, MODELS, Launch, Server, free_port, post, runn
 PYTHON = ENGINES / "sglang" / "bin" / "python"
 HERE = Path(__file__).parent
 PAGE, CHUNK, NEW_TOKENS = 16, 128, 24
-LEASE_S = 4.0
+LEASE_S = 8.0
+"""Longer than a machine with more busy threads than cores takes for a first contact."""
 LENGTHS = {
     "one": 1,
     "page": PAGE,
@@ -131,6 +132,7 @@ def sglang(name: str, *flags: str, **env: str) -> Launch:
             "pytorch",
             "--disable-overlap-schedule",
         ),
+        "--sleep-on-idle",  # or each idle scheduler spins, and four of them keep a small machine from its work
         *("--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384"),
         *flags,
     )
