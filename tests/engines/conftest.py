@@ -11,7 +11,7 @@ import pytest
 from connectors import pair_of
 from pair import Pair
 from references import References, references_for
-from servers import ENGINES, Server, router, running
+from servers import ENGINES, STEADY_MALLOC, Server, router, running
 
 CONNECTORS = os.environ.get("KVLINK_ENGINES_CONNECTORS", "KVLinkConnector").split(",")
 
@@ -48,7 +48,7 @@ def _said(options: Mapping[str, Any]) -> str:
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if not (ENGINES / "vllm" / ".made").exists():
         pytest.skip("no vLLM in build/engines; make test-engines makes it")
-    with pair_of(**request.param) as pair:
+    with pair_of(**request.param, env=STEADY_MALLOC) as pair:
         yield pair
 
 

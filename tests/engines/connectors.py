@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,15 @@ def pair_of(
     lease_s: int = LEASE_S,
     coordinated: bool = False,
     call_times: Path | None = None,
+    env: Mapping[str, str] | None = None,
     **extra: Any,
 ) -> Iterator[Pair]:
     """Starts both servers, ends those that are there in the end. Each has computed once: the first forward of several
     ranks compiles for many seconds, in which all stands still.
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
-    hand-overs in parts. call_times: a folder where each server writes down what the connector's
-    calls take, in a file of its role's name. extra: more for kv_connector_extra_config.
+    hand-overs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file
+    of its role's name. env: more for the servers' environment. extra: more for kv_connector_extra_config.
     """
     with running([coordinator()] if coordinated else []) as coordinators:
         for one in coordinators:
@@ -66,7 +67,7 @@ def pair_of(
                 model,
                 config,
                 (*flags(model), "--tensor-parallel-size", str(size)),
-                writes_down(call_times / role) if call_times is not None else {},
+                {**(env or {}), **(writes_down(call_times / role) if call_times is not None else {})},
             )
             for role, size in zip(("prefill", "decode"), tp, strict=True)
         ]

@@ -28,6 +28,12 @@ MODELS = ENGINES / "models"
 LOGS = ENGINES / "logs"
 START_S = float(os.environ.get("KVLINK_ENGINES_START_S", "400"))  # 65 on a quiet machine, 230 on a loaded one
 _END_S = 20.0
+STEADY_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
+"""For servers whose memory is looked at: freed buffers are given back. By itself glibc keeps tens of MiB of them."""
 
 
 class ServerFailed(Exception):
