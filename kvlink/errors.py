@@ -76,7 +76,7 @@ class TransferTimeout(TransferError):
 
 
 class Cancelled(TransferError):
-    """The caller cancelled the pull. No late byte lands in the destination."""
+    """The caller cancelled the pull, or its process is ending. No late byte lands in the destination."""
 
 
 class StaleBlocks(TransferError):

@@ -23,6 +23,7 @@ from kvlink.errors import (
 )
 from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
+from kvlink.off_loop import off_loop
 from kvlink.peer import Peer, Refusal
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
@@ -223,9 +224,7 @@ class Peers:
             hellos = connection.hellos()
             number, replies, pool_keys, lease_key = await self.directory.connect(card, offered.name, hellos)
             keys = (pool_keys or offered.pool_keys, lease_key or offered.lease_key)
-            regions = await asyncio.to_thread(
-                connection.establish, number, replies, *keys, card.epoch, timeout_s
-            )
+            regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
             planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
         except BaseException:
             connection.close()

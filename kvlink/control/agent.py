@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from kvlink.control.codec import AgentCalls as Calls
@@ -12,6 +11,8 @@ from kvlink.control.refusal import Reason, Refused, named
 from kvlink.control.security import Security, agent_gate
 from kvlink.control.server import Host
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
+from kvlink.errors import Cancelled
+from kvlink.off_loop import off_loop
 from kvlink.types import WorkerCard
 
 Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], bytes]
@@ -94,20 +95,15 @@ class WorkerAgent:
             raise Refused(
                 Reason.TOO_MANY, f"{MAX_CONNECTS} readers are being admitted; ask again in a moment"
             )
+        try:
+            accepting = off_loop(self._accept, request.transport, request.hellos, request.takes_keys)
+        except Cancelled:
+            raise Refused(Reason.NOT_READY, f"the process of {self.address} is ending") from None
         self._connecting += 1
         try:
-            return ConnectReply(*await self._accepting(request))
+            return ConnectReply(*await accepting)
         finally:
             self._connecting -= 1
-
-    def _accepting(self, request: ConnectRequest) -> asyncio.Future[Accepted]:
-        loop = asyncio.get_running_loop()
-        try:
-            return loop.run_in_executor(
-                None, self._accept, request.transport, request.hellos, request.takes_keys
-            )
-        except RuntimeError:  # the interpreter ends, and executors are the first to stop
-            raise Refused(Reason.NOT_READY, f"the process of {self.address} is ending") from None
 
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)
