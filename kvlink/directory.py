@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlink import tracing
-from kvlink.control import AgentClient, ConnectReply, CoordinatorClient, Security, SettleOrder
+from kvlink.control import AgentClients, ConnectReply, CoordinatorClient, Security, SettleOrder
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
@@ -19,8 +19,7 @@ class ControlDirectory:
 
     def __init__(self, coordinator: CoordinatorClient | None, security: Security) -> None:
         self._coordinator = coordinator
-        self._security = security
-        self._agents: dict[str, AgentClient] = {}
+        self._agents = AgentClients(security)
         self._cards: dict[tuple[str, int], WorkerCard] = {}
 
     async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
@@ -30,7 +29,7 @@ class ControlDirectory:
             return known
         if agent:
             try:
-                card = await self._agent(agent).card()
+                card = await self._agents[agent].card()
             except CoordinatorUnavailable as error:
                 raise _unreachable(worker_id, error) from None
         elif self._coordinator is not None:
@@ -47,7 +46,7 @@ class ControlDirectory:
     async def connect(self, card: WorkerCard, transport: str, hellos: Sequence[bytes]) -> ConnectReply:
         """Introduces a connection's lanes to their owner. Raises PeerUnreachable and what the owner refuses with."""
         try:
-            return await self._agent(card.agent).connect(card.worker_id, card.epoch, transport, list(hellos))
+            return await self._agents[card.agent].connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:
             raise _unreachable(card.worker_id, error) from None
 
@@ -56,7 +55,7 @@ class ControlDirectory:
         order = SettleOrder(ticket.worker_id, ticket.epoch, slot, settled)
         with tracing.joined(ticket.trace):
             try:
-                await self._agent(ticket.agent).settle(order)
+                await self._agents[ticket.agent].settle(order)
             except CoordinatorError:
                 if self._coordinator is None:
                     raise
@@ -64,14 +63,7 @@ class ControlDirectory:
 
     async def close(self) -> None:
         """Ends running calls. Idempotent."""
-        for client in self._agents.values():
-            await client.close()
-
-    def _agent(self, address: str) -> AgentClient:
-        client = self._agents.get(address)
-        if client is None:
-            client = self._agents[address] = AgentClient(address, security=self._security)
-        return client
+        await self._agents.close()
 
 
 def _unreachable(worker_id: str, error: CoordinatorUnavailable) -> PeerUnreachable:

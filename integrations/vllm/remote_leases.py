@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvlink.control import AgentClient, ControlThread, Renewal, SettleOrder
+from kvlink.control import AgentClients, ControlThread, Renewal, SettleOrder
 from kvlink.errors import KVLinkError
 from kvlink.ticket import LeaseSeat
 
@@ -46,7 +46,7 @@ class RemoteLeases:
 
     def __init__(self) -> None:
         self._control = ControlThread.shared()
-        self._agents: dict[str, AgentClient] = {}
+        self._agents = AgentClients()
         self._watched: dict[str, _Watched] = {}
         self._left: dict[tuple[LeaseSeat, ...], tuple[float, Handover]] = {}
         self._ticking = self._control.submit(self._tick_for_ever())
@@ -76,7 +76,7 @@ class RemoteLeases:
         """Idempotent."""
         self._ticking.cancel()
         with contextlib.suppress(KVLinkError):
-            self._control.run(self._close_agents(), _CLOSE_S)
+            self._control.run(self._agents.close(), _CLOSE_S)
 
     def _in_background(self, job: Coroutine[Any, Any, None]) -> None:
         with contextlib.suppress(KVLinkError):  # the process is ending
@@ -107,7 +107,7 @@ class RemoteLeases:
         try:
             for first in range(0, len(seats), _BATCH):
                 renewal = Renewal(owner.worker_id, owner.epoch, seats[first : first + _BATCH])
-                await self._agent(owner.agent).renew(renewal)
+                await self._agents[owner.agent].renew(renewal)
         except KVLinkError as error:
             _log.warning("leases not renewed worker=%s error=%s", owner.worker_id, error)
 
@@ -116,16 +116,6 @@ class RemoteLeases:
         # One reader in all: with its seat all others end.
         order = SettleOrder(owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce ^ 1)
         try:
-            await self._agent(owner.agent).settle(order)
+            await self._agents[owner.agent].settle(order)
         except KVLinkError as error:
             _log.warning("blocks not given back request=%s error=%s", handover.request_id, error)
-
-    def _agent(self, address: str) -> AgentClient:
-        agent = self._agents.get(address)
-        if agent is None:
-            agent = self._agents[address] = AgentClient(address)
-        return agent
-
-    async def _close_agents(self) -> None:
-        while self._agents:
-            await self._agents.popitem()[1].close()

@@ -2,6 +2,7 @@
 """The control plane: who is there, and which tickets wait for whom. Nothing else in kvlink speaks gRPC."""
 
 from kvlink.control.agent import WorkerAgent
+from kvlink.control.agent_clients import AgentClients
 from kvlink.control.client import AgentClient, CoordinatorClient
 from kvlink.control.coordinator import DEFAULT_PORT, Coordinator, serve
 from kvlink.control.handoff_stream import HandoffStream
@@ -15,6 +16,7 @@ from kvlink.control.values import Claim, ConnectReply, CoordinatorStatus, Offer,
 __all__ = [
     "DEFAULT_PORT",
     "AgentClient",
+    "AgentClients",
     "Claim",
     "ConnectReply",
     "ControlThread",
