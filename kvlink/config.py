@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from kvlink.errors import ConfigError
@@ -184,6 +184,11 @@ class WorkerConfig:
         parse_ways(self.gpudirect)
         for address in self.coordinator.split(",") if self.coordinator else ():
             split_address(address.strip())
+
+    def of_worker(self, number: int) -> WorkerConfig:
+        """For one of several workers of a host: ports that were given are the first one's. Raises ConfigError."""
+        ports = {name: getattr(self, name) for name in ("port", "agent_port", "metrics_port")}
+        return replace(self, **{name: port + number for name, port in ports.items() if port})
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **arguments: Any) -> WorkerConfig:

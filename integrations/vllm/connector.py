@@ -28,6 +28,7 @@ from .engine_config import (
     check_outputs,
     check_parallelism,
     grows,
+    number_of,
     rank_of,
     when_launched_has_run,
 )
@@ -117,7 +118,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model = model_text(getattr(config, "architectures", None), config)
         model += " groups=" + "+".join(str(len(names)) for names in groups)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
-        self._serving = Serving(f"{self._engine_id}-{self._rank.tp_rank}", caches, self._settings.worker)
+        options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
+        self._serving = Serving(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
         self._woken = {self._rank.tp_rank: self._serving.greeting}
 
     def unregister_kv_caches(self) -> None:

@@ -30,6 +30,11 @@ def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
     return Rank(get_tensor_model_parallel_rank(), size, heads)
 
 
+def number_of(vllm_config: Any, rank: Rank) -> int:
+    """This worker's place among all of the server, data-parallel ranks included, from 0 on."""
+    return int(vllm_config.parallel_config.data_parallel_index) * rank.tp_size + rank.tp_rank
+
+
 def check_parallelism(parallel: Any) -> None:
     """Raises ConfigError."""
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):

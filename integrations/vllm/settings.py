@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvlink.config import WorkerConfig
+from kvlink.config import WorkerConfig, sources
 from kvlink.errors import ConfigError
 
 _log = logging.getLogger("vllm.kvlink")
 
-# Pulls never run on the thread that calls us: it has a model to run.
+# Where neither says anything. Pulls do not run on the thread that calls us: it has a model to run.
 _DEFAULTS = {"lease_slots": 1 << 15, "inline_bytes": 0}
+# Of every process of the server, and only the workers' see this connector's options.
+_SECURITY = ("tls_ca", "tls_cert", "tls_key", "tls_hosts", "token_file", "ticket_keys", "insecure")
+_LOGGING = ("log", "log_json")  # vLLM's own affair
 _SEATS = 8
 _STREAMING_FROM = 2048  # vLLM's smallest default chunk: nothing overlaps in shorter prompts
 
@@ -31,8 +35,12 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Reads `kv_connector_extra_config`: our own fields and every field of WorkerConfig. Raises ConfigError."""
-        names = {field.name for field in fields(WorkerConfig)}
+        """Reads `kv_connector_extra_config`: our own fields, and those of WorkerConfig but for security and logging.
+
+        Raises ConfigError.
+        """
+        _check_security(extra)
+        names = {field.name for field in fields(WorkerConfig)}.difference(_SECURITY, _LOGGING)
         ours = {name: value for name, value in extra.items() if name in names}
         unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens"})
         if unknown:
@@ -43,10 +51,22 @@ class Settings:
             )
         seats = _number(extra, "seats", _SEATS, 1, 255)
         streaming_from = _number(extra, "streaming_from_tokens", _STREAMING_FROM, 0, 2**31)
+        said = sources(os.environ)
+        defaults = {name: value for name, value in _DEFAULTS.items() if said[name] == "default"}
         try:
-            return cls(WorkerConfig.from_env(**(_DEFAULTS | ours)), seats, streaming_from)
+            return cls(WorkerConfig.from_env(**(defaults | ours)), seats, streaming_from)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _check_security(extra: Mapping[str, Any]) -> None:
+    misplaced = [name for name in _SECURITY if name in extra]
+    if misplaced:
+        variables = ", ".join(f"KVLINK_{name.upper()}" for name in misplaced)
+        raise ConfigError(
+            f"kv_connector_extra_config cannot set {', '.join(misplaced)}: vLLM's scheduler needs them, too, and has "
+            f"only the environment; set {variables} there"
+        )
 
 
 def _number(extra: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:

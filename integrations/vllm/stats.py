@@ -58,7 +58,7 @@ _TOTALS = {
     ),
     "early_bytes": (
         "vllm:kvlink_early_bytes_total",
-        "Bytes of loads that were here before the prefill server began the prompt's last chunk.",
+        "Bytes of loads in parts that were here before the last part was announced.",
     ),
 }
 
@@ -159,7 +159,7 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
         self._leases = self._gauge_cls(
             name="vllm:kvlink_active_leases",
-            documentation="Prefilled requests that wait for their readers.",
+            documentation="Requests under a lease: being computed for others, or waiting for their readers.",
             labelnames=names,
         )
         self._oldest = self._gauge_cls(

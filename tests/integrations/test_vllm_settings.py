@@ -10,7 +10,8 @@ from kvlink.integrations.vllm.settings import Settings
 
 
 def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVLINK_LEASE_S", raising=False)
+    for name in ("KVLINK_LEASE_S", "KVLINK_LEASE_SLOTS", "KVLINK_INLINE_BYTES"):
+        monkeypatch.delenv(name, raising=False)
     settings = Settings.of({})
     assert (settings.seats, settings.worker.inline_bytes, settings.worker.lease_s) == (8, 0, 30.0)
     assert settings.worker.lease_slots > 1000 * settings.seats
@@ -22,6 +23,20 @@ def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings.of({"lease_s": 5, "seats": 2, "streaming_from_tokens": 0})
     assert (settings.seats, settings.worker.lease_s, settings.worker.transports) == (2, 5, "tcp")
     assert settings.streaming_from_tokens == 0
+
+
+def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINK_LEASE_SLOTS", "800")
+    monkeypatch.setenv("KVLINK_INLINE_BYTES", "4096")
+    worker = Settings.of({}).worker
+    assert (worker.lease_slots, worker.inline_bytes) == (800, 4096)
+    assert Settings.of({"lease_slots": 900}).worker.lease_slots == 900
+
+
+@pytest.mark.parametrize("name", ["tls_ca", "tls_hosts", "token_file", "ticket_keys", "insecure"])
+def test_what_the_scheduler_needs_too_belongs_into_the_environment(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"set KVLINK_{name.upper()} there"):
+        Settings.of({name: "x"})
 
 
 @pytest.mark.parametrize(
@@ -41,5 +56,5 @@ def test_nonsense_is_refused(extra: dict[str, object]) -> None:
 
 
 def test_unknown_names_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    Settings.of({"lease": 5})
-    assert "kvlink does not know lease" in caplog.text
+    Settings.of({"lease": 5, "log": "info"})
+    assert "kvlink does not know lease, log" in caplog.text

@@ -33,6 +33,15 @@ def test_the_catalogue_describes_every_field_once() -> None:
     assert all(setting.env == f"KVLINK_{setting.name.upper()}" and setting.meaning for setting in CATALOGUE)
 
 
+def test_workers_of_a_host_count_up_from_the_ports_that_were_given() -> None:
+    config = WorkerConfig(agent_port=7410, metrics_port=7481)
+    second = config.of_worker(1)
+    assert (second.port, second.agent_port, second.metrics_port) == (0, 7411, 7482)
+    assert config.of_worker(0) == config
+    with pytest.raises(ConfigError, match="KVLINK_METRICS_PORT=65536"):
+        WorkerConfig(metrics_port=65535).of_worker(1)
+
+
 def test_values_are_read_by_the_type_of_their_default() -> None:
     config = WorkerConfig.from_env(
         {"KVLINK_PORT": "7401", "KVLINK_LEASE_S": "2.5", "KVLINK_LOG_JSON": "Yes", "KVLINK_HOST": "10.0.0.1"}
