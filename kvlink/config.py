@@ -191,10 +191,16 @@ class WorkerConfig:
         return replace(self, **{name: port + number for name, port in ports.items() if port})
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None, **arguments: Any) -> WorkerConfig:
-        """Reads `os.environ` (or `env`). Arguments that are not None win. Raises ConfigError."""
-        values = {s.name: s.parse(text) for s, text in _given(os.environ if env is None else env)}
-        return cls(**(values | {name: value for name, value in arguments.items() if value is not None}))
+    def from_env(
+        cls, env: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> WorkerConfig:
+        """Reads `os.environ` (or `env`). Arguments that are not None win; `defaults` are for what nobody says.
+
+        Raises ConfigError.
+        """
+        said = {s.name: s.parse(text) for s, text in _given(os.environ if env is None else env)}
+        wanted = {name: value for name, value in arguments.items() if value is not None}
+        return cls(**{**(defaults or {}), **said, **wanted})
 
 
 CATALOGUE = tuple(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             grouped(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, "KV cache"),
             _states(args),
             self.rank,
-            WorkerConfig.from_env(host=os.environ.get("KVLINK_HOST") or self.local_ip),
+            WorkerConfig.from_env(defaults={"host": self.local_ip}),
         )
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.outgoing = Outgoing(self.caches)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from kvlink.config import WorkerConfig, sources
+from kvlink.config import CATALOGUE, WorkerConfig
 from kvlink.errors import ConfigError
 
 _log = logging.getLogger("vllm.kvlink")
@@ -40,7 +39,7 @@ class Settings:
         Raises ConfigError.
         """
         _check_security(extra)
-        names = {field.name for field in fields(WorkerConfig)}.difference(_SECURITY, _LOGGING)
+        names = {setting.name for setting in CATALOGUE}.difference(_SECURITY, _LOGGING)
         ours = {name: value for name, value in extra.items() if name in names}
         unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens"})
         if unknown:
@@ -51,21 +50,18 @@ class Settings:
             )
         seats = _number(extra, "seats", _SEATS, 1, 255)
         streaming_from = _number(extra, "streaming_from_tokens", _STREAMING_FROM, 0, 2**31)
-        said = sources(os.environ)
-        defaults = {name: value for name, value in _DEFAULTS.items() if said[name] == "default"}
         try:
-            return cls(WorkerConfig.from_env(**(defaults | ours)), seats, streaming_from)
+            return cls(WorkerConfig.from_env(defaults=_DEFAULTS, **ours), seats, streaming_from)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
 
 def _check_security(extra: Mapping[str, Any]) -> None:
-    misplaced = [name for name in _SECURITY if name in extra]
+    misplaced = {s.name: s.env for s in CATALOGUE if s.name in _SECURITY and s.name in extra}
     if misplaced:
-        variables = ", ".join(f"KVLINK_{name.upper()}" for name in misplaced)
         raise ConfigError(
             f"kv_connector_extra_config cannot set {', '.join(misplaced)}: vLLM's scheduler needs them, too, and has "
-            f"only the environment; set {variables} there"
+            f"only the environment; set {', '.join(misplaced.values())} there"
         )
 
 

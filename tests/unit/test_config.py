@@ -33,6 +33,12 @@ def test_the_catalogue_describes_every_field_once() -> None:
     assert all(setting.env == f"KVLINK_{setting.name.upper()}" and setting.meaning for setting in CATALOGUE)
 
 
+def test_defaults_of_a_caller_give_way_to_the_environment_and_to_arguments() -> None:
+    own = {"host": "10.0.0.9", "lanes": 3, "port": 7}
+    config = WorkerConfig.from_env({"KVLINK_HOST": "10.0.0.1"}, defaults=own, port=9)
+    assert (config.host, config.lanes, config.port) == ("10.0.0.1", 3, 9)
+
+
 def test_workers_of_a_host_count_up_from_the_ports_that_were_given() -> None:
     config = WorkerConfig(agent_port=7410, metrics_port=7481)
     second = config.of_worker(1)
