@@ -8,7 +8,9 @@ from dataclasses import dataclass
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _SILENCE_S = 10.0
-"""What an owner gets that neither refuses nor answers. Its host may be gone, but it or we may only be slow."""
+"""What an owner gets at least that neither refuses nor answers. Its host may be gone, but it or we may only be slow."""
+_SILENCE_SHARE = 1 / 3
+"""Of the time that a reader has: who gives its pulls more expects a slow host. The rest is for computing instead."""
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Attempts:
         elif self._silent_since is None:
             self._silent_since = began
 
-    def may_be_slow(self, now: float) -> bool:
-        """Whether the owner has only been silent, and not for long."""
-        return self._silent_since is not None and now - self._silent_since < _SILENCE_S
+    def may_be_slow(self, now: float, allowed_s: float) -> bool:
+        """Whether the owner has only been silent, and not for long by the seconds that its reader has."""
+        patience_s = max(_SILENCE_S, allowed_s * _SILENCE_SHARE)
+        return self._silent_since is not None and now - self._silent_since < patience_s

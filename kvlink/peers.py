@@ -117,7 +117,7 @@ class Peers:
 
     async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
         attempts = self._attempts.setdefault(key, Attempts())
-        left = _ATTEMPTS
+        left, allowed_s = _ATTEMPTS, deadline - time.monotonic()
         while True:
             pause = attempts.not_before - time.monotonic()
             if time.monotonic() + max(pause, 0) >= deadline:
@@ -142,7 +142,7 @@ class Peers:
                 now = time.monotonic()
                 attempts.failed(str(error), began, now, silent)
                 left -= 1
-                if left <= 0 and not attempts.may_be_slow(now):
+                if left <= 0 and not attempts.may_be_slow(now, allowed_s):
                     raise
             else:
                 self.connects.add(int((time.monotonic() - began) * 1e9))

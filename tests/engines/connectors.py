@@ -23,11 +23,11 @@ def kv_transfer(
 ) -> dict[str, Any]:
     """The value of --kv-transfer-config. `policy`: what vLLM does about a load that failed.
 
-    With a patient lease kvlink's pulls wait for a first connection, too: the ranks of two servers, which spin, leave
-    other threads of two CPUs seconds at a time without one.
+    With a patient lease kvlink's pulls wait for a first connection, too, a third of their time: the ranks of two
+    servers, which spin, leave other threads of two CPUs many seconds at a time without one (ksoftirqd among them).
     """
     if connector == "KVLinkConnector" and lease_s == PATIENT_LEASE_S:
-        extra["timeout_s"] = PATIENT_LEASE_S / 2
+        extra["timeout_s"] = PATIENT_LEASE_S * 3 / 4
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",

@@ -95,11 +95,11 @@ def _said_twice(pair: Pair, tokens: Sequence[int]) -> Answer:
 
 def _handed_over(pair: Pair, tokens: Sequence[int]) -> Answer | None:
     """Every byte of it. None: decode has computed the prompt, as when NIXL's handshake is not answered in its 5 s, or
-    a transfer of NIXL's has not ended within the client's patience, as one of many did not."""
-    pair.forget()
-    loads = pair.loads()
+    one of the servers has not answered within the client's patience, as one of many did not."""
     try:
+        pair.forget()
+        loads = pair.loads()
         answer = pair.continued(tokens, pair.hand_off(tokens))
+        return answer if eventually(lambda: pair.loads() > loads, _COUNTED_S) else None
     except TimeoutError:
         return None
-    return answer if eventually(lambda: pair.loads() > loads, _COUNTED_S) else None
