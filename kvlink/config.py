@@ -155,7 +155,10 @@ class WorkerConfig:
         "KVLINK_TLS_HOSTS", True, "certificates must name the host that was dialled, not only role and tenant"
     )
     token_file: str = _setting(
-        "KVLINK_TOKEN_FILE", "", "file with the token that tells the coordinator who this is"
+        "KVLINK_TOKEN_FILE",
+        "",
+        "file with the token that tells the coordinator who this is; without TLS, that processes on loopback show each "
+        "other (empty: a file of this user's)",
     )
     ticket_keys: str = _setting(
         "KVLINK_TICKET_KEYS",

@@ -156,7 +156,7 @@ class _Apart(Security):
 
     def coordinators(self) -> Trust:
         trust = super().coordinators()
-        return _OwnConnection(trust.security, trust.wanted, trust.tokens)
+        return _OwnConnection(trust.security, trust.wanted, trust.tokens, trust.host_tokens)
 
 
 class _OwnConnection(Trust):

@@ -42,7 +42,7 @@ class WorkerAgent:
         self._card: WorkerCard | None = None
         self._connecting = 0
         security = Security.from_env() if security is None else security
-        self._host = Host(reflect, security, agent_gate(security.tenant()))
+        self._host = Host("worker agent", reflect, security, agent_gate(security.tenant()))
         self._host.unary(Calls.GET_CARD, self._get_card)
         self._host.unary(Calls.CONNECT, self._connect)
         self._host.unary(Calls.SETTLE_SEAT, self._settle_seat)

@@ -73,7 +73,7 @@ class Coordinator:
         self._started = time.monotonic()
         self._draining = False
         self._claims: set[asyncio.Future[list[bytes]]] = set()
-        self._host = Host(reflect, security, gate)
+        self._host = Host("coordinator", reflect, security, gate)
         self._reports = Reports()
         self.counts = self._host.counts
         """Of calls and their refusals."""

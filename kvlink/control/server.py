@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlink import tracing
+from kvlink.control.admission import Admission
 from kvlink.control.codec import Codec, Method
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
@@ -53,10 +54,15 @@ class Host:
     """One listening gRPC server with its health service. Add calls, then start; belongs to the loop that starts it."""
 
     def __init__(
-        self, reflect: bool = False, security: Security | None = None, gate: Gate | None = None
+        self,
+        what: str,
+        reflect: bool = False,
+        security: Security | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """`gate` says who calls, and refuses; without one, or without TLS, all are alike."""
+        """`gate` says who calls, and refuses; without one, or without TLS, all who are admitted are alike."""
         self.counts = CallCounts()
+        self._what = what
         self._reflect = reflect
         self._security = Security.from_env() if security is None else security
         self._gate = gate if self._security.keyring else None
@@ -112,10 +118,12 @@ class Host:
     async def start(self, host: str, port: int) -> str:
         """Listens and returns "host:port" as bound.
 
-        Raises ConfigError when the port cannot be had, or plaintext may not be spoken there.
+        Raises ConfigError when the port cannot be had, plaintext may not be spoken there, or there is no token.
         """
         credentials = self._security.server_credentials(host)
-        self._server = grpc.aio.server(options=_OPTIONS)
+        verifier = self._security.verifier(host)
+        admission = Admission(verifier, self._what, self._denied) if verifier else None
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[admission] if admission else None)
         opened(self)
         for service, handlers in self._services.items():
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -132,6 +140,8 @@ class Host:
         except RuntimeError as error:
             why = "is another server there, or the address not this host's?"
             raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
+        if admission is not None:
+            admission.port = bound
         await self._server.start()
         await self._say(health_pb2.HealthCheckResponse.SERVING)
         return f"{address}:{bound}"
@@ -153,6 +163,10 @@ class Host:
 
     def _add(self, method: Method[Any, Any], handler: _Handler) -> None:
         self._services.setdefault(method.service, {})[method.name] = handler
+
+    def _denied(self, path: str, peer: str) -> None:
+        service, _, name = path.removeprefix("/").partition("/")
+        self.counts.refused(name if name in self._services.get(service, ()) else "", Reason.DENIED.name)
 
     def _admit(self, method: Method[Any, Any], context: _Context) -> None:
         """Raises Refused (DENIED)."""

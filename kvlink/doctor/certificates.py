@@ -30,9 +30,10 @@ def certificates(config: WorkerConfig) -> Check:
     """Has the certificate shake hands with itself."""
     name = "certificates"
     try:
-        ring = Security.of(config).keyring
+        security = Security.of(config)
     except ConfigError as error:
         return Check(name, Verdict.FAIL, str(error), _HOW)
+    ring, tokens = security.keyring, security.host_tokens()
     if ring is not None:
         keys = ring.current()
         evidence = f"{listed(keys.names)}; {expiry(keys.expires_at)}"
@@ -43,6 +44,7 @@ def certificates(config: WorkerConfig) -> Check:
         return Check(
             name, Verdict.WARN, "none, and plaintext to other hosts is allowed (KVLINK_INSECURE)", _HOW
         )
-    if is_loopback(config.host):
-        return Check(name, Verdict.PASS, "none: plaintext, on this host alone")
+    if is_loopback(config.host) and tokens is not None:
+        tokens.shown()
+        return Check(name, Verdict.PASS, f"none: plaintext, on this host alone, with {tokens.who()}")
     return Check(name, Verdict.FAIL, f"none, and KVLINK_HOST={config.host} is not loopback", _HOW)

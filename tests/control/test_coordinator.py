@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from control.cards import make_card, make_offer
 from control.processes import CoordinatorProcess, eventually
+from control.raw import raw_channel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -97,7 +98,7 @@ async def test_an_offer_that_ran_out_is_said_to_have(client: CoordinatorClient) 
 async def test_what_no_client_of_ours_sends_gets_a_status_and_a_sentence(
     coordinator: Coordinator, blob: bytes, status: grpc.StatusCode, says: str
 ) -> None:
-    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+    async with raw_channel(coordinator.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/kvlink.v1.Coordinator/Offer")(blob)
     assert caught.value.code() is status
@@ -107,7 +108,7 @@ async def test_what_no_client_of_ours_sends_gets_a_status_and_a_sentence(
 async def test_a_stream_of_noise_is_refused_and_the_next_one_served(
     coordinator: Coordinator, client: CoordinatorClient
 ) -> None:
-    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+    async with raw_channel(coordinator.address) as channel:
         for method in ("KeepAlive", "Handoffs"):
             call = channel.stream_stream(f"/kvlink.v1.Coordinator/{method}")()
             await call.write(b"\xff\xff\xff")
@@ -154,7 +155,7 @@ async def test_a_watch_of_a_few_hears_of_no_others(
     await client.join(make_card("mine"))
     await client.join(make_card("other"))
     method, watch = CoordinatorCalls.WATCH_WORKERS, Watch(frozenset({"mine", "later"}))
-    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+    async with raw_channel(coordinator.address) as channel:
         replies = channel.unary_stream(method.path)(method.request.encode(watch))
         assert [change.card.worker_id for change in method.reply.decode(await replies.read())] == ["mine"]
         for name in ("another", "later"):
@@ -197,7 +198,7 @@ async def test_a_slow_watcher_gets_in_one_message_what_changed_meanwhile() -> No
 
 
 async def test_health_follows_the_state(coordinator: Coordinator) -> None:
-    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+    async with raw_channel(coordinator.address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         for service in ("", "kvlink.v1.Coordinator"):
             answer = await check(health_pb2.HealthCheckRequest(service=service))
@@ -210,7 +211,7 @@ async def test_health_follows_the_state(coordinator: Coordinator) -> None:
 @pytest.mark.parametrize("reflect", [True, False])
 async def test_reflection_only_if_asked_for(reflect: bool) -> None:
     coordinator = Coordinator(reflect=reflect)
-    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+    async with raw_channel(await coordinator.start()) as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         call = ask()
         if reflect:

@@ -12,7 +12,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.processes import CoordinatorProcess
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
+from kvlink.control import Claim, Coordinator, CoordinatorClient, Security, SettleOrder
 from kvlink.control.channel import Channel
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.handoff_stream import HandoffStream
@@ -139,7 +139,8 @@ async def test_who_was_sending_learns_why_the_stream_ended(
     coordinator_process: Callable[..., CoordinatorProcess],
 ) -> None:
     """gRPC by itself says INTERNAL of most of these."""
-    channel = Channel(coordinator_process().address, "coordinator", "")
+    trust = Security().coordinators()
+    channel = Channel(coordinator_process().address, "coordinator", "", trust=trust)
     for _ in range(100):
         async with HandoffStream(channel.open(replace(CoordinatorCalls.HANDOFFS, name="Missing"))) as stream:
             with pytest.raises(CoordinatorError, match="has no Missing"):  # noqa: PT012

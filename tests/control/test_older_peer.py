@@ -16,6 +16,7 @@ from control.cards import make_card
 from control.older import scenario
 from control.older.peers import RECORDED, Older
 from control.older.tape import TRAILER, Event, Tape, serving
+from control.raw import raw_channel
 from google.protobuf.message import Message
 
 from kvlink.control import AgentClient, Coordinator, CoordinatorClient, WorkerAgent
@@ -88,7 +89,7 @@ async def test_our_client_gets_on_with_an_older_server(older: Older, name: str, 
 async def against_older_client(older: Older, name: str, address: str) -> int:
     """Says what the older client said and compares what it hears. Returns the number of messages compared."""
     num_compared = 0
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with raw_channel(address) as channel:
         calls: dict[int, Any] = {}
         for event in older.tapes[name].events:
             if event.call not in calls:
@@ -151,7 +152,7 @@ def _in_other_version(sealed: card_pb2.SealedCard) -> None:
 
 
 async def _refusal(address: str, method: str, blob: bytes) -> str:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with raw_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary(method)(blob)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 from control.cards import make_card, make_offer
+from control.raw import raw_channel
 from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
 from tracing.memory import Collected
 from transports.pools import PoolSpec
@@ -90,7 +91,7 @@ async def test_a_malformed_traceparent_is_ignored(
     coordinator: Coordinator, collected: Collected, header: str
 ) -> None:
     method = CoordinatorCalls.CLAIM
-    async with grpc.aio.insecure_channel(coordinator.address) as channel:
+    async with raw_channel(coordinator.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary(method.path)(
                 method.request.encode(Claim("r1", 0.0)), metadata=(("traceparent", header),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connection whose certificates may change: new calls use the new ones, running calls go on."""
+"""A client's connections: those whose certificates may change, and those that show a token with each call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ import grpc
 import grpc.aio
 
 Options = Sequence[tuple[str, Any]]
+
+
+class ProvingChannel:
+    """The part of grpc.aio.Channel that kvlink uses, with `proof()` in the metadata of every call."""
+
+    def __init__(self, channel: grpc.aio.Channel, proof: Callable[[], Sequence[tuple[str, str]]]) -> None:
+        self._channel = channel
+        self._proof = proof
+
+    def unary_unary(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel's."""
+        return partial(self._start, self._channel.unary_unary(path, *codecs, **rest))
+
+    def unary_stream(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel's."""
+        return partial(self._start, self._channel.unary_stream(path, *codecs, **rest))
+
+    def stream_stream(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel's."""
+        return partial(self._start, self._channel.stream_stream(path, *codecs, **rest))
+
+    async def close(self) -> None:
+        """Ends running calls. Idempotent."""
+        await self._channel.close()
+
+    def _start(self, method: Any, *request: Any, metadata: Any = None, **rest: Any) -> Any:
+        return method(*request, metadata=(*(metadata or ()), *self._proof()), **rest)
 
 
 class _Line:

@@ -15,7 +15,8 @@ import grpc.aio
 from kvlink.config import WorkerConfig
 from kvlink.control.security import advice
 from kvlink.control.security.callers import Gate, coordinator_gate
-from kvlink.control.security.dialling import Options, ReloadingChannel
+from kvlink.control.security.dialling import Options, ProvingChannel, ReloadingChannel
+from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens
 from kvlink.control.security.keys import Keyring, Keys, TlsFiles, keyring
 from kvlink.control.security.names import COORDINATOR, is_loopback, listed, tenant_name, tenants_in
 from kvlink.control.security.tenants import TenantsFile
@@ -38,7 +39,7 @@ class Security:
     check_hosts: bool = True
     """A server's certificate must name the host that was dialled, beside its role or tenant."""
     token_file: str = ""
-    """Its contents tell the coordinator who this is."""
+    """Its contents tell the coordinator who this is; without TLS, they are what callers on this host show."""
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Security:
@@ -48,10 +49,11 @@ class Security:
             raise ConfigError(
                 "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY go together: set all or none"
             )
-        if config.token_file and not all(given):
-            raise ConfigError("KVLINK_TOKEN_FILE without TLS would tell everybody the token; " + _HOW)
         ring = keyring(TlsFiles(*map(Path, given))) if all(given) else None
-        return cls(ring, config.insecure, config.tls_hosts, config.token_file)
+        security = cls(ring, config.insecure, config.tls_hosts, config.token_file)
+        if config.token_file:
+            security.host_tokens()
+        return security
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Security:
@@ -112,13 +114,26 @@ class Security:
             first, cast(Any, changed), require_client_authentication=True
         )
 
+    def host_tokens(self) -> HostTokens | None:
+        """What processes of this host show each other; None under TLS. Raises ConfigError for a file without."""
+        return None if self.keyring else host_tokens(self.token_file)
+
+    def verifier(self, host: str) -> Verifier | None:
+        """For a server on `host`; None: certificates are asked for, or nothing is. Raises ConfigError."""
+        tokens = self.host_tokens() if is_loopback(host) else None
+        if tokens is None:
+            return None
+        tokens.prepare()
+        return Verifier(tokens)
+
     def coordinators(self) -> Trust:
         """For clients of coordinators."""
-        return Trust(self, COORDINATOR, token_file(Path(self.token_file)) if self.token_file else None)
+        tokens = token_file(Path(self.token_file)) if self.keyring and self.token_file else None
+        return Trust(self, COORDINATOR, tokens, self.host_tokens())
 
     def workers(self) -> Trust:
         """For clients of workers' agents, of the own tenant. Raises ConfigError as `tenant` does."""
-        return Trust(self, tenant_name(self.tenant()) if self.keyring else "")
+        return Trust(self, tenant_name(self.tenant()) if self.keyring else "", None, self.host_tokens())
 
     def services(self) -> Trust:
         """For clients of what is not kvlink's, as etcd: certificates as elsewhere, but plaintext on loopback."""
@@ -126,8 +141,14 @@ class Security:
 
     def allow_plaintext(self, host: str, what: str) -> None:
         """Raises ConfigError where plaintext needs to be asked for."""
-        if not self.insecure and not is_loopback(host):
+        if is_loopback(host):
+            return
+        if not self.insecure:
             raise ConfigError(f"{what} without TLS is not done unless asked for: {_HOW}")
+        if self.token_file:
+            raise ConfigError(
+                f"{what}: KVLINK_TOKEN_FILE without TLS is for loopback alone; unset it, or {_HOW}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +159,8 @@ class Trust:
     wanted: str
     """The DNS name of the far end's role or tenant; "": its host's is enough."""
     tokens: TokenFile | None = None
+    host_tokens: HostTokens | None = None
+    """Without TLS: what a far end on this host is shown."""
 
     def dial(self, address: str, options: Options) -> Any:
         """A grpc.aio.Channel, or what serves as one. Raises ConfigError where plaintext needs to be asked for."""
@@ -145,7 +168,10 @@ class Trust:
         host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         if ring is None or (not self.wanted and is_loopback(host)):
             self.security.allow_plaintext(host, f"calling {address}")
-            return grpc.aio.insecure_channel(address, options=options)
+            plain = grpc.aio.insecure_channel(address, options=options)
+            if self.host_tokens is None or not is_loopback(host):
+                return plain
+            return ProvingChannel(plain, Prover(self.host_tokens, int(address.rpartition(":")[2])))
         checks: list[tuple[str, Any]] = []
         if self.wanted:
             checks.append(("grpc.ssl_target_name_override", self.wanted))

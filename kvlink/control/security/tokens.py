@@ -22,7 +22,12 @@ class TokenFile(Watched[str]):
 
     def __repr__(self) -> str:
         """Without the secret."""
-        return f"TokenFile({self._files[0]})"
+        return f"TokenFile({self.path})"
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._files[0]
 
 
 @functools.lru_cache(maxsize=64)
