@@ -156,7 +156,7 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
   request.slot = slot;
   request.nonce = nonce;
   request.settle_nonce = settle_nonce;
-  request.deadline_ns = now_ns() + to_ns(timeout_s);
+  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
   // A few microseconds of copying are cheaper than giving the GIL away and queueing for it again.
   const uint64_t bytes = request.planner->bytes(end_token - first_token, request.layers);
   if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);

@@ -51,7 +51,7 @@ T take(Result<T> result) {
 }
 
 inline int64_t to_ns(double seconds) {
-  return seconds < 0 ? -1 : static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
+  return seconds >= 0 ? static_cast<int64_t>(std::min(seconds, 1e9) * 1e9) : -1;
 }
 
 inline py::list bytes_list(const std::vector<std::string>& blobs) {

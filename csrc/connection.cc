@@ -10,9 +10,6 @@
 namespace kvlink {
 namespace {
 
-// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread: several
-// loopback round trips, far below the shortest step of an inference engine.
-constexpr int64_t kInlineBudgetNs = 300'000;
 constexpr int64_t kMendNs = 10'000'000'000;
 
 }  // namespace

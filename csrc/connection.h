@@ -17,6 +17,11 @@ namespace kvlink {
 
 class Connection {
  public:
+  /// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread:
+  /// several loopback round trips, far below the shortest step of an inference engine. A pull that has no
+  /// time at all has this.
+  static constexpr int64_t kInlineBudgetNs = 300'000;
+
   /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
   /// `missing` of the lanes that there should be could not be opened. Every pull is added to `tally` when it
   /// ends.

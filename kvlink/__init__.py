@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvlink.config import WorkerConfig
-    from kvlink.decode import PathTaken, Pull, PullStats
+    from kvlink.decode import Pull, PullStats
+    from kvlink.explain import PathTaken
     from kvlink.layout import KVLayout
     from kvlink.pool import BlockPool
     from kvlink.ticket import Ticket
@@ -21,7 +22,7 @@ _HOMES = {
     "KVLayout": "layout",
     "LeaseEnd": "types",
     "LeaseEvent": "types",
-    "PathTaken": "decode",
+    "PathTaken": "explain",
     "Pull": "decode",
     "PullStats": "decode",
     "ReadyUnit": "types",

@@ -48,7 +48,9 @@ class Setting:
     def check(self, value: str | int | float | bool) -> None:
         """Raises ConfigError when `value` is outside the bounds."""
         if isinstance(value, (int, float)) and not self._within(value):
-            bounds = f"between {self.least:g} and {self.most:g}" if self.most else f"at least {self.least:g}"
+            bounds = f"at least {self.least:g}"
+            if self.most is not None:
+                bounds = f"between {self.least:g} and {self.most:g}"
             unit = f" {self.unit}" if self.unit else ""
             raise ConfigError(f"{self.env}={value} must be {bounds}{unit} ({self.meaning})")
         if self.choices and value not in self.choices:

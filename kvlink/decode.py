@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvlink.engine import SETTLED, failure
 from kvlink.errors import Cancelled, KVLinkError
-from kvlink.peer import Refusal
+from kvlink.explain import PathTaken, path_taken
 from kvlink.starting import Part, Starting, settling, stop
-from kvlink.waiting import LoopWaiter
+from kvlink.timeouts import checked
+from kvlink.waiting import Awaited, LoopWaiter, cancellation
 
 
 class PullStats(NamedTuple):
@@ -35,72 +37,15 @@ class PullStats(NamedTuple):
     settled: bool = False
 
 
-_NETWORKED = ("tcp", "verbs")
-
-
-@dataclass(frozen=True, slots=True)
-class PathTaken:
-    """How one owner was read. `refused` are the better transports that were not taken, and why."""
-
-    worker_id: str
-    transport: str
-    lanes: int
-    nics: tuple[str, ...]
-    """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1", and when there are
-    several the part of the bytes under way that each may have, as in "mlx5_0:1->mlx5_1:1 75%". Only of verbs."""
-    nics_left_out: tuple[str, ...]
-    """This worker's ports that carry none, each with its reason."""
-    bounces_at: tuple[str, ...]
-    """Ends ("reader", "owner") that stage GPU memory in pinned host memory, because the path does not reach it."""
-    refused: tuple[Refusal, ...]
-    num_ops: int
-    num_bytes: int
-    predicted_us: float
-    measured_us: float
-    ran_inline: bool
-    staged: bool = False
-    """Whether bytes landed in the staging buffer on the reader's GPU, for a kernel to take them to their places."""
-    predicted_direct_us: float | None = None
-    """This and the next where the reader has such a buffer: what either way should take."""
-    predicted_staged_us: float | None = None
-
-    @property
-    def in_clear(self) -> bool:
-        """Whether the bytes crossed a network, where none of kvlink's transports encrypts them."""
-        return self.transport.removeprefix("fault+") in _NETWORKED
-
-    def __str__(self) -> str:
-        """One sentence for a log."""
-        lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
-        lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
-        lanes += self._staging
-        lanes += ", not encrypted" if self.in_clear else ""
-        lanes += ", inline" if self.ran_inline else ""
-        refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
-        refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
-        return (
-            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
-            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
-        )
-
-    @property
-    def _staging(self) -> str:
-        if self.predicted_direct_us is None or self.predicted_staged_us is None:
-            return ""
-        other, us = (
-            ("direct", self.predicted_direct_us) if self.staged else ("staged", self.predicted_staged_us)
-        )
-        return f", {'staged on the GPU' if self.staged else 'direct'}, {other} predicted {us:.0f} us"
-
-
-class Pull:
+class Pull(Awaited[PullStats]):
     """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
 
     On a GPU they are there for its kernels once `wait` or `await` has returned: either asks the GPU to show them.
-    Safe from any thread; `await` works on any event loop.
+    Safe from any thread; `await` works on any event loop. Leaving a `with` or `async with` block of a pull waits for
+    it, or cancels it when an exception leaves the block.
     """
 
-    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_starting", "request_id")
+    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_starting", "request_id")
 
     def __init__(
         self,
@@ -131,14 +76,14 @@ class Pull:
         return parts is not None and all(transfer.done() for _, _, transfer in parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits at most `timeout_s` seconds with the GIL released. False: still running.
+        """Waits at most `timeout_s` seconds with the GIL released. False: still running, and it goes on.
 
         Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
         """
         parts = self._parts if self._on_landed is None else None
         if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
             return True  # a small warm pull: nothing to wait for, nothing to report
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
         for _, _, transfer in self._started(timeout_s) or []:
             if not transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 return False
@@ -148,17 +93,82 @@ class Pull:
         return True
 
     def __await__(self) -> Generator[Any, None, PullStats]:
-        """Waits on the running event loop. Cancelling the awaiting task does not cancel the pull."""
+        """Waits on the running event loop. Raises as `wait` does.
+
+        As with a task, cancelling any of those who await it cancels the pull, and their await ends once no byte of it
+        lands any more. Await `asyncio.shield(pull)` to leave it running.
+        """
         return self._ended().__await__()
 
     async def _ended(self) -> PullStats:
-        if self._starting is not None:
-            started = asyncio.shield(asyncio.wrap_future(self._starting))
-            await asyncio.gather(started, return_exceptions=True)  # whatever it raised, _conclude says better
-        for _, _, transfer in self._started(0) or []:
-            await LoopWaiter.of_running_loop().ended(transfer)
+        if not self.done():
+            self._pid = os.getpid()
+            try:
+                await self._until_ended()
+            except asyncio.CancelledError:
+                await self._cancelled()
+                raise
+            except GeneratorExit:
+                self._cancel_own()
+                raise
         self._conclude()
         return self.stats
+
+    async def _cancelled(self) -> None:
+        """Ends the pull as `cancel` does, and leaves the loop free meanwhile. Being cancelled does not cut it short."""
+        again: asyncio.CancelledError | None = None
+        try:
+            while not self.done():
+                again = await cancellation(self._until_ended(stopping=True)) or again
+        except GeneratorExit:
+            self._cancel_own()
+            raise
+        if again is not None:
+            raise again
+
+    def _cancel_own(self) -> None:
+        """For a coroutine that is closed, or a thread. Not in a forked child: the pull is the parent's."""
+        if self._pid == os.getpid():
+            self.cancel()
+
+    async def _until_ended(self, stopping: bool = False) -> None:
+        if self._parts is None and self._starting is not None:
+            if stopping:
+                self._starting.cancel()
+            started = asyncio.wrap_future(self._starting)
+            started.add_done_callback(_ignore)  # whatever it raised, _conclude says better
+            await asyncio.wait([started])
+        transfers = [transfer for _, _, transfer in self._started(0) or []]
+        if stopping:
+            for transfer in transfers:
+                transfer.cancel()
+        for transfer in transfers:
+            await LoopWaiter.of_running_loop().ended(transfer)
+
+    def __enter__(self) -> Pull:
+        self._pid = os.getpid()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self._cancel_own()
+
+    async def __aenter__(self) -> Pull:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self
+        elif issubclass(kind, GeneratorExit):
+            self._cancel_own()
+        else:
+            await self._cancelled()
 
     def cancel(self) -> None:
         """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
@@ -166,6 +176,10 @@ class Pull:
             self._starting.cancel()
         for part in self._started(None) or []:
             stop(part)
+
+    def close(self) -> None:
+        """As `cancel`."""
+        self.cancel()
 
     def settle(self) -> bool:
         """Gives the owners their blocks back, when the pull was made with settle=False. False: one is out of reach.
@@ -190,7 +204,7 @@ class Pull:
 
     def explain(self) -> list[PathTaken]:
         """The path to each owner, why better ones were refused, and predicted against measured time."""
-        return [_path_taken(part) for part in self._started(0) or []]
+        return [path_taken(part) for part in self._started(0) or []]
 
     def _started(self, timeout_s: float | None) -> list[Part] | None:
         """The parts, none if it could not start, or None while it is starting."""
@@ -238,31 +252,7 @@ class Pull:
         return None
 
 
-def _path_taken(part: Part) -> PathTaken:
-    ticket, peer, transfer = part
-    num_bytes, num_ops, *_, total_ns, ran_inline, staged, direct_us, staged_us = transfer.stats()
-    paths = peer.connection.paths()
-    nics = tuple(dict.fromkeys(filter(None, paths)))
-    has_choice = direct_us > 0
-    predicted_us = peer.cost.predict_us(num_ops, num_bytes)
-    if has_choice:
-        predicted_us = staged_us if staged else direct_us
-    if transfer.done() and num_bytes:
-        peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
-    return PathTaken(
-        ticket.worker_id,
-        peer.transport,
-        len(paths),
-        nics,
-        peer.nics_left_out if nics else (),
-        peer.bounces_at,
-        peer.refused,
-        num_ops,
-        num_bytes,
-        predicted_us,
-        total_ns / 1000,
-        ran_inline,
-        staged,
-        direct_us if has_choice else None,
-        staged_us if has_choice else None,
-    )
+def _ignore(started: asyncio.Future[list[Part]]) -> None:
+    """asyncio complains of an exception that nobody has asked for."""
+    if not started.cancelled():
+        started.exception()

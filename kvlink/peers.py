@@ -121,9 +121,10 @@ class Peers:
         while True:
             pause = attempts.not_before - time.monotonic()
             if time.monotonic() + max(pause, 0) >= deadline:
+                if not attempts.last:
+                    raise self._not_in_time(key)
                 raise PeerUnreachable(
-                    f"{key[0]} is not reachable: {attempts.last or 'no time left'}; "
-                    f"next attempt in {max(pause, 0):.2f} s"
+                    f"{key[0]} is not reachable: {attempts.last}; next attempt in {max(pause, 0):.2f} s"
                 )
             if pause > 0:
                 await asyncio.sleep(pause)

@@ -60,6 +60,11 @@ class Presence:
         """Whether tickets can be published and claimed."""
         return self._client is not None
 
+    def require_coordinator(self, what: str) -> None:
+        """Raises ConfigError when `what` is asked for and there is none."""
+        if not self.has_coordinator:
+            raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
+
     @property
     def joined(self) -> bool | None:
         """Whether the coordinator knows this worker; None: there is no coordinator."""

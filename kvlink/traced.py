@@ -96,6 +96,12 @@ class TracedPull(Pull):
         super().cancel()
         self._tell()
 
+    async def _cancelled(self) -> None:
+        try:
+            await super()._cancelled()
+        finally:
+            self._tell()
+
     def settle(self) -> bool:
         """See `Pull.settle`."""
         began_ns = time.time_ns()

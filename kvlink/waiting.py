@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TypeVar
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from kvlink.engine import CompletionQueue, Engine, Transfer
 
@@ -49,6 +50,66 @@ class LoopWaiter:
                 future.set_result(None)
 
 
+class Awaited(Coroutine[Any, Any, T]):
+    """What any number of tasks may wait for, and what a task may run as if it were a coroutine.
+
+    asyncio wraps what can only be awaited, and a wrapper that is cancelled before its first step never begins to
+    wait: what it was to wait for would not hear of that.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    async def _ended(self) -> T:
+        """Returns the result, for one of those who wait."""
+
+    @abstractmethod
+    async def _cancelled(self) -> None:
+        """Returns when it has ended, which it is asked to."""
+
+    def send(self, value: Any) -> Any:
+        """One step of the running task."""
+        return _step(self._ended, lambda run: run.send(value))
+
+    def throw(self, kind: Any, error: Any = None, trace: Any = None, /) -> Any:
+        """One step of the running task, which was cancelled."""
+        thrown = kind if isinstance(kind, BaseException) else error or kind()
+        if asyncio.current_task() in _runs:
+            return _step(self._ended, lambda run: run.throw(thrown))
+        return _step(lambda: self._not_begun(thrown), lambda run: run.send(None))
+
+    async def _not_begun(self, thrown: BaseException) -> T:
+        if isinstance(thrown, asyncio.CancelledError):
+            await self._cancelled()
+        raise thrown
+
+
+_Run = Coroutine[Any, Any, T]
+
+
+def _step(begin: Callable[[], _Run[T]], step: Callable[[_Run[T]], Any]) -> Any:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("await it, or have a task run it")
+    run = _runs.get(task)
+    if run is None:
+        run = _runs[task] = begin()
+    try:
+        return step(run)
+    except BaseException:  # StopIteration, with the result
+        _runs.pop(task, None)
+        raise
+
+
+async def cancellation(waiting: Awaitable[object]) -> asyncio.CancelledError | None:
+    """Waits, and returns what cut that short."""
+    try:
+        await waiting
+    except asyncio.CancelledError as error:
+        return error
+    return None
+
+
 class Bell:
     """Calls `rung` on the event loop that runs when it is made, whenever something has come into `queue`."""
 
@@ -84,4 +145,5 @@ async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIt
         bell.close()
 
 
+_runs: weakref.WeakKeyDictionary[asyncio.Task[Any], Coroutine[Any, Any, Any]] = weakref.WeakKeyDictionary()
 _waiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiter] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +22,7 @@ from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread, ticket_signing
 from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
-from kvlink.errors import ConfigError, KVLinkError
+from kvlink.errors import KVLinkError
 from kvlink.figures import WorkerFigures, gather
 from kvlink.peer import Peer
 from kvlink.peers import Peers
@@ -30,8 +30,10 @@ from kvlink.pool import BlockPool
 from kvlink.prefill import Passing
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
-from kvlink.starting import Connected, Part, Starts, connect_all, settling, start
+from kvlink.sources import Sources, Tickets
+from kvlink.starting import Part, Starts, settling, start
 from kvlink.ticket import Ticket
+from kvlink.timeouts import checked
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.waiting import when_ended
 
@@ -39,8 +41,6 @@ _log = logging.getLogger("kvlink.worker")
 
 _JOIN_S = 10.0
 _CLOSE_S = 5.0
-
-Tickets = Ticket | str | Sequence[Ticket]
 
 
 class Worker:
@@ -90,6 +90,7 @@ class Worker:
             self.offers.in_background = partial(self._in_background, what="look for the device's end")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._presence.directory)
+            self._sources = Sources(self._peers, self._presence, pool.layout, self._checked)
             self._presence.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
@@ -139,7 +140,7 @@ class Worker:
         Raises ConfigError for bad arguments and for a full lease table.
         """
         if publish:
-            self._require_coordinator(f"request {request_id}: publish=True")
+            self._presence.require_coordinator(f"request {request_id}: publish=True")
         ticket = self.offers.offer(
             request_id,
             block_ids,
@@ -194,11 +195,12 @@ class Worker:
         tokens: half-open range to read, for example to leave out a cached prefix.
         layers: half-open range of layers.
         settle: give the owner its blocks back at once when all is valid.
-        timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given).
+        timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given); 0: now or not at all.
         Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
         """
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
-        want = (block_ids, tokens, layers, settle, timeout_s or self._timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
+        want = (block_ids, tokens, layers, settle, limit_s)
         on_unsettled, on_landed = self._settle_otherwise if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
@@ -206,12 +208,12 @@ class Worker:
                 return self._pull(
                     ticket.request_id, [(ticket, peer, transfer)], None, on_unsettled, on_landed
                 )
-        request_id, connect = self._source(ticket)
+        request_id, connect = self._sources.of(ticket)
         return self._pull(request_id, None, self._starts.start(connect, want), on_unsettled, on_landed)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + checked(timeout_s)
         job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
 
@@ -242,16 +244,6 @@ class Worker:
         except KVLinkError as error:
             _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
 
-    def _source(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
-        """The request, and how its owners are found and connected until a deadline."""
-        if isinstance(ticket, str):
-            self._require_coordinator(f"request {ticket}: claiming by id")
-            return ticket, partial(self._claim_and_connect, ticket)
-        tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self._checked, ticket)]
-        if not tickets:
-            raise ConfigError("pull needs at least one ticket")
-        return tickets[0].request_id, partial(connect_all, self._peers, tickets)
-
     # On the control loop.
 
     async def _join(self) -> WorkerCard:
@@ -263,18 +255,7 @@ class Worker:
             card = await self._presence.join(self.worker_id, self._engine)
         return card
 
-    async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
-        layout = self.pool.layout
-        left_s = max(deadline - time.monotonic(), 0.001)
-        claiming = self._presence.claim(request_id, left_s, layout.tp_rank, layout.tp_size)
-        tickets = await traced.claimed(request_id, claiming)
-        return await connect_all(self._peers, [*map(self._checked, tickets)], deadline)
-
     # In the background.
-
-    def _require_coordinator(self, what: str) -> None:
-        if not self._presence.has_coordinator:
-            raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         def log_failure(future: Future[None]) -> None:

@@ -82,7 +82,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         wants = [
             want for want in list(self.transfer_infos.get(bootstrap_room, {}).values()) if not want.is_dummy
         ]
-        num_tokens = num_kv_tokens or len(kv_indices) * self.rank.page_tokens
+        num_tokens = len(kv_indices) * self.rank.page_tokens if num_kv_tokens is None else num_kv_tokens
         written = Written(kv_indices, num_tokens, state_indices or (), is_last_chunk)
         aux = self.aux.read(aux_index) if wants and aux_index is not None else ()
         try:

@@ -39,6 +39,7 @@ from kvlink.control.values import (
     WorkerEpoch,
 )
 from kvlink.errors import CoordinatorUnavailable, UnknownRequest
+from kvlink.timeouts import given_or
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _C = TypeVar("_C", bound="_Client")
@@ -95,7 +96,7 @@ class CoordinatorClient(_Client):
     ) -> Membership:
         """Publishes a card and proposes its epoch. `Session` does this and stays joined."""
         request = JoinRequest(card, rejoin)
-        return await self._channel.call(CoordinatorCalls.JOIN, request, timeout_s or self._timeout_s)
+        return await self._channel.call(CoordinatorCalls.JOIN, request, given_or(timeout_s, self._timeout_s))
 
     def keep_alive(self) -> Stream[Beat, Push]:
         """Beats up, settle orders down. `Session` does this."""
@@ -104,7 +105,7 @@ class CoordinatorClient(_Client):
     async def leave(self, worker_id: str, epoch: int, timeout_s: float | None = None) -> None:
         """Ends this life of a worker; what it offered is dropped."""
         request = WorkerEpoch(worker_id, epoch)
-        await self._channel.call(CoordinatorCalls.LEAVE, request, timeout_s or self._timeout_s)
+        await self._channel.call(CoordinatorCalls.LEAVE, request, given_or(timeout_s, self._timeout_s))
 
     async def worker(self, worker_id: str, epoch: int = 0) -> WorkerCard:
         """The card of a worker (epoch 0: whichever runs now). Asked once for each epoch, then remembered.
@@ -154,7 +155,7 @@ class CoordinatorClient(_Client):
 
     async def offer(self, offer: Offer, timeout_s: float | None = None) -> None:
         """Publishes a ticket. `Session.offer` also survives a restart of the coordinator."""
-        await self._channel.call(CoordinatorCalls.OFFER, offer, timeout_s or self._timeout_s)
+        await self._channel.call(CoordinatorCalls.OFFER, offer, given_or(timeout_s, self._timeout_s))
 
     async def claim(
         self, request_id: str, timeout_s: float = 30.0, reader: int = 0, num_readers: int = 1
@@ -221,7 +222,7 @@ class AgentClient(_Client):
         TransportUnavailable, AccessDenied, ConfigError.
         """
         request = ConnectRequest(worker_id, epoch, transport, hellos, takes_keys=True)
-        return await self._channel.call(AgentCalls.CONNECT, request, timeout_s or self._timeout_s)
+        return await self._channel.call(AgentCalls.CONNECT, request, given_or(timeout_s, self._timeout_s))
 
     async def settle(self, order: SettleOrder) -> bool:
         """Without the data path. False: the seat had ended already, or the nonce is wrong."""

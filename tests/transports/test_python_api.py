@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from transports.pairs import POISON, Pair
 from transports.pools import PoolSpec, wide
 from transports.processes import PeerProcess, RemoteWorker, eventually
 
@@ -18,6 +19,7 @@ from kvlink.errors import Cancelled, ConfigError, KVLinkError, TransferTimeout, 
 
 NewOwner = Callable[..., RemoteWorker]
 NewReader = Callable[..., Worker]
+NewPair = Callable[..., Pair]
 NewProcess = Callable[..., PeerProcess]
 
 POOL = wide(num_blocks=256)
@@ -49,16 +51,74 @@ def test_two_loops_in_two_threads_wait_for_one_pull(new_owner: NewOwner, new_rea
     assert results == [len(BLOCKS) * (16 << 10)] * 2
 
 
-async def test_cancelling_the_waiting_task_leaves_the_pull_alone(
+async def test_cancelling_the_task_that_waits_for_a_shield_leaves_the_pull_alone(
     new_owner: NewOwner, new_reader: NewReader
 ) -> None:
     owner, reader = new_owner(POOL, transports="tcp"), new_reader(POOL, transports="tcp")
     ticket = owner.offer(BLOCKS, ready=0)
     pull = reader.pull(ticket, INTO)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(pull, 0.05)
+        await asyncio.wait_for(asyncio.shield(pull), 0.05)
     owner.do("set_ready", request_id=ticket.request_id, ready=len(BLOCKS))
     assert (await pull).settled
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.01], ids=["at once", "later"])
+async def test_no_byte_lands_after_an_await_that_timed_out(
+    transport: str, new_pair: NewPair, timeout_s: float
+) -> None:
+    pair = new_pair(transport)
+    pair.works()
+    for into in ([1, 2], [3, 4]):  # of one connection, and what comes later on it has come behind
+        ticket = pair.offer([5, 6], ready=0)
+        pull = pair.start(ticket, into)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(pull, timeout_s)
+        assert pull.done()
+        pair.owner.do("set_ready", request_id=ticket.request_id, ready=2)
+        pair.works()
+        assert (pair.blocks()[into] == POISON).all()
+        with pytest.raises(Cancelled):
+            await pull
+
+
+async def test_no_byte_lands_after_a_block_that_an_exception_left(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    for into in ([1, 2], [3, 4]):  # while it connects, and once it is connected
+        tickets = [pair.offer([5, 6], ready=0) for _ in range(2)]
+        with pytest.raises(LookupError):
+            async with pair.start(tickets[0], into):
+                raise LookupError
+        with pytest.raises(LookupError), pair.start(tickets[1], into):
+            raise LookupError
+        for ticket in tickets:
+            pair.owner.do("set_ready", request_id=ticket.request_id, ready=2)
+        pair.works()
+        assert (pair.blocks()[into] == POISON).all()
+    async with pair.start(pair.offer([5, 6]), [1, 2]) as pull:
+        pass
+    assert pull.stats.settled
+    assert pair.holds([1, 2], [5, 6])
+
+
+def test_no_time_at_all(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport, timeout_s=86400)
+    with pytest.raises(TransferTimeout):
+        pair.start(pair.offer([1]), [1], timeout_s=0).wait()  # which would have to connect
+    pair.works()
+    with pytest.raises(TransferTimeout):
+        pair.start(pair.offer([1], ready=0), [1], timeout_s=0.0).wait()
+    for timeout_s in (-1, -0.5, float("nan")):
+        with pytest.raises(ConfigError, match="timeout_s"):
+            pair.start(pair.offer([1]), [1], timeout_s=timeout_s)
+    eventually(lambda: can_be_had_at_once(pair))
+
+
+def can_be_had_at_once(pair: Pair) -> bool:
+    try:
+        return pair.start(pair.offer([1]), [1], timeout_s=0).wait()
+    except TransferTimeout:
+        return False
 
 
 async def test_a_failed_start_is_raised_to_whoever_awaits(new_owner: NewOwner, new_reader: NewReader) -> None:

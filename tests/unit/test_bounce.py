@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvlink.bounce import bouncing_ends, warn_of_path, warn_of_pool
-from kvlink.decode import PathTaken
+from kvlink.explain import PathTaken
 from kvlink.layout import Geometry, Order, Regions, dense
 from kvlink.pool import BlockPool, Region
 from kvlink.types import TransportCard

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvlink import BlockPool, WorkerConfig
-from kvlink.decode import PathTaken
+from kvlink.explain import PathTaken
 from kvlink.layout import Geometry, dense
 from kvlink.pool import Region
 from kvlink.staging import staging_for, warn_of_staging

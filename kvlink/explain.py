@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an owner was read: the transport that was taken, why better ones were not, predicted against measured time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlink.peer import Refusal
+from kvlink.starting import Part
+
+_NETWORKED = ("tcp", "verbs")
+
+
+@dataclass(frozen=True, slots=True)
+class PathTaken:
+    """How one owner was read. `refused` are the better transports that were not taken, and why."""
+
+    worker_id: str
+    transport: str
+    lanes: int
+    nics: tuple[str, ...]
+    """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1", and when there are
+    several the part of the bytes under way that each may have, as in "mlx5_0:1->mlx5_1:1 75%". Only of verbs."""
+    nics_left_out: tuple[str, ...]
+    """This worker's ports that carry none, each with its reason."""
+    bounces_at: tuple[str, ...]
+    """Ends ("reader", "owner") that stage GPU memory in pinned host memory, because the path does not reach it."""
+    refused: tuple[Refusal, ...]
+    num_ops: int
+    num_bytes: int
+    predicted_us: float
+    measured_us: float
+    ran_inline: bool
+    staged: bool = False
+    """Whether bytes landed in the staging buffer on the reader's GPU, for a kernel to take them to their places."""
+    predicted_direct_us: float | None = None
+    """This and the next where the reader has such a buffer: what either way should take."""
+    predicted_staged_us: float | None = None
+
+    @property
+    def in_clear(self) -> bool:
+        """Whether the bytes crossed a network, where none of kvlink's transports encrypts them."""
+        return self.transport.removeprefix("fault+") in _NETWORKED
+
+    def __str__(self) -> str:
+        """One sentence for a log."""
+        lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
+        lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
+        lanes += self._staging
+        lanes += ", not encrypted" if self.in_clear else ""
+        lanes += ", inline" if self.ran_inline else ""
+        refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
+        refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
+        return (
+            f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
+            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
+        )
+
+    @property
+    def _staging(self) -> str:
+        if self.predicted_direct_us is None or self.predicted_staged_us is None:
+            return ""
+        other, us = (
+            ("direct", self.predicted_direct_us) if self.staged else ("staged", self.predicted_staged_us)
+        )
+        return f", {'staged on the GPU' if self.staged else 'direct'}, {other} predicted {us:.0f} us"
+
+
+def path_taken(part: Part) -> PathTaken:
+    """The path of one transfer, which may still run."""
+    ticket, peer, transfer = part
+    num_bytes, num_ops, *_, total_ns, ran_inline, staged, direct_us, staged_us = transfer.stats()
+    paths = peer.connection.paths()
+    nics = tuple(dict.fromkeys(filter(None, paths)))
+    has_choice = direct_us > 0
+    predicted_us = peer.cost.predict_us(num_ops, num_bytes)
+    if has_choice:
+        predicted_us = staged_us if staged else direct_us
+    if transfer.done() and num_bytes:
+        peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
+    return PathTaken(
+        ticket.worker_id,
+        peer.transport,
+        len(paths),
+        nics,
+        peer.nics_left_out if nics else (),
+        peer.bounces_at,
+        peer.refused,
+        num_ops,
+        num_bytes,
+        predicted_us,
+        total_ns / 1000,
+        ran_inline,
+        staged,
+        direct_us if has_choice else None,
+        staged_us if has_choice else None,
+    )
