@@ -31,9 +31,25 @@ help: ## this list
 demo: build ## prefill in one process, decode in another, over every transport
 	kvlink demo --transport all
 
+# The gate: nothing in it waits, races or judges by a clock. CONTRIBUTING.md describes the tiers.
 .PHONY: test
-test: lint test-cpp ## lint, C++ tests, Python tests: all that a change must pass
+test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the wheel: all that a change must pass
 	pytest -m "not engines and not netns and not softroce and not slow and not verify"
+	kvlink demo
+	.ci/test-wheel $(PYTHON)
+
+.PHONY: verify
+verify: build $(VENV)/.checked ## tier 2, one lane after the other: real processes, stores, namespaces, sanitizers; 40 minutes
+	python .ci/lanes.py verify
+
+# RANGE=HEAD~3..HEAD: what these commits changed, instead of the working tree against the branch it will land on.
+.PHONY: verify-change
+verify-change: build $(VENV)/.checked ## the lanes of tier 2 that a change touches
+	python .ci/lanes.py changed $(RANGE)
+
+.PHONY: lanes
+lanes: ## how each lane ended last, and at which commit
+	@$(PYTHON) .ci/lanes.py show
 
 .PHONY: build
 build: $(VENV)/.built ## .venv/ with kvlink installed in place
@@ -57,9 +73,10 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 	touch $@
 
 .PHONY: lint
-lint: build $(VENV)/.checked ## ruff, mypy, import-linter, clang-format
+lint: build $(VENV)/.checked ## ruff, the rule against luck, mypy, import-linter, clang-format
 	ruff check .
 	ruff format --check .
+	python tests/luck.py
 	mypy -p kvlink -p benchmarks -p integrations
 	lint-imports
 	clang-format --dry-run -Werror $(CPP_FILES)
@@ -101,6 +118,19 @@ test-sanitizers: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
 test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under TSan
 	$(call cpp-tests-at-once,asan,)
 	$(call cpp-tests-at-once,tsan,$(FIXED_ADDRESSES))
+
+.PHONY: test-transports
+test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
+	pytest -m "verify" tests/transports
+
+.PHONY: test-processes
+test-processes: build $(VENV)/.checked ## tests that need real time, a real etcd, or processes that are killed
+	pytest -m verify --ignore tests/transports --ignore tests/deploy --ignore tests/metrics/test_page.py
+
+.PHONY: test-deploy
+test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit, the status page in a browser
+	.ci/system-packages $(PYTHON) page || true
+	pytest -m verify tests/deploy tests/metrics/test_page.py
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine

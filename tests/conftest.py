@@ -1,23 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes: a test belongs to the lane named after its folder under tests/. What was skipped is said by name.
 
+Tests that `tiers` leaves outside the gate are marked `verify`, unless a lane of their own is named by another mark.
 REQUIRE_LANES=unit,netns makes the run fail when one of these lanes ran no test at all.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from pathlib import Path
 
 import hypothesis
 import pytest
+from tiers import OUTSIDE_MARKS, is_outside
 
 # No test fails for being slow, and none because its inputs are slow to make.
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("patient")
+hypothesis.settings.register_profile("same", hypothesis.settings.get_profile("patient"), derandomize=True)
+
+# The gate draws the same inputs each time; a lane draws others, and says by which seed.
+SEED = os.environ.get("KVLINK_TEST_SEED")
+hypothesis.settings.load_profile("patient" if SEED else "same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    random.seed(SEED or 0)
+    if SEED and config.pluginmanager.has_plugin("hypothesispytest"):
+        config.option.hypothesis_seed = SEED
+
+
+def pytest_report_header() -> str:
+    return (
+        f"KVLINK_TEST_SEED={SEED}"
+        if SEED
+        else "inputs are drawn from a fixed seed; KVLINK_TEST_SEED draws others"
+    )
+
 
 _RAN = ("passed", "failed", "error", "xfailed", "xpassed")
 
@@ -30,11 +52,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _markers(item: pytest.Item) -> set[str]:
-    """The transport suite over verbs runs where the softroce lane does."""
+    """The transport suite over verbs runs where the softroce lane does; real stores are outside the gate."""
     lane = _lane(item.nodeid)
-    callspec = getattr(item, "callspec", None)
-    over_verbs = lane == "transports" and callspec and "verbs" in callspec.params.values()
-    return {"softroce" if over_verbs else lane} & {"engines", "netns", "softroce", "gpu"}
+    parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+    names = {each for each in parameters if isinstance(each, str)}
+    over_verbs = lane == "transports" and "verbs" in names
+    markers = {"softroce" if over_verbs else lane} & {"engines", "netns", "softroce", "gpu"}
+    own = {mark.name for mark in item.iter_markers()} & OUTSIDE_MARKS
+    fixtures = {*getattr(item, "fixturenames", ()), *(names & {"etcd"})}
+    if not markers and not own and is_outside(lane, (), fixtures):
+        markers = {"verify"}
+    return markers
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -27,6 +27,8 @@ from kvlink.benchmarks.traces import Request
 from kvlink.engine import host_transports
 from kvlink.errors import ConfigError, KVLinkError
 
+pytestmark = pytest.mark.verify
+
 STALL_S = 0.5
 HERE = [name for name, why_not in host_transports().items() if not why_not]
 

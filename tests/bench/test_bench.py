@@ -21,6 +21,8 @@ from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
+pytestmark = pytest.mark.verify
+
 LOOP = [*handovers.PHASES, handovers.OVERHEAD]
 ROWS = [*LOOP, handovers.LIMIT]
 HERE = [name for name, why_not in host_transports().items() if not why_not]

@@ -10,6 +10,8 @@ import pytest
 from kvlink.benchmarks import control
 from kvlink.control.garbage import collect_seldom
 
+pytestmark = pytest.mark.verify
+
 
 def test_every_hand_off_is_made_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in ("_LATENCY_ROUNDS", "_UNARY_HANDOFFS", "_STREAM_HANDOFFS"):

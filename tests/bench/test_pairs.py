@@ -22,6 +22,8 @@ from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, Order, assign, dense
 
+pytestmark = pytest.mark.verify
+
 HERE = [name for name, why_not in host_transports().items() if not why_not]
 APART = [name for name in HERE if name != "loopback"]
 DEGREES = (1, 2, 4, 8)

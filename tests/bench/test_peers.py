@@ -28,6 +28,8 @@ from kvlink.benchmarks.processes import BenchError
 from kvlink.benchmarks.spread import median_interval, quantile_interval, quantiles_us
 from kvlink.errors import ConfigError
 
+pytestmark = pytest.mark.verify
+
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / "build" / "peers"
 SMALL = Shape(4096, 8)
 MEASURED = {

@@ -113,6 +113,7 @@ def test_other_orders_of_blocks_are_measures_of_their_own() -> None:
     assert list(found.phases) == ["shm: m, 9 tokens, runs:8", "shm: m, 9 tokens, TP 2:4"]
 
 
+@pytest.mark.verify
 def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'kvlink[report]'")
     page = tmp_path / "report.html"

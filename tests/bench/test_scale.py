@@ -25,6 +25,8 @@ from kvlink.benchmarks.scale import load
 from kvlink.benchmarks.scale.growth import exponent, exponents
 from kvlink.cli.tables import show_parts, show_rows
 
+pytestmark = pytest.mark.verify
+
 PHASES = ["join", "memory", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
 
 

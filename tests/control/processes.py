@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 _SERVE = """
 import asyncio, sys
@@ -46,11 +44,3 @@ class CoordinatorProcess:
     def restart(self) -> None:
         self.kill()
         self.start()
-
-
-async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
-    """Waits until `holds()`. The bound only ends a test that has failed."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, "it never came to hold"
-        await asyncio.sleep(0.01)

@@ -10,13 +10,13 @@ import shlex
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from transports.pools import fill, wide
+from waiting import eventually
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.doctor import Verdict, certificates
@@ -156,8 +156,7 @@ def test_a_deployment_of_two_tenants(made: list[dict[str, str]]) -> None:
             cunning = worker("cunning", other | {"KVLINK_TICKET_KEYS": acme["KVLINK_TICKET_KEYS"]})
             with cunning, pytest.raises(KVLinkError, match="does not have the name other"):
                 cunning.pull(Ticket.from_text(stolen), [4, 5, 6], timeout_s=2).wait(20)
-            while not (ended := owner.events()):
-                time.sleep(0.01)
+            ended = eventually(owner.events)
             assert ([event.request_id for event in ended], owner.lease_counts().active) == (["r"], 1)
 
             status = kvlink("status", "--coordinator", at, "--json", env=own)

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from contextlib import aclosing, suppress
 
 import grpc
 import grpc.aio
 import pytest
 from control.cards import make_card, make_offer
-from control.processes import CoordinatorProcess, eventually
+from control.processes import CoordinatorProcess
 from control.raw import raw_channel
+from control.watching import holds
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import closed_port, until
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.feed import Feed, merged
 from kvlink.control.limits import MAX_REQUEST_BYTES
 from kvlink.control.server import Send
+from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import Nothing, Watch, WorkerChanges
 from kvlink.errors import (
     ConfigError,
@@ -39,7 +41,7 @@ async def test_a_ticket_goes_from_one_client_to_another(
     await client.join(make_card())
     async with CoordinatorClient(coordinator.address) as decode:
         claim = asyncio.create_task(decode.claim("r", timeout_s=20.0))
-        await eventually(lambda: client_sees_waiting(coordinator))
+        await until(lambda: client_sees_waiting(coordinator))
         await client.offer(make_offer("r"))
         assert await claim == [make_offer("r").ticket]
 
@@ -79,12 +81,18 @@ async def test_refusals_are_exceptions_with_a_sentence(
         await call(client)
 
 
-async def test_an_offer_that_ran_out_is_said_to_have(client: CoordinatorClient) -> None:
-    await client.join(make_card())
-    await client.offer(make_offer("r", ttl_s=0.01))
-    await asyncio.sleep(0.1)
-    with pytest.raises(LeaseExpired, match=r"'r' was offered by 'prefill' and not claimed within 0.01 s"):
-        await client.claim("r", timeout_s=20.0)
+async def test_an_offer_that_ran_out_is_said_to_have() -> None:
+    now = 0.0
+    store = MemoryStore(clock=lambda: now)
+    coordinator = Coordinator(store)
+    async with CoordinatorClient(await coordinator.start()) as client:
+        await client.join(make_card())
+        await client.offer(make_offer("r", ttl_s=2.0))
+        now = 2.1
+        store.tick()
+        with pytest.raises(LeaseExpired, match=r"'r' was offered by 'prefill' and not claimed within 2 s"):
+            await client.claim("r", timeout_s=20.0)
+    await coordinator.close()
 
 
 @pytest.mark.parametrize(
@@ -230,14 +238,12 @@ async def test_a_taken_port_is_said_to_be(coordinator: Coordinator) -> None:
 
 
 async def test_nobody_there_is_said_with_the_address_and_what_to_check() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    async with CoordinatorClient(address, timeout_s=3.0) as client:
-        with pytest.raises(
-            CoordinatorUnavailable, match=rf"{address} does not answer Status.*kvlink coordinator"
-        ):
-            await client.status()
+    with closed_port() as address:
+        async with CoordinatorClient(address, timeout_s=3.0) as client:
+            with pytest.raises(
+                CoordinatorUnavailable, match=rf"{address} does not answer Status.*kvlink coordinator"
+            ):
+                await client.status()
 
 
 async def test_an_address_must_be_one() -> None:
@@ -257,14 +263,13 @@ async def test_sigterm_finishes_waiting_claims_and_exits_0(coordinator_process) 
     async with CoordinatorClient(process.address) as client:
         await client.join(make_card())
         claim = asyncio.create_task(client.claim("r", timeout_s=30.0))
-        while not (await client.status()).waiting_claims:
-            await asyncio.sleep(0.01)
+        await until(lambda: holds(client, "waiting_claims"))
         process.send(signal.SIGTERM)
         with pytest.raises(CoordinatorUnavailable, match="draining"):
             await claim_until_refused(client)
         await client.offer(make_offer("r"))
         assert await claim == [make_offer("r").ticket]
-    await eventually(lambda: process.process.poll() is not None)
+    await until(lambda: process.process.poll() is not None)
     assert process.process.returncode == 0
     assert process.process.communicate()[1] == ""
 

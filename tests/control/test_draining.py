@@ -12,6 +12,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fleet import Fleet, Load
+from waiting import until
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient
 from kvlink.control.store.etcd import EtcdStore
@@ -51,11 +52,11 @@ async def pair(
 
 async def until_waiting(*coordinators: Coordinator) -> Coordinator:
     """The one at which a claim waits."""
-    while True:
-        for each in coordinators:
-            if (await each.status()).waiting_claims:
-                return each
-        await asyncio.sleep(0.01)
+
+    async def waiting() -> list[Coordinator]:
+        return [each for each in coordinators if (await each.status()).waiting_claims]
+
+    return (await until(waiting))[0]
 
 
 async def test_no_claim_fails_while_replicas_restart_in_turn(etcd: EtcdCluster) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections import Counter
 
 import pytest
 from control.cards import make_card, make_offer
-from control.processes import CoordinatorProcess, eventually
+from control.processes import CoordinatorProcess
+from waiting import closed_port, until
 
 from kvlink.config import WorkerConfig
 from kvlink.control import Coordinator, CoordinatorClient, Session
@@ -18,27 +18,24 @@ from kvlink.errors import ConfigError, CoordinatorUnavailable
 from kvlink.types import Joined
 
 
-def nobody() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-async def test_whoever_is_there_answers(coordinator: Coordinator) -> None:
-    addresses = f"{nobody()}, {coordinator.address},{nobody()}"
-    for _ in range(5):
-        async with CoordinatorClient(addresses) as client:
-            assert (await client.status()).workers == 0
-            assert client.asks == coordinator.address
-            assert (await client.status()).workers == 0, "it stays there"
+async def test_the_coordinator_that_is_there_answers(coordinator: Coordinator) -> None:
+    with closed_port() as one, closed_port() as other:
+        for _ in range(5):
+            async with CoordinatorClient(f"{one}, {coordinator.address},{other}") as client:
+                assert (await client.status()).workers == 0
+                assert client.asks == coordinator.address
+                assert (await client.status()).workers == 0, "it stays there"
 
 
 async def test_nobody_there_names_one_of_them() -> None:
-    addresses = f"{nobody()},{nobody()}"
-    async with CoordinatorClient(addresses, timeout_s=3.0) as client:
-        with pytest.raises(CoordinatorUnavailable, match=r"coordinator at 127\.0\.0\.1:\d+ does not answer"):
-            await client.status()
-        assert client.address == addresses
+    with closed_port() as one, closed_port() as other:
+        addresses = f"{one},{other}"
+        async with CoordinatorClient(addresses, timeout_s=3.0) as client:
+            with pytest.raises(
+                CoordinatorUnavailable, match=r"coordinator at 127\.0\.0\.1:\d+ does not answer"
+            ):
+                await client.status()
+            assert client.address == addresses
 
 
 async def test_callers_spread_out() -> None:
@@ -88,7 +85,7 @@ async def test_a_worker_and_a_watch_move_on(coordinator: Coordinator, coordinato
         changes = aiter(client.watch())
         assert (await anext(changes)).what is Joined.UP
         dies.kill()
-        await eventually(lambda: session.num_rejoins == 1)
+        await until(lambda: session.num_rejoins == 1)
         assert await client.claim("r", timeout_s=20.0) == [make_offer("r").ticket]
         assert [card.epoch for card in await client.workers()] == [1]
         next_change = asyncio.ensure_future(anext(changes))

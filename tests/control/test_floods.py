@@ -15,8 +15,9 @@ import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.certificates import Pki
-from control.processes import eventually
+from control.watching import holds
 from transports.pools import fill, wide
+from waiting import until
 
 from kvlink import Worker, WorkerConfig
 from kvlink.config import split_address
@@ -100,7 +101,7 @@ async def test_strangers_at_a_coordinator_cost_nobody_anything(
             await client.offer(make_offer(f"r{number}"))
             assert await client.claim(f"r{number}", timeout_s=5.0)
         silent = strangers[:: len(SAYINGS)]
-        await eventually(lambda: all(map(is_closed, silent)))
+        await until(lambda: all(map(is_closed, silent)))
     await coordinator.close()
 
 
@@ -113,7 +114,7 @@ async def test_connections_beyond_the_limit_are_closed_and_make_room_when_they_g
     for _ in range(20):
         strangers.append(socket.create_connection(split_address(address)))
         strangers[-1].setblocking(False)
-    await eventually(lambda: sum(map(is_closed, strangers)) >= 12)
+    await until(lambda: sum(map(is_closed, strangers)) >= 12)
     for stranger in strangers:
         stranger.close()
     async with CoordinatorClient(address, timeout_s=20.0, security=ends[1]) as client:
@@ -147,8 +148,7 @@ async def test_who_asks_for_too_much_is_told_so_and_others_are_served(small: Coo
         await small.offer(make_offer("a3", "a"))
     await small.offer(make_offer("b0", "b"))
     waiting = [asyncio.create_task(small.claim(f"w{number}", 30.0)) for number in range(2)]
-    while (await small.status()).waiting_claims < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: holds(small, "waiting_claims", 2))
     with pytest.raises(Overloaded, match="2 claims are waiting"):
         await small.claim("w2", timeout_s=0.2)
     for task in waiting:
@@ -191,6 +191,7 @@ async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time() -> None:
     await agent.close()
 
 
+@pytest.mark.verify
 async def test_strangers_at_the_page_cost_the_coordinator_little(
     strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,13 +202,14 @@ async def test_strangers_at_the_page_cost_the_coordinator_little(
     await coordinator.start()
     async with showing(coordinator, "127.0.0.1", 0) as url:
         await asyncio.to_thread(crowd, strangers, url.removeprefix("http://"))
-        await eventually(lambda: sum(map(is_closed, strangers)) >= STRANGERS - 50)
-        await eventually(lambda: all(map(is_closed, strangers)))
+        await until(lambda: sum(map(is_closed, strangers)) >= STRANGERS - 50)
+        await until(lambda: all(map(is_closed, strangers)))
         async with ClientSession(url) as session, session.get("/metrics") as answer:
             assert "kvlink_coordinator_workers 0.0" in await answer.text()
     await coordinator.close()
 
 
+@pytest.mark.verify
 def test_strangers_at_a_worker_cost_its_readers_nothing(strangers: list[socket.socket]) -> None:
     """At its agent and at its tcp port, before and while readers come."""
     with socket.socket() as free:

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 from control.cards import make_card, make_offer
 from control.processes import CoordinatorProcess
+from control.watching import holds
+from waiting import until
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, Security, SettleOrder
 from kvlink.control.channel import Channel
@@ -34,7 +36,7 @@ async def test_offers_before_and_after_their_claims(client: CoordinatorClient) -
             else:
                 claims[number] = stream.claim(Claim(f"r{number}", 30.0))
             if count % 700 == 0:
-                await asyncio.sleep(0.001)
+                await client.status()  # the stream sends meanwhile
         await asyncio.gather(*offers)
         for number, claim in claims.items():
             assert await claim == [make_offer(f"r{number}").ticket]
@@ -50,7 +52,7 @@ async def test_two_streams_meet(client: CoordinatorClient, coordinator: Coordina
         other.handoffs() as decode,
     ):
         claims = [decode.claim(Claim(f"r{number}", 30.0)) for number in range(2_000)]
-        await asyncio.sleep(0.05)
+        await until(lambda: holds(client, "waiting_claims", 2_000))
         offers = [prefill.offer(make_offer(f"r{number}")) for number in range(2_000)]
         assert await asyncio.gather(*claims) == [[make_offer(f"r{number}").ticket] for number in range(2_000)]
         await asyncio.gather(*offers)
@@ -123,8 +125,7 @@ async def test_a_broken_stream_fails_what_is_unanswered(
     process = coordinator_process()
     async with CoordinatorClient(process.address) as client, client.handoffs() as stream:
         claim = stream.claim(Claim("r", 30.0))
-        while not (await client.status()).waiting_claims:
-            await asyncio.sleep(0.01)
+        await until(lambda: holds(client, "waiting_claims"))
         if how == "killed":
             process.kill()
         else:
@@ -157,9 +158,7 @@ async def test_a_client_that_vanishes_leaves_no_claim_behind(
         stream = other.handoffs()
         stream.claim(Claim("r", 30.0))
         unary = asyncio.create_task(other.claim("s", 30.0))
-        while (await client.status()).waiting_claims < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: holds(client, "waiting_claims", 2))
         unary.cancel()
         await stream.close()
-    while (await client.status()).waiting_claims:
-        await asyncio.sleep(0.01)
+    await until(lambda: holds(client, "waiting_claims", 0))

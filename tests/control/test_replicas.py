@@ -11,7 +11,8 @@ import pytest
 from control.cards import make_card, make_offer
 from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fleet import everyone_refuses
-from control.processes import eventually
+from control.watching import holds, none_joined
+from waiting import until
 
 from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
@@ -52,8 +53,7 @@ async def test_a_claim_at_one_is_woken_by_an_offer_at_another(replica: NewReplic
     a, b = await replica(), await replica()
     await a.join(make_card())
     claim = asyncio.create_task(b.claim("r", timeout_s=20.0))
-    while not (await b.status()).waiting_claims:
-        await asyncio.sleep(0.01)
+    await until(lambda: holds(b, "waiting_claims"))
     await a.offer(make_offer("r"))
     assert await claim == [make_offer("r").ticket]
 
@@ -80,8 +80,7 @@ async def test_a_ticket_is_claimed_once_over_all(replica: NewReplica) -> None:
 
     for name in names:
         await clients[1].offer(make_offer(name))
-    while len(brought()) < len(names):
-        await asyncio.sleep(0.01)
+    await until(lambda: len(brought()) >= len(names))
     for name, client in itertools.product(names, clients):
         with pytest.raises(UnknownRequest):
             await client.claim(name, timeout_s=0.0)
@@ -116,8 +115,7 @@ async def test_a_claimed_ticket_stays_claimed_when_its_worker_was_lost_in_betwee
     await a.join(make_card())
     await a.offer(make_offer("taken", ttl_s=60.0))
     assert await b.claim("taken")
-    while await a.workers():  # it does not beat
-        await asyncio.sleep(0.05)
+    await until(lambda: none_joined(a))  # it does not beat
     assert (await b.join(make_card(), rejoin=True)).epoch == 1
     await b.offer(make_offer("taken", ttl_s=50.0))
     with pytest.raises(UnknownRequest):
@@ -167,7 +165,7 @@ async def test_a_session_goes_to_another_replica_and_takes_nothing_twice(replica
         assert await a.claim("taken")
         both._channel._leave(both._channel._ends[0])
         session._doubt.set()
-        await eventually(lambda: session.num_rejoins == 1)
+        await until(lambda: session.num_rejoins == 1)
         assert session.card.epoch == 1
         assert await b.claim("kept")
         with pytest.raises(UnknownRequest):

@@ -170,6 +170,7 @@ async def test_an_agent_answers_its_own_tenant_alone(pki: Pki) -> None:
     await agent.close()
 
 
+@pytest.mark.verify
 async def test_certificates_change_and_running_calls_go_on(pki: Pki) -> None:
     """Both ends move to another CA, by way of trusting both: no call fails and the session never joins again."""
     server_files = pki.files("server", [COORDINATOR, *HOSTS])

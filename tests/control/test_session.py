@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from control.cards import make_card, make_offer
-from control.processes import CoordinatorProcess, eventually
+from control.processes import CoordinatorProcess
+from control.watching import holds
+from waiting import until
 
 from kvlink.control import Coordinator, CoordinatorClient, Session, SessionState, SettleOrder
 from kvlink.control.refusal import Replaced
@@ -106,7 +108,7 @@ async def test_an_epoch_is_not_shared_by_two_processes(session: Session, client:
     with pytest.raises(UnknownRequest, match="epoch 1 asked, 2 running"):
         await session.offer(make_offer("r"))
     session._doubt.set()  # as the next beat would find out
-    await eventually(lambda: session.state is SessionState.REPLACED)
+    await until(lambda: session.state is SessionState.REPLACED)
     with pytest.raises(Replaced, match="give each its own"):
         await session.offer(make_offer("r"))
     assert (await client.worker("prefill")).epoch == 2
@@ -152,7 +154,7 @@ async def test_after_a_loss_idle_workers_take_their_time_and_those_with_an_offer
             for number, name in enumerate(("idle", "busy"), 1)
         ]
         coordinator.restart()
-        await eventually(lambda: spread.count((0.0, 3.0)) == 2)
+        await until(lambda: spread.count((0.0, 3.0)) == 2)
         await busy.offer(make_offer("r", "busy"), timeout_s=20.0)
         assert (busy.num_rejoins, busy.state) == (1, SessionState.JOINED)
         assert (idle.num_rejoins, idle.state) == (0, SessionState.REJOINING)
@@ -165,8 +167,7 @@ async def test_a_claim_that_waits_survives_the_coordinator(coordinator_process: 
     async with CoordinatorClient(process.address) as prefill, CoordinatorClient(process.address) as decode:
         session = await Session.join(prefill, make_card(), ignore)
         claim = asyncio.create_task(decode.claim("r", timeout_s=30.0))
-        while not (await prefill.status()).waiting_claims:
-            await asyncio.sleep(0.01)
+        await until(lambda: holds(prefill, "waiting_claims"))
         process.restart()
         await session.offer(make_offer("r"), timeout_s=30.0)
         assert await claim == [make_offer("r").ticket]
@@ -193,12 +194,12 @@ async def test_restarts_under_load_lose_no_hand_off(coordinator_process: StartPr
 
         load = asyncio.gather(*map(lane, range(4)))
         for milestone in (60, 120):
-            await eventually(lambda milestone=milestone: done >= milestone, 60.0)
+            await until(lambda milestone=milestone: done >= milestone)
             await asyncio.to_thread(process.restart)
         await load
         assert done == 240
         assert session.num_rejoins >= 2
-        await eventually(lambda: session.state is SessionState.JOINED)
+        await until(lambda: session.state is SessionState.JOINED)
         await session.close()
 
 
@@ -207,12 +208,12 @@ async def test_a_stopped_coordinator_is_noticed_and_welcome_back(coordinator_pro
     async with CoordinatorClient(process.address) as client:
         session = await Session.join(client, make_card(), ignore)
         process.send(signal.SIGSTOP)
-        await eventually(lambda: session.state is SessionState.REJOINING)
+        await until(lambda: session.state is SessionState.REJOINING)
         with pytest.raises(CoordinatorUnavailable, match=r"'r' not offered yet.*rejoining"):
             await session.offer(make_offer("r"), timeout_s=0.2)
         process.send(signal.SIGCONT)
         assert await client.claim("r") == [make_offer("r").ticket]  # sent as soon as the coordinator was back
-        await eventually(lambda: session.state is SessionState.JOINED)
+        await until(lambda: session.state is SessionState.JOINED)
         await session.close()
 
 
@@ -279,10 +280,8 @@ async def test_a_stopped_worker_is_gone_and_comes_back_with_its_offers() -> None
             with pytest.raises(UnknownRequest, match="'prefill' stopped beating; recompute"):
                 await client.claim("r")
             os.kill(worker.pid, signal.SIGCONT)
-            while not await client.workers():
-                await asyncio.sleep(0.01)
-            while not (await client.status()).tickets:
-                await asyncio.sleep(0.01)
+            await until(client.workers)
+            await until(lambda: holds(client, "tickets"))
             assert (await client.worker("prefill")).epoch == epoch
             assert await client.claim("r") == [make_offer("r", epoch=epoch).ticket]
     finally:

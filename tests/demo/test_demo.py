@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
 pytest.importorskip("transformers", minversion="5.19", reason="pip install 'kvlink[demo]'")
 
 import torch
 import transformers
-from transports.processes import eventually
 
 from kvlink import demo as demo_package
 from kvlink.demo import run

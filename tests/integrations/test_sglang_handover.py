@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transports.processes import eventually
+from waiting import eventually
 
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
@@ -119,6 +119,7 @@ def test_chunks_and_state_arrive_and_settling_them_is_the_acknowledgement(
     assert all((plane[9:] == before).all() for plane, before in zip(decode.kv, untouched, strict=True))
 
 
+@pytest.mark.verify
 def test_the_last_chunk_may_overtake_another(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill"), start("decode")
     want = decode.expect([1, 2], [0])
@@ -188,6 +189,7 @@ def test_a_ticket_used_again_is_refused(start: Callable[..., Server]) -> None:
         eventually(lambda: decode.incoming.poll(ROOM))
 
 
+@pytest.mark.verify
 def test_chunks_of_an_earlier_attempt_are_dropped(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill"), start("decode")
     [chunk] = send(prefill, [decode.expect([1], [0])], [10])
@@ -201,6 +203,7 @@ def test_chunks_of_an_earlier_attempt_are_dropped(start: Callable[..., Server]) 
     assert same(decode.kv, before, [1, 2], [0, 1])
 
 
+@pytest.mark.verify
 def test_nothing_lands_after_a_drop(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill"), start("decode")
     for round_ in range(20):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from waiting import eventually
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvlink[otel]'")
 
@@ -11,7 +12,6 @@ from contextlib import closing
 
 from test_sglang_handover import ROOM, Server, delivered, send
 from tracing.memory import collecting_here
-from transports.processes import eventually
 
 
 def test_a_room_is_one_trace() -> None:

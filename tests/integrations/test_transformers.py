@@ -29,7 +29,10 @@ from kvlink.errors import ConfigError  # noqa: E402
 from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
 from kvlink.integrations.transformers.support import check_manager  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # several processes import torch, on a machine that may be busy
+pytestmark = [
+    pytest.mark.verify,
+    pytest.mark.timeout(300),
+]  # several processes import torch, on a machine that may be busy
 
 BLOCK = 16
 SLOW_PULLS = {"transports": "fault+tcp", "fault": "delay-data=1s@every:1"}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from waiting import eventually
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
@@ -64,8 +65,7 @@ def test_blocks_come_back_when_a_scrape_has_seen_their_end_first(servers: tuple[
     decode.load(request("x", PROMPT, params), [5, 6, 7])
     decode.step_until(lambda: "x" in decode.received)
     offers = prefill.ranks[0]._worker.offers
-    while offers.num_pinned_blocks():
-        time.sleep(0.001)
+    eventually(lambda: not offers.num_pinned_blocks())
     prefill.step()
     assert prefill.sent == {"r"}
     assert gone(prefill)
@@ -174,6 +174,7 @@ def test_a_decode_request_that_ends_early_gives_the_blocks_back(servers: tuple[S
     prefill.step_until(lambda: "r" in prefill.sent)
 
 
+@pytest.mark.verify
 def test_a_waiting_request_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_leases, "_TICK_S", 0.05)  # or a renewal comes up to a second late
     with Server("p", lease_s=4.0) as prefill, Server("d") as decode:

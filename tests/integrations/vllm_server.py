@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from waiting import eventually
 
 from kvlink import WorkerConfig
 from kvlink.integrations.vllm.announcements import Announcements
@@ -129,13 +129,16 @@ class Server:
         if done and name == "received":
             self.scheduling.received(done, self.failed)
 
-    def step_until(self, done: Any, within_s: float = 10.0) -> None:
-        """Steps, a millisecond apart as an idle engine's are."""
-        deadline = time.monotonic() + within_s
-        while not done():
-            assert time.monotonic() < deadline, f"{self.name}: {self.sent=} {self.received=} {self.failed=}"
+    def step_until(self, done: Callable[[], object]) -> None:
+        """Steps, some milliseconds apart as an idle engine's are."""
+
+        def is_done_or_steps() -> bool:
+            if done():
+                return True
             self.step()
-            time.sleep(0.001)
+            return False
+
+        eventually(is_done_or_steps)
 
     # What requests go through.
 
@@ -184,11 +187,7 @@ class Server:
 
     def load_when_announced(self, request: Any, *groups: list[int]) -> int:
         """Is asked about until its prefill has begun, and is given blocks."""
-        deadline = time.monotonic() + 10
-        while self.awaits(request):
-            assert time.monotonic() < deadline, f"{self.name}: nothing is announced of {request.request_id}"
-            self.step()
-            time.sleep(0.001)
+        self.step_until(lambda: not self.awaits(request))
         count, _ = self.scheduling.num_matched(request, 0)
         assert count is not None
         self.scheduling.allocated(request, groups, count)

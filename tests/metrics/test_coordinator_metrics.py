@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
-from control.processes import eventually
 from metrics.scrapes import Scrape
 from transports.pools import PoolSpec
+from waiting import until
 
 from kvlink import Worker, WorkerConfig
 from kvlink.control import Coordinator, CoordinatorClient
@@ -67,9 +67,10 @@ async def test_calls_refusals_and_counts(coordinator: Coordinator, client: Coord
     assert found.value("kvlink_coordinator_feed_lag") == 0
     assert len(coordinator.counts.feeds) == 1
     await watching.aclose()  # type: ignore[attr-defined]
-    await eventually(lambda: not coordinator.counts.feeds)
+    await until(lambda: not coordinator.counts.feeds)
 
 
+@pytest.mark.verify
 async def test_workers_report_with_their_beats(coordinator: Coordinator, client: CoordinatorClient) -> None:
     config = WorkerConfig(transports="loopback", coordinator=coordinator.address)
 
@@ -98,7 +99,7 @@ async def test_workers_report_with_their_beats(coordinator: Coordinator, client:
     finally:
         await asyncio.to_thread(owner.close)
         await asyncio.to_thread(reader.close)
-    await eventually(lambda: not coordinator._reports._told)
+    await until(lambda: not coordinator._reports._told)
 
 
 def test_of_a_large_fleet_each_shows_its_busiest_links() -> None:

@@ -17,9 +17,12 @@ from kvlink.control.overview import Beat, FailureCount, LinkReport, WorkerReport
 from kvlink.status_page.serving import showing
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium: .ci/system-packages python3 page (or apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.verify,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no chromium: .ci/system-packages python3 page (or apt-get install chromium)"
+    ),
+]
 
 ARGUMENTS = [
     "--no-sandbox",  # tests run as root in containers

@@ -126,6 +126,7 @@ def test_names_follow_prometheus(owner: Worker, reader: Worker) -> None:
         )
 
 
+@pytest.mark.verify
 def test_a_port_of_its_own(free_port: int) -> None:
     config = WorkerConfig(transports="loopback", metrics_port=free_port)
     url = f"http://127.0.0.1:{free_port}/metrics"
@@ -137,6 +138,7 @@ def test_a_port_of_its_own(free_port: int) -> None:
         get(url)
 
 
+@pytest.mark.verify
 def test_strangers_at_the_port_take_a_few_threads_and_go(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +159,7 @@ def test_strangers_at_the_port_take_a_few_threads_and_go(
         assert "kvlink_pool_blocks" in get(f"http://127.0.0.1:{free_port}/metrics")
 
 
+@pytest.mark.verify
 def test_a_stranger_who_dribbles_is_hung_up_on(
     free_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +191,7 @@ def hung_up_on(visitor: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.verify
 def test_the_port_may_be_at_another_address_than_peers_come_to(free_port: int) -> None:
     config = WorkerConfig(transports="loopback", metrics_port=free_port, metrics_host="127.0.0.2")
     with Worker(PoolSpec().make(), "served", config=config):

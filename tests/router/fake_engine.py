@@ -70,7 +70,7 @@ class FakeEngine:
             return web.json_response({"error": {"message": f"{self.name} says no"}}, status=self.status)
         try:
             if self.hang or (self._only_names(body) and not self.follows):
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             await asyncio.sleep(self.slow_s)
             return await self._answer(request, body)
         except asyncio.CancelledError:

@@ -217,6 +217,7 @@ async def test_a_client_that_hangs_up_ends_its_request(place: Place, role: str) 
     await asyncio.wait_for(engine.aborted.wait(), 10)
 
 
+@pytest.mark.verify
 async def test_one_that_came_back_is_used_again(place: Place, stack: AsyncExitStack) -> None:
     gone = place.prefill[0]
     port = int(gone.url.rpartition(":")[2])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import AsyncIterator
 
@@ -14,6 +13,7 @@ from control.raw import raw_channel
 from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
 from tracing.memory import Collected
 from transports.pools import PoolSpec
+from waiting import eventually
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.control import Coordinator, CoordinatorClient
@@ -110,10 +110,7 @@ async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
         assert pull.wait(10)
         assert pull._parts
         reader._settle_otherwise(pull._parts[0])
-        deadline = time.monotonic() + 10
-        while not (settles := collected.named("kvlink.v1.WorkerAgent/SettleSeat")):
-            assert time.monotonic() < deadline, "nobody was told"
-            time.sleep(0.01)
+        settles = eventually(lambda: collected.named("kvlink.v1.WorkerAgent/SettleSeat"))
         assert [event.request_id for event in owner.events()] == ["r1"]
         assert owner.lease_counts().settled == 1
     assert [settle.within(collected.one("kvlink.offer")) for settle in settles] == [True]

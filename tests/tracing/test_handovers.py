@@ -77,6 +77,7 @@ def test_a_warm_pull_on_the_callers_thread(workers: tuple[Worker, Worker], colle
     assert collected.named("kvlink.connect") == []
 
 
+@pytest.mark.verify
 def test_a_pull_that_outlasts_its_call_begins_with_it(collected: Collected) -> None:
     with pair(fault="delay-data=30ms@every:1") as (owner, reader):
         reader.connect(owner.offer("first", [0]))

@@ -44,6 +44,7 @@ class Silent(Nobody):
         raise PeerUnreachable("timed out", silent=True)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(("timeout_s", "after_s", "counts"), [(0.02, 0.03, 0), (20.0, 0.0, 3)])
 async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: float, counts: int) -> None:
     engine: Any = SimpleNamespace()
@@ -53,6 +54,7 @@ async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: floa
     assert peers._attempts["w", 1].failures == counts
 
 
+@pytest.mark.verify
 async def test_who_has_much_time_waits_longer_for_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlink.attempts._SILENCE_S", 0.0)
     engine: Any = SimpleNamespace()

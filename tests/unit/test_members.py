@@ -47,6 +47,7 @@ def test_who_comes_late_hears_first_and_only_once(members: Members) -> None:
     assert lost(members, now + BEAT_S) == ["a"]
 
 
+@pytest.mark.verify
 async def test_a_coordinator_without_a_cpu_blames_nobody() -> None:
     store = MemoryStore(lease_s=1.5)
     await store.start()
