@@ -154,7 +154,7 @@ class Peers:
         card = await self.directory.card(*key, agent, fresh=fresh)
         if card.epoch != key[1]:
             raise StaleBlocks(f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs")
-        assignment = self._assignment(card)
+        assignment = self.assignment(card)
         if assignment is None:
             return None
         refused: list[Refusal] = []
@@ -186,7 +186,8 @@ class Peers:
         worked = known is not None and (known.stands_in or known.transport in by_nic)
         return worked or not opened.isdisjoint(by_nic) or any(port.away for port in self.engine.ports())
 
-    def _assignment(self, card: WorkerCard) -> Assignment | None:
+    def assignment(self, card: WorkerCard) -> Assignment | None:
+        """What this rank reads from an owner; None: nothing. Raises LayoutMismatch."""
         if card.protocol_version != PROTOCOL_VERSION:
             raise LayoutMismatch(
                 f"{card.worker_id} speaks protocol {card.protocol_version}, this worker {PROTOCOL_VERSION}"

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvlink import traced
+from kvlink.decode import Pull
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.peers import Peers
 from kvlink.presence import Presence
 from kvlink.starting import Connected, connect_all
 from kvlink.ticket import Ticket
+from kvlink.unread import EmptyPull, Range, Unread, check_ranges
 
 Tickets = Ticket | str | Sequence[Ticket]
 
@@ -29,19 +31,50 @@ class Sources:
     presence: Presence
     layout: KVLayout
     checked: Callable[[Ticket], Ticket]
+    unread: Unread
 
     def of(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
         """The request, and what finds and connects its owners until a deadline. Raises ConfigError, AccessDenied."""
         if isinstance(ticket, str):
-            self.presence.require_coordinator(f"request {ticket}: claiming by id")
+            self._require_coordinator(ticket)
             return ticket, partial(self._claim_and_connect, ticket)
-        tickets = [ticket] if isinstance(ticket, Ticket) else [*map(self.checked, ticket)]
-        if not tickets:
-            raise ConfigError("pull needs at least one ticket")
+        tickets = self._tickets(ticket)
         return tickets[0].request_id, partial(connect_all, self.peers, tickets)
 
+    def release(self, ticket: Tickets, timeout_s: float) -> bool:
+        """See `Worker.release`. `timeout_s`: how long to claim for. False: not all are told one-sidedly, or yet."""
+        if not isinstance(ticket, str):
+            return self.unread.release(self._tickets(ticket))
+        self._require_coordinator(ticket)
+        self.unread.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
+        return False
+
+    def empty_pull(
+        self, ticket: Tickets, tokens: Range, layers: Range, settle: bool, timeout_s: float
+    ) -> Pull:
+        """A pull that `wants_nothing`. Raises ConfigError, AccessDenied."""
+        tickets = [] if isinstance(ticket, str) else self._tickets(ticket)
+        for each in tickets:
+            check_ranges(each, tokens, layers, self.layout.num_layers)
+        request_id = ticket if isinstance(ticket, str) else tickets[0].request_id
+        return EmptyPull(request_id, partial(self.release, ticket, timeout_s), settle)
+
+    def _require_coordinator(self, request_id: str) -> None:
+        self.presence.require_coordinator(f"request {request_id}: claiming by id")
+
+    def _tickets(self, ticket: Ticket | Sequence[Ticket]) -> list[Ticket]:
+        tickets = [*map(self.checked, [ticket] if isinstance(ticket, Ticket) else ticket)]
+        if not tickets:
+            raise ConfigError("at least one ticket is needed")
+        return tickets
+
+    async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
+        claiming = self.presence.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
+        return [*map(self.checked, await traced.claimed(request_id, claiming))]
+
     async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
-        left_s = max(deadline - time.monotonic(), _LEAST_S)
-        claiming = self.presence.claim(request_id, left_s, self.layout.tp_rank, self.layout.tp_size)
-        tickets = await traced.claimed(request_id, claiming)
-        return await connect_all(self.peers, [*map(self.checked, tickets)], deadline)
+        tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
+        return await connect_all(self.peers, tickets, deadline)
+
+    async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
+        self.unread.release(await self._claim(request_id, timeout_s))

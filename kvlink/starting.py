@@ -60,15 +60,12 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     try:
         seat = ticket.seats[peer.seat]
     except IndexError:
-        raise ConfigError(
-            f"request {ticket.request_id}: this rank reads with seat {peer.seat} and the ticket has "
-            f"{len(ticket.seats)}; offer it with readers={peer.num_seats}"
-        ) from None
+        raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
     begin, end = (
-        (0, ticket.num_tokens) if tokens is None else _within(tokens, ticket.num_tokens, "tokens", ticket)
+        (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket)
     )
     first_layer, end_layer = (
-        (0, num_layers) if layers is None else _within(layers, num_layers, "layers", ticket)
+        (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket)
     )
     units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
     return peer.connection.pull(
@@ -78,13 +75,22 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     )  # fmt: skip
 
 
+def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
+    """What to raise for a ticket that was offered to fewer readers."""
+    return ConfigError(
+        f"request {ticket.request_id}: this rank reads with seat {seat} and the ticket has "
+        f"{len(ticket.seats)}; offer it with readers={num_readers}"
+    )
+
+
 def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
     """What settles a seat, and with it those that the ticket has beyond its readers."""
     return seat.settle_nonce if len(ticket.seats) == num_readers else seat.settle_nonce ^ num_readers
 
 
-def _within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
-    if not 0 <= asked[0] < asked[1] <= count:
+def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
+    """The same range. Raises ConfigError unless it is one of `count`; it may be empty."""
+    if not 0 <= asked[0] <= asked[1] <= count:
         raise ConfigError(f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} of {count}")
     return asked
 

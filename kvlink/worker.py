@@ -22,7 +22,7 @@ from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread, ticket_signing
 from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
-from kvlink.errors import KVLinkError
+from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
 from kvlink.peer import Peer
 from kvlink.peers import Peers
@@ -35,6 +35,7 @@ from kvlink.starting import Part, Starts, settling, start
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
+from kvlink.unread import Unread, wants_nothing
 from kvlink.waiting import when_ended
 
 _log = logging.getLogger("kvlink.worker")
@@ -90,7 +91,8 @@ class Worker:
             self.offers.in_background = partial(self._in_background, what="look for the device's end")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._presence.directory)
-            self._sources = Sources(self._peers, self._presence, pool.layout, self._checked)
+            unread = Unread(self._peers, self._presence.directory, self._in_background)
+            self._sources = Sources(self._peers, self._presence, pool.layout, self._checked, unread)
             self._presence.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
@@ -188,7 +190,8 @@ class Worker:
         settle: bool = True,
         timeout_s: float | None = None,
     ) -> Pull:
-        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait.
+        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. An empty range, or an
+        empty `into`, reads nothing and ends at once: it gives the blocks back as `release` does.
 
         ticket: one Ticket, one of each owner rank, or a request id to claim at the coordinator.
         into: block ids that cover the request's tokens from token 0 on; array("I") or numpy uint32 is fastest.
@@ -200,6 +203,9 @@ class Worker:
         """
         block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
+        ranged = tokens is not None or layers is not None or len(block_ids) == 0
+        if ranged and wants_nothing(len(block_ids), tokens, layers):
+            return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
         on_unsettled, on_landed = self._settle_otherwise if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket):
@@ -210,6 +216,16 @@ class Worker:
                 )
         request_id, connect = self._sources.of(ticket)
         return self._pull(request_id, None, self._starts.start(connect, want), on_unsettled, on_landed)
+
+    def release(self, ticket: Tickets) -> None:
+        """Gives a request's blocks back unread. Waits for nothing, and connects to nobody: an owner that this worker is
+        not connected to is told in the background. Quiet where the lease has ended.
+
+        ticket: as `pull` takes it. Raises ConfigError, AccessDenied as `pull` does.
+        """
+        if self._closed:
+            raise ConfigError("this worker is closed")
+        self._sources.release(ticket, self._timeout_s)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
