@@ -31,6 +31,7 @@ from .engine_config import (
     number_of,
     rank_of,
     when_launched_has_run,
+    window_of,
 )
 from .handover import Greeting
 from .orders import Orders
@@ -100,6 +101,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 announcements=Announcements.of(self._settings.worker),
                 streaming_from=self._settings.streaming_from_tokens,
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
+                windows=[window_of(group) for group in kv_cache_config.transfer_groups],
             )
 
     # In the worker's process.

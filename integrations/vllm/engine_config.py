@@ -10,12 +10,21 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from kvlink.errors import ConfigError
 
 from .caches import Rank
 from .settings import Settings
+from .windows import Window
+
+_SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Block n of a request holds its n-th tokens, for as long as they are read."""
 
 
 def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
@@ -56,7 +65,7 @@ def check_groups(kv_cache_config: Any) -> None:
     """Raises ConfigError."""
     for group in kv_cache_config.transfer_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec) or spec.tokens_per_state != 1:
+            if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
                 raise ConfigError(
                     f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
                     "and others): only attention whose cache has one row a token"
@@ -66,6 +75,18 @@ def check_groups(kv_cache_config: Any) -> None:
 def grows(group: Any) -> bool:
     """Whether a request keeps this group's blocks until it ends: no window leaves any behind."""
     return all(isinstance(spec, FullAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec))
+
+
+def window_of(group: Any) -> Window | None:
+    """What the group's layers read; None: all tokens. The layers of one group have one window."""
+    spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    if isinstance(spec, SlidingWindowSpec):
+        # Blocks of a few tokens more are kept for draft models that compute them again.
+        retained = int(getattr(spec, "extra_retained_tokens", 0))
+        return Window(spec.sliding_window + retained, spec.block_size)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Window(spec.attention_chunk_size, spec.block_size, chunked=True)
+    return None
 
 
 def at_this_host(settings: Settings) -> Settings:

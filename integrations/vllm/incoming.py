@@ -20,8 +20,11 @@ from .orders import Load, Orders
 from .parts import STREAM, Part
 from .remote_leases import RemoteLeases
 from .traces import trace_of
+from .windows import Windows, loadable, needed_from
 
 _log = logging.getLogger("vllm.kvlink")
+
+_NO_PROMPT = [0]
 
 Digest = Callable[[Any, int], str]
 """Of a request's first tokens."""
@@ -52,15 +55,22 @@ class Incoming:
     """Requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
 
     own: any of this server's ranks. digest: as prefill made it. counts: what became of hand-overs that were not used.
+    windows: of the cache groups that are transferred.
     """
 
     def __init__(
-        self, own: Rank, announcements: Announcements | None, digest: Digest, counts: Counter[str]
+        self,
+        own: Rank,
+        announcements: Announcements | None,
+        digest: Digest,
+        counts: Counter[str],
+        windows: Windows = (),
     ) -> None:
         self._own = own
         self._announcements = announcements
         self._digest = digest
         self._counts = counts
+        self._windows = windows
         self._remote = RemoteLeases()
         self._requests: dict[str, _Incoming] = {}
 
@@ -70,7 +80,9 @@ class Incoming:
         if not params or not params.get("do_remote_prefill"):
             return
         name = params.get(STREAM)
-        if params.get(KEY):
+        if _is_rejection(request):
+            self._rejected(request)
+        elif params.get(KEY):
             incoming = self._requests[request.request_id] = _Incoming()
             try:
                 handover = Handover.from_params(params)
@@ -122,6 +134,7 @@ class Incoming:
                 end,
                 incoming.refused,
                 in_parts,
+                needed_from(self._windows, int(request.num_prompt_tokens), end),
             )
         )
 
@@ -170,6 +183,20 @@ class Incoming:
                 incoming.following.stop()
         self._remote.close()
 
+    def _rejected(self, request: Any) -> None:
+        """This server refused the request, or its client left, before it was admitted: nobody will read its blocks."""
+        params = request.kv_transfer_params
+        params["do_remote_prefill"] = False
+        if not params.get(KEY):
+            return
+        try:
+            handover = Handover.from_params(params)
+        except ConfigError:
+            self._counts["malformed"] += 1
+            return
+        self._counts["released"] += 1
+        self._remote.release(handover, range(len(handover.owners)))
+
     def _begun(self, request: Any, incoming: _Incoming) -> bool:
         assert incoming.following is not None
         why_ended = incoming.following.why_ended
@@ -198,7 +225,8 @@ class Incoming:
 
     def _num_tokens(self, request: Any, incoming: _Incoming) -> int:
         prompt = int(request.num_prompt_tokens)
-        return prompt if incoming.refused else min(prompt, incoming.num_tokens)
+        handed_over = prompt if incoming.refused else min(prompt, incoming.num_tokens)
+        return loadable(self._windows, prompt, handed_over)
 
     def _unread(self, ranks: range) -> list[int]:
         """Those of an owner that none of ours reads from: they hold what another one holds, too."""
@@ -227,3 +255,10 @@ class Incoming:
         if incoming is not None and incoming.following is not None:
             incoming.following.stop()
         return incoming
+
+
+def _is_rejection(request: Any) -> bool:
+    """Whether this is vLLM's notice of a request that it did not admit: one with a prompt of its own, [0], that is
+    aborted as soon as it was added. Its kv_transfer_params are those of the request."""
+    told = getattr(request, "abort_immediately", None)
+    return request.prompt_token_ids == _NO_PROMPT if told is None else bool(told)

@@ -19,6 +19,7 @@ from .handover import Handover, expanded
 from .orders import Load
 from .parts import Part
 from .tally import Tally, Transfer
+from .windows import gap_in
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -139,10 +140,10 @@ class Loads:
     def _pull(self, loading: _Loading, handover: Handover, end: int, *, written: bool) -> None:
         """One pull of each cache group that has tokens to load."""
         start = time.perf_counter_ns()
-        ranges = [self._range(loading, handover, group, end) for group in range(len(self._caches.groups))]
-        wanted = [group for group, (first, upto) in enumerate(ranges) if first < upto]
-        alone = len(wanted) == 1 and not loading.load.in_parts
         try:
+            ranges = [self._range(loading, handover, group, end) for group in range(len(self._caches.groups))]
+            wanted = [group for group, (first, upto) in enumerate(ranges) if first < upto]
+            alone = len(wanted) == 1 and not loading.load.in_parts
             for group in wanted:
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 loading.pulls.append(
@@ -176,12 +177,24 @@ class Loads:
         )
 
     def _range(self, loading: _Loading, handover: Handover, group: int, end: int) -> tuple[int, int]:
-        """Tokens to load: those that are not here, and that neither side's sliding window has left behind."""
-        if not handover.groups[group]:  # it comes with a later part
+        """Tokens to load: those that are not here, and that neither side's sliding window has left behind.
+
+        Raises StaleBlocks when prefill has no block any more for a token that is read here.
+        """
+        load, theirs = loading.load, handover.groups[group]
+        if not theirs and not loading.complete:  # they come with a later part
             return end, end
-        ours = _leading_gaps(loading.load.groups[group]) * self._block_tokens * self._caches.kernel_blocks
-        theirs = _leading_gaps(handover.groups[group]) * handover.block_tokens
-        return max(loading.pulled_to[group], ours, theirs), end
+        ours = _leading_gaps(load.groups[group]) * self._block_tokens * self._caches.kernel_blocks
+        missing = max(loading.pulled_to[group], ours)
+        needed = max(missing, load.needed_from[group] if load.needed_from else 0)
+        gap = gap_in(theirs, handover.block_tokens, needed, end)
+        if gap is not None:
+            raise StaleBlocks(
+                f"prefill holds no block for token {gap} of cache group {group}, and tokens {needed} to {end} are "
+                "needed: its sliding window has moved on, as it answered more than one token; have the router ask "
+                "prefill for max_tokens=1"
+            )
+        return max(missing, _leading_gaps(theirs) * handover.block_tokens), end
 
     def _conclude(self, request_id: str, loading: _Loading) -> None:
         if loading.settles and (loading.load.in_parts or len(loading.pulls) > 1):

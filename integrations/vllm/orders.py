@@ -26,6 +26,8 @@ class Load:
     refused: str = ""
     in_parts: bool = False
     """What to pull comes by `Orders.parts`."""
+    needed_from: tuple[int, ...] = ()
+    """By cache group, the first token that is read after the load; empty: all for which there are blocks of ours."""
 
 
 @dataclass(frozen=True, slots=True)

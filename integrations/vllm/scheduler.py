@@ -23,6 +23,7 @@ from .outgoing import Chunk, GroupIds, Outgoing
 from .parts import ANNOUNCED
 from .slots import SlotGroups
 from .traces import Traces
+from .windows import Windows, gap_in, needed_from
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -32,7 +33,8 @@ class Scheduling:
 
     slots: lease slots of every worker. select: picks the groups that are transferred out of vLLM's block ids.
     own: any of this server's ranks. may_send: False for a kv_consumer. announcements: None without a coordinator.
-    streaming_from: tokens from which on prompts are handed over in parts. grows: see Outgoing.
+    streaming_from: tokens from which on prompts are handed over in parts. grows: see Outgoing. windows: of the groups
+    that are transferred.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Scheduling:
         announcements: Announcements | None = None,
         streaming_from: int = 0,
         grows: Sequence[bool] = (),
+        windows: Windows = (),
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
@@ -60,7 +63,8 @@ class Scheduling:
         self._traces = Traces()
         self.counts: Counter[str] = Counter()
         """Hand-overs that were not used, by reason, since they were last taken."""
-        self._incoming = Incoming(own, announcements, self._digest, self.counts)
+        self._windows = windows
+        self._incoming = Incoming(own, announcements, self._digest, self.counts, windows)
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
     def set_ranks(self, ranks: Iterable[Greeting]) -> None:
@@ -131,6 +135,9 @@ class Scheduling:
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         own = tuple(expanded(group, self._ranks[0].kernel_blocks) for group in groups)
+        if not self._holds_windows(request, own, num_tokens):
+            self._withdraw(request_id, seats, "its sliding window has moved on past the prompt")
+            return False, None
         num_blocks = sum(block != 0 for group in own for block in group)
         self._orders.handed_over[request_id] = HandedOver(num_blocks, self._lease_s)
         handover = self._handover(request, seats, own, num_tokens, self._digest(request, num_tokens))
@@ -148,6 +155,30 @@ class Scheduling:
             KEY: handover.to_params(),
             **({ANNOUNCED: announced} if announced else {}),
         }
+
+    def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:
+        """Whether every token that decode reads still has a block. vLLM gives the blocks that a window has left to
+        others: those of the prompt, too, after more than one token of the answer."""
+        needed = needed_from(self._windows, request.num_prompt_tokens, num_tokens)
+        block_tokens = self._ranks[0].block_tokens
+        gaps = (
+            gap_in(blocks, block_tokens, first, num_tokens)
+            for blocks, first in zip(groups, needed, strict=False)
+        )
+        gap = next((gap for gap in gaps if gap is not None), None)
+        if gap is None:
+            return True
+        self.counts["window_passed"] += 1
+        answered = request.num_computed_tokens + 1 - request.num_prompt_tokens
+        _log.warning(
+            "request %s is not handed over: the sliding window has left token %d of its %d prompt tokens behind, which "
+            "decode needs%s",
+            request.request_id,
+            gap,
+            request.num_prompt_tokens,
+            f"; it answered {answered} tokens, have the router ask prefill for max_tokens=1" * (answered > 1),
+        )
+        return False
 
     # Both.
 

@@ -18,6 +18,7 @@ from kvlink.integrations.vllm.caches import Rank, caches_of
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import Scheduling
 from kvlink.integrations.vllm.slots import SlotGroups
+from kvlink.integrations.vllm.windows import Window
 from kvlink.integrations.vllm.worker import Serving
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8
@@ -27,7 +28,10 @@ ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **NULLS}
 
 @dataclass
 class Server:
-    """A server of `tp_size` ranks with one cache of each layer; `groups` are layers that share a block table."""
+    """A server of `tp_size` ranks with one cache of each layer; `groups` are layers that share a block table.
+
+    window: of the groups whose names start with it; 0: the connector is not told.
+    """
 
     name: str
     tp_size: int = 1
@@ -38,6 +42,7 @@ class Server:
     heads: int = HEADS
     coordinator: str = ""
     streaming_from: int = 0
+    window: int = 0
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -60,6 +65,12 @@ class Server:
             announcements=Announcements.of(self.config),
             streaming_from=self.streaming_from,
             grows=[not group[0].startswith("window") for group in self.groups],
+            windows=[
+                Window(self.window, BLOCK_TOKENS) if group[0].startswith("window") else None
+                for group in self.groups
+            ]
+            if self.window
+            else [],
         )
         self.start()
 

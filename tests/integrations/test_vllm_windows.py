@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sliding windows: decode has every token that it reads, or nothing of the hand-over is used."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+from test_vllm_connector import gone, same
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
+
+from kvlink.errors import StaleBlocks
+from kvlink.integrations.vllm.loads import Loads, _Loading
+from kvlink.integrations.vllm.orders import Load
+from kvlink.integrations.vllm.windows import Window, gap_in, loadable, needed_from
+
+PROMPT = list(range(100, 122))  # five blocks of 4 and a half
+WINDOW = 6
+GROUPS = (("full.0",), ("window.0",))
+
+
+def server(name: str, **options: Any) -> Server:
+    return Server(name, groups=GROUPS, window=WINDOW, **options)
+
+
+def kept(num_computed: int, first_block: int, num_tokens: int | None = None) -> list[int]:
+    """Block ids of the window's group as vLLM has them: those wholly before the window are given up."""
+    gaps = max(num_computed - WINDOW + 1, 0) // BLOCK_TOKENS
+    blocks = -(-(num_tokens or num_computed) // BLOCK_TOKENS)
+    return [0] * gaps + list(range(first_block + gaps, first_block + blocks))
+
+
+FULL, OURS = [1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15]
+
+
+def test_the_window_moves_with_the_request() -> None:
+    with server("p") as prefill, server("d") as decode:
+        stays, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), FULL, kept(22, 7))
+        assert stays
+        assert decode.load(request("x", PROMPT, params), OURS, kept(22, 1)) == (22, True)
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        assert same(decode, prefill, list(zip(OURS, FULL, strict=True)), ("full.0",))
+        assert same(decode, prefill, [(5, 11), (6, 12)], ("window.0",))
+        prefill.step_until(lambda: "r" in prefill.sent)
+        assert gone(prefill)
+
+
+def answered(prefill: Server, num_tokens: int) -> tuple[bool, dict[str, Any] | None]:
+    """The router let prefill answer so many tokens."""
+    asks = request("r", PROMPT, ASK_PREFILL)
+    prefill.begin(asks, FULL, kept(22, 7))
+    prefill.step()
+    asks.num_computed_tokens = len(PROMPT) + num_tokens - 1
+    ended = prefill.scheduling.finished(asks, (FULL, kept(asks.num_computed_tokens, 7)), True)
+    prefill.step()
+    return ended
+
+
+@pytest.mark.parametrize(("num_tokens", "handed_over"), [(1, True), (3, True), (4, False), (9, False)])
+def test_prefill_keeps_its_ticket_when_the_window_has_passed(num_tokens: int, handed_over: bool) -> None:
+    """Decode reads from token 16 on: its block is given up when the window starts at token 20, with 25 computed."""
+    with server("p") as prefill:
+        stays, params = answered(prefill, num_tokens)
+        assert (stays, params is not None) == (handed_over, handed_over)
+        assert prefill.scheduling.take_counts() == ({} if handed_over else {"window_passed": 1})
+        if not handed_over:
+            assert gone(prefill)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 9])
+def test_decode_refuses_what_an_older_prefill_hands_over(num_tokens: int) -> None:
+    """Before the first byte, of any group; and it is counted."""
+    with Server("p", groups=GROUPS) as prefill, server("d") as decode:
+        _, params = answered(prefill, num_tokens)
+        assert params
+        before = [tensor.clone() for tensor in decode.caches[0].values()]
+        decode.load(request("x", PROMPT, params), OURS, kept(22, 1))
+        decode.step_until(lambda: "x" in decode.received)
+        assert decode.failed == {"x"}
+        assert decode.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
+        assert all(now.equal(then) for now, then in zip(decode.caches[0].values(), before, strict=True))
+        prefill.step_until(lambda: "r" in prefill.sent)
+
+
+def test_the_windows_own_end_is_withheld_where_vllm_has_dropped_it() -> None:
+    """Prompt of 21: with all computed the window starts at token 16, and its last token reads token 15, too."""
+    with server("p") as prefill:
+        stays, params = prefill.prefill(request("r", PROMPT[:21], ASK_PREFILL), FULL, kept(21, 7))
+        assert (stays, params) == (False, None)
+        assert gone(prefill)
+
+
+def test_a_prompt_whose_last_token_reads_a_block_that_vllm_drops_is_loaded_but_for_that_token() -> None:
+    """As above, with a prefill that has the block still."""
+    prompt = PROMPT[:21]
+    with server("p") as prefill, server("d") as decode:
+        _, params = prefill.prefill(request("r", prompt, ASK_PREFILL), FULL, kept(20, 7, 21))
+        assert params
+        assert decode.load(request("x", prompt, params), OURS, kept(20, 1)) == (20, True)
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        assert same(decode, prefill, [(4, 10), (5, 11)], ("window.0",))
+
+
+@pytest.mark.parametrize(("tokens", "block_tokens", "chunked"), [(5, 2, False), (8, 4, False), (6, 3, True)])
+def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chunked: bool) -> None:
+    """For all short prompts and answers: vLLM's rules at both ends, and what a load does between them."""
+    window = Window(tokens, block_tokens, chunked)
+
+    def blocks(num_computed: int, num_tokens: int) -> array[int]:
+        gaps = window.kept_from(num_computed) // block_tokens
+        count = -(-num_tokens // block_tokens)
+        return array("I", [0] * min(gaps, count) + [1] * (count - gaps))
+
+    loaded = refused = 0
+    for prompt, answer in itertools.product(range(1, 40), range(1, 12)):
+        end = loadable([window], prompt, prompt)
+        ours, theirs = blocks(end, end), blocks(prompt + answer - 1, prompt)
+        load = Load("r", None, (ours,), 0, end, needed_from=needed_from([window], prompt, end))
+        caches = SimpleNamespace(kernel_blocks=1, groups=((0, 1),), token_unit=1)
+        loads = Loads(None, caches, block_tokens, None)  # type: ignore[arg-type]
+        loading = _Loading(load, 0)
+        loading.pulled_to = [0]
+        try:
+            handover: Any = SimpleNamespace(groups=(theirs,), block_tokens=block_tokens)
+            first, upto = loads._range(loading, handover, 0, end)
+        except StaleBlocks:
+            refused += 1
+            continue
+        loaded += 1
+        reads = range(window.first(prompt - 1), prompt - 1)  # the last token is computed at decode
+        assert all(first <= token < upto for token in reads), (prompt, answer)
+        assert gap_in(ours, block_tokens, reads.start, reads.stop) is None, (prompt, answer)
+    assert min(loaded, refused) > 20
+
+
+def test_ends_with_blocks_of_other_sizes_need_only_what_is_read() -> None:
+    """Decode's blocks of 128 begin at token 384, prefill's of 16 at 480; token 489 is the first that is read."""
+    load = Load("r", None, (array("I", [0, 0, 0, 1, 2, 3, 4, 5]),), 0, 1000, needed_from=(489,))
+    loading = _Loading(load, 0)
+    loading.pulled_to = [0]
+    loads = Loads(None, SimpleNamespace(kernel_blocks=1, groups=((0, 1),), token_unit=1), 128, None)  # type: ignore[arg-type]
+    theirs = array("I", [0] * 30 + [7] * 33)
+    handover: Any = SimpleNamespace(groups=(theirs,), block_tokens=16)
+    assert loads._range(loading, handover, 0, 1000) == (480, 1000)
+    theirs[31] = 0  # tokens 496 to 511
+    with pytest.raises(StaleBlocks, match="token 496 of cache group 0"):
+        loads._range(loading, handover, 0, 1000)
