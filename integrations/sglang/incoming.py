@@ -36,6 +36,8 @@ class _Room:
     """Prefill ranks that sent their last chunk."""
     aux: tuple[bytes, ...] = ()
     error: KVLinkError | None = None
+    ended: bool = False
+    """`poll` has said how it ended."""
 
 
 class Incoming:
@@ -48,9 +50,20 @@ class Incoming:
         self._known: set[str] = set()
 
     def expect(self, room: int, pages: Any, states: Sequence[Any | None], num_ranks: int) -> None:
-        """Prepares for the chunks of `num_ranks` prefill ranks. From now on the pages may be written."""
+        """Prepares for the chunks of `num_ranks` prefill ranks. From now on the pages may be written.
+
+        Raises ConfigError for a room whose earlier request waits for its pages still: either would be taken for the
+        other.
+        """
         with self._lock:
+            earlier = self._rooms.get(room)
+            if earlier is not None and not earlier.ended:
+                raise ConfigError(
+                    f"bootstrap_room {room} belongs to a request that is still being received; the router must choose "
+                    "another one for each request"
+                )
             self._rooms[room] = _Room(secrets.randbits(63), pages, states, num_ranks)
+        _cancel_pulls(earlier)
 
     def generation(self, room: int) -> int:
         """What chunks of this attempt at the room carry, so that those of an earlier one are told apart."""
@@ -76,21 +89,29 @@ class Incoming:
             room = self._rooms.get(room_id)
             if room is None:
                 return None
-            if room.error is not None:
-                raise room.error
-            room.pulls = [pull for pull in room.pulls if not self._landed(pull)]
-            if room.pulls or len(room.complete) < room.num_ranks:
-                return None
-            if all(room.pages_of[rank] == len(room.pages) for rank in room.complete):
-                return room.aux
-            return None  # the last chunk overtook another
+            try:
+                complete = self._complete(room)
+            except KVLinkError:
+                room.ended = True
+                raise
+            room.ended = complete
+            return room.aux if complete else None
 
     def drop(self, room_id: int) -> None:
         """Forgets a room. On return nothing lands in its pages any more. Idempotent."""
         with self._lock:
             room = self._rooms.pop(room_id, None)
-        for pull in room.pulls if room else ():
-            pull.cancel()
+        _cancel_pulls(room)
+
+    def _complete(self, room: _Room) -> bool:
+        """Whether all bytes are in place. Raises KVLinkError when they will never be."""
+        if room.error is not None:
+            raise room.error
+        room.pulls = [pull for pull in room.pulls if not self._landed(pull)]
+        if room.pulls or len(room.complete) < room.num_ranks:
+            return False
+        # The last chunk may have overtaken another.
+        return all(room.pages_of[rank] == len(room.pages) for rank in room.complete)
 
     def _start(self, room: _Room, chunk: Chunk) -> None:
         end = chunk.first_page + chunk.num_pages
@@ -125,3 +146,9 @@ class Incoming:
                 self._known.add(path.worker_id)
                 _log.info("reads from %s", path)
         return True
+
+
+def _cancel_pulls(room: _Room | None) -> None:
+    """On return nothing lands in its pages any more."""
+    for pull in room.pulls if room else ():
+        pull.cancel()

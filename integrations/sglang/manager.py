@@ -24,6 +24,7 @@ from .incoming import Incoming
 from .messages import CHUNK, WANT, Chunk, Want
 from .outgoing import Outgoing, Written
 from .rank import rank_of
+from .rooms import LiveRooms, refusal
 
 _log = logging.getLogger("kvlink.sglang")
 
@@ -53,6 +54,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.outgoing = Outgoing(self.caches)
         self.incoming = Incoming(self.caches)
+        self.live_rooms = LiveRooms()
         self._failed_rooms: deque[int] = deque(maxlen=_FAILED_ROOMS)
         self._after_events = ThreadPoolExecutor(1, "kvlink-after-events")
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -180,14 +182,19 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         want = Want.from_frames(frames)
         status = self.request_status.get(want.room)
         if status == KVPoll.Failed or want.room in self._failed_rooms:
-            self.send_kv_status_message(
-                targets=[(want.endpoint, want.dst_port)],
-                bootstrap_room=want.room,
-                status=KVPoll.Failed,
-                failure_reason="prefill had given the request up before decode came",
-            )
+            self._refuse(want, "prefill had given the request up before decode came")
+        elif clash := refusal(self.transfer_infos.get(want.room, {}), want):
+            self._refuse(want, clash)
         elif status in (None, KVPoll.Bootstrapping):
             self._admit(want)
+
+    def _refuse(self, want: Want, why: str) -> None:
+        self.send_kv_status_message(
+            targets=[(want.endpoint, want.dst_port)],
+            bootstrap_room=want.room,
+            status=KVPoll.Failed,
+            failure_reason=why,
+        )
 
     def _admit(self, want: Want) -> None:
         wants = self.transfer_infos.setdefault(want.room, {})

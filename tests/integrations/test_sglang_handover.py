@@ -247,6 +247,7 @@ def test_more_pages_or_caches_than_decode_has_are_refused(start: Callable[..., S
         "offers 2 items": replace(chunk, num_pages=1),
     }
     for words, bad in wrong.items():
+        decode.incoming.drop(ROOM)
         generation = decode.expect([1, 2], [0]).generation
         decode.incoming.arrived(replace(bad, generation=generation))
         with pytest.raises(ConfigError, match=words):

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A room belongs to one live request of a process, whatever rooms the router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_sglang_handover import ROOM as BUSY
+from test_sglang_handover import Server, same, send
+from transports.processes import eventually
+
+from kvlink.errors import ConfigError
+from kvlink.integrations.sglang.messages import Want
+from kvlink.integrations.sglang.rooms import LiveRooms, refusal
+
+ROOM = 5
+WANT = Want(ROOM, 1, "10.0.0.1", 7000, 8, 0, 2, 2, 0, False)
+
+
+class Request:
+    pass
+
+
+def test_the_later_of_two_is_refused_until_the_first_has_ended() -> None:
+    rooms, first, second = LiveRooms(), Request(), Request()
+    assert rooms.claim(ROOM, first) == ""
+    assert rooms.claim(ROOM, first) == ""
+    assert "bootstrap_room 5" in rooms.claim(ROOM, second)
+    assert rooms.owner(ROOM) is first
+    rooms.release(ROOM, second)
+    assert rooms.claim(ROOM, second) != ""
+    assert rooms.claim(ROOM + 1, second) == ""
+    rooms.release(ROOM, first)
+    assert rooms.claim(ROOM, second) == ""
+
+
+def test_an_owner_that_is_gone_has_given_its_room_back() -> None:
+    rooms, first, second = LiveRooms(), Request(), Request()
+    rooms.claim(ROOM, first)
+    del first
+    assert rooms.claim(ROOM, second) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        (WANT, False),  # said twice
+        (replace(WANT, generation=2), False),
+        (replace(WANT, dst_port=7001, tp_rank=1), False),
+        (replace(WANT, dst_port=7001), True),
+        (replace(WANT, endpoint="10.0.0.2"), True),
+    ],
+)
+def test_two_decode_servers_with_one_room(other: Want, refused: bool) -> None:
+    said = refusal({(WANT.endpoint, WANT.dst_port): WANT}, other)
+    assert bool(said) is refused
+    assert ("10.0.0.1:7000" in said) is refused
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def started(*args: Any, **kwargs: Any) -> Server:
+        servers.append(Server(*args, **kwargs))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+def test_a_room_that_is_live_has_one_request(start: Callable[..., Server]) -> None:
+    """Two prefill servers got one room: the later request is refused, the first gets its own pages."""
+    first, second, decode = start("prefill"), start("prefill", lease_s=0.05), start("decode")
+    before = [plane[[8, 9]].copy() for plane in decode.kv]
+    want = decode.expect([0, 1], [0])
+    with pytest.raises(ConfigError, match="another one for each request"):
+        decode.expect([8, 9], [1])
+    [foreign] = send(second, [replace(want, generation=want.generation ^ 1)], [3, 4])
+    decode.incoming.arrived(foreign)
+    assert decode.incoming.poll(BUSY) is None
+    [chunk] = send(first, [want], [10, 11])
+    decode.incoming.arrived(chunk)
+    assert eventually(lambda: decode.incoming.poll(BUSY)) == (b"first token",)
+    assert same(decode.kv, first.kv, [0, 1], [10, 11])
+    assert same(decode.kv, before, [8, 9], [0, 1])
+
+
+def test_a_room_that_has_ended_is_free_and_its_pulls_have_stopped(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1], [0])], [10])
+    decode.incoming.arrived(chunk)
+    eventually(lambda: decode.incoming.poll(BUSY))
+    again = decode.expect([2], [0])
+    assert decode.incoming.poll(BUSY) is None
+    prefill.outgoing.end(BUSY)
+    [chunk] = send(prefill, [again], [11])
+    decode.incoming.arrived(chunk)
+    assert eventually(lambda: decode.incoming.poll(BUSY)) == (b"first token",)
+    assert same(decode.kv, prefill.kv, [2], [11])
