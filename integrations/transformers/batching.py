@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,6 +36,7 @@ class Batching:
         self.cache = self.processor.cache
         self.outputs = manager.output_router
         self.allocator = full_attention_allocator(self.processor)
+        self.names = Names()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._hooked: list[tuple[Any, str]] = []
 
@@ -51,6 +53,16 @@ class Batching:
             raise ConfigError("the manager was stopped and its cache is gone: make a new KVLinkHandoff")
         if reason := self.manager.background_thread_status.can_accept_new_requests():
             raise ConfigError(f"the manager takes no requests: {reason}")
+
+    def check_fits(self, request_id: str, num_tokens: int) -> None:
+        """Raises ConfigError for a request that needs more than the whole cache: transformers would end its loop, and
+        every other request with it."""
+        capacity = self.allocator.num_blocks * self.allocator.tokens_per_page
+        if num_tokens > capacity:
+            raise ConfigError(
+                f"request {request_id}: {num_tokens} tokens do not fit the cache of {capacity}; raise num_blocks, or "
+                "ask for fewer"
+            )
 
     def post(self, job: Callable[[], None]) -> None:
         """Runs `job` on the generation thread. Safe from any thread."""
@@ -75,6 +87,27 @@ class Batching:
         """Puts the originals back. Idempotent."""
         while self._hooked:
             delattr(*self._hooked.pop())
+
+
+class Names:
+    """Ids of requests that were given to a hand-off and have not ended. Callers choose them, so that two may have one;
+    the later is refused. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def take(self, request_id: str) -> None:
+        """Raises ConfigError for an id that is taken."""
+        with self._lock:
+            if request_id in self._taken:
+                raise ConfigError(f"request {request_id} runs here already: give each its own request_id")
+            self._taken.add(request_id)
+
+    def give_back(self, request_id: str) -> None:
+        """The request has ended. Idempotent."""
+        with self._lock:
+            self._taken.discard(request_id)
 
 
 def _run(job: Callable[[], None]) -> None:

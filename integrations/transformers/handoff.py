@@ -104,7 +104,8 @@ class KVLinkHandoff:
         """Computes a prompt and its first token, and offers the blocks until they are settled or the lease ends.
 
         The future gives the Handover, or the TransferError that says why there is none; the manager's own results do
-        not show the request. Raises ConfigError.
+        not show the request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache and for
+        a request_id that runs here already.
         """
         return self._outgoing.prefill(prompt, request_id, logit_processor_kwargs)
 
@@ -123,7 +124,8 @@ class KVLinkHandoff:
 
         Results come from the manager, as for `manager.add_request`, whose arguments these are; the first token is
         the first of them, and counts. When the blocks cannot be had the prompt is computed here instead.
-        Raises ConfigError, and starts nothing, for a hand-over that is malformed or mixed up with another.
+        Raises ConfigError, and starts nothing, for a hand-over that is malformed or mixed up with another, for prompt
+        and max_new_tokens that do not fit the cache, and for a request_id that runs here already.
         """
         defaults = self._batching.manager.generation_config
         try:

@@ -63,6 +63,7 @@ class Incoming:
         self._waiting: deque[_Arrival] = deque()
         self._arrivals: dict[str, _Arrival] = {}
         self._pulling: set[_Arrival] = set()
+        self._adopted: set[str] = set()  # they generate from blocks that were pulled
         self.num_pulled = self.num_recomputed = self.num_bytes = 0
         self.newest: Landed | None = None
 
@@ -73,15 +74,14 @@ class Incoming:
         request_id = state.request_id
         if request_id in self._scheduler.active_requests or request_id in self._scheduler.waiting_requests:
             raise ConfigError(f"request {request_id} runs here already")
-        layout, num_tokens = self._worker.pool.layout, len(handover.prompt)
+        num_tokens = len(handover.prompt)
         if ticket.num_tokens != num_tokens or not num_tokens:
             raise ConfigError(
                 f"the ticket of {ticket.request_id} is of {ticket.num_tokens} tokens, not {num_tokens}"
             )
-        if layout.num_blocks_for(num_tokens + 1) > self._batching.allocator.num_blocks:
-            raise ConfigError(
-                f"request {request_id}: {num_tokens} tokens do not fit the cache; raise num_blocks"
-            )
+        # The last token is not stored. Without a limit nobody knows how many come.
+        self._batching.check_fits(request_id, num_tokens + max((state.max_new_tokens or 2) - 1, 0))
+        self._batching.names.take(request_id)
         self._batching.post(partial(self._arrive, _Arrival(state, ticket, handover)))
 
     # On the generation thread.
@@ -94,8 +94,11 @@ class Incoming:
                 self._background.submit(self._pull(arrival))
 
     def forget(self, request_id: str) -> None:
-        """The request was cancelled or failed. Its blocks come back when no byte lands in them any more."""
+        """The request ended, was cancelled or failed. Its blocks come back when no byte lands in them any more."""
         arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None or request_id in self._adopted:
+            self._adopted.discard(request_id)
+            self._batching.names.give_back(request_id)
         if arrival is not None:
             arrival.cancelled = True
             self._background.loop.call_soon_threadsafe(_cancel, arrival)
@@ -106,6 +109,7 @@ class Incoming:
         if not self._batching.manager.is_running():
             while self._arrivals:
                 request_id, arrival = self._arrivals.popitem()
+                self._batching.names.give_back(request_id)
                 self._batching.outputs.fail_and_deliver(arrival.state, closed)
                 self._scheduler.finish_request(request_id)
         for arrival in [*self._pulling, *self._waiting]:
@@ -160,6 +164,7 @@ class Incoming:
         if ended or error is not None:
             self._scheduler.finish_request(request_id)
         if error is not None:
+            self._batching.names.give_back(request_id)  # from here on it is an ordinary request
             self.num_recomputed += 1
             _log.warning(
                 "recomputes request=%s ticket=%s error=%r", request_id, arrival.ticket.request_id, error
@@ -173,6 +178,7 @@ class Incoming:
         block_tokens = self._batching.allocator.tokens_per_page
         num_full = len(arrival.handover.prompt) // block_tokens - arrival.num_matched // block_tokens
         self._held.give(arrival.state.request_id, arrival.table)
+        self._adopted.add(arrival.state.request_id)
         # From here on other prompts with the same start find these blocks.
         self._cache.mark_complete_blocks(arrival.state, {self._batching.allocator.layer_type: num_full})
         self.num_pulled += 1

@@ -48,9 +48,10 @@ class Outgoing:
         check_tokens(prefill.prompt)
         if not prefill.prompt or len(request_id.encode()) > _MAX_NAME_BYTES:
             raise ConfigError(f"a prefill needs a token and a request id of at most {_MAX_NAME_BYTES} bytes")
+        self._batching.check_fits(request_id, len(prefill.prompt))
         prefill.future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
-        if self._prefills.setdefault(request_id, prefill) is not prefill:
-            raise ConfigError(f"request {request_id} is being prefilled already")
+        self._batching.names.take(request_id)
+        self._prefills[request_id] = prefill
         try:
             added = self._batching.manager.add_request(
                 list(prefill.prompt), request_id, max_new_tokens=1, **options
@@ -58,7 +59,7 @@ class Outgoing:
             if added is None:
                 raise ConfigError(f"the manager did not take request {request_id}")
         except BaseException:
-            self._prefills.pop(request_id, None)
+            self._forget(request_id)
             raise
         return prefill.future
 
@@ -70,8 +71,10 @@ class Outgoing:
         if prefill is None:
             return False
         state = self._batching.scheduler.active_requests.get(request_id)
+        if state is not None and tuple(state.initial_tokens) != prefill.prompt:
+            return False  # a request of the manager's own has the same id
         if state is None:
-            self._prefills.pop(request_id)
+            self._forget(request_id)
             prefill.future.set_exception(Cancelled(f"request {request_id} was cancelled"))
             return False
         if state.status != self._status.FINISHED or request_id not in self._batching.allocator.block_table:
@@ -86,9 +89,10 @@ class Outgoing:
 
     def deliver(self, output: Any) -> bool:
         """Resolves the future that an output belongs to. False: it is another request's."""
-        prefill = self._prefills.pop(output.request_id, None)
-        if prefill is None:
+        prefill = self._prefills.get(output.request_id)
+        if prefill is None or tuple(output.prompt_ids) != prefill.prompt:
             return False
+        self._forget(output.request_id)
         if isinstance(prefill.outcome, Handover):
             prefill.future.set_result(prefill.outcome)
         else:
@@ -105,8 +109,13 @@ class Outgoing:
         while self._offered:
             self._held.free(self._offered.popitem()[1])
         while self._prefills:
-            request_id, prefill = self._prefills.popitem()
+            request_id, prefill = next(iter(self._prefills.items()))
+            self._forget(request_id)
             prefill.future.set_exception(Cancelled(f"request {request_id}: the hand-off was closed"))
+
+    def _forget(self, request_id: str) -> None:
+        self._prefills.pop(request_id, None)
+        self._batching.names.give_back(request_id)
 
     def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handover:
         first_token = state.to_generation_output().generated_tokens[0]
