@@ -22,7 +22,7 @@ from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
 from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
 NUM_NEW, WITHIN_S = 16, 60.0
 
