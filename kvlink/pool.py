@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlink import _core
+from kvlink.axes import layout_of, usual_shapes
 from kvlink.errors import ConfigError
 from kvlink.gpudirect import CudaDriver, Driver, Placement, placed
 from kvlink.layout import KVLayout
+from kvlink.tensor_check import check_tensors
+from kvlink.tensors import views_of
 
 if TYPE_CHECKING:
     import torch
-
-_DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
-_DLPACK_CUDA = 2  # kDLCUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,15 @@ class BlockPool:
             raise ConfigError(
                 "the regions of a pool are on several devices; make one pool, and Worker, per GPU"
             )
-        for index, needed in enumerate(layout.region_bytes()):
-            have = self.regions[index].num_bytes if index < len(self.regions) else 0
-            if have < needed:
+        sizes = layout.region_bytes()
+        if len(self.regions) != len(sizes):
+            raise ConfigError(
+                f"{len(self.regions)} regions were given and the layout has {len(sizes)}; give as many, in order"
+            )
+        for index, (region, needed) in enumerate(zip(self.regions, sizes, strict=True)):
+            if region.num_bytes < needed:
                 raise ConfigError(
-                    f"the layout reaches {needed} bytes into region {index}, which has {have}; "
-                    "give one tensor per region of the layout, in order"
+                    f"the layout reaches {needed} bytes into region {index}, which has {region.num_bytes}"
                 )
 
     @classmethod
@@ -68,16 +71,55 @@ class BlockPool:
         )
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Any], layout: KVLayout) -> BlockPool:
-        """Lends memory that somebody else allocated: torch tensors, numpy arrays, or anything with DLPack; all on the
-        CPU, or all on one CUDA device.
+    def from_tensors(
+        cls,
+        tensors: Sequence[Any],
+        layout: KVLayout | None = None,
+        *,
+        axes: str | None = None,
+        model: str | None = None,
+        dtype: str | None = None,
+        block_tokens: int | None = None,
+        total_heads: int | None = None,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> BlockPool:
+        """Registers memory that somebody else allocated: torch tensors, numpy arrays, or anything with DLPack; all on
+        the CPU, or all on one CUDA device.
 
-        Region i of the layout is `tensors[i]`; offsets count from its first element. On the CPU such a pool is reached
-        by cma and tcp, not by shm; on a GPU by cuda and verbs, and by tcp, which stages it in host memory. None waits
-        for CUDA streams: offer blocks once the kernels that wrote them have ended. Raises ConfigError for tensors that
-        are read-only, elsewhere, or too small.
+        axes: names the tensors' dimensions, for a pool whose layout is derived from their shapes, strides and dtype:
+            "flash-attention", "flashinfer-nhd", "mla", …, or words such as "K/V blocks tokens heads row" for one
+            tensor a layer of [2, N, block, H, D]; see kvlink.axes.
+        model, dtype, total_heads, tp_rank, tp_size: fields of such a layout. By default the tensors' dtype, and ranks
+            that share the heads evenly. block_tokens: for a dimension of slots, "blocks*tokens".
+        layout: describes the memory instead: region i is `tensors[i]`, offsets count from its first element. Number of
+            tensors, item size and every stride are compared with it. One-dimensional uint8 tensors are taken as
+            regions of exactly the layout's size.
+
+        On the CPU such a pool is reached by cma and tcp, not by shm; on a GPU by cuda and verbs, and by tcp, which
+        stages it in host memory. None waits for CUDA streams: offer blocks once the kernels that wrote them have
+        ended. Raises ConfigError, naming the tensor and the axis, for tensors that differ from the layout, overlap,
+        are read-only, or are elsewhere.
         """
-        return cls([_region_of(tensor) for tensor in tensors], layout)
+        views = views_of(tensors)
+        options = {
+            "model": model,
+            "dtype": dtype,
+            "block_tokens": block_tokens,
+            "total_heads": total_heads,
+            "tp_rank": tp_rank,
+            "tp_size": tp_size,
+        }
+        said: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if layout is None:
+            layout = layout_of(views, _named(axes), **said)
+        elif axes is not None or said:
+            names = ", ".join([*(["axes"] if axes is not None else []), *said])
+            raise ConfigError(f"from_tensors takes a layout or {names}, not both: the layout says all of it")
+        check_tensors(views, layout)
+        return cls(
+            [Region(view.address, view.num_bytes, view.keeper, None, view.gpu) for view in views], layout
+        )
 
     def __repr__(self) -> str:
         """State in words."""
@@ -174,40 +216,10 @@ def _on_gpu(num_bytes: int, gpu: int) -> Region:
     return Region(memory.address, num_bytes, memory, None, gpu)
 
 
-def _region_of(tensor: Any) -> Region:
-    if hasattr(tensor, "untyped_storage"):
-        return _region_of_torch(tensor)
-    if isinstance(tensor, np.ndarray):
-        array = tensor
-    elif (device := int(tensor.__dlpack_device__()[0])) in _DLPACK_HOST:
-        array = np.from_dlpack(tensor)
-    elif device == _DLPACK_CUDA:
-        return _region_of_torch(_as_torch(tensor))
-    else:
+def _named(axes: str | None) -> str:
+    if axes is None:
         raise ConfigError(
-            f"pools take arrays on the CPU or on CUDA devices, DLPack says {device} of this one"
+            "from_tensors needs the names of the dimensions: pass axes= as words in the order of the shape, or as a "
+            f"usual one of {usual_shapes()}; or pass a layout"
         )
-    if not array.flags.writeable:
-        raise ConfigError("a pool needs writable memory; this array is read-only")
-    extent = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
-    if array.size == 0 or any(stride < 0 for stride in array.strides):
-        raise ConfigError("a pool needs non-empty arrays without negative strides")
-    return Region(array.ctypes.data, extent + array.itemsize, array, None)
-
-
-def _as_torch(tensor: Any) -> torch.Tensor:
-    try:
-        from torch.utils import dlpack
-    except ImportError:
-        raise ConfigError("GPU memory is taken over DLPack by torch: pip install torch") from None
-    return dlpack.from_dlpack(tensor)
-
-
-def _region_of_torch(tensor: torch.Tensor) -> Region:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"pools take tensors on the CPU or on CUDA devices, this one is on {tensor.device}")
-    if tensor.numel() == 0:
-        raise ConfigError("a pool needs non-empty tensors")
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    gpu = tensor.device.index if tensor.device.type == "cuda" else None
-    return Region(tensor.data_ptr(), extent * tensor.element_size(), tensor, None, gpu)
+    return axes

@@ -84,7 +84,8 @@ def caches_of(
     )
     ends = [sum(map(len, layer_groups[: index + 1])) for index in range(len(layer_groups))]
     groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    pool = BlockPool.from_tensors(storages, layout)
+    used = zip(storages, layout.region_bytes(), strict=True)
+    pool = BlockPool.from_tensors([storage[:num_bytes] for storage, num_bytes in used], layout)
     return Caches(pool, groups, first.blocks // num_blocks, first.token_unit)
 
 

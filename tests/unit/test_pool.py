@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_lent_torch_tensors_keep_their_address() -> None:
 def test_torch_view_of_a_lent_tensor_counts_from_its_first_element() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
     whole = torch.zeros(ONE.region_bytes()[0] // 4 + 16, dtype=torch.float32)
-    pool = BlockPool.from_tensors([whole[16:]], ONE)
+    pool = BlockPool.from_tensors([whole[16:]], dense(replace(GEOMETRY, dtype="float32")))
     view = pool.torch()
     assert (view.dtype, view.shape) == (torch.uint8, (ONE.region_bytes()[0],))
     view.view(torch.float32)[0] = 2.5
