@@ -107,7 +107,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
     }
     regions = probe.regions;
     alive.push_back(probe.lane);
-    probe.lane->ready(probe.lease_region, connection_id);
+    probe.lane->ready(probe.lease_region, connection_id, threads_[(alive.size() - 1) % threads_.size()]);
   }
   if (alive.empty()) return why;
   lanes_ = std::move(alive);
@@ -126,10 +126,8 @@ std::shared_ptr<const Crew> Connection::crew() const {
   const auto wake = [threads = threads_] {
     for (const auto& thread : threads) thread->wake();
   };
-  const auto help = [first = std::weak_ptr(lanes_.front()), thread = threads_.front()](
-                        const Transfer& transfer, int64_t until_ns) {
-    const std::shared_ptr<Lane> lane = first.lock();
-    if (lane && lane->help(transfer, until_ns) && !lane->idle()) thread->wake();
+  const auto help = [first = std::weak_ptr(lanes_.front())](const Transfer& transfer, int64_t until_ns) {
+    if (const std::shared_ptr<Lane> lane = first.lock()) lane->help(transfer, until_ns);
   };
   const Endpoint& endpoint = lanes_.front()->endpoint();
   return std::make_shared<const Crew>(wake, help, endpoint.crossover(), endpoint.takes_repeats());
@@ -196,16 +194,11 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
     const Status why = first.broken() ? first.why_broken() : Status::Unreachable("the connection broke");
     transfer->detach(why, now_ns());
   }
-  if (ran && (!transfer->done() || !first.idle())) thread_of(0).wake();
-  if (ran && first.unsent()) thread_of(0).wake_from_doze();
   return transfer;
 }
 
 void Connection::submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end) {
-  for (size_t index = first; index < end; ++index) {
-    lanes_[index]->submit(transfer);
-    thread_of(index).wake();
-  }
+  for (size_t index = first; index < end; ++index) lanes_[index]->submit(transfer);
 }
 
 Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) {

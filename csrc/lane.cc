@@ -48,8 +48,9 @@ void sleep_on(int fd, int64_t ns) {
 Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index)
     : index_(index), endpoint_(std::move(endpoint)) {}
 
-void Lane::ready(uint32_t lease_region, uint64_t connection_id) {
+void Lane::ready(uint32_t lease_region, uint64_t connection_id, std::shared_ptr<LaneDriver> driver) {
   std::lock_guard lock(mutex_);
+  driver_ = std::move(driver);
   lease_region_ = lease_region;
   connection_id_ = connection_id;
   window_ = endpoint_->window();
@@ -65,10 +66,15 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
     if (!broken()) {  // otherwise nobody may ever look into the inbox again
       pending_.fetch_add(1, std::memory_order_acq_rel);
       inbox_.push_back(std::move(transfer));
-      return;
     }
   }
+  if (!transfer) return driver_->wake();
   transfer->detach(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
+}
+
+void Lane::wake_driver() {
+  if (!idle()) return driver_->wake();
+  if (unsent()) driver_->wake_from_doze();
 }
 
 Lane::Driven Lane::drive() {
@@ -78,15 +84,14 @@ Lane::Driven Lane::drive() {
 }
 
 void Lane::check_idle(bool wait) {
-  std::unique_lock lock(mutex_, std::defer_lock);
-  wait ? lock.lock() : static_cast<void>(lock.try_lock());
-  if (!lock || broken() || num_posted_ > 0) return;
+  const Hold hold = wait ? Hold(*this) : Hold(*this, std::try_to_lock);
+  if (!hold || broken() || num_posted_ > 0) return;
   poll();
 }
 
 bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns) {
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || broken() || !idle()) return false;
+  const Hold hold(*this, std::try_to_lock);
+  if (!hold || broken() || !idle()) return false;
   transfer->attach();
   transfer->mark_inline();
   pending_.fetch_add(1, std::memory_order_acq_rel);
@@ -117,6 +122,7 @@ bool Lane::help(const Transfer& transfer, int64_t until_ns) {
     helped |= lock.owns_lock();
     if (!progressed && now >= looks_until) break;
   }
+  if (helped) wake_driver();
   return helped;
 }
 
@@ -199,9 +205,10 @@ void Lane::recall(const std::shared_ptr<Transfer>& transfer, int64_t now) {
   }
 }
 
-bool Lane::arm() {
+Lane::Rest Lane::arm() {
   std::unique_lock lock(mutex_, std::try_to_lock);
-  return !lock || broken() || endpoint_->arm();
+  if (!lock) return Rest::kShort;
+  return broken() || endpoint_->arm() ? Rest::kLong : Rest::kNone;
 }
 
 /// A pull with a short deadline is no reason to cut off the others. What passed after it is no fault of the
@@ -290,7 +297,7 @@ void Lane::collect(int64_t now) {
 }
 
 bool Lane::settle(uint32_t slot, uint64_t value) {
-  std::lock_guard lock(mutex_);
+  const Hold hold(*this);
   if (broken()) return false;
   const uint64_t token = claim_token(nullptr, {});
   const Status status = endpoint_->post_write(token, lease_region_, settled_offset(slot), value);
@@ -299,11 +306,12 @@ bool Lane::settle(uint32_t slot, uint64_t value) {
     return false;
   }
   poll();
+  if (num_posted_ > num_awaited_) unsent_.store(true, std::memory_order_release);
   return !broken();
 }
 
 Result<int64_t> Lane::time_read(const Chunk& chunk) {
-  std::lock_guard lock(mutex_);
+  const Hold hold(*this);
   if (broken()) return why_broken_;
   const int64_t start = now_ns();
   const uint64_t token = claim_token(nullptr, {});
@@ -341,19 +349,14 @@ void Lane::break_down(const Status& why, int64_t now) {
   take_inbox();
   for (const auto& transfer : std::exchange(queue_, {})) {
     pending_.fetch_sub(1, std::memory_order_acq_rel);
-    if (!transfer->done()) transfer->detach(why_broken_, now);
+    if (!transfer->done()) transfer->leave(why_broken_, now);
   }
 }
 
 void Lane::close(const std::string& why) {
-  std::lock_guard lock(mutex_);
+  const Hold hold(*this);
   if (std::exchange(closed_, true)) return;
   break_down(Status::Unreachable(why), now_ns());
-}
-
-Status Lane::why_broken() const {
-  std::lock_guard lock(mutex_);
-  return why_broken_;
 }
 
 void Lane::disown(uint64_t token) {
@@ -381,7 +384,10 @@ void Lane::release(uint64_t token) {
   bytes_under_way_ -= posted_[token].step.bytes;
   posted_[token] = {};
   --num_posted_;
-  if (num_awaited_ == 0) asked_ns_ = 0;
+  if (num_awaited_ == 0) {
+    asked_ns_ = 0;
+    unsent_.store(num_posted_ > 0, std::memory_order_release);
+  }
   if (!recalled) return;
   give_up_ns_ = INT64_MAX;
   for (const Posted& posted : posted_) {

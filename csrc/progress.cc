@@ -16,8 +16,8 @@ namespace {
 // under way a sleep costs no throughput, and where both ends share a CPU a spin does: 0.46 against 0.43
 // CPU-s/GiB on tcp. us.
 constexpr int64_t kSpinNs = 2'000;
-// A lane that copies in poll() but made no progress (a fault is injected) is tried again, and one with
-// settles to send.
+// A lane is tried again after this long if it copies in poll() but made no progress (a fault is injected),
+// has settles to send, or was held by another thread.
 constexpr int64_t kTickNs = 1'000'000;
 constexpr int64_t kTickForNs = 50'000'000;
 constexpr int64_t kIdleNs = 1'000'000'000;
@@ -70,7 +70,7 @@ void ProgressThread::run() {
     }
     const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
     std::vector<pollfd> watched{{wake_fd_.get(), POLLIN, 0}};
-    bool progressed = false, copying = false;
+    bool progressed = false, copying = false, held = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
       // What is not ours to drive is readable only to tell that its owner hung up.
@@ -79,6 +79,7 @@ void ProgressThread::run() {
       if (lane->unsent()) last_unsent = now_ns();
       if (lane->idle() && !lane->unsent()) continue;
       const Lane::Driven driven = lane->drive();
+      held |= driven.held;
       if (driven.held) continue;
       if (driven.active) watched.back().events = POLLIN;
       progressed |= driven.progressed && driven.active;
@@ -90,12 +91,14 @@ void ProgressThread::run() {
     if (progressed || now - last_progress < kSpinNs) continue;
     // Settles keep coming: looking every millisecond is cheaper than being woken for each.
     const bool ticking = now - last_unsent < kTickForNs;
-    if (!arm_all(lanes)) continue;
+    const Lane::Rest rest = arm_all(lanes);
+    if (rest == Lane::Rest::kNone) continue;
+    held |= rest == Lane::Rest::kShort;
     asleep_.store(true, std::memory_order_seq_cst);
     dozing_.store(!ticking, std::memory_order_seq_cst);
     // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
     if (wakes == wakes_.load(std::memory_order_seq_cst)) {
-      const int64_t most_ns = ticking || copying ? kTickNs : kIdleNs;
+      const int64_t most_ns = ticking || copying || held ? kTickNs : kIdleNs;
       if (sleep_until(std::min(wake_at, now + most_ns), watched, lanes)) last_progress = now_ns();
     }
     asleep_.store(false, std::memory_order_seq_cst);
@@ -103,11 +106,15 @@ void ProgressThread::run() {
   }
 }
 
-/// False: a lane has something to do.
-bool ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
-  return std::all_of(lanes.begin(), lanes.end(), [](const auto& lane) {
-    return (lane->idle() && !lane->unsent()) || lane->copies_in_poll() || lane->arm();
-  });
+/// As long as every lane allows.
+Lane::Rest ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
+  Lane::Rest rest = Lane::Rest::kLong;
+  for (const auto& lane : lanes) {
+    if ((lane->idle() && !lane->unsent()) || lane->copies_in_poll()) continue;
+    rest = std::min(rest, lane->arm());
+    if (rest == Lane::Rest::kNone) break;
+  }
+  return rest;
 }
 
 bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,

@@ -15,24 +15,23 @@
 
 namespace kvlink {
 
-class ProgressThread {
+class ProgressThread final : public LaneDriver {
  public:
   ProgressThread();
-  ~ProgressThread() { stop(); }
+  ~ProgressThread() override { stop(); }
 
   void add(std::shared_ptr<Lane> lane);
   void remove(const std::shared_ptr<Lane>& lane);
-  /// After submit() or cancel(). Costs nothing while the thread is awake.
-  void wake();
-  /// As wake(), but a thread that looks again within a millisecond anyhow may sleep on.
-  void wake_from_doze();
+  /// Costs nothing while the thread is awake.
+  void wake() override;
+  void wake_from_doze() override;
   /// Idempotent; joins.
   void stop();
 
  private:
   void run();
+  static Lane::Rest arm_all(const std::vector<std::shared_ptr<Lane>>& lanes);
   /// `fds` are the wake descriptor, then one a lane. False: only the time had come.
-  static bool arm_all(const std::vector<std::shared_ptr<Lane>>& lanes);
   bool sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
                    const std::vector<std::shared_ptr<Lane>>& lanes);
 

@@ -136,6 +136,11 @@ void Transfer::detach(const Status& why, int64_t now) {
   finish_if_stopped(now);
 }
 
+void Transfer::leave(const Status& why, int64_t now) {
+  detach(why, now);
+  if (!done()) crew_->wake();
+}
+
 Chunk Transfer::chunk(const Step& step) const {
   return {std::span(plan_.ops).subspan(step.first_op, step.num_ops), plan_.segments.data(), plan_.repeats,
           choice_.staged};
@@ -204,7 +209,13 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
 }
 
 void Transfer::ended(const Step& step, const Status& status, int64_t now) {
+  if (take_end(step, status, now)) crew_->wake();
+}
+
+/// True: other lanes have something to do about it, reads to post or to call back, and may be asleep.
+bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
   std::lock_guard lock(mutex_);
+  const bool stopped_before = stopping_;
   --in_flight_;
   if (step.kind == Step::Kind::kSettle) {
     settle_ended(status, now);
@@ -217,6 +228,9 @@ void Transfer::ended(const Step& step, const Status& status, int64_t now) {
     on_slot(now);
   }
   finish_if_stopped(now);
+  if (done() || !shared()) return false;
+  const bool more_to_read = step.kind == Step::Kind::kSlot && phase_ == Phase::kRead;
+  return more_to_read || (stopping_ && !stopped_before);
 }
 
 void Transfer::on_slot(int64_t now) {

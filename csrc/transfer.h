@@ -71,7 +71,7 @@ class Transfer;
 
 /// How a transfer reaches the lanes that carry it, and what they can do. Any thread.
 struct Crew {
-  std::function<void()> wake;  // after cancel()
+  std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
   /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
   std::function<void(const Transfer&, int64_t until_ns)> help;
   std::shared_ptr<Crossover> crossover = nullptr;  // decides which reads are staged; null: none can be
@@ -101,8 +101,10 @@ class Transfer {
 
   // The lanes' side.
   void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
-  /// The lane broke; the last one to leave fails the transfer with `why`.
+  /// The lane does not take it; the last one to detach fails the transfer with `why`.
   void detach(const Status& why, int64_t now_ns);
+  /// The lane broke with it: as detach(), and the other lanes look what is left for them.
+  void leave(const Status& why, int64_t now_ns);
   Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
   /// Cutting and handing over a step of reads took this long.
   void posted(int64_t ns) { post_ns_.fetch_add(ns, std::memory_order_relaxed); }
@@ -132,6 +134,7 @@ class Transfer {
  private:
   enum class Phase : uint8_t { kPeek, kRead, kValidate, kSettle };
 
+  bool take_end(const Step& step, const Status& status, int64_t now_ns);
   Step take_reads(const Window& window, uint32_t lane);
   void choose_way();
   void on_slot(int64_t now_ns);
@@ -140,6 +143,7 @@ class Transfer {
   void settle_ended(const Status& status, int64_t now_ns);
   void finish(Status status, int64_t now_ns);
   void finish_if_stopped(int64_t now_ns);
+  bool shared() const { return attached_.load(std::memory_order_relaxed) > 1; }
   bool all_planned() const { return planned_units_ >= total_units_; }
   void count_plan();
   bool folds() const;

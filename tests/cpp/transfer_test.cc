@@ -22,6 +22,7 @@ struct TransferTest : ::testing::Test {
   std::shared_ptr<const Planner> planner;
   std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};
   std::array<uint32_t, 3> owner{1, 5, 9}, reader{2, 4, 6};
+  int wakes = 0;  // of the lanes' drivers
 
   void SetUp() override {
     const Layout layout{16, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
@@ -42,7 +43,7 @@ struct TransferTest : ::testing::Test {
     request.settle_nonce = kSettle;
     request.deadline_ns = deadline;
     auto transfer = std::make_unique<Transfer>(
-        request, 0, std::make_shared<Crew>(Crew{[] {}, [](const Transfer&, int64_t) {}}));
+        request, 0, std::make_shared<Crew>(Crew{[this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
     transfer->set_scratch(words, 1);
     transfer->attach();
     return transfer;
@@ -190,6 +191,20 @@ TEST_F(TransferTest, AFailedSettleDoesNotUndoValidBytes) {
   transfer->ended(transfer->next(kOneOp, false, 0, 2), {}, 3);
   transfer->dropped(transfer->next(kOneOp, false, 0, 3), 4);
   EXPECT_EQ(transfer->state(), TransferState::kValid);
+}
+
+/// The lane that looked has the blocks to read; the others may be asleep.
+TEST_F(TransferTest, BlocksThatBecameReadyWakeTheOtherLanes) {
+  auto transfer = start(StreamUnit::kBlocks);
+  for (const int wakes_of_one_lane_more : {0, 1}) {
+    const Step slot = transfer->next(kOneOp, false, 0, transfer->peek_at_ns());
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    slot_says(kNonce, 1 + wakes_of_one_lane_more);
+    transfer->ended(slot, {}, 1);
+    EXPECT_EQ(wakes, wakes_of_one_lane_more);
+    transfer->ended(transfer->next(kOneOp, false, 0, 2), {}, 3);
+    transfer->attach();
+  }
 }
 
 TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
