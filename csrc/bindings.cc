@@ -128,7 +128,8 @@ void register_transfer(py::module_& m) {
            [](const Transfer& self) -> py::object {
              const Status status = self.status();
              if (status.ok()) return py::none();
-             return py::make_tuple(name_of(status.code()), status.what(), status.fix());
+             return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
+                                   static_cast<int>(status.stale()));
            })
       .def("cancel", &Transfer::cancel, py::call_guard<py::gil_scoped_release>())
       .def("notify", &Transfer::notify, py::arg("queue"), py::arg("token"))

@@ -31,10 +31,14 @@ inline const char* name_of(Code code) { return kExceptions[static_cast<size_t>(c
 
 [[noreturn]] inline void raise(const Status& status) {
   const py::object type = py::module_::import("kvlink.errors").attr(name_of(status.code()));
+  const std::string text = status.fix().empty() ? status.what() : status.what() + ". " + status.fix();
   if (status.code() == Code::kTransportUnavailable) {
     PyErr_SetObject(type.ptr(), type(status.what(), status.fix()).ptr());
+  } else if (status.code() == Code::kStaleBlocks) {
+    const py::object why =
+        py::module_::import("kvlink.errors").attr("StaleReason")(static_cast<int>(status.stale()));
+    PyErr_SetObject(type.ptr(), type(text, why).ptr());
   } else {
-    const std::string text = status.fix().empty() ? status.what() : status.what() + ". " + status.fix();
     PyErr_SetString(type.ptr(), text.c_str());
   }
   throw py::error_already_set();

@@ -62,8 +62,8 @@ Status Connection::Probe::judge(uint64_t epoch) const {
     return Status::Unreachable("another process answers at the owner's address");
   }
   if (words[1] == epoch) return {};
-  return Status::Stale("the worker restarted: epoch " + std::to_string(epoch) + " asked, " +
-                       std::to_string(words[1]) + " running");
+  return Status::Stale(StaleReason::kRestarted, "the worker restarted: epoch " + std::to_string(epoch) +
+                                                    " asked, " + std::to_string(words[1]) + " running");
 }
 
 Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
@@ -205,7 +205,10 @@ Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) 
   return lanes_.front()->time_read({std::span(&op, 1), &segment});
 }
 
-bool Connection::settle(uint32_t slot, uint64_t value) { return lanes_.front()->settle(slot, value); }
+bool Connection::settle(uint32_t slot, uint64_t value) {
+  if (slot == 0 || value < kSmallestNonce) return false;  // no lease's: slot 0 is the header
+  return lanes_.front()->settle(slot, value);
+}
 
 bool Connection::broken() const {
   return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||

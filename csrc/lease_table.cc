@@ -4,7 +4,10 @@
 #include <sys/random.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstring>
+#include <iterator>
 #include <new>
 
 namespace kvlink {
@@ -12,31 +15,55 @@ namespace {
 
 bool settles(uint64_t settle_nonce, uint64_t settled) { return (settled ^ settle_nonce) <= kMaxSeats; }
 
-}  // namespace
-
-LeaseTable::LeaseTable(std::span<std::byte> memory, uint64_t epoch)
-    : slots_(reinterpret_cast<LeaseSlot*>(memory.data())) {
-  const auto num_slots = static_cast<uint32_t>(memory.size() / sizeof(LeaseSlot));
-  new (memory.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, num_slots, {}};
-  lease_of_slot_.resize(num_slots);
-  for (uint32_t index = num_slots - 1; index > 0; --index) {
-    new (&slots_[index]) LeaseSlot{};
-    free_.push_back(index);
-  }
+uint32_t slots_in(std::span<std::byte> memory) {
+  return static_cast<uint32_t>(memory.size() / sizeof(LeaseSlot));
 }
 
-uint64_t LeaseTable::fresh_nonce() {
-  for (;;) {
-    if (random_.empty()) {
-      random_.resize(32);
-      const ssize_t drawn = getrandom(random_.data(), random_.size() * sizeof(uint64_t), 0);
-      random_.resize(drawn > 0 ? static_cast<size_t>(drawn) / sizeof(uint64_t) : 0);
-      continue;
+}  // namespace
+
+Status draw_from_kernel(std::span<uint64_t> words) {
+  std::span<std::byte> left = std::as_writable_bytes(words);
+  while (!left.empty()) {
+    const ssize_t drawn = ::getrandom(left.data(), left.size(), 0);
+    if (drawn > 0) {
+      left = left.subspan(static_cast<size_t>(drawn));
+    } else if (drawn == 0 || errno != EINTR) {
+      return {Code::kConfig,
+              std::string("no lease can be granted: the kernel gives no random numbers: getrandom: ") +
+                  std::strerror(errno),
+              "Allow getrandom in the seccomp profile of this process"};
     }
-    const uint64_t nonce = random_.back();
-    random_.pop_back();
-    if (nonce > kMaxSeats) return nonce;  // 0 means free, and no settle nonce looks settled at once
   }
+  return {};
+}
+
+LeaseTable::LeaseTable(std::span<std::byte> memory, uint64_t epoch, DrawRandom draw)
+    : slots_(reinterpret_cast<LeaseSlot*>(memory.data())), free_(slots_in(memory)), draw_(std::move(draw)) {
+  const uint32_t num_slots = slots_in(memory);
+  new (memory.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, num_slots, {}};
+  lease_of_slot_.resize(num_slots);
+  for (uint32_t index = 1; index < num_slots; ++index) new (&slots_[index]) LeaseSlot{};
+}
+
+/// Afterwards take_nonce() may be called `num` times.
+Status LeaseTable::draw_nonces(size_t num) {
+  while (random_.size() < num) {
+    std::array<uint64_t, 32> words;
+    if (Status status = draw_(words); !status.ok()) return status;
+    std::copy_if(words.begin(), words.end(), std::back_inserter(random_),
+                 [](uint64_t word) { return word >= kSmallestNonce; });
+  }
+  return {};
+}
+
+uint64_t LeaseTable::take_nonce() {
+  const uint64_t nonce = random_.back();
+  random_.pop_back();
+  return nonce;
+}
+
+bool LeaseTable::Lease::open() const {
+  return std::any_of(seats.begin(), seats.end(), std::mem_fn(&Seat::open));
 }
 
 /// Before anything else that takes the time. No lease, nobody sweeps: the time between does not count.
@@ -58,11 +85,11 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
+  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
   Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
-    seats.push_back({free_.back(), fresh_nonce(), fresh_nonce()});
-    free_.pop_back();
+    seats.push_back({free_.pop(), take_nonce(), take_nonce()});
     open_seat(granted, seats.back(), ready);
   }
   add(lease, std::move(granted));
@@ -75,16 +102,22 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
   look_at_clock(now_ns);
   if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
-  std::vector<uint32_t> left = free_;
-  for (const LeaseSeat& seat : seats) {
-    if (seat.nonce <= kMaxSeats || seat.settle_nonce <= kMaxSeats || std::erase(left, seat.slot) == 0) {
+  for (size_t index = 0; index < seats.size(); ++index) {
+    const LeaseSeat& seat = seats[index];
+    const auto before = seats.first(index);
+    const bool twice = std::any_of(before.begin(), before.end(),
+                                   [&](const LeaseSeat& other) { return other.slot == seat.slot; });
+    if (twice || !free_.contains(seat.slot) || seat.nonce < kSmallestNonce ||
+        seat.settle_nonce < kSmallestNonce) {
       return Status::Config("lease slot " + std::to_string(seat.slot) +
                             " is taken or does not exist, or a nonce of it is not random");
     }
   }
-  free_ = std::move(left);
   Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
-  for (const LeaseSeat& seat : seats) open_seat(granted, seat, ready);
+  for (const LeaseSeat& seat : seats) {
+    free_.remove(seat.slot);
+    open_seat(granted, seat, ready);
+  }
   add(lease, std::move(granted));
   return {};
 }
@@ -96,7 +129,7 @@ void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) 
   shared.reader.store(0, std::memory_order_relaxed);
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
-  lease.seats.push_back({seat.slot, seat.settle_nonce, true});
+  lease.seats.push_back({seat.slot, seat.settle_nonce, SeatState::kOpen});
 }
 
 void LeaseTable::add(uint64_t id, Lease lease) {
@@ -106,33 +139,34 @@ void LeaseTable::add(uint64_t id, Lease lease) {
   ++counts_.granted;
 }
 
-bool LeaseTable::set_ready(uint64_t lease, uint64_t ready) {
+bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
   std::lock_guard lock(mutex_);
-  const auto found = leases_.find(lease);
-  if (found == leases_.end()) return false;
-  for (const Seat& seat : found->second.seats) {
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  for (const Seat& seat : lease->seats) {
+    if (!seat.open()) continue;
     std::atomic<uint64_t>& shared = slot(seat.slot).ready;
     if (shared.load(std::memory_order_relaxed) < ready) shared.store(ready, std::memory_order_release);
   }
   return true;
 }
 
-bool LeaseTable::extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
+bool LeaseTable::extend(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
   look_at_clock(now_ns);
-  const auto found = leases_.find(lease);
-  if (found == leases_.end()) return false;
-  found->second.deadline_ns = std::max(found->second.deadline_ns, now_ns + ttl_ns);
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  lease->deadline_ns = std::max(lease->deadline_ns, now_ns + ttl_ns);
   return true;
 }
 
-bool LeaseTable::set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns) {
+bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
   look_at_clock(now_ns);
-  const auto found = leases_.find(lease);
-  if (found == leases_.end()) return false;
-  found->second.ttl_ns = ttl_ns;
-  found->second.deadline_ns = now_ns + ttl_ns;
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  lease->ttl_ns = ttl_ns;
+  lease->deadline_ns = now_ns + ttl_ns;
   return true;
 }
 
@@ -145,21 +179,30 @@ bool LeaseTable::renew(uint32_t index, uint64_t settle_nonce, int64_t now_ns) {
   return true;
 }
 
-bool LeaseTable::abort(uint64_t lease) {
+bool LeaseTable::abort(uint64_t id) {
   std::lock_guard lock(mutex_);
-  const auto found = leases_.find(lease);
-  if (found == leases_.end()) return false;
-  found->second.how = LeaseEnd::kAborted;
-  for (Seat& seat : found->second.seats) end_seat(seat);
-  return true;
+  Lease* const lease = open_lease(id);
+  return lease != nullptr && abort(*lease);
 }
 
 void LeaseTable::abort_all() {
   std::lock_guard lock(mutex_);
-  for (auto& [id, lease] : leases_) {
-    lease.how = LeaseEnd::kAborted;
-    for (Seat& seat : lease.seats) end_seat(seat);
-  }
+  for (auto& [id, lease] : leases_) abort(lease);
+}
+
+/// False: its readers had settled before.
+bool LeaseTable::abort(Lease& lease) {
+  end_settled(lease);
+  if (!lease.open()) return false;
+  lease.how = LeaseEnd::kAborted;
+  for (Seat& seat : lease.seats) end_seat(seat, LeaseEnd::kAborted);
+  return true;
+}
+
+/// Null: there is none, or every seat of it has ended.
+LeaseTable::Lease* LeaseTable::open_lease(uint64_t id) {
+  const auto found = leases_.find(id);
+  return found != leases_.end() && found->second.open() ? &found->second : nullptr;
 }
 
 bool LeaseTable::settle(uint32_t index, uint64_t settled) {
@@ -174,29 +217,49 @@ LeaseTable::Lease* LeaseTable::lease_at(uint32_t index, uint64_t settled) {
   const auto found = leases_.find(index < lease_of_slot_.size() ? lease_of_slot_[index] : 0);
   if (found == leases_.end()) return nullptr;
   for (const Seat& seat : found->second.seats) {
-    if (seat.slot == index && seat.open && settles(seat.settle_nonce, settled)) return &found->second;
+    if (seat.slot == index && seat.open() && settles(seat.settle_nonce, settled)) return &found->second;
   }
   return nullptr;
 }
 
-void LeaseTable::end_seat(Seat& seat) {
-  if (!seat.open) return;
-  seat.open = false;
-  slot(seat.slot).nonce.store(0, std::memory_order_relaxed);
+void LeaseTable::end_seat(Seat& seat, LeaseEnd how) {
+  if (!seat.open()) return;
+  seat.state = SeatState::kEnded;
+  slot(seat.slot).nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  free_.push_back(seat.slot);
 }
 
 /// Ends the seats whose readers have settled, and those that a reader said nobody will take.
 void LeaseTable::end_settled(Lease& lease) {
   for (Seat& seat : lease.seats) {
+    if (!seat.open()) continue;
     const uint64_t settled = slot(seat.slot).settled.load(std::memory_order_acquire);
-    if (!seat.open || !settles(seat.settle_nonce, settled)) continue;
-    end_seat(seat);
+    if (!settles(seat.settle_nonce, settled)) continue;
+    end_seat(seat, LeaseEnd::kSettled);
     const uint64_t num_readers = settled ^ seat.settle_nonce;
     if (num_readers == 0) continue;
-    for (size_t unused = num_readers; unused < lease.seats.size(); ++unused) end_seat(lease.seats[unused]);
+    for (size_t unused = num_readers; unused < lease.seats.size(); ++unused)
+      end_seat(lease.seats[unused], LeaseEnd::kSettled);
+  }
+}
+
+void LeaseTable::end_expired(Lease& lease) {
+  for (Seat& seat : lease.seats) {
+    if (!seat.open()) continue;
+    lease.how = LeaseEnd::kExpired;
+    const uint64_t reader = slot(seat.slot).reader.load(std::memory_order_acquire);
+    if (reader != 0) lease.readers.push_back(reader);
+    end_seat(seat, LeaseEnd::kExpired);
+  }
+}
+
+/// Slots of seats that have ended may be granted again.
+void LeaseTable::give_slots_back(Lease& lease) {
+  for (Seat& seat : lease.seats) {
+    if (seat.state != SeatState::kEnded) continue;
+    seat.state = SeatState::kGone;
+    free_.push(seat.slot);
   }
 }
 
@@ -206,17 +269,9 @@ void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
   for (auto it = leases_.begin(); it != leases_.end();) {
     Lease& lease = it->second;
     end_settled(lease);
-    bool open = false;
-    for (Seat& seat : lease.seats) {
-      if (seat.open && now_ns >= lease.deadline_ns) {
-        lease.how = LeaseEnd::kExpired;
-        const uint64_t reader = slot(seat.slot).reader.load(std::memory_order_acquire);
-        if (reader != 0) lease.readers.push_back(reader);
-        end_seat(seat);
-      }
-      open |= seat.open;
-    }
-    if (open) {
+    if (now_ns >= lease.deadline_ns) end_expired(lease);
+    give_slots_back(lease);
+    if (lease.open()) {
       ++it;
       continue;
     }

@@ -22,6 +22,19 @@ enum class Code : uint8_t {
   kStaleBlocks,           // the lease ended before the read did; the bytes must not be used
 };
 
+/// Why blocks are stale: what stands in the slot in place of the ticket's nonce (1 to 4 are tombstones, see
+/// LeaseEnd), or what is known of the worker.
+enum class StaleReason : uint8_t {
+  kUnknown,
+  kSettled,       // another reader of the seat settled it
+  kExpired,       // its time to live ran out
+  kAborted,       // the owner took the offer back
+  kEvicted,       // the owner gave the blocks new content
+  kReused,        // a new lease has the slot
+  kNeverGranted,  // no lease has had the slot yet
+  kRestarted,     // the worker restarted
+};
+
 /// `what` says what failed and where; `fix` says what to do next and may be empty.
 class [[nodiscard]] Status {
  public:
@@ -38,17 +51,23 @@ class [[nodiscard]] Status {
   static Status AccessDenied(std::string what) { return {Code::kAccessDenied, std::move(what)}; }
   static Status Timeout(std::string what) { return {Code::kTimeout, std::move(what)}; }
   static Status Cancelled(std::string what) { return {Code::kCancelled, std::move(what)}; }
-  static Status Stale(std::string what) { return {Code::kStaleBlocks, std::move(what)}; }
+  static Status Stale(StaleReason why, std::string what) {
+    Status status{Code::kStaleBlocks, std::move(what)};
+    status.stale_ = why;
+    return status;
+  }
 
   bool ok() const { return code_ == Code::kOk; }
   Code code() const { return code_; }
   const std::string& what() const { return what_; }
   const std::string& fix() const { return fix_; }
+  StaleReason stale() const { return stale_; }  // of kStaleBlocks
   /// Both.
   std::string sentence() const { return fix_.empty() ? what_ : what_ + "; " + fix_; }
 
  private:
   Code code_ = Code::kOk;
+  StaleReason stale_ = StaleReason::kUnknown;
   std::string what_, fix_;
 };
 

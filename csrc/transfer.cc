@@ -17,6 +17,34 @@ constexpr int64_t kLastPeekNs = 1'000'000;
 constexpr uint32_t kNonceBytes = sizeof(uint64_t);
 constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
+/// A slot that cannot be a lease's, or a value that stands in slots without a lease, would validate anything.
+bool is_made_up(const PullRequest& request) {
+  return request.slot == 0 || request.nonce < kSmallestNonce ||
+         (request.settle_nonce != 0 && request.settle_nonce < kSmallestNonce);
+}
+
+/// What it means that `found` stands in the slot in place of the ticket's nonce.
+Status stale(uint64_t found) {
+  const auto because = [](StaleReason why, const char* what) {
+    return Status::Stale(why, std::string("the lease ended before the read did: ") + what);
+  };
+  switch (found) {
+    case 0:
+      return Status::Stale(StaleReason::kNeverGranted,
+                           "the slot has never had a lease: the owner has not granted it yet");
+    case static_cast<uint64_t>(LeaseEnd::kSettled):
+      return because(StaleReason::kSettled, "another reader of its seat settled it");
+    case static_cast<uint64_t>(LeaseEnd::kExpired):
+      return because(StaleReason::kExpired, "its time to live ran out");
+    case static_cast<uint64_t>(LeaseEnd::kAborted):
+      return because(StaleReason::kAborted, "its owner aborted it");
+    case static_cast<uint64_t>(LeaseEnd::kEvicted):
+      return because(StaleReason::kEvicted, "its owner gave the blocks new content");
+    default:
+      return because(StaleReason::kReused, "a new lease has its slot");
+  }
+}
+
 }  // namespace
 
 Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const Crew> crew,
@@ -33,6 +61,10 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       crew_(std::move(crew)),
       tally_(std::move(tally)),
       phase_started_ns_(now) {
+  if (is_made_up(request)) {
+    refuse(Status::Config("the ticket is made up: no lease has this slot and nonce"), now);
+    return;
+  }
   if (stream_ == StreamUnit::kNone) {
     const Status planned =
         planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_, folds()}, plan_);
@@ -236,7 +268,7 @@ bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
 void Transfer::on_slot(int64_t now) {
   posted_ = false;
   if (words_[0] != nonce_) {
-    stop(Status::Stale("the lease ended before the read did"));
+    stop(stale(words_[0]));
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
   } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {

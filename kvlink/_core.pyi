@@ -98,7 +98,7 @@ class Transfer:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
         """Releases the GIL. False: still running. A negative timeout waits for ever."""
-    def failure(self) -> tuple[str, str, str] | None:
+    def failure(self) -> tuple[str, str, str, int] | None:
         """(exception's name, what failed, fix) of an ended transfer; None when it went well."""
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:

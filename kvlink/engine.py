@@ -30,7 +30,7 @@ Transfer = _core.Transfer
 RUNNING, FAILED, VALID, SETTLED = range(4)
 """States of a Transfer, see csrc/transfer.h."""
 
-_HOW = (LeaseEnd.SETTLED, LeaseEnd.EXPIRED, LeaseEnd.ABORTED)
+_HOW = {1: LeaseEnd.SETTLED, 2: LeaseEnd.EXPIRED, 3: LeaseEnd.ABORTED}
 _FORKED = "this Worker was made before a fork; make a new one in the child process"
 
 
@@ -259,11 +259,15 @@ def failure(transfer: Transfer, where: str) -> KVLinkError | None:
     failed = transfer.failure()
     if failed is None:
         return None
-    name, what, fix = failed
+    name, what, fix, stale = failed
     sentence = f"{where}: {what}"
     if name == "TransportUnavailable":
         return errors.TransportUnavailable(sentence, fix)
-    error: KVLinkError = getattr(errors, name)(f"{sentence}. {fix}" if fix else sentence)
+    if fix:
+        sentence = f"{sentence}. {fix}"
+    if name == "StaleBlocks":
+        return errors.StaleBlocks(sentence, errors.StaleReason(stale))
+    error: KVLinkError = getattr(errors, name)(sentence)
     return error
 
 

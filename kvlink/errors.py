@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 
 class KVLinkError(Exception):
     """Base of all errors of kvlink. The message says what failed, where, and what to do next."""
@@ -79,5 +81,29 @@ class Cancelled(TransferError):
     """The caller cancelled the pull, or its process is ending. No late byte lands in the destination."""
 
 
+class StaleReason(Enum):
+    """Why blocks are stale. The numbers are those of csrc/status.h."""
+
+    UNKNOWN = 0
+    SETTLED = 1
+    """Another reader of the seat settled it."""
+    EXPIRED = 2
+    """The time to live ran out."""
+    ABORTED = 3
+    """The owner took the offer back."""
+    EVICTED = 4
+    """The owner gave the blocks new content."""
+    REUSED = 5
+    """The lease ended, and a new lease has its slot."""
+    NEVER_GRANTED = 6
+    """The owner has not granted this lease yet."""
+    RESTARTED = 7
+    """The worker restarted since the ticket was made."""
+
+
 class StaleBlocks(TransferError):
-    """The lease ended before the read did; the bytes were dropped. Recompute the request."""
+    """The lease ended before the read did; the bytes were dropped. Recompute the request. `why` says how it ended."""
+
+    def __init__(self, message: str, why: StaleReason = StaleReason.UNKNOWN) -> None:
+        super().__init__(message)
+        self.why = why

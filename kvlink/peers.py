@@ -18,6 +18,7 @@ from kvlink.errors import (
     LayoutMismatch,
     PeerUnreachable,
     StaleBlocks,
+    StaleReason,
     TransferTimeout,
     TransportUnavailable,
 )
@@ -153,7 +154,10 @@ class Peers:
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
         card = await self.directory.card(*key, agent, fresh=fresh)
         if card.epoch != key[1]:
-            raise StaleBlocks(f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs")
+            raise StaleBlocks(
+                f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs",
+                StaleReason.RESTARTED,
+            )
         assignment = self.assignment(card)
         if assignment is None:
             return None

@@ -34,6 +34,8 @@ _MAGIC = b"KVT1"
 _UNSIGNED = b""
 
 MAX_BLOCKS = 1 << 20
+SMALLEST_NONCE = 256
+"""Smaller values stand in slots that no lease has; slot 0 is the lease table's header."""
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
@@ -161,6 +163,8 @@ def _parse(blob: bytes) -> Ticket:
         raise ValueError("a count exceeds its bound")
     at = header_bytes
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
+    if any(seat.slot == 0 or min(seat.nonce, seat.settle_nonce) < SMALLEST_NONCE for seat in seats):
+        raise ValueError("a seat that no lease can have: slot 0, or a nonce that is not random")
     at += num_seats * _SEAT.size
     if len(body) != at + sum(name_bytes) + 4 * num_blocks:
         raise ValueError("length differs from what the header says")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from kvlink.errors import ConfigError, StaleBlocks
+from kvlink.errors import ConfigError, StaleBlocks, StaleReason
 
 from .handover import KEY, Handover, check_signature, signed
 
@@ -50,7 +50,9 @@ class Part:
             given = json.loads(blob)
             check_signature(given)
             if _GONE in given:
-                raise StaleBlocks(f"the prefill server gave the request up: {str(given[_GONE])[:80]}")
+                raise StaleBlocks(
+                    f"the prefill server gave the request up: {str(given[_GONE])[:80]}", StaleReason.ABORTED
+                )
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
             sure = given.get("sure", False)
             handover = Handover.from_params(given)

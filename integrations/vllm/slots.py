@@ -6,9 +6,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 
-from kvlink.ticket import LeaseSeat
-
-_SMALLEST_NONCE = 256  # csrc/lease_table.h: smaller ones are not random
+from kvlink.ticket import SMALLEST_NONCE, LeaseSeat
 
 
 class SlotGroups:
@@ -34,4 +32,4 @@ class SlotGroups:
 
 
 def _nonce() -> int:
-    return secrets.randbelow(2**64 - _SMALLEST_NONCE) + _SMALLEST_NONCE
+    return secrets.randbelow(2**64 - SMALLEST_NONCE) + SMALLEST_NONCE

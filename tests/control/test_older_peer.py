@@ -134,7 +134,7 @@ async def test_our_agent_gets_on_with_an_older_reader(older: Older, agent: Worke
 def test_a_ticket_reads_alike_in_both(older: Older) -> None:
     ticket = Ticket.from_bytes(older.ticket)
     assert (ticket.request_id, ticket.worker_id, ticket.epoch) == ("r", "prefill", 2)
-    assert ticket.seats == (LeaseSeat(3, 5, 7), LeaseSeat(4, 6, 2**64 - 1))
+    assert ticket.seats == (LeaseSeat(3, 1005, 1007), LeaseSeat(4, 1006, 2**64 - 1))
     assert list(ticket.block_ids) == [5, 1, 2**31]
     assert ticket.to_bytes() == older.ticket
 

@@ -20,7 +20,7 @@ from kvlink.ticket import LeaseSeat
 from kvlink.types import ReadyUnit
 
 KEY, OTHER = "k" * 32, "o" * 32
-TICKET = Ticket("r", "prefill", 5, "127.0.0.1:1", (LeaseSeat(3, 11, 12),), array("I", range(40)), 640, 40)
+TICKET = Ticket("r", "prefill", 5, "127.0.0.1:1", (LeaseSeat(3, 1011, 1012),), array("I", range(40)), 640, 40)
 POOL = wide(num_blocks=16)
 
 
@@ -46,7 +46,7 @@ CHANGES: dict[str, Callable[[Ticket], Ticket]] = {
     "worker_id": lambda ticket: replace(ticket, worker_id="other"),
     "epoch": lambda ticket: replace(ticket, epoch=6),
     "agent": lambda ticket: replace(ticket, agent="10.6.6.6:1"),
-    "lease": lambda ticket: replace(ticket, seats=(LeaseSeat(4, 11, 12),)),
+    "lease": lambda ticket: replace(ticket, seats=(LeaseSeat(4, 1011, 1012),)),
     "seats": lambda ticket: replace(ticket, seats=ticket.seats * 2),
     "blocks": lambda ticket: replace(ticket, block_ids=array("I", [*range(39), 90])),
     "fewer blocks": lambda ticket: replace(ticket, block_ids=ticket.block_ids[:-1]),

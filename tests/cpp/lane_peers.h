@@ -19,7 +19,7 @@ namespace kvlink::lane_tests {
 
 constexpr uint32_t kBlockBytes = 1024;
 constexpr uint32_t kNumBlocks = 4096;
-constexpr uint64_t kNonce = 77;
+constexpr uint64_t kNonce = 7700;
 constexpr uint32_t kSlot = 1;
 constexpr uint32_t kPool = 0, kLeases = 1;  // regions of the owner
 

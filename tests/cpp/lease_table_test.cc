@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <vector>
 
 namespace kvlink {
 namespace {
@@ -39,14 +41,14 @@ TEST_F(LeaseTableTest, GrantPublishesAFreshNonceAndWhatIsReady) {
   EXPECT_EQ(memory[seat.slot].ready, 3u);
 }
 
-TEST_F(LeaseTableTest, SettleEndsTheLeaseAndErasesTheNonce) {
+TEST_F(LeaseTableTest, SettleEndsTheLeaseAndLeavesATombstone) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
   memory[seat.slot].settled = seat.settle_nonce;
   const auto gone = sweep(5);
   ASSERT_EQ(gone.size(), 1u);
   EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
   EXPECT_EQ(gone[0].held_ns, 5);
-  EXPECT_EQ(memory[seat.slot].nonce, 0u);
+  EXPECT_EQ(memory[seat.slot].nonce, 1u);
   EXPECT_EQ(table.num_active(), 0u);
 }
 
@@ -74,8 +76,8 @@ TEST_F(LeaseTableTest, BlocksComeBackWhenEveryReaderHasEnded) {
   const auto seats = *table.grant(1, 2, 0, kTtl, 0);
   memory[seats[0].slot].settled = seats[0].settle_nonce;
   EXPECT_TRUE(sweep(1).empty());
-  EXPECT_EQ(memory[seats[0].slot].nonce, 0u);
-  EXPECT_NE(memory[seats[1].slot].nonce, 0u);
+  EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
   ASSERT_TRUE(table.settle(seats[1].slot, seats[1].settle_nonce));
   EXPECT_EQ(sweep(2).size(), 1u);
 }
@@ -93,7 +95,8 @@ TEST_F(LeaseTableTest, AReaderWhoSettledIsNotFencedWhenTheOtherExpires) {
 TEST_F(LeaseTableTest, AbortErasesTheNonceAtOnce) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
   EXPECT_TRUE(table.abort(1));
-  EXPECT_EQ(memory[seat.slot].nonce, 0u);
+  EXPECT_EQ(memory[seat.slot].nonce, 3u);
+  EXPECT_FALSE(table.abort(1));
   EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
   EXPECT_FALSE(table.abort(1));
 }
@@ -124,13 +127,112 @@ TEST_F(LeaseTableTest, ReadyNeverGoesBack) {
   EXPECT_FALSE(table.set_ready(9, 1));
 }
 
+TEST_F(LeaseTableTest, ASettledSeatsSlotIsNoLongerItsLeasesToWrite) {
+  const auto first = *table.grant(1, 2, 0, kTtl, 0);  // a reader each, and two slots beside
+  memory[first[0].slot].settled = first[0].settle_nonce;
+  EXPECT_TRUE(sweep(1).empty());
+  for (uint64_t lease = 2; lease <= 4; ++lease) ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 1).ok());
+  ASSERT_NE(memory[first[0].slot].nonce, 1u) << "its slot is another lease's by now";
+  EXPECT_TRUE(table.set_ready(1, 8));
+  EXPECT_EQ(memory[first[0].slot].ready, 0u);
+  EXPECT_EQ(memory[first[1].slot].ready, 8u);
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_GE(memory[first[0].slot].nonce, kSmallestNonce);
+}
+
+TEST_F(LeaseTableTest, AnEndedLeaseWritesNothingAndSaysSo) {
+  const LeaseSeat aborted = (*table.grant(1, 1, 2, kTtl, 0))[0],
+                  settled = (*table.grant(2, 1, 2, kTtl, 0))[0];
+  table.abort(1);
+  for (int swept = 0; swept < 2; ++swept) {
+    EXPECT_FALSE(table.set_ready(1, 8));
+    EXPECT_FALSE(table.extend(1, kTtl, 1));
+    EXPECT_FALSE(table.set_ttl(1, kTtl, 1));
+    EXPECT_FALSE(table.renew(aborted.slot, aborted.settle_nonce, 1));
+    EXPECT_FALSE(table.settle(aborted.slot, aborted.settle_nonce));
+    EXPECT_EQ(memory[aborted.slot].nonce, 3u);
+    EXPECT_EQ(memory[aborted.slot].ready, 2u);
+    memory[settled.slot].settled = settled.settle_nonce;
+    sweep(1);
+  }
+  EXPECT_FALSE(table.set_ready(2, 8));
+  EXPECT_EQ(memory[settled.slot].nonce, 1u);
+  EXPECT_EQ(memory[settled.slot].ready, 2u);
+}
+
+TEST_F(LeaseTableTest, AnAbortAfterTheSettleLeavesItSettled) {
+  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+  memory[seats[0].slot].settled = seats[0].settle_nonce;
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[1].slot].nonce, 3u);
+  EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
+
+  const LeaseSeat other = (*table.grant(2, 1, 0, kTtl, 1))[0];
+  memory[other.slot].settled = other.settle_nonce;
+  EXPECT_FALSE(table.abort(2));
+  EXPECT_EQ(sweep(2)[0].how, LeaseEnd::kSettled);
+}
+
+TEST_F(LeaseTableTest, SlotsComeBackOldestFirstAndThoseOfAnAbortedLeaseWithItsReport) {
+  std::vector<uint32_t> order;
+  const auto next = [&](uint64_t lease) {
+    const auto granted = table.grant(lease, 1, 0, kTtl, 0);
+    if (granted.ok()) order.push_back((*granted)[0].slot);
+    return granted.ok();
+  };
+  EXPECT_TRUE(next(1) && next(2) && next(3));
+  table.abort(2);
+  sweep(1);
+  table.abort(1);
+  EXPECT_TRUE(next(4) && next(5));
+  EXPECT_FALSE(next(6));
+  ASSERT_EQ(sweep(2).size(), 1u);
+  EXPECT_TRUE(next(6));
+  EXPECT_EQ(order, (std::vector<uint32_t>{1, 2, 3, 4, 2, 1}));
+}
+
+TEST_F(LeaseTableTest, ATombstoneStaysUntilTheSlotIsReused) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  table.abort(1);
+  for (uint64_t lease = 2; lease <= 4; ++lease) {
+    sweep(1);
+    ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 1).ok());
+    EXPECT_EQ(memory[seat.slot].nonce, 3u);
+  }
+  const LeaseSeat reused = (*table.grant(5, 1, 0, kTtl, 1))[0];
+  EXPECT_EQ(reused.slot, seat.slot);
+  EXPECT_EQ(memory[seat.slot].nonce, reused.nonce);
+}
+
+TEST_F(LeaseTableTest, RandomNumbersThatCannotBeHadAreNoLease) {
+  bool refuses = true;
+  LeaseTable guarded(std::as_writable_bytes(std::span(memory)), 7, [&](std::span<uint64_t> words) {
+    std::fill(words.begin(), words.end(), 1u << 20);
+    words[0] = kSmallestNonce - 1;  // never handed out
+    return refuses ? Status::Config("getrandom is refused") : Status();
+  });
+  for (int tries = 0; tries < 6; ++tries) {
+    EXPECT_EQ(guarded.grant(1, 1, 0, kTtl, 0).status().what(), "getrandom is refused");
+  }
+  EXPECT_EQ(guarded.num_active(), 0u);
+  refuses = false;
+  for (int round = 0; round < 40; ++round) {
+    const auto seats = guarded.grant(1, 4, 0, kTtl, 0);
+    ASSERT_TRUE(seats.ok());
+    for (const LeaseSeat& seat : *seats) EXPECT_EQ(std::min(seat.nonce, seat.settle_nonce), 1u << 20);
+    guarded.abort(1);
+    guarded.sweep(0, ended);
+  }
+}
+
 TEST_F(LeaseTableTest, AReaderSaysHowManyCome) {
   const auto seats = *table.grant(1, 4, 0, kTtl, 0);
   memory[seats[0].slot].settled = seats[0].settle_nonce ^ 2;
   EXPECT_TRUE(sweep(1).empty());
-  EXPECT_NE(memory[seats[1].slot].nonce, 0u);
-  EXPECT_EQ(memory[seats[2].slot].nonce, 0u);
-  EXPECT_EQ(memory[seats[3].slot].nonce, 0u);
+  EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
+  EXPECT_EQ(memory[seats[2].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[3].slot].nonce, 1u);
   memory[seats[1].slot].settled = seats[1].settle_nonce ^ 2;
   const auto gone = sweep(2);
   ASSERT_EQ(gone.size(), 1u);
@@ -155,14 +257,15 @@ TEST_F(LeaseTableTest, SeatsThatTheCallerChose) {
   memory[3].settled = 2000 ^ 1;
   EXPECT_EQ(sweep(1).size(), 1u);
   EXPECT_TRUE(table.grant_at(3, seats, 0, kTtl, 2).ok());
+  EXPECT_EQ(table.grant_at(4, std::array{LeaseSeat{2, 1000, 2000}}, 0, kTtl, 2).code(), Code::kConfig);
 }
 
 TEST_F(LeaseTableTest, ChosenSeatsThatCannotBeHadTakeNothing) {
   const uint32_t taken = (*table.grant(1, 1, 0, kTtl, 0))[0].slot;
   const uint32_t free = taken == 1 ? 2 : 1;
-  for (const LeaseSeat& wrong :
-       {LeaseSeat{taken, 1000, 2000}, LeaseSeat{0, 1000, 2000}, LeaseSeat{9, 1000, 2000},
-        LeaseSeat{free, 1000, 2000}, LeaseSeat{3, 0, 2000}, LeaseSeat{3, 1000, 7}}) {
+  for (const LeaseSeat& wrong : {LeaseSeat{taken, 1000, 2000}, LeaseSeat{0, 1000, 2000},
+                                 LeaseSeat{9, 1000, 2000}, LeaseSeat{free, 1000, 2000}, LeaseSeat{3, 0, 2000},
+                                 LeaseSeat{3, 1000, 7}, LeaseSeat{UINT32_MAX, 1000, 2000}}) {
     EXPECT_EQ(table.grant_at(2, std::array{LeaseSeat{free, 1000, 2000}, wrong}, 0, kTtl, 0).code(),
               Code::kConfig);
   }
@@ -220,7 +323,7 @@ TEST_F(LeaseTableTest, WhoeverIsFirstAfterAStopTellsTheOthersOfIt) {
   ASSERT_TRUE(table.grant(2, 1, 0, kTtl, back).ok());  // its own time has only begun
   EXPECT_TRUE(sweep(back + kTtl - 1).empty());
   EXPECT_EQ(sweep(back + kTtl).size(), 2u);
-  EXPECT_EQ(memory[old.slot].nonce, 0u);
+  EXPECT_EQ(memory[old.slot].nonce, 2u);
 }
 
 TEST_F(LeaseTableTest, ALateClockOfAnotherThreadIsNoStop) {

@@ -5,12 +5,16 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <set>
+#include <string>
+
+#include "lease_table.h"
 
 namespace kvlink {
 namespace {
 
-constexpr uint64_t kNonce = 77;
-constexpr uint64_t kSettle = 99;
+constexpr uint64_t kNonce = 7700;
+constexpr uint64_t kSettle = 9900;
 constexpr uint32_t kBlockBytes = 64;
 constexpr int64_t kFar = INT64_MAX;
 constexpr Window kOneOp{kBlockBytes, 1, 8};
@@ -31,16 +35,17 @@ struct TransferTest : ::testing::Test {
     planner = *made;
   }
 
-  std::unique_ptr<Transfer> start(StreamUnit stream = StreamUnit::kNone, int64_t deadline = kFar) {
+  std::unique_ptr<Transfer> start(StreamUnit stream = StreamUnit::kNone, int64_t deadline = kFar,
+                                  const LeaseSeat& seat = {1, kNonce, kSettle}) {
     PullRequest request;
     request.planner = planner;
     request.owner_blocks = owner;
     request.reader_blocks = reader;
     request.tokens = {0, 3};
     request.stream = stream;
-    request.slot = 1;
-    request.nonce = kNonce;
-    request.settle_nonce = kSettle;
+    request.slot = seat.slot;
+    request.nonce = seat.nonce;
+    request.settle_nonce = seat.settle_nonce;
     request.deadline_ns = deadline;
     auto transfer = std::make_unique<Transfer>(
         request, 0, std::make_shared<Crew>(Crew{[this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
@@ -135,13 +140,43 @@ TEST_F(TransferTest, ASlotReadThatOvertookTheDataIsTakenAgain) {
 }
 
 TEST_F(TransferTest, AnotherNonceIsStaleAndNeverSettles) {
-  auto transfer = start();
-  transfer->ended(transfer->next({1 << 20, 64, 8}, false, 0, 1), {}, 2);
-  const Step slot = transfer->next(kOneOp, false, 0, 2);
-  slot_says(0);
-  transfer->ended(slot, {}, 3);
-  EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
-  EXPECT_EQ(transfer->next(kOneOp, false, 0, 3).kind, Kind::kNone);
+  const std::array<std::pair<uint64_t, StaleReason>, 7> found{{{0, StaleReason::kNeverGranted},
+                                                               {1, StaleReason::kSettled},
+                                                               {2, StaleReason::kExpired},
+                                                               {3, StaleReason::kAborted},
+                                                               {4, StaleReason::kEvicted},
+                                                               {kNonce + 1, StaleReason::kReused},
+                                                               {kSettle, StaleReason::kReused}}};
+  std::set<std::string> sentences;
+  for (const auto& [nonce, why] : found) {
+    auto transfer = start();
+    transfer->ended(transfer->next({1 << 20, 64, 8}, false, 0, 1), {}, 2);
+    const Step slot = transfer->next(kOneOp, false, 0, 2);
+    slot_says(nonce);
+    transfer->ended(slot, {}, 3);
+    EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
+    EXPECT_EQ(transfer->status().stale(), why);
+    sentences.insert(transfer->status().what());
+    EXPECT_EQ(transfer->next(kOneOp, false, 0, 3).kind, Kind::kNone);
+  }
+  EXPECT_EQ(sentences.size(), 6u);
+}
+
+TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
+  const std::array<LeaseSeat, 6> made_up{{{0, LeaseTableHeader::kMagic, 0},
+                                          {1, 0, 0},
+                                          {1, 3, 0},
+                                          {1, kSmallestNonce - 1, kSettle},
+                                          {1, kNonce, 1},
+                                          {1, kNonce, kSmallestNonce - 1}}};
+  for (const StreamUnit stream : {StreamUnit::kNone, StreamUnit::kBlocks}) {
+    for (const LeaseSeat& seat : made_up) {
+      auto transfer = start(stream, kFar, seat);
+      EXPECT_EQ(transfer->status().code(), Code::kConfig);
+      EXPECT_EQ(transfer->next(kOneOp, false, 0, 1).kind, Kind::kNone);
+    }
+    EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, 0})->done());
+  }
 }
 
 TEST_F(TransferTest, AnErrorWaitsForTheOtherStepsToBeDropped) {

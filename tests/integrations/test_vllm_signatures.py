@@ -18,7 +18,7 @@ from kvlink.integrations.vllm.handover import KEY, Handover, Owner, prompt_diges
 from kvlink.ticket import LeaseSeat
 
 SAMPLE = Handover(
-    "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 11, 12),), (array("I", [4, 0, 7]),), 16, 33,
+    "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 1011, 1012),), (array("I", [4, 0, 7]),), 16, 33,
     prompt_digest([1, 2]), 30.0,
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ OFFER = "kvlink.v1.Coordinator/Offer"
 
 
 def make_ticket(request_id: str, trace: TraceParent | None) -> bytes:
-    seats, blocks = (LeaseSeat(0, 1, 2),), array("I", [1])
+    seats, blocks = (LeaseSeat(1, 1001, 1002),), array("I", [1])
     return Ticket(request_id, "prefill", 1, "127.0.0.1:1", seats, blocks, 16, 1, trace=trace).to_bytes()
 
 

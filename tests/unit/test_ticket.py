@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.errors import ConfigError
-from kvlink.ticket import MAX_BLOCKS, SIGNATURE_BYTES, LeaseSeat, Ticket, trace_in
+from kvlink.ticket import MAX_BLOCKS, SIGNATURE_BYTES, SMALLEST_NONCE, LeaseSeat, Ticket, trace_in
 from kvlink.tracing import TraceParent
 from kvlink.tracing.traceparent import NUM_BYTES
 from kvlink.types import ReadyUnit
 
 names = st.text(min_size=1, max_size=60)
 words = st.integers(0, 2**64 - 1)
-seats = st.builds(LeaseSeat, st.integers(0, 2**32 - 1), words, words)
+nonces = st.integers(SMALLEST_NONCE, 2**64 - 1)
+seats = st.builds(LeaseSeat, st.integers(1, 2**32 - 1), nonces, nonces)
 traces = st.builds(TraceParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
 tickets = st.builds(
     Ticket,
@@ -46,7 +47,7 @@ TICKET = Ticket(
     worker_id="prefill-0",
     epoch=5,
     agent="127.0.0.1:7401",
-    seats=(LeaseSeat(3, 11, 12),),
+    seats=(LeaseSeat(3, 1011, 1012),),
     block_ids=array("I", range(40)),
     num_tokens=640,
     ready=40,
@@ -150,6 +151,23 @@ def test_another_protocol_version_says_both_numbers() -> None:
     blob[6] = 9
     with pytest.raises(ConfigError, match="version 9, this process speaks 1"):
         Ticket.from_bytes(bytes(blob))
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        LeaseSeat(0, int.from_bytes(b"KVLease1", "little"), 2**63),  # the lease table's header
+        LeaseSeat(1234, 0, 0),
+        LeaseSeat(1234, 3, 2**63),  # the tombstone of an aborted lease
+        LeaseSeat(1234, SMALLEST_NONCE - 1, 2**63),
+        LeaseSeat(1234, 2**63, SMALLEST_NONCE - 1),
+    ],
+)
+def test_a_seat_that_no_lease_can_have_is_refused(made_up: LeaseSeat) -> None:
+    for seats in (made_up,), (*TICKET.seats, made_up):
+        text = dataclasses.replace(TICKET, seats=seats).to_text()
+        with pytest.raises(ConfigError, match="no lease can have"):
+            Ticket.from_text(text)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ async def recorded() -> dict[str, object]:
 def ticket() -> str:
     from kvlink.ticket import LeaseSeat, Ticket
 
-    seats = (LeaseSeat(3, 5, 7), LeaseSeat(4, 6, 2**64 - 1))
+    seats = (LeaseSeat(3, 1005, 1007), LeaseSeat(4, 1006, 2**64 - 1))
     block_ids = array("I", [5, 1, 2**31])
     made = Ticket(
         request_id="r",

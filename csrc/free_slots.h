@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// The free slots of a lease table, the longest unused first: a late store of a slot's earlier reader has long
+// arrived by the time the slot is granted again.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace kvlink {
+
+/// A ring of slot numbers, linked through two arrays; slot 0, the table's header, is its anchor. Every method
+/// takes constant time.
+class FreeSlots {
+ public:
+  /// All of 1 to num_slots - 1 are free.
+  explicit FreeSlots(uint32_t num_slots) : next_(num_slots), previous_(num_slots) {
+    for (uint32_t slot = 1; slot < num_slots; ++slot) push(slot);
+  }
+
+  uint32_t size() const { return size_; }
+  bool contains(uint32_t slot) const {
+    return slot != 0 && slot < next_.size() && (next_[slot] != 0 || previous_[0] == slot);
+  }
+  /// The longest unused one. REQUIRES size() > 0.
+  uint32_t pop() {
+    const uint32_t slot = next_[0];
+    remove(slot);
+    return slot;
+  }
+  /// REQUIRES contains(slot).
+  void remove(uint32_t slot) {
+    next_[previous_[slot]] = next_[slot];
+    previous_[next_[slot]] = previous_[slot];
+    next_[slot] = 0;
+    --size_;
+  }
+  /// REQUIRES !contains(slot), and slot to be one of the table's.
+  void push(uint32_t slot) {
+    next_[slot] = 0;
+    previous_[slot] = previous_[0];
+    next_[previous_[0]] = slot;
+    previous_[0] = slot;
+    ++size_;
+  }
+
+ private:
+  std::vector<uint32_t> next_, previous_;  // 0 in next_: the last one, or not free
+  uint32_t size_ = 0;
+};
+
+}  // namespace kvlink
