@@ -24,6 +24,8 @@ _ANNOUNCED = "kvlink_announced"
 _TRACEPARENT = "kvlink_traceparent"
 """The header of that name, for servers that keep headers to themselves."""
 _CHARACTERS_A_TOKEN = 4
+_SAMPLING = "sampling_params"
+"""Of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
 # Meaningless or refused together with a single token that is not streamed.
 _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
@@ -34,13 +36,18 @@ def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
 
     stream: a name under which decode may follow while it computes.
     """
-    asked = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
-    return asked | {
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "stream": False,
-        HANDOFF: _ASK_FOR_A_HANDOFF | _ours(stream, traceparent),
-    }
+    asked = _without(body, _ONLY_FOR_DECODE)
+    handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | _ours(stream, traceparent)}
+    one: Body
+    if isinstance(sampling := body.get(_SAMPLING), dict):
+        one = {_SAMPLING: _without(sampling, _ONLY_FOR_DECODE) | {"max_tokens": 1}}
+    else:
+        one = {"max_tokens": 1, "max_completion_tokens": 1}
+    return asked | one | {"stream": False} | handoff
+
+
+def _without(body: Body, names: tuple[str, ...]) -> Body:
+    return {key: value for key, value in body.items() if key not in names}
 
 
 def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
@@ -72,7 +79,7 @@ def announced(handoff: Body | None, stream: str) -> bool:
 
 def num_tokens(body: Body) -> int:
     """Of the prompt; of text only an estimate."""
-    prompt = body.get("prompt")
+    prompt = body.get("token_ids", body.get("prompt"))
     if isinstance(prompt, list):
         inner = prompt[0] if len(prompt) == 1 else prompt
         return len(inner) if isinstance(inner, list) else len(inner) // _CHARACTERS_A_TOKEN
@@ -83,10 +90,12 @@ def num_tokens(body: Body) -> int:
 
 def one_handoff_suffices(body: Body) -> bool:
     """Whether the request is one prompt with one continuation, whose logits over the prompt nobody wants."""
-    if body.get("n", 1) not in (1, None) or body.get("best_of", 1) not in (1, None):
-        return False
-    if any(body.get(key) is not None and body[key] is not False for key in _NEED_THE_PROMPT_COMPUTED):
-        return False
+    sampling = body.get(_SAMPLING)
+    for asked in (body, sampling if isinstance(sampling, dict) else {}):
+        if asked.get("n", 1) not in (1, None) or asked.get("best_of", 1) not in (1, None):
+            return False
+        if any(asked.get(key) is not None and asked[key] is not False for key in _NEED_THE_PROMPT_COMPUTED):
+            return False
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return not several

@@ -28,6 +28,8 @@ from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
 
+DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
+"""A response may call tools and refer to others that the same server keeps; an embedding has no answer to generate."""
 _OURS = (
     "Accept-Encoding",
     "Connection",
@@ -69,7 +71,10 @@ class Proxy:
         self._streaming_from = streaming_from
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """/v1/completions and /v1/chat/completions. Cancelled when the client goes away."""
+        """/v1/completions, /v1/chat/completions, /inference/v1/generate, and those of DECODE_ALONE.
+
+        Cancelled when the client goes away.
+        """
         try:
             body = await request.json()
         except ValueError as error:
@@ -111,7 +116,9 @@ class Proxy:
     ) -> web.StreamResponse:
         """No two decode servers see the same hand-off: one that died may have used it up."""
         tried: list[str] = []
-        reason, handoff, known = "no decode server is up", None, False
+        reason, handoff, alone = "no decode server is up", None, request.path in DECODE_ALONE
+        known = alone
+        self.counts["not_suited"] += alone
         while (url := self._decode.ring.choose(time.monotonic(), tried)) is not None:
             follows = not known and self._streams(body)
             try:
@@ -129,7 +136,7 @@ class Proxy:
                     return await _passed_on(request, headers["X-Request-Id"], answer, rest)
             except NotServed as error:
                 tried.append(url)
-                reason, known = str(error), known and error.untouched
+                reason, known = str(error), alone or (known and error.untouched)
                 self.counts["decode_retried"] += 1
         raise NotServed(reason, untouched=True)
 

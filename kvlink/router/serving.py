@@ -12,7 +12,7 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from kvlink.errors import KVLinkError
 from kvlink.router.choice import Ring
-from kvlink.router.proxy import Proxy
+from kvlink.router.proxy import DECODE_ALONE, Proxy
 from kvlink.router.upstream import Upstream
 
 _MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, images in a chat
@@ -75,6 +75,8 @@ def _application(proxy: Proxy) -> web.Application:
         [
             web.post("/v1/completions", proxy.complete),
             web.post("/v1/chat/completions", proxy.complete),
+            web.post("/inference/v1/generate", proxy.complete),
+            *(web.post(path, proxy.complete) for path in DECODE_ALONE),
             web.get("/v1/models", proxy.models),
             web.get("/health", proxy.health),
             web.get("/metrics", proxy.metrics),

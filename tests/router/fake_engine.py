@@ -41,6 +41,7 @@ class FakeEngine:
         app.add_routes(
             [
                 web.post("/v1/{kind:.*}", self._complete),
+                web.post("/inference/v1/generate", self._complete),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
             ]
