@@ -77,7 +77,8 @@ def exported(exposed: str) -> set[str]:
 
 
 def asked(text: str) -> set[str]:
-    return set(re.findall(r"\bkvlink_[a-z_]+", text))
+    """But for those in vLLM's own /metrics."""
+    return set(re.findall(r"(?<!vllm:)\bkvlink_[a-z_]+", text))
 
 
 def queries(panels: list[dict[str, Any]]) -> Iterator[str]:
@@ -90,6 +91,23 @@ def test_every_metric_that_is_asked_for_is_exported(exported: set[str]) -> None:
     assert asked(expressions), "the dashboard asks for something"
     assert asked(expressions) - exported == set()
     assert asked(RULES.read_text()) - exported == set()
+
+
+def test_every_metric_of_vllm_that_is_asked_for_is_one_of_the_connector() -> None:
+    """And so is every reason."""
+    connector = DEPLOY.parent / "vllm"
+    said = "\n".join(path.read_text() for path in connector.glob("*.py"))
+    rules = RULES.read_text()
+    names = set(re.findall(r"vllm:kvlink_[a-z_]+", rules))
+    assert len(names) >= 4
+    assert names <= set(re.findall(r'"(vllm:kvlink_[a-z_]+)"', said))
+    reasons = {
+        reason
+        for given in re.findall(r'reason=~"([a-z_|]+)"\}\[\d+m\]\)\) > 0', rules)
+        for reason in given.split("|")
+    }
+    assert reasons
+    assert reasons <= set(re.findall(r'counts\["(\w+)"\]', said))
 
 
 def test_the_manual_explains_every_metric_and_no_other(exported: set[str]) -> None:
