@@ -10,9 +10,24 @@ caches         SGLang's buffers as kvlink pools
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backend import KVLinkReceiver, KVLinkSender
+    from .manager import KVLinkManager
+
+__all__ = ["KVLinkManager", "KVLinkReceiver", "KVLinkSender", "register"]
 
 _NAME = "kvlink"
+
+
+def __getattr__(name: str) -> Any:
+    """The backend's classes, once SGLang asks for them: their modules need SGLang, this one does not."""
+    if name in ("KVLinkManager", "KVLinkReceiver", "KVLinkSender"):
+        from . import backend
+
+        return getattr(backend, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

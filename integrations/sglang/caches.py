@@ -42,6 +42,8 @@ class Rank:
     tp_rank: int
     tp_size: int
     gpu: int | None = None
+    number: int = 0
+    """Its place among the server's processes, data-parallel ranks included, from 0 on."""
 
 
 class Cache(NamedTuple):
@@ -110,7 +112,8 @@ def open_caches(
 ) -> list[Cache]:
     """Lends them; `close` of each worker takes them back. `states`: kind and buffers of each component.
 
-    Peers find each other's caches by their place in this list. Raises ConfigError.
+    Peers find each other's caches by their place in this list. Given ports are those of the first rank's first one,
+    each further cache, then each further rank, takes the next. Raises ConfigError.
     """
     layouts: list[tuple[int | None, Buffers, KVLayout]] = [
         (None, buffers, page_layout(buffers, rank)) for buffers in kv
@@ -123,7 +126,8 @@ def open_caches(
     caches: list[Cache] = []
     with ExitStack() as opened:
         for index, (component, buffers, layout) in enumerate(layouts):
-            worker = Worker(_pool(buffers, layout, rank.gpu), f"{rank.name}/{index}", config=config)
+            ports = config.of_worker(rank.number * len(layouts) + index)
+            worker = Worker(_pool(buffers, layout, rank.gpu), f"{rank.name}/{index}", config=ports)
             opened.callback(worker.close)
             caches.append(Cache(component, worker))
         opened.pop_all()

@@ -28,6 +28,7 @@ def rank_of(manager: Any) -> Rank:
         total_heads=1 if manager.is_mla_backend else config.get_total_num_kv_heads(),
         tp_rank=manager.attn_tp_rank,
         tp_size=manager.attn_tp_size,
+        number=int(data_rank or 0) * manager.attn_tp_size + manager.attn_tp_rank,
         gpu=manager.kv_args.gpu_id if get_device().device.startswith("cuda") else None,
     )
 

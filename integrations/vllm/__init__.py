@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvlink in vLLM: `--kv-transfer-config '{"kv_connector":"KVLinkConnector","kv_role":"kv_both"}'`.
 
+The entry point below makes the name known. Where plug-ins are off, `kv_connector_module_path` is this module.
+
 `connector` is what vLLM loads; it splits into `scheduler` (in the engine's process, decides) and `worker` (beside the
 model, moves bytes). `handover` is what rides on the router's message.
 """
 
 from __future__ import annotations
 
-__all__ = ["register"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .connector import KVLinkConnector
+
+__all__ = ["KVLinkConnector", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """The connector, once vLLM asks for it: its module needs vLLM, this one does not."""
+    if name == "KVLinkConnector":
+        from .connector import KVLinkConnector
+
+        return KVLinkConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
