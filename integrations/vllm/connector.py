@@ -230,6 +230,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether its blocks stay until they were fetched, and what tells the decode server how."""
         return self._decides.finished(request, block_ids, request.status in _COMPLETE)
 
+    def reset_cache(self) -> bool:
+        """From /reset_prefix_cache?reset_external=true. False: leases were open; they end with the next step."""
+        return self._decides.reset()
+
     # In either.
 
     def shutdown(self) -> None:

@@ -18,13 +18,13 @@ from .caches import Rank
 from .handover import KEY, Handover
 from .orders import Load, Orders
 from .parts import STREAM, Part
+from .rejections import is_rejection
 from .remote_leases import RemoteLeases
+from .siblings import Siblings
 from .traces import trace_of
 from .windows import Windows, loadable, needed_from
 
 _log = logging.getLogger("vllm.kvlink")
-
-_NO_PROMPT = [0]
 
 Digest = Callable[[Any, int], str]
 """Of a request's first tokens."""
@@ -43,6 +43,8 @@ class _Incoming:
     """That the workers do not know of yet."""
     told: bool = False
     """The workers know of it."""
+    settles: bool = False
+    """Its load ends the lease."""
     ask_again: bool = False
     """The router may come once more, with prefill's answer: the same hand-over, under the same lease."""
 
@@ -72,6 +74,7 @@ class Incoming:
         self._counts = counts
         self._windows = windows
         self._remote = RemoteLeases()
+        self._siblings = Siblings()
         self._requests: dict[str, _Incoming] = {}
 
     def arrived(self, request: Any) -> None:
@@ -80,7 +83,7 @@ class Incoming:
         if not params or not params.get("do_remote_prefill"):
             return
         name = params.get(STREAM)
-        if _is_rejection(request):
+        if is_rejection(request):
             self._rejected(request)
         elif params.get(KEY):
             incoming = self._requests[request.request_id] = _Incoming()
@@ -107,6 +110,12 @@ class Incoming:
             return 0, False
         if incoming.awaited and not self._begun(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
+        if incoming.handover is not None and not incoming.refused:
+            if self._siblings.must_wait(incoming.handover, request.request_id):
+                return None, False
+            if self._siblings.is_spent(incoming.handover):
+                self._leave_spent(request, incoming.handover)
+                return 0, False
         count = max(self._num_tokens(request, incoming) - num_computed, 0)
         return count, count > 0
 
@@ -124,7 +133,8 @@ class Incoming:
             return
         end = self._num_tokens(request, incoming)
         incoming.told = True
-        in_parts = incoming.following is not None and not incoming.refused
+        if incoming.handover is not None and not incoming.refused:
+            incoming.settles = self._siblings.settles(incoming.handover, request.request_id)
         orders.loads.append(
             Load(
                 request.request_id,
@@ -133,8 +143,9 @@ class Incoming:
                 end - num_external,
                 end,
                 incoming.refused,
-                in_parts,
-                needed_from(self._windows, int(request.num_prompt_tokens), end),
+                in_parts=incoming.following is not None and not incoming.refused,
+                needed_from=needed_from(self._windows, int(request.num_prompt_tokens), end),
+                settles=incoming.settles,
             )
         )
 
@@ -156,12 +167,16 @@ class Incoming:
             incoming = self._pop(request_id)
             if incoming is None or incoming.handover is None or incoming.refused:
                 continue
+            handover, well = incoming.handover, request_id not in failed
+            if well:
+                self._siblings.has_read(handover)
+            last = self._siblings.leave(handover, request_id)
             if incoming.ask_again:
-                self._leave(incoming.handover)
-                continue
-            ranks = range(len(incoming.handover.owners))
-            unread = ranks if request_id in failed else self._unread(ranks)
-            self._remote.release(incoming.handover, unread)
+                self._leave(handover)
+            elif incoming.settles and well:
+                self._give_back(handover, self._unread(range(len(handover.owners))), used=True)
+            elif last:
+                self._give_back(handover, range(len(handover.owners)), used=True)
 
     def ended(self, request: Any, orders: Orders) -> None:
         """The request is over, whatever it was doing."""
@@ -194,8 +209,9 @@ class Incoming:
         except ConfigError:
             self._counts["malformed"] += 1
             return
-        self._counts["released"] += 1
-        self._remote.release(handover, range(len(handover.owners)))
+        if not self._siblings.are_there(handover) and not self._siblings.was_used(handover):
+            self._counts["released"] += 1
+            self._give_back(handover, range(len(handover.owners)), used=False)
 
     def _begun(self, request: Any, incoming: _Incoming) -> bool:
         assert incoming.following is not None
@@ -216,6 +232,7 @@ class Incoming:
             self._counts["another_prompt"] += 1
             incoming.refused = "the hand-over is of another prompt; the router may have mixed up two requests"
         else:
+            self._siblings.join(handover, request.request_id)
             self._remote.watch(request.request_id, handover)
 
     def _compute_here(self, request: Any, why: str) -> None:
@@ -235,14 +252,35 @@ class Incoming:
         ]
 
     def _release(self, request_id: str) -> None:
-        """Unless the hand-over is of another request: that one may still be read."""
+        """Unless the hand-over is of another request, or others are under its lease: these may still read."""
         incoming = self._pop(request_id)
-        if incoming is not None and incoming.handover is not None and not incoming.refused:
-            self._counts["released"] += 1
-            if incoming.ask_again:
-                self._leave(incoming.handover)
-            else:
-                self._remote.release(incoming.handover, range(len(incoming.handover.owners)))
+        if incoming is None or incoming.handover is None or incoming.refused:
+            return
+        handover = incoming.handover
+        read = self._siblings.was_read(handover)
+        if not self._siblings.leave(handover, request_id):
+            return
+        self._counts["released"] += not read
+        if incoming.ask_again:
+            self._leave(handover)
+        else:
+            self._give_back(handover, range(len(handover.owners)), used=read)
+
+    def _give_back(self, handover: Handover, ranks: Iterable[int], *, used: bool) -> None:
+        """The lease ends: no other request is under it."""
+        self._siblings.spend(handover, used=used)
+        self._remote.release(handover, ranks)
+
+    def _leave_spent(self, request: Any, handover: Handover) -> None:
+        self._pop(request.request_id)
+        self._siblings.leave(handover, request.request_id)
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._counts["used_already"] += 1
+        _log.info(
+            "request %s: its hand-over (prefill request %s) was used here already; computing it here",
+            request.request_id,
+            handover.request_id,
+        )
 
     def _leave(self, handover: Handover) -> None:
         others = (incoming.handover for incoming in self._requests.values())
@@ -255,10 +293,3 @@ class Incoming:
         if incoming is not None and incoming.following is not None:
             incoming.following.stop()
         return incoming
-
-
-def _is_rejection(request: Any) -> bool:
-    """Whether this is vLLM's notice of a request that it did not admit: one with a prompt of its own, [0], that is
-    aborted as soon as it was added. Its kv_transfer_params are those of the request."""
-    told = getattr(request, "abort_immediately", None)
-    return request.prompt_token_ids == _NO_PROMPT if told is None else bool(told)

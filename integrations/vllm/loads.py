@@ -51,7 +51,7 @@ class _Loading:
     early_bytes: int = 0
     """That were here when the last part was announced."""
     settles: bool = True
-    """False: the lease is left to the scheduler's side, as the same hand-over may come once more."""
+    """False: the lease is left to the scheduler's side: others are under it, or the hand-over may come once more."""
 
     def over(self) -> bool:
         """Whether nothing runs, and nothing more is to be started."""
@@ -91,6 +91,7 @@ class Loads:
         groups = len(self._caches.groups)
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
         loading.pulled_to = [load.first_token] * groups
+        loading.settles = load.settles
         if load.refused or load.handover is None:
             loading.error = StaleBlocks(f"request {load.request_id}: {load.refused}")
         elif load.in_parts:
@@ -105,7 +106,7 @@ class Loads:
             return
         loading.complete = part.last
         if part.last:
-            loading.settles = part.sure
+            loading.settles = part.sure and loading.load.settles
             loading.early_bytes = sum(pull.stats.num_bytes for pull in loading.pulls)
         end = min(part.handover.num_tokens, loading.load.num_tokens)
         self._pull(loading, part.handover, end, written=part.written)
@@ -134,7 +135,7 @@ class Loads:
                 self._conclude(request_id, loading)
             else:
                 failed.add(request_id)
-                self._report(request_id, loading.error)
+                self._report(loading.load, loading.error)
         return Ended(received, failed)
 
     def _pull(self, loading: _Loading, handover: Handover, end: int, *, written: bool) -> None:
@@ -143,7 +144,7 @@ class Loads:
         try:
             ranges = [self._range(loading, handover, group, end) for group in range(len(self._caches.groups))]
             wanted = [group for group, (first, upto) in enumerate(ranges) if first < upto]
-            alone = len(wanted) == 1 and not loading.load.in_parts
+            alone = len(wanted) == 1 and not loading.load.in_parts and loading.settles
             for group in wanted:
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 loading.pulls.append(
@@ -215,9 +216,14 @@ class Loads:
             if self._tally.is_new_path(path.worker_id, path.transport):
                 _log.info("request %s came from %s", request_id, path)
 
-    def _report(self, request_id: str, error: KVLinkError) -> None:
+    def _report(self, load: Load, error: KVLinkError) -> None:
         self._tally.failures[_REASONS.get(type(error), type(error).__name__)] += 1
-        _log.warning("request %s: its KV cache was not loaded, and not used: %s", request_id, error)
+        _log.warning(
+            "request %s (prefill request %s): its KV cache was not loaded, and not used: %s",
+            load.request_id,
+            load.handover.request_id if load.handover is not None else "unknown",
+            error,
+        )
 
 
 def _error_of(pull: Pull) -> KVLinkError | None:

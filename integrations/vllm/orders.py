@@ -26,6 +26,8 @@ class Load:
     refused: str = ""
     in_parts: bool = False
     """What to pull comes by `Orders.parts`."""
+    settles: bool = True
+    """False: the lease stays, as other requests of this server are under it."""
     needed_from: tuple[int, ...] = ()
     """By cache group, the first token that is read after the load; empty: all for which there are blocks of ours."""
 
@@ -49,6 +51,8 @@ class Orders:
     granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)
     """Requests that will be handed over: take a lease at these seats."""
     handed_over: dict[str, HandedOver] = field(default_factory=dict)
+    retired: list[str] = field(default_factory=list)
+    """Requests that were handed over, whose leases end now, read or not. Their blocks stay until that is reported."""
     loads: list[Load] = field(default_factory=list)
     parts: dict[str, list[Part]] = field(default_factory=dict)
     """Loads whose prefill server has said more."""

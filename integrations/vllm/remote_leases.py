@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlink.control import AgentClients, ControlThread, Renewal, SettleOrder
-from kvlink.errors import KVLinkError
+from kvlink.errors import KVLinkError, UnknownRequest
 from kvlink.ticket import LeaseSeat
 
 from .handover import Handover, Owner
@@ -117,5 +117,7 @@ class RemoteLeases:
         order = SettleOrder(owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce ^ 1)
         try:
             await self._agents[owner.agent].settle(order)
+        except UnknownRequest:  # it has ended, or its owner has
+            return
         except KVLinkError as error:
             _log.warning("blocks not given back request=%s error=%s", handover.request_id, error)

@@ -22,6 +22,7 @@ from .orders import HandedOver, Orders
 from .outgoing import Chunk, GroupIds, Outgoing
 from .parts import ANNOUNCED
 from .slots import SlotGroups
+from .tickets_out import TicketsOut
 from .traces import Traces
 from .windows import Windows, gap_in, needed_from
 
@@ -61,6 +62,7 @@ class Scheduling:
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
         self._orders = Orders()
         self._traces = Traces()
+        self._out = TicketsOut()
         self.counts: Counter[str] = Counter()
         """Hand-overs that were not used, by reason, since they were last taken."""
         self._windows = windows
@@ -117,6 +119,7 @@ class Scheduling:
         """Leases that ended on every worker: their slots are free."""
         for request_id in request_ids:
             self._traces.forget(request_id)
+            self._out.ended(request_id)
             seats = self._seats.pop(request_id, None)
             if seats is not None:
                 self._slots.give_back(seats)
@@ -141,6 +144,7 @@ class Scheduling:
         num_blocks = sum(block != 0 for group in own for block in group)
         self._orders.handed_over[request_id] = HandedOver(num_blocks, self._lease_s)
         handover = self._handover(request, seats, own, num_tokens, self._digest(request, num_tokens))
+        self._orders.retired += self._out.add(request_id, handover.prompt)
         announced = self._outgoing.finish(request_id, self._ranks[0], handover)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
@@ -188,6 +192,12 @@ class Scheduling:
         orders, self._orders = self._orders, Orders()
         orders.idle = idle
         return orders
+
+    def reset(self) -> bool:
+        """Ends the leases of all requests that were handed over, with the next step. False: there were some, and their
+        blocks come back once the workers have reported that."""
+        self._orders.retired += self._out.all()
+        return not len(self._out)
 
     def take_counts(self) -> dict[str, int]:
         """Hand-overs that were not used since the last call, by reason."""

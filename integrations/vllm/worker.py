@@ -73,6 +73,9 @@ class Serving:
         self._just_held.update(orders.granted.keys() & orders.written.keys())
         for request_id, handed_over in orders.handed_over.items():
             self._hand_over(request_id, handed_over)
+        for request_id in orders.retired:
+            with contextlib.suppress(KVLinkError):  # it has ended: its event follows
+                self._worker.offers.abort(request_id)
         for load in orders.loads:
             self._loads.start(load)
         for request_id, parts in orders.parts.items():

@@ -90,16 +90,29 @@ def test_all_cached_here_gives_the_blocks_back_unread(servers: tuple[Server, Ser
     assert not decode.received
 
 
-def test_a_second_use_is_refused(servers: tuple[Server, Server]) -> None:
+def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
+    """This server knows that it has settled the lease."""
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     decode.load(request("x", PROMPT, params), [5, 6, 7])
     decode.step_until(lambda: "x" in decode.received)
     prefill.step_until(lambda: "r" in prefill.sent)
-    decode.load(request("y", PROMPT, params), [8, 9, 10])
-    decode.step_until(lambda: "y" in decode.received)
-    assert decode.failed == {"y"}
-    assert decode.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
+    assert decode.load(request("y", PROMPT, params), [8, 9, 10]) == (0, False)
+    assert not decode.failed
+    assert decode.scheduling.take_counts() == {"used_already": 1}
+
+
+def test_a_second_use_by_another_server_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step_until(lambda: "x" in decode.received)
+    prefill.step_until(lambda: "r" in prefill.sent)
+    with Server("d2") as another:
+        another.load(request("y", PROMPT, params), [8, 9, 10])
+        another.step_until(lambda: "y" in another.received)
+        assert another.failed == {"y"}
+        assert another.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
 
 
 def test_an_expired_lease_is_refused() -> None:
