@@ -45,6 +45,7 @@ def pair_of(
     lease_s: int = LEASE_S,
     coordinated: bool = False,
     call_times: Path | None = None,
+    module_path: str = "",
     env: Mapping[str, str] | None = None,
     **extra: Any,
 ) -> Iterator[Pair]:
@@ -53,14 +54,17 @@ def pair_of(
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
     hand-overs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file
-    of its role's name. env: more for the servers' environment. extra: more for kv_connector_extra_config.
+    of its role's name. module_path: where vLLM looks for the connector, instead of its registry.
+    env: more for the servers' environment. extra: more for kv_connector_extra_config.
     """
     with running([coordinator()] if coordinated else []) as coordinators:
         for one in coordinators:
             extra["coordinator"] = f"127.0.0.1:{one.launch.port}"
         config = kv_transfer(connector, policy, lease_s, **extra)
         if call_times is not None:
-            config["kv_connector_module_path"] = "timed_connectors"
+            module_path = "timed_connectors"
+        if module_path:
+            config["kv_connector_module_path"] = module_path
         launches = [
             vllm(
                 f"{role}-{connector}-{model}",

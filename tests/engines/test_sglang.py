@@ -37,6 +37,8 @@ LENGTHS = {
     "three-chunks": 300,
     "hundreds": 700,
 }
+BACKEND = ("--disaggregation-transfer-backend", "kvlink")
+PREFILL = ("--disaggregation-mode", "prefill", *BACKEND)
 
 pytestmark = [
     pytest.mark.engines,
@@ -153,15 +155,17 @@ def stack() -> Iterator[Stack]:
     subprocess.run([sys.executable, str(HERE / "models.py"), str(MODELS)], check=True)
     LOGS.mkdir(parents=True, exist_ok=True)
     bootstrap_port = free_port()
-    pair = (
-        "--disaggregation-transfer-backend",
-        "kvlink",
-        "--disaggregation-bootstrap-port",
-        str(bootstrap_port),
+    pair = ("--disaggregation-bootstrap-port", str(bootstrap_port))
+    decode = (
+        "--disaggregation-mode",
+        "decode",
+        "--disaggregation-decode-retraction-backup",
+        "none",
+        *BACKEND,
+        *pair,
     )
-    decode = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "none", *pair)
     launches = [
-        sglang("sglang-prefill", "--disaggregation-mode", "prefill", *pair),
+        sglang("sglang-prefill", *PREFILL, *pair),
         sglang("sglang-decode", *decode),
         sglang("sglang-decode-tcp", *decode, KVLINK_TRANSPORTS="tcp"),
         sglang("sglang-plain"),
@@ -261,4 +265,33 @@ def test_prefill_that_dies_fails_the_request_and_is_found_again(stack: Stack) ->
     tokens = prompt(100, seed=10)
     for decode in (stack.decode, stack.decode_tcp):
         assert stack.handed_over(tokens, decode)[1]["output_ids"] == stack.expected(tokens)
+    wait_for(stack.idle)
+
+
+@pytest.mark.parametrize("seeds", [(11, 12), (13, 13)], ids=["two-prompts", "a-retry"])
+def test_one_room_at_two_prefill_servers(stack: Stack, seeds: tuple[int, int]) -> None:
+    """Each client gets the tokens of its prompt, or an error within seconds. The servers go on."""
+    port = free_port()
+    other = (*PREFILL, "--disaggregation-bootstrap-port", str(port))
+    prompts = [prompt(700, seed=seed) for seed in seeds]
+    expected = [stack.expected(tokens) for tokens in prompts]
+    with running([sglang("sglang-prefill-2", *other)]) as (second,):
+        room = stack.room()
+        requests = [body(prompts[0]) | room, body(prompts[1]) | room | {"bootstrap_port": port}]
+        with ThreadPoolExecutor(4) as clients:
+            for server, request in zip((stack.prefill, second), requests, strict=True):
+                clients.submit(ask_and_forget, server, request)
+            began = time.monotonic()
+            answers = list(clients.map(lambda one: post(stack.decode.url + "/generate", one), requests))
+            took_s = time.monotonic() - began
+            # Prefill's leg of the refused one waits for decode until its client goes.
+            post(second.url + "/abort_request", {"abort_all": True})
+            post(stack.prefill.url + "/abort_request", {"abort_all": True})
+    statuses = sorted(status for status, _ in answers)
+    assert statuses == [200, 500], answers
+    for (status, answer), tokens in zip(answers, expected, strict=True):
+        assert status != 200 or answer["output_ids"] == tokens
+    assert took_s < 30
+    tokens = prompt(60, seed=14)
+    assert stack.handed_over(tokens)[1]["output_ids"] == stack.expected(tokens)
     wait_for(stack.idle)
