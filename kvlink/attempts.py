@@ -13,6 +13,10 @@ _SILENCE_SHARE = 1 / 3
 """Of the time that a reader has: who gives its pulls more expects a slow host. The rest is for computing instead."""
 
 
+_REMEMBERED_S = 60.0
+"""Far longer than any back-off. Owners that died would stay for ever."""
+
+
 @dataclass(slots=True)
 class Attempts:
     """Back-off towards one owner after failed connects. Times are by `time.monotonic()`."""
@@ -21,6 +25,10 @@ class Attempts:
     not_before: float = 0.0
     last: str = ""
     _silent_since: float | None = None
+
+    def forgotten(self, now: float) -> bool:
+        """Whether they say nothing any more of what the next one should do."""
+        return self.failures > 0 and now - self.not_before > _REMEMBERED_S
 
     def failed(self, why: str, began: float, now: float, silent: bool) -> None:
         """An attempt that `began` has ended. `silent`: nobody refused it."""

@@ -26,6 +26,7 @@ from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
 from kvlink.off_loop import off_loop
 from kvlink.peer import Peer, Refusal
+from kvlink.traffic import Path
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _CONNECT_S = 5.0
@@ -66,6 +67,7 @@ class Peers:
     def __post_init__(self) -> None:
         """In a forked child there are no peers: their connections are the parent's."""
         self.engine.on_forked = self._abandon
+        self.engine.traffic.live = self._paths
 
     def get(self, worker_id: str, epoch: int) -> Peer | None:
         """A peer whose connection was good when last used."""
@@ -105,8 +107,21 @@ class Peers:
             return PeerUnreachable(f"{key[0]} is not reachable: {attempts.last}")
         return TransferTimeout(f"{key[0]} was not connected within the deadline; its process may be stopped")
 
+    def _paths(self) -> set[Path]:
+        """Paths to owners that are connected."""
+        peers = [*self._peers.values()]
+        return {Path(peer.card.worker_id, peer.transport) for peer in peers if not peer.connection.broken}
+
+    def _forget_attempts(self) -> None:
+        now = time.monotonic()
+        for key in [key for key, attempts in self._attempts.items() if attempts.forgotten(now)]:
+            if key not in self._connecting:
+                del self._attempts[key]
+
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
         self._connecting.pop(key, None)
+        if key in self._attempts and not self._attempts[key].failures:
+            del self._attempts[key]
         if not task.cancelled():
             task.exception()  # all who waited may have been cancelled: asyncio must not complain
 
@@ -117,6 +132,7 @@ class Peers:
         self._peers.clear()
 
     async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
+        self._forget_attempts()
         attempts = self._attempts.setdefault(key, Attempts())
         left, allowed_s = _ATTEMPTS, deadline - time.monotonic()
         while True:

@@ -55,7 +55,8 @@ class Offers:
         self._lease_ids = itertools.count(1)
         self._lock = threading.Lock()
         self._by_request: dict[str, _Offered] = {}
-        self._requests: dict[int, str] = {}
+        self._requests: dict[int, str | None] = {}
+        """By lease; None: it was taken back."""
         self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
         self.on_ended: Callable[[str], None] = lambda request_id: None
         self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
@@ -114,12 +115,23 @@ class Offers:
             ttl_s=ttl_s,
             trace=TraceParent.parse(trace) if trace else None,
         )
-        ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
+        try:
+            ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
+        except BaseException:
+            self._take_back(request_id, lease)
+            raise
         if after is not None and now < written:
             self.in_background(self._ready_after(lease, after, written), request_id)
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket
+
+    def _take_back(self, request_id: str, lease: int) -> None:
+        """Ends an offer that nobody was told of: no event follows, and its name is free."""
+        with self._lock:
+            del self._by_request[request_id]
+            self._requests[lease] = None
+        self._engine.core.abort(lease)
 
     async def _ready_after(self, lease: int, after: Passing, ready: int) -> None:
         try:
@@ -183,6 +195,9 @@ class Offers:
         for ended in self._engine.take_ended():
             with self._lock:
                 request_id = self._requests[ended.lease]
+                if request_id is None:
+                    del self._requests[ended.lease]
+                    continue
             self.on_ended(request_id)  # first: from then on its name may be offered again
             with self._lock:
                 del self._requests[ended.lease], self._by_request[request_id]

@@ -38,7 +38,7 @@ class Reporter:
 
 def _report(figures: WorkerFigures, last: dict[Path, Durations]) -> WorkerReport:
     leases = figures.leases
-    busiest = sorted(figures.links, key=lambda link: link.counts.num_bytes, reverse=True)[:MAX_LINKS]
+    order = sorted(figures.links, key=lambda link: (link.connected, link.counts.num_bytes), reverse=True)
     failures = Counter(figures.failed_starts)
     for link in figures.links:
         failures.update(link.counts.failed)
@@ -54,7 +54,7 @@ def _report(figures: WorkerFigures, last: dict[Path, Durations]) -> WorkerReport
         aborted=leases.aborted,
         fenced_readers=leases.fenced_readers,
         num_links=len(figures.links),
-        links=tuple(_link(link, last.get(link.path, Durations())) for link in busiest),
+        links=tuple(_link(link, last.get(link.path, Durations())) for link in order[:MAX_LINKS]),
         failures=tuple(FailureCount(*row) for row in failures.most_common(MAX_REASONS)),
         transfers=sum(link.counts.valid for link in figures.links),
         received_bytes=sum(link.counts.num_bytes for link in figures.links),

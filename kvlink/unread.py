@@ -12,7 +12,7 @@ from kvlink.directory import ControlDirectory
 from kvlink.errors import UnknownRequest
 from kvlink.layout import Assignment
 from kvlink.peers import Peers
-from kvlink.starting import no_such_seat, settled_value, within
+from kvlink.starting import Part, no_such_seat, settled_value, settling, within
 from kvlink.ticket import Ticket
 
 Range = tuple[int, int] | None
@@ -37,6 +37,11 @@ class Unread:
                 told = False
                 self.in_background(self._tell_agent(ticket), ticket.request_id, "release")
         return told
+
+    def settle_by_agent(self, part: Part) -> None:
+        """For a pull whose owner could not be told one-sidedly."""
+        job = self.directory.settle(part[0], *settling(part))
+        self.in_background(job, part[0].request_id, "settle")
 
     async def _tell_agent(self, ticket: Ticket) -> None:
         """Quiet where the owner has restarted: its leases ended then."""

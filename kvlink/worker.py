@@ -6,11 +6,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from kvlink.prefill import Passing
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
 from kvlink.sources import Sources, Tickets
-from kvlink.starting import Part, Starts, settling, start
+from kvlink.starting import Starts, start
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
@@ -74,7 +74,7 @@ class Worker:
         self.worker_id = worker_id
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
-        self._closed = False
+        self._closed, self._closing = False, threading.RLock()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
             self._starts = Starts(self._control)
@@ -207,7 +207,10 @@ class Worker:
         if ranged and wants_nothing(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
-        on_unsettled, on_landed = self._settle_otherwise if settle else None, self._engine.on_landed
+        on_unsettled, on_landed = (
+            self._sources.unread.settle_by_agent if settle else None,
+            self._engine.on_landed,
+        )
         if isinstance(ticket, Ticket):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
@@ -247,11 +250,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
-        if self._closed or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        self._closed = True
-        _open.discard(self)
-        self._opened.close()
+        with self._closing:  # a second thread waits for the first
+            if not self._closed:
+                self._closed = True
+                _open.discard(self)
+                self._opened.close()
+                self._peers.close()
 
     def _leave(self) -> None:
         self._starts.cancel_all()
@@ -274,18 +280,10 @@ class Worker:
     # In the background.
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
-        def log_failure(future: Future[None]) -> None:
-            if not future.cancelled() and future.exception() is not None:
-                _log.warning("%s failed request=%s error=%s", what, request_id, str(future.exception()))
-
-        self._control.submit(job).add_done_callback(log_failure)
+        self._control.in_background(job, f"{what} failed request={request_id}")
 
     def _forget(self, request_id: str) -> None:
         self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
-
-    def _settle_otherwise(self, part: Part) -> None:
-        job = self._presence.directory.settle(part[0], *settling(part))
-        self._in_background(job, part[0].request_id, "settle")
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -7,15 +7,21 @@ import asyncio
 import atexit
 import concurrent.futures
 import inspect
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Collection, Coroutine
+from concurrent.futures import (
+    ThreadPoolExecutor,
+)  # by name: loaded at exit, it could not register for the exit
 from contextlib import closing
 from typing import Any, TypeVar
 
 from kvlink.control.open_ends import close_all
 from kvlink.errors import ConfigError, CoordinatorUnavailable
+
+_log = logging.getLogger("kvlink.worker")
 
 T = TypeVar("T")
 
@@ -82,6 +88,15 @@ class ControlThread:
         finally:
             future.cancel()
 
+    def in_background(self, job: Coroutine[Any, Any, None], otherwise: str) -> None:
+        """Starts what nobody waits for. Where it fails, the warning says `otherwise`."""
+
+        def log_failure(future: concurrent.futures.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                _log.warning("%s error=%s", otherwise, str(future.exception()))
+
+        self.submit(job).add_done_callback(log_failure)
+
     def close(self) -> None:
         """Cancels what still runs and stops the thread; close agents and clients before. Idempotent."""
         if self._pid != os.getpid():
@@ -118,7 +133,7 @@ def _close_all() -> None:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     # Not shutdown_default_executor(): it starts a thread, which Python 3.12 refuses at interpreter exit.
-    with closing(loop), concurrent.futures.ThreadPoolExecutor(thread_name_prefix="asyncio") as executor:
+    with closing(loop), ThreadPoolExecutor(thread_name_prefix="asyncio") as executor:
         loop.set_default_executor(executor)
         loop.run_forever()
         loop.run_until_complete(close_all())

@@ -13,6 +13,7 @@ import pytest
 from kvlink.attempts import Attempts
 from kvlink.errors import PeerUnreachable, StaleBlocks
 from kvlink.peers import Peers
+from kvlink.traffic import Traffic
 from kvlink.types import WorkerCard
 
 
@@ -47,7 +48,7 @@ class Silent(Nobody):
 @pytest.mark.verify
 @pytest.mark.parametrize(("timeout_s", "after_s", "counts"), [(0.02, 0.03, 0), (20.0, 0.0, 3)])
 async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: float, counts: int) -> None:
-    engine: Any = SimpleNamespace()
+    engine: Any = SimpleNamespace(traffic=Traffic())
     peers = Peers(engine, Nobody(after_s))
     with pytest.raises(PeerUnreachable, match="nobody there"):
         await peers._connect_with_backoff(("w", 1), "agent", time.monotonic() + timeout_s)
@@ -57,7 +58,7 @@ async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: floa
 @pytest.mark.verify
 async def test_who_has_much_time_waits_longer_for_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlink.attempts._SILENCE_S", 0.0)
-    engine: Any = SimpleNamespace()
+    engine: Any = SimpleNamespace(traffic=Traffic())
     peers = Peers(engine, Silent(calls=5))
     with pytest.raises(StaleBlocks):
         await peers._connect_with_backoff(("w", 1), "agent", time.monotonic() + 3600)
