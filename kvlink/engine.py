@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -112,6 +113,8 @@ class Engine:
         self.pool = pool
         self.epoch = epoch
         self.traffic = Traffic()
+        self.closed, self._ringing = False, threading.Lock()
+        self._rung: list[CompletionQueue] = []
         self.lease_slots = config.lease_slots
         transports = _within_reach(select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
@@ -230,6 +233,20 @@ class Engine:
         _live.discard(self)
         if self._core is not None:
             self._core.close()
+        with self._ringing:
+            self.closed = True
+            for queue in self._rung:
+                os.eventfd_write(queue.fileno(), 1)
+
+    def ring_when_closed(self, queue: CompletionQueue) -> None:
+        """Wakes who waits for `queue` once `closed` is true, until `forget`."""
+        with self._ringing:
+            self._rung.append(queue)
+
+    def forget(self, queue: CompletionQueue) -> None:
+        """To be called before `queue` is closed."""
+        with self._ringing:
+            self._rung.remove(queue)
 
     def _abandon(self) -> None:
         # The child has none of the threads and must touch neither their locks nor the parent's sockets.

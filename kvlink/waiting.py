@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import select
 import weakref
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from kvlink.engine import CompletionQueue, Engine, Transfer
 
 T = TypeVar("T")
+
+_MOST_MS = 2**31 - 1  # as poll(2) takes it
 
 
 class LoopWaiter:
@@ -131,18 +135,43 @@ class Bell:
 
 
 async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
-    """What `look` gives, and gives again whenever leases of the engine have ended. On the running event loop."""
+    """Yields what `look` returns, now and whenever leases have ended, on the running event loop until the engine is
+    closed."""
     rung = asyncio.Event()
     bell = Bell(rung.set)
     engine.core.watch_ended(bell.queue)
+    engine.ring_when_closed(bell.queue)
     try:
         while True:
+            closed = engine.closed  # before the last look
             for found in look():
                 yield found
+            if closed:
+                return
             await rung.wait()
             rung.clear()
     finally:
+        engine.forget(bell.queue)
         bell.close()
+
+
+def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float | None) -> Iterator[T]:
+    """As `when_ended`, for a thread; ends too once nothing has come for `timeout_s`. None: waits without end."""
+    queue, waiting = CompletionQueue(), select.poll()
+    engine.core.watch_ended(queue)
+    engine.ring_when_closed(queue)
+    waiting.register(queue.fileno(), select.POLLIN)
+    timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), _MOST_MS)
+    try:
+        while True:
+            closed = engine.closed
+            yield from look()
+            if closed or not waiting.poll(timeout_ms):
+                return
+            queue.drain()
+    finally:
+        engine.forget(queue)
+        queue.close()
 
 
 _runs: weakref.WeakKeyDictionary[asyncio.Task[Any], Coroutine[Any, Any, Any]] = weakref.WeakKeyDictionary()

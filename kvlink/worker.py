@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.unread import Unread, wants_nothing
-from kvlink.waiting import when_ended
+from kvlink.waiting import each_ended, when_ended
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -175,8 +175,13 @@ class Worker:
         return self.offers.events()
 
     def watch_events(self) -> AsyncIterator[LeaseEvent]:
-        """Yields offers as they end, on the running event loop."""
+        """Yields offers as they end, on the running event loop, until this worker is closed."""
         return when_ended(self._engine, self.offers.events)
+
+    def watch_events_blocking(self, timeout_s: float | None = None) -> Iterator[LeaseEvent]:
+        """As `watch_events`, for a thread of its own; ends too when no offer has ended for `timeout_s` seconds."""
+        limit_s = None if timeout_s is None else checked(timeout_s)
+        return each_ended(self._engine, self.offers.events, limit_s)
 
     # Decode's side.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import eventually
 
-from kvlink import BlockPool, LeaseEnd, Ticket, Worker
+from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker
 from kvlink.attempts import Attempts
 from kvlink.errors import ConfigError
 from kvlink.histogram import Durations
@@ -24,6 +25,45 @@ def worker() -> Iterator[Worker]:
     layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))
     with Worker(BlockPool.allocate(layout), "worker", transports="loopback") as made:
         yield made
+
+
+async def test_events_end_with_the_worker(worker: Worker) -> None:
+    seen: list[LeaseEvent] = []
+
+    async def watch() -> None:
+        async for event in worker.watch_events():
+            seen.append(event)  # noqa: PERF401
+
+    watching = [asyncio.create_task(watch()) for _ in range(2)]
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    while not seen:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(worker.close)
+    await asyncio.gather(*watching)
+    assert [event.how for event in seen] == [LeaseEnd.ABORTED]
+    assert [event async for event in worker.watch_events()] == []
+
+
+def test_events_in_a_thread(worker: Worker) -> None:
+    seen: list[LeaseEvent] = []
+    thread = threading.Thread(target=lambda: seen.extend(worker.watch_events_blocking()))
+    thread.start()
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    eventually(lambda: not len(worker.offers))
+    worker.close()
+    thread.join()
+    assert [event.request_id for event in seen] == ["aborted"]
+
+
+def test_events_in_a_thread_that_waits_no_longer(worker: Worker) -> None:
+    assert list(worker.watch_events_blocking(0)) == []
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    assert [event.request_id for event in worker.watch_events_blocking(0)] == ["aborted"]
+    with pytest.raises(ConfigError, match="timeout_s"):
+        worker.watch_events_blocking(-1)
 
 
 def test_a_second_close_waits_for_the_first(worker: Worker) -> None:
