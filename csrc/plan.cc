@@ -84,8 +84,11 @@ Status check_list(const char* name, std::span<const uint32_t> blocks, const Layo
   uint32_t highest = 0;
   for (size_t i = first; i <= last; ++i) highest = std::max(highest, blocks[i]);
   if (highest < layout.num_blocks) return {};
-  return Status::Config(std::string(name) + " names block " + std::to_string(highest) + " but there are " +
-                        std::to_string(layout.num_blocks));
+  const auto wrong = std::find_if(blocks.begin() + first, blocks.end(),
+                                  [&](uint32_t id) { return id >= layout.num_blocks; });
+  return Status::Config(std::string(name) + " names block " + std::to_string(*wrong) + " but there are " +
+                        std::to_string(layout.num_blocks) + ": see index " +
+                        std::to_string(wrong - blocks.begin()));
 }
 
 /// REQUIRES ids below num_blocks.
@@ -104,6 +107,14 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
     seen[id / 64] |= uint64_t{1} << (id % 64);
   }
   return repeated != 0;
+}
+
+/// REQUIRES an id from `first` on that stands there twice.
+Status repeated(std::span<const uint32_t> ids, size_t first) {
+  size_t at = first + 1;
+  while (std::find(ids.begin() + first, ids.begin() + at, ids[at]) == ids.begin() + at) ++at;
+  return Status::Config("reader_blocks names a block twice: " + std::to_string(ids[at]) +
+                        ", again at index " + std::to_string(at));
 }
 
 /// Layers upon each other, each with the next one there.
@@ -185,7 +196,7 @@ class PlannerImpl final : public Planner {
     if (tokens.begin == tokens.end) return {};
     const size_t first = tokens.begin / reader_.block_tokens, last = (tokens.end - 1) / reader_.block_tokens;
     if (has_repeated(reader_blocks.subspan(first, last - first + 1), reader_.num_blocks)) {
-      return Status::Config("reader_blocks names a block twice");
+      return repeated(reader_blocks, first);
     }
     if (most_segments(tokens.end - tokens.begin) > kMaxSegments) {
       return Status::Config("tokens: " + std::to_string(tokens.end - tokens.begin) +

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from kvlink.engine import Engine
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.histogram import Durations
-from kvlink.ticket import MAX_NAME_BYTES, LeaseSeat, Ticket
+from kvlink.ids import BlockIds, as_array, check_distinct
+from kvlink.ticket import LeaseSeat, Ticket, check_name
 from kvlink.tracing import TraceParent
 from kvlink.types import LeaseEvent, ReadyUnit
 
@@ -70,7 +71,7 @@ class Offers:
     def offer(
         self,
         request_id: str,
-        block_ids: Sequence[int] | array[int],
+        block_ids: BlockIds,
         *,
         num_tokens: int | None,
         ttl_s: float,
@@ -84,7 +85,8 @@ class Offers:
         lease = next(self._lease_ids)
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
         layout = self._engine.pool.layout
-        ids = array("I", block_ids)
+        check_name(request_id, "request id")
+        ids = as_array(block_ids, request_id)
         tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
         _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
         units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
@@ -148,6 +150,7 @@ class Offers:
 
         seats: their slots must be free (1 to KVLINK_LEASE_SLOTS), their nonces random. Raises ConfigError.
         """
+        check_name(request_id, "request id")
         lease = next(self._lease_ids)
         with self._lock:
             if request_id in self._by_request:
@@ -216,8 +219,9 @@ class Offers:
 
     def _lease_of(self, request_id: str) -> int:
         with self._lock:
-            offered = self._by_request.get(request_id)
+            offered = self._by_request.get(request_id) if isinstance(request_id, str) else None
         if offered is None:
+            check_name(request_id, "request id")
             raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
         return offered.lease
 
@@ -238,10 +242,7 @@ def _check_offer(
     ttl_s: float,
     readers: int,
 ) -> None:
-    if not 0 < len(request_id.encode()) <= MAX_NAME_BYTES:
-        raise ConfigError(f"offer {request_id:.80}: request ids must have 1 to {MAX_NAME_BYTES} bytes")
-    if not ids or max(ids) >= num_blocks:
-        raise ConfigError(f"offer {request_id}: block ids must be one or more of 0 to {num_blocks - 1}")
+    check_distinct(ids, num_blocks, request_id)
     if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:
         raise ConfigError(
             f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}"

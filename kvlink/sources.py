@@ -15,10 +15,10 @@ from kvlink.layout import KVLayout
 from kvlink.peers import Peers
 from kvlink.presence import Presence
 from kvlink.starting import Connected, connect_all
-from kvlink.ticket import Ticket
+from kvlink.ticket import Ticket, check_name
 from kvlink.unread import EmptyPull, Range, Unread, check_ranges
 
-Tickets = Ticket | str | Sequence[Ticket]
+Tickets = Ticket | str | Sequence[Ticket | str]
 
 _LEAST_S = 0.001
 
@@ -35,7 +35,7 @@ class Sources:
 
     def of(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
         """The request, and what finds and connects its owners until a deadline. Raises ConfigError, AccessDenied."""
-        if isinstance(ticket, str):
+        if isinstance(ticket := parsed(ticket), str):
             self._require_coordinator(ticket)
             return ticket, partial(self._claim_and_connect, ticket)
         tickets = self._tickets(ticket)
@@ -43,7 +43,7 @@ class Sources:
 
     def release(self, ticket: Tickets, timeout_s: float) -> bool:
         """See `Worker.release`. `timeout_s`: how long to claim for. False: not all are told one-sidedly, or yet."""
-        if not isinstance(ticket, str):
+        if not isinstance(ticket := parsed(ticket), str):
             return self.unread.release(self._tickets(ticket))
         self._require_coordinator(ticket)
         self.unread.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
@@ -53,6 +53,7 @@ class Sources:
         self, ticket: Tickets, tokens: Range, layers: Range, settle: bool, timeout_s: float
     ) -> Pull:
         """A pull that `wants_nothing`. Raises ConfigError, AccessDenied."""
+        ticket = parsed(ticket)
         tickets = [] if isinstance(ticket, str) else self._tickets(ticket)
         for each in tickets:
             check_ranges(each, tokens, layers, self.layout.num_layers)
@@ -62,8 +63,9 @@ class Sources:
     def _require_coordinator(self, request_id: str) -> None:
         self.presence.require_coordinator(f"request {request_id}: claiming by id")
 
-    def _tickets(self, ticket: Ticket | Sequence[Ticket]) -> list[Ticket]:
-        tickets = [*map(self.checked, [ticket] if isinstance(ticket, Ticket) else ticket)]
+    def _tickets(self, ticket: Ticket | Sequence[Ticket | str]) -> list[Ticket]:
+        given = [ticket] if isinstance(ticket, Ticket) else ticket
+        tickets = [self.checked(_ticket(each)) for each in given]
         if not tickets:
             raise ConfigError("at least one ticket is needed")
         return tickets
@@ -78,3 +80,24 @@ class Sources:
 
     async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
         self.unread.release(await self._claim(request_id, timeout_s))
+
+
+def parsed(ticket: Tickets) -> Ticket | str | Sequence[Ticket | str]:
+    """Text of a ticket as the ticket, a request id as it is. Raises ConfigError for what is neither."""
+    if isinstance(ticket, str):
+        if Ticket.is_text(ticket):
+            return Ticket.from_text(ticket)
+        check_name(ticket, "request id")
+    elif not isinstance(ticket, (Ticket, Sequence)) or isinstance(ticket, (bytes, bytearray)):
+        raise ConfigError(
+            f"a Ticket, its text, a list of them or a request id is needed, not {type(ticket).__name__}"
+        )
+    return ticket
+
+
+def _ticket(given: object) -> Ticket:
+    if isinstance(given, str):
+        return Ticket.from_text(given)
+    if not isinstance(given, Ticket):
+        raise ConfigError(f"a list of tickets must hold tickets only, not {type(given).__name__}")
+    return given

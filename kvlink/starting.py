@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import time
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -106,6 +107,7 @@ class Starts:
     def start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
         """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners."""
         deadline = time.monotonic() + want[-1]
+        want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its own meanwhile
         starting = Starting()
         job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
         self._waiting.add(starting)

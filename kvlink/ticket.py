@@ -42,6 +42,24 @@ _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
 MAX_NAME_BYTES = 512
 MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
 
+_TEXT_PREFIX = "S1ZUM"
+"""What the text of every ticket begins with: its magic in base64."""
+
+
+def check_name(name: object, what: str) -> None:
+    """Raises ConfigError unless `name` can be a request or worker id; `what` says which. Cites at most its start."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} must be text, not {type(name).__name__}")
+    try:
+        num_bytes = len(name) if name.isascii() else len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{what} {name!a:.40} has a lone surrogate at index {error.start}, which UTF-8 cannot hold"
+        ) from None
+    if not 0 < num_bytes <= MAX_NAME_BYTES:
+        start = f", beginning with {name!r:.40}" if name else ""
+        raise ConfigError(f"{what} has {num_bytes} bytes{start}; it must have 1 to {MAX_NAME_BYTES} bytes")
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeat:
@@ -123,6 +141,11 @@ class Ticket:
             return _parse(blob)
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise ConfigError(f"not a ticket of kvlink: {error}") from None
+
+    @staticmethod
+    def is_text(text: str) -> bool:
+        """Whether it begins as the text of a ticket does, and so is no request id."""
+        return text.startswith(_TEXT_PREFIX)
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:

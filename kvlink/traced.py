@@ -8,7 +8,6 @@ own measure. The trace comes with the ticket: each span hangs below the one befo
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +16,10 @@ from kvlink import tracing
 from kvlink.decode import Pull, PullStats
 from kvlink.engine import SETTLED, failure
 from kvlink.errors import KVLinkError
+from kvlink.ids import BlockIds, as_buffer
 from kvlink.prefill import Offers
 from kvlink.starting import Part, Starting
-from kvlink.ticket import Ticket
+from kvlink.ticket import Ticket, check_name
 from kvlink.tracing import Attributes, Kind, TraceParent
 
 
@@ -32,17 +32,17 @@ def kinds() -> tuple[type[Offers], type[Pull]]:
 class TracedOffers(Offers):
     """Each offer is a span, to which its ticket belongs."""
 
-    def offer(
-        self, request_id: str, block_ids: Sequence[int] | array[int], *, trace: str = "", **how: Any
-    ) -> Ticket:
+    def offer(self, request_id: str, block_ids: BlockIds, *, trace: str = "", **how: Any) -> Ticket:
         """See `Worker.offer`."""
+        check_name(request_id, "request id")
+        ids = as_buffer(block_ids, request_id)
         about: Attributes = {
             "kvlink.request_id": request_id,
             "kvlink.peer": self._worker_id,
-            "kvlink.blocks": len(block_ids),
+            "kvlink.blocks": len(ids),
         }
         with tracing.span("kvlink.offer", Kind.PRODUCER, TraceParent.parse(trace), about) as span:
-            return super().offer(request_id, block_ids, trace=str(span.context) if span else trace, **how)
+            return super().offer(request_id, ids, trace=str(span.context) if span else trace, **how)
 
 
 async def claimed(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:

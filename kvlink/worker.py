@@ -9,8 +9,7 @@ import os
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,15 +23,16 @@ from kvlink.decode import Pull
 from kvlink.engine import Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
+from kvlink.ids import BlockIds, as_buffer
 from kvlink.peer import Peer
 from kvlink.peers import Peers
 from kvlink.pool import BlockPool
 from kvlink.prefill import Passing
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
-from kvlink.sources import Sources, Tickets
+from kvlink.sources import Sources, Tickets, parsed
 from kvlink.starting import Starts, start
-from kvlink.ticket import Ticket
+from kvlink.ticket import Ticket, check_name
 from kvlink.timeouts import checked
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.unread import Unread, wants_nothing
@@ -64,6 +64,7 @@ class Worker:
         transports: str | None = None,
         config: WorkerConfig | None = None,
     ) -> None:
+        check_name(worker_id, "worker id")
         config = WorkerConfig.from_env() if config is None else config
         self.config = replace(
             config,
@@ -117,7 +118,7 @@ class Worker:
     def offer(
         self,
         request_id: str,
-        block_ids: Sequence[int] | array[int],
+        block_ids: BlockIds,
         *,
         num_tokens: int | None = None,
         ttl_s: float | None = None,
@@ -130,7 +131,7 @@ class Worker:
     ) -> Ticket:
         """Pins a request's blocks for its readers and returns the ticket that they need. Calls nobody.
 
-        block_ids: cover tokens 0…num_tokens in order; none may be written until the offer's event.
+        block_ids: integers in any sequence; cover tokens 0…num_tokens in order; none may be written until the event.
         num_tokens: all that fits the blocks when not given; the last block may be partial.
         ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
         readers: how many seats; `layout.num_seats` says how many readers of another TP degree need.
@@ -188,7 +189,7 @@ class Worker:
     def pull(
         self,
         ticket: Tickets,
-        into: Sequence[int] | array[int] | Any,
+        into: BlockIds,
         *,
         tokens: tuple[int, int] | None = None,
         layers: tuple[int, int] | None = None,
@@ -198,15 +199,16 @@ class Worker:
         """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. An empty range, or an
         empty `into`, reads nothing and ends at once: it gives the blocks back as `release` does.
 
-        ticket: one Ticket, one of each owner rank, or a request id to claim at the coordinator.
-        into: block ids that cover the request's tokens from token 0 on; array("I") or numpy uint32 is fastest.
+        ticket: one Ticket or its text, one of each owner rank, or a request id to claim at the coordinator.
+        into: block ids, as `offer` takes them; array("I") or contiguous numpy uint32 is fastest.
         tokens: half-open range to read, for example to leave out a cached prefix.
         layers: half-open range of layers.
         settle: give the owner its blocks back at once when all is valid.
         timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given); 0: now or not at all.
         Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
         """
-        block_ids = into if isinstance(into, array) or hasattr(into, "dtype") else array("I", into)
+        ticket = parsed(ticket) if isinstance(ticket, str) else ticket
+        block_ids = as_buffer(into, "into")
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and wants_nothing(len(block_ids), tokens, layers):
@@ -227,9 +229,7 @@ class Worker:
 
     def release(self, ticket: Tickets) -> None:
         """Gives a request's blocks back unread. Waits for nothing, and connects to nobody: an owner that this worker is
-        not connected to is told in the background. Quiet where the lease has ended.
-
-        ticket: as `pull` takes it. Raises ConfigError, AccessDenied as `pull` does.
+        not connected to is told in the background. Quiet where the lease has ended. Takes and raises what `pull` does.
         """
         if self._closed:
             raise ConfigError("this worker is closed")

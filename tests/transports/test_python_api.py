@@ -242,7 +242,8 @@ def test_bad_arguments_are_refused_at_the_edge(new_owner: NewOwner, new_reader: 
         (INTO, {"layers": (2, 2)}, "layers"),
         (INTO, {"tokens": (0, 10_000)}, "tokens"),
         (INTO, {"layers": (0, 7)}, "layer"),
-        (np.zeros(128, np.int64), {}, "uint32"),
+        (np.zeros(128, np.int64), {}, "twice"),
+        (np.zeros(128), {}, "0.0 at index 0"),
     ]:
         with pytest.raises(ConfigError, match=words):
             reader.pull(ticket, into, **rest).wait()

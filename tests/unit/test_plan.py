@@ -182,11 +182,11 @@ POOL = dense(Geometry(num_layers=3, total_heads=2, row_bytes=8, num_blocks=8, bl
 @pytest.mark.parametrize(
     ("owner_blocks", "reader_blocks", "tokens", "layers", "message"),
     [
-        ([8], [0], (0, 4), (0, 3), "owner_blocks names block 8 but there are 8"),
+        ([8], [0], (0, 4), (0, 3), "owner_blocks names block 8 but there are 8: see index 0"),
         ([0], [2**32 - 1], (0, 4), (0, 3), "reader_blocks names block 4294967295"),
         ([0], [0, 1], (0, 5), (0, 3), "owner_blocks has 1 blocks of 4 tokens, too few for 5"),
         ([0, 1], [], (0, 5), (0, 3), "reader_blocks has 0 blocks"),
-        ([0, 1], [5, 5], (0, 8), (0, 3), "reader_blocks names a block twice"),
+        ([0, 1], [5, 5], (0, 8), (0, 3), "reader_blocks names a block twice: 5, again at index 1"),
         ([0], [0], (3, 2), (0, 3), "tokens: the range begins after its end"),
         ([0], [0], (0, 4), (2, 1), "layers: the range begins after its end"),
         ([0], [0], (0, 4), (0, 4), "layers: the range ends at 4 but there are 3"),

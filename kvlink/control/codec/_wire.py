@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from kvlink import ticket
 from kvlink.control import limits
 from kvlink.control.values import Nothing
 from kvlink.errors import ConfigError
@@ -22,9 +23,6 @@ T = TypeVar("T")
 Q = TypeVar("Q")
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
-
-_SHORT_NAME = limits.MAX_NAME_BYTES // 4
-"""Characters that fit, however many bytes each has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +97,7 @@ def plain(
 
 
 def check_name(field: str, name: str) -> None:
-    if 0 < len(name) <= _SHORT_NAME:
-        return
-    num_bytes = len(name.encode())
-    if not 0 < num_bytes <= limits.MAX_NAME_BYTES:
-        raise ConfigError(f"{field} has {num_bytes} bytes, 1 to {limits.MAX_NAME_BYTES} are taken")
+    ticket.check_name(name, field)
 
 
 def check_opaque(field: str, *blobs: bytes | str) -> None:
