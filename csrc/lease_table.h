@@ -138,6 +138,8 @@ class LeaseTable {
     bool open() const;
   };
 
+  friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
+
   LeaseSlot& slot(uint32_t index) { return slots_[index]; }
   void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
   void add(uint64_t id, Lease lease);
