@@ -17,7 +17,8 @@ from kvlink.integrations.vllm.handover import KEY
 
 @pytest.fixture
 def servers() -> Iterator[tuple[Server, Server]]:
-    with Server("p") as prefill, Server("d") as decode:
+    """No lease ends by itself."""
+    with Server("p", lease_s=600) as prefill, Server("d") as decode:
         yield prefill, decode
 
 

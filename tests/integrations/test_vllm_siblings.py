@@ -19,7 +19,8 @@ BLOCKS = {"x": [4, 5, 6], "y": [7, 8, 10], "z": [11, 12, 13]}
 
 @pytest.fixture
 def servers() -> Iterator[tuple[Server, Server]]:
-    with Server("p") as prefill, Server("d") as decode:
+    """No lease ends by itself."""
+    with Server("p", lease_s=600) as prefill, Server("d") as decode:
         yield prefill, decode
 
 
