@@ -62,10 +62,6 @@ uint64_t LeaseTable::take_nonce() {
   return nonce;
 }
 
-bool LeaseTable::Lease::open() const {
-  return std::any_of(seats.begin(), seats.end(), std::mem_fn(&Seat::open));
-}
-
 /// Before anything else that takes the time. No lease, nobody sweeps: the time between does not count.
 void LeaseTable::look_at_clock(int64_t now_ns) {
   const int64_t since = now_ns - looked_ns_;
@@ -130,6 +126,7 @@ void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) 
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
   lease.seats.push_back({seat.slot, seat.settle_nonce, SeatState::kOpen});
+  ++lease.num_open;
 }
 
 void LeaseTable::add(uint64_t id, Lease lease) {
@@ -195,7 +192,7 @@ bool LeaseTable::abort(Lease& lease) {
   end_settled(lease);
   if (!lease.open()) return false;
   lease.how = LeaseEnd::kAborted;
-  for (Seat& seat : lease.seats) end_seat(seat, LeaseEnd::kAborted);
+  for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kAborted);
   return true;
 }
 
@@ -222,9 +219,11 @@ LeaseTable::Lease* LeaseTable::lease_at(uint32_t index, uint64_t settled) {
   return nullptr;
 }
 
-void LeaseTable::end_seat(Seat& seat, LeaseEnd how) {
+void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   if (!seat.open()) return;
   seat.state = SeatState::kEnded;
+  --lease.num_open;
+  ++lease.num_ended;
   slot(seat.slot).nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -236,11 +235,11 @@ void LeaseTable::end_settled(Lease& lease) {
     if (!seat.open()) continue;
     const uint64_t settled = slot(seat.slot).settled.load(std::memory_order_acquire);
     if (!settles(seat.settle_nonce, settled)) continue;
-    end_seat(seat, LeaseEnd::kSettled);
+    end_seat(lease, seat, LeaseEnd::kSettled);
     const uint64_t num_readers = settled ^ seat.settle_nonce;
     if (num_readers == 0) continue;
     for (size_t unused = num_readers; unused < lease.seats.size(); ++unused)
-      end_seat(lease.seats[unused], LeaseEnd::kSettled);
+      end_seat(lease, lease.seats[unused], LeaseEnd::kSettled);
   }
 }
 
@@ -250,7 +249,7 @@ void LeaseTable::end_expired(Lease& lease) {
     lease.how = LeaseEnd::kExpired;
     const uint64_t reader = slot(seat.slot).reader.load(std::memory_order_acquire);
     if (reader != 0) lease.readers.push_back(reader);
-    end_seat(seat, LeaseEnd::kExpired);
+    end_seat(lease, seat, LeaseEnd::kExpired);
   }
 }
 
@@ -261,6 +260,7 @@ void LeaseTable::give_slots_back(Lease& lease) {
     seat.state = SeatState::kGone;
     free_.push(seat.slot);
   }
+  lease.num_ended = 0;
 }
 
 void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
@@ -270,7 +270,7 @@ void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
     Lease& lease = it->second;
     end_settled(lease);
     if (now_ns >= lease.deadline_ns) end_expired(lease);
-    give_slots_back(lease);
+    if (lease.num_ended > 0) give_slots_back(lease);
     if (lease.open()) {
       ++it;
       continue;

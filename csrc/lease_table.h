@@ -135,7 +135,8 @@ class LeaseTable {
     int64_t granted_ns, ttl_ns, deadline_ns;
     LeaseEnd how;
     std::vector<uint64_t> readers;
-    bool open() const;
+    uint32_t num_open = 0, num_ended = 0;  // seats in these states
+    bool open() const { return num_open > 0; }
   };
 
   friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
@@ -144,7 +145,7 @@ class LeaseTable {
   void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
   void add(uint64_t id, Lease lease);
   void look_at_clock(int64_t now_ns);
-  void end_seat(Seat& seat, LeaseEnd how);
+  void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
   void end_settled(Lease& lease);
   void end_expired(Lease& lease);
   void give_slots_back(Lease& lease);
