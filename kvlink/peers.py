@@ -20,12 +20,11 @@ from kvlink.errors import (
     StaleBlocks,
     StaleReason,
     TransferTimeout,
-    TransportUnavailable,
 )
 from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
 from kvlink.off_loop import off_loop
-from kvlink.peer import Peer, Refusal
+from kvlink.peer import PathRefusedError, Peer, Refusal, Refusals, one_path
 from kvlink.traffic import Path
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
@@ -177,28 +176,33 @@ class Peers:
         assignment = self.assignment(card)
         if assignment is None:
             return None
-        refused: list[Refusal] = []
+        refusals = Refusals(card.worker_id)
         by_nic: list[str] = []
         opened: set[str] = set()
-        for name, offered in self._candidates(card, refused):
+        candidates = self._candidates(card, refusals)
+        ends = time.monotonic() + timeout_s
+        while candidates and (left_s := ends - time.monotonic()) > 0:
+            name, offered = candidates.pop(0)
+            is_verbs = name.removeprefix("fault+") == "verbs"
             try:
-                connection = self.engine.open(name, offered.address, card.worker_id)
+                with one_path():
+                    connection = self.engine.open(name, offered.address, card.worker_id)
                 opened.add(name)
-                peer = await self._try(connection, card, name, offered, assignment, refused, timeout_s)
-            except TransportUnavailable as error:
-                refused.append(Refusal(name, str(error)))
-                by_nic += [name] if name.removeprefix("fault+") == "verbs" else []
+                # A network that drops everything must leave time for another one.
+                path_s = left_s / 2 if is_verbs and candidates else left_s
+                peer = await self._try(connection, card, name, offered, assignment, refusals.rows, path_s)
+            except PathRefusedError as refused:
+                refusals.note(name, refused.error)
+                by_nic += [name] if is_verbs else []
                 continue
             if by_nic and self._stands_in(key, by_nic, opened):
                 peer.stands_in = True
                 peer.connection.mend_after(_MEND_S)
             self._replace(key, peer)
             return peer
-        reasons = "; ".join(f"{refusal.transport}: {refusal.reason}" for refusal in refused)
-        raise TransportUnavailable(
-            f"no transport reaches {card.worker_id} ({reasons or 'none in common'})",
-            "Run `kvlink doctor` on both hosts",
-        )
+        for name, _ in candidates:
+            refusals.note(name, "no time was left to try it")
+        raise refusals.error()
 
     def _stands_in(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
         """Whether what was tried `by_nic` may work later: it did, NICs are away here, or only the owner refused."""
@@ -218,16 +222,16 @@ class Peers:
             raise LayoutMismatch(f"{card.worker_id}: {difference}")
         return assign(own, card.layout)
 
-    def _candidates(self, card: WorkerCard, refused: list[Refusal]) -> list[tuple[str, TransportCard]]:
+    def _candidates(self, card: WorkerCard, refusals: Refusals) -> list[tuple[str, TransportCard]]:
         """Transports both ends have, in this worker's order. A fault wrapper speaks to the plain one."""
         offered = {own.name.removeprefix("fault+"): own for own in card.transports}
         candidates = []
         for own in self.engine.cards():
             theirs = offered.get(own.name.removeprefix("fault+"))
             if theirs is None:
-                refused.append(Refusal(own.name, f"{card.worker_id} does not offer it"))
+                refusals.note(own.name, f"{card.worker_id} does not offer it")
             elif theirs.refused:
-                refused.append(Refusal(own.name, f"{card.worker_id} cannot lend its pool: {theirs.refused}"))
+                refusals.note(own.name, f"{card.worker_id} cannot lend its pool: {theirs.refused}")
             else:
                 candidates.append((own.name, theirs))
         return candidates
@@ -244,9 +248,13 @@ class Peers:
     ) -> Peer:
         try:
             hellos = connection.hellos()
-            number, replies, pool_keys, lease_key = await self.directory.connect(card, offered.name, hellos)
+            with one_path(of_agent=True):
+                number, replies, pool_keys, lease_key = await self.directory.connect(
+                    card, offered.name, hellos
+                )
             keys = (pool_keys or offered.pool_keys, lease_key or offered.lease_key)
-            regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
+            with one_path():
+                regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
             planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
         except BaseException:
             connection.close()
