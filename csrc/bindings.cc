@@ -287,12 +287,12 @@ void register_engine(py::module_& m) {
       .def(
           "accept",
           [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos,
-             bool takes_keys) {
-            const Accepted accepted = take(self.accept(transport, hellos, takes_keys));
+             bool takes_keys, uint64_t caller) {
+            const Accepted accepted = take(self.accept(transport, hellos, takes_keys, caller));
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
                                   bytes_list(accepted.pool_keys), py::bytes(accepted.lease_key));
           },
-          py::arg("transport"), py::arg("hellos"), py::arg("takes_keys"))
+          py::arg("transport"), py::arg("hellos"), py::arg("takes_keys"), py::arg("caller"))
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address,

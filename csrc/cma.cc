@@ -353,7 +353,7 @@ class CmaTransport : public Transport {
     return std::unique_ptr<Endpoint>(std::make_unique<CmaEndpoint>(std::move(owner)));
   }
 
-  Result<std::string> accept(uint64_t, std::string_view hello) override {
+  Result<std::string> accept(ReaderId, std::string_view hello) override {
     BlobReader from(hello);
     const bool ours = from.u32() == kMagic;
     if (!from.done() || !ours) return Status::AccessDenied("not the hello of a cma endpoint");

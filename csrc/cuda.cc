@@ -66,7 +66,9 @@ class CudaTransport : public Transport {
         std::make_unique<CudaEndpoint>(std::move(*borrower), gather_, tables_, on_device_));
   }
 
-  Result<std::string> accept(uint64_t, std::string_view hello) override { return lender_->accept(hello); }
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return lender_->accept(reader.caller, hello);
+  }
   bool fence(uint64_t) override { return false; }
   int serve_fd() const override { return lender_->serve_fd(); }
   void serve() override { lender_->serve(); }

@@ -167,7 +167,7 @@ Status Engine::absent(const std::string& transport) const {
 }
 
 Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos,
-                                bool takes_keys) {
+                                bool takes_keys, uint64_t caller) {
   Row* row = find(transport);
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
@@ -175,7 +175,7 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   Accepted accepted{row->transport->can_fence() ? id : 0, {}};
   Status why;
   for (const std::string& hello : hellos) {
-    const Result<std::string> reply = row->transport->accept(id, hello);
+    const Result<std::string> reply = row->transport->accept({id, caller}, hello);
     if (!reply.ok()) why = reply.status();
     accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
   }

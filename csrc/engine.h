@@ -75,9 +75,10 @@ class Engine {
   Status start();
   std::vector<TransportAccess> access() const;
 
-  /// `takes_keys`: the reader will use the keys of the answer. Who would not is refused once they changed.
+  /// `caller` is ReaderId's. `takes_keys`: the reader will use the keys of the answer. Who would not is
+  /// refused once they changed.
   Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
-                          bool takes_keys = true);
+                          bool takes_keys = true, uint64_t caller = 0);
   bool fence(uint64_t connection_id);
   Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
                                            std::shared_ptr<Tally> tally = std::make_shared<Tally>());

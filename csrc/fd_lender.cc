@@ -17,9 +17,9 @@
 namespace kvlink {
 namespace {
 
-constexpr int kMaxEvents = 16;            // handled by one serve()
-constexpr size_t kMaxStrangers = 64;      // clients that have not shown a secret
-constexpr size_t kMaxInvitations = 1024;  // the oldest lapse
+constexpr int kMaxEvents = 16;        // handled by one serve()
+constexpr size_t kMaxStrangers = 64;  // clients that have not shown a secret
+constexpr size_t kMaxInvitations = 1024, kMaxInvitationsOfOne = 256;
 constexpr int kBacklog = 64;
 
 Status cannot_listen(const char* call) {
@@ -90,7 +90,8 @@ FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd
       name_(std::move(name)),
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
-      spare_(::open("/dev/null", O_RDONLY | O_CLOEXEC)) {}
+      spare_(::open("/dev/null", O_RDONLY | O_CLOEXEC)),
+      quota_(kMaxInvitationsOfOne, kMaxInvitations) {}
 
 std::string FdLender::address() const {
   return HostAddress{boot_id(), namespace_inode("net"), name_}.blob(magic_);
@@ -108,21 +109,24 @@ void FdLender::revoke(uint64_t id) {
   lent_.erase(id);
 }
 
-Result<std::string> FdLender::accept(std::string_view hello) {
+Result<std::string> FdLender::accept(uint64_t caller, std::string_view hello) {
   BlobReader from(hello);
   const bool ours = from.u32() == magic_;
   if (!from.done() || !ours) return Status::AccessDenied("not the hello of a reader of this transport");
   std::lock_guard lock(mutex_);
-  if (invitations_.size() == kMaxInvitations) invitations_.pop_front();
-  return BlobWriter().u32(magic_).bytes(invitations_.emplace_back(random_bytes(kFdSecretBytes))).take();
+  const uint64_t number = ++last_invitation_;
+  if (const auto dropped = quota_.add(caller, number)) invitations_.erase(*dropped);
+  const Invitation& issued = invitations_[number] = {caller, random_bytes(kFdSecretBytes)};
+  return BlobWriter().u32(magic_).bytes(issued.secret).take();
 }
 
 bool FdLender::redeem(std::string_view secret) {
   auto found = invitations_.end();
   for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
-    if (same_secret(*it, secret)) found = it;  // no early end: the time must not tell which one
+    if (same_secret(it->second.secret, secret)) found = it;  // no early end: the time must not tell which one
   }
   if (found == invitations_.end()) return false;
+  quota_.remove(found->second.caller, found->first);
   invitations_.erase(found);
   return true;
 }
@@ -217,6 +221,7 @@ void FdLender::close() {
   clients_.clear();
   lent_.clear();
   invitations_.clear();
+  quota_.clear();
   spare_.reset();
 }
 

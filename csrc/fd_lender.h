@@ -4,13 +4,13 @@
 // room for new ones.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "caller_quota.h"
 #include "fd.h"
 #include "fd_wire.h"
 #include "status.h"
@@ -25,8 +25,9 @@ class FdLender {
 
   /// For readers: where it is.
   std::string address() const;
-  /// For the reader that said `hello`: a secret that admits one reader once.
-  Result<std::string> accept(std::string_view hello);
+  /// For the reader that said `hello`: a secret that admits one reader once. When too many are unused, those
+  /// of the same caller lapse first.
+  Result<std::string> accept(uint64_t caller, std::string_view hello);
   /// Hands `fd` to every later reader. Returns what it offers.
   FdOffer lend(UniqueFd fd, FdOffer offer);
   /// No later reader gets it; earlier ones keep their mapping.
@@ -40,6 +41,10 @@ class FdLender {
   struct Lent {
     FdOffer offer;
     UniqueFd fd;
+  };
+  struct Invitation {
+    uint64_t caller;
+    std::string secret;
   };
   struct Client {
     UniqueFd socket;
@@ -66,8 +71,10 @@ class FdLender {
   UniqueFd spare_;  // given up for a moment to turn clients away when descriptors run out
   std::unordered_map<int, Client> clients_;
   std::unordered_map<uint64_t, std::shared_ptr<const Lent>> lent_;
-  std::deque<std::string> invitations_;
-  uint64_t last_id_ = 0, num_arrivals_ = 0, num_strangers_ = 0;  // strangers: not yet admitted
+  std::unordered_map<uint64_t, Invitation> invitations_;  // by a number of their own
+  CallerQuota quota_;
+  uint64_t last_id_ = 0, last_invitation_ = 0, num_arrivals_ = 0;
+  uint64_t num_strangers_ = 0;  // clients that are not yet admitted
 };
 
 }  // namespace kvlink

@@ -193,7 +193,7 @@ class LoopbackTransport : public Transport {
     return std::unique_ptr<Endpoint>(std::make_unique<LoopbackEndpoint>(std::move(owner)));
   }
 
-  Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     BlobReader from(hello);
     const bool ours = from.u32() == kMagic;
     const uint64_t number = from.u64();
@@ -202,7 +202,7 @@ class LoopbackTransport : public Transport {
     if (!from.done() || !ours || owner_->closed || found == owner_->links.end()) {
       return Status::AccessDenied("not the hello of a loopback endpoint of this owner");
     }
-    found->second->connection = connection_id;
+    found->second->connection = reader.connection_id;
     found->second->admitted = true;
     return BlobWriter().u32(kMagic).u64(number).take();
   }

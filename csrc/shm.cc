@@ -96,7 +96,9 @@ class ShmTransport : public Transport {
     return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
   }
 
-  Result<std::string> accept(uint64_t, std::string_view hello) override { return lender_->accept(hello); }
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return lender_->accept(reader.caller, hello);
+  }
   bool fence(uint64_t) override { return false; }
   int serve_fd() const override { return lender_->serve_fd(); }
   void serve() override { lender_->serve(); }

@@ -31,12 +31,10 @@ class TcpTransport final : public Transport {
     return tcp::make_reader(*address, lane);
   }
 
-  Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     const Status known = tcp::check_hello(hello);
     if (!known.ok()) return known;
-    Result<tcp::Invitation> invitation = owner_->admit(connection_id);
-    if (!invitation.ok()) return invitation.status();
-    return invitation->encode();
+    return owner_->admit(reader).encode();
   }
 
   bool can_fence() const override { return true; }

@@ -33,17 +33,13 @@ std::optional<Invitation> Invitation::parse(std::string_view blob) {
   return parsed;
 }
 
-Result<Invitation> Invitations::issue(uint64_t connection_id, int64_t now_ns) {
-  if (unused_.size() >= kMaxUnused) {
-    std::erase_if(unused_, [now_ns](const auto& entry) { return entry.second.expires_ns <= now_ns; });
-  }
-  if (unused_.size() >= kMaxUnused) {
-    return Status::Unavailable(
-        std::to_string(kMaxUnused) + " readers were admitted over tcp and have not connected",
-        "check that readers can reach this owner's tcp port, then retry in 30 s");
+Invitation Invitations::issue(ReaderId reader, int64_t now_ns) {
+  if (quota_.size() >= kMaxUnused) {
+    erase_if([now_ns](const Unused& unused) { return unused.expires_ns <= now_ns; });
   }
   const Invitation issued{random_u64(), random_secret()};
-  unused_[issued.id] = {connection_id, issued.secret, now_ns + kLifetimeNs};
+  if (const auto dropped = quota_.add(reader.caller, issued.id)) unused_.erase(*dropped);
+  unused_[issued.id] = {reader.connection_id, reader.caller, issued.secret, now_ns + kLifetimeNs};
   return issued;
 }
 
@@ -52,14 +48,23 @@ std::optional<uint64_t> Invitations::redeem(const Invitation& shown, int64_t now
   if (found == unused_.end() || !same_secret(view(found->second.secret), view(shown.secret)))
     return std::nullopt;
   const Unused invitation = found->second;
+  quota_.remove(invitation.caller, shown.id);
   unused_.erase(found);
   if (invitation.expires_ns <= now_ns) return std::nullopt;
   return invitation.connection_id;
 }
 
 bool Invitations::withdraw(uint64_t connection_id) {
-  return std::erase_if(unused_,
-                       [=](const auto& entry) { return entry.second.connection_id == connection_id; }) > 0;
+  return erase_if([=](const Unused& unused) { return unused.connection_id == connection_id; }) > 0;
+}
+
+template <typename Which>
+size_t Invitations::erase_if(Which which) {
+  return std::erase_if(unused_, [&](const auto& entry) {
+    const bool goes = which(entry.second);
+    if (goes) quota_.remove(entry.second.caller, entry.first);
+    return goes;
+  });
 }
 
 }  // namespace kvlink::tcp

@@ -9,8 +9,9 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "status.h"
+#include "caller_quota.h"
 #include "tcp_wire.h"
+#include "transport.h"
 
 namespace kvlink::tcp {
 
@@ -27,23 +28,28 @@ struct Invitation {
 /// Not thread safe: the owner's lock guards it. Times are now_ns().
 class Invitations {
  public:
-  /// Refuses when too many are still unused.
-  Result<Invitation> issue(uint64_t connection_id, int64_t now_ns);
+  /// When too many are unused, those of the same caller lapse first.
+  Invitation issue(ReaderId reader, int64_t now_ns);
   /// The connection id that `shown` admits to; it admits no second time.
   std::optional<uint64_t> redeem(const Invitation& shown, int64_t now_ns);
   /// False: none was left for this id.
   bool withdraw(uint64_t connection_id);
 
   static constexpr size_t kMaxUnused = 4096;
+  static constexpr size_t kMaxUnusedOfOne = 1024;  // 16 connections that have not come yet, of 64 lanes each
   static constexpr int64_t kLifetimeNs = 30'000'000'000;
 
  private:
   struct Unused {
-    uint64_t connection_id;
+    uint64_t connection_id, caller;
     Secret secret;
     int64_t expires_ns;
   };
-  std::unordered_map<uint64_t, Unused> unused_;
+  template <typename Which>
+  size_t erase_if(Which which);
+
+  std::unordered_map<uint64_t, Unused> unused_;  // by Invitation::id
+  CallerQuota quota_{kMaxUnusedOfOne, kMaxUnused};
 };
 
 }  // namespace kvlink::tcp

@@ -158,9 +158,9 @@ void Owner::take_back(uint64_t key) {
   cut_served([&](const ServedConnection& connection) { return connection.sends_from(region); });
 }
 
-Result<Invitation> Owner::admit(uint64_t connection_id) {
+Invitation Owner::admit(ReaderId reader) {
   std::lock_guard lock(lock_);
-  return invitations_.issue(connection_id, now_ns());
+  return invitations_.issue(reader, now_ns());
 }
 
 bool Owner::fence(uint64_t connection_id) {

@@ -49,7 +49,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
   std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
   void take_back(uint64_t key);
-  Result<Invitation> admit(uint64_t connection_id);
+  Invitation admit(ReaderId reader);
   /// True when anything was admitted under this id.
   bool fence(uint64_t connection_id);
 

@@ -7,7 +7,7 @@
 //
 // A connection is made in three steps, the middle one carried by the control plane:
 //   reader: endpoint = transport.open(owner's address);  hello = endpoint->hello()
-//   owner:  reply    = transport.accept(connection_id, hello)
+//   owner:  reply    = transport.accept(reader, hello)
 //   reader: endpoint->establish(reply); endpoint->import_region(key) once per region of the owner
 #pragma once
 
@@ -166,6 +166,15 @@ struct PortState {
   bool operator==(const PortState&) const = default;
 };
 
+/// Whom an owner admits.
+struct ReaderId {
+  // NOLINTNEXTLINE(google-explicit-constructor): most who admit somebody know no more
+  ReaderId(uint64_t connection, uint64_t asks = 0) : connection_id(connection), caller(asks) {}
+
+  uint64_t connection_id;  // several endpoints may share one
+  uint64_t caller;         // the same for all that one process asks for; 0: unknown
+};
+
 /// One way of moving bytes. open() and probe() may be called from any thread; the owner's calls
 /// (register_memory, accept, fence) too, at any time until close().
 class Transport {
@@ -195,8 +204,9 @@ class Transport {
   /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way.
   /// `lane` numbers the parallel endpoints of one connection from 0.
   virtual Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) = 0;
-  /// Admits the reader that said `hello` as a part of `connection_id`; several endpoints may share one id.
-  virtual Result<std::string> accept(uint64_t connection_id, std::string_view hello) = 0;
+  /// Admits the reader that said `hello`. What is there for all who have not connected yet is shared out
+  /// among callers: a flood by one drops what is its own.
+  virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;
   /// Whether fence() works. Readers of a transport that can be fenced announce their connection id in the
   /// lease slot.
   virtual bool can_fence() const { return false; }

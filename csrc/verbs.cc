@@ -63,10 +63,10 @@ class VerbsTransport final : public Transport {
 
   uint32_t lanes_to(std::string_view owner_address) const override;
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override;
-  Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     const auto parsed = Hello::parse(hello);
     if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
-    return owner_->admit(connection_id, *parsed);
+    return owner_->admit(reader, *parsed);
   }
   bool can_fence() const override { return true; }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }

@@ -24,6 +24,7 @@ namespace {
 constexpr int64_t kProbeNs = 5'000'000'000;
 constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
 constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completions would not all find room
+constexpr ptrdiff_t kMostOfOne = kMostServed / 2;         // of one caller's: the others get in
 constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
 
@@ -95,7 +96,7 @@ std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
   return left;
 }
 
-Result<std::string> Owner::admit(uint64_t connection_id, const Hello& hello) {
+Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
   const size_t port = hello.owner_nic;
   if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that there is not");
   std::lock_guard lock(mutex_);
@@ -107,18 +108,25 @@ Result<std::string> Owner::admit(uint64_t connection_id, const Hello& hello) {
     return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
                                "give readers fewer lanes (KVLINK_LANES)");
   }
+  const auto is_callers = [reader](const Served& served) { return served.caller == reader.caller; };
+  if (std::count_if(served_.begin(), served_.end(), is_callers) >= kMostOfOne) {
+    return Status::Unavailable("this worker serves " + std::to_string(kMostOfOne) +
+                                   " queue pairs of this reader's process or host already",
+                               "give readers fewer lanes (KVLINK_LANES)");
+  }
   Result<std::unique_ptr<Qp>> qp = Qp::create(berth->nic, *berth->cq, kServedWrs, 1);
   if (!qp.ok()) return qp.status();
   if (berth->cm) {
     CmReply reply = berth->cm->address();
     const std::string secret = random_bytes(reply.secret.size());
     std::copy(secret.begin(), secret.end(), reply.secret.begin());
-    served_.push_back({connection_id, port, std::move(*qp), false, reply.secret, now_ns() + kExpectedNs});
+    served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp), false, reply.secret,
+                       now_ns() + kExpectedNs});
     return reply.format();
   }
   if (Status status = (*qp)->connect(hello.reader, patience_); !status.ok()) return status;
   const Reply reply{(*qp)->address()};
-  served_.push_back({connection_id, port, std::move(*qp)});
+  served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp)});
   return reply.format();
 }
 

@@ -23,8 +23,8 @@ class Owner {
   static Result<std::unique_ptr<Owner>> make(Ports& ports, Patience patience);
   ~Owner() { close(); }
 
-  /// The reply's blob.
-  Result<std::string> admit(uint64_t connection_id, const Hello& hello);
+  /// The reply's blob. Refuses a caller that has its share of the queue pairs that are served.
+  Result<std::string> admit(ReaderId reader, const Hello& hello);
   /// On return no byte reaches a queue pair that was admitted under this id. True when there was one.
   bool fence(uint64_t connection_id);
 
@@ -34,7 +34,7 @@ class Owner {
 
  private:
   struct Served {
-    uint64_t connection_id;
+    uint64_t connection_id, caller;
     size_t port;
     std::unique_ptr<Qp> qp;
     bool probed = false;      // asked whether the reader is there, and not answered yet

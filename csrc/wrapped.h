@@ -46,8 +46,8 @@ class WrappedTransport : public Transport {
   }
   Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
   uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
-  Result<std::string> accept(uint64_t connection_id, std::string_view hello) override {
-    return inner_->accept(connection_id, hello);
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return inner_->accept(reader, hello);
   }
   bool can_fence() const override { return inner_->can_fence(); }
   bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }

@@ -183,13 +183,14 @@ class Engine:
         )
 
     def accept(
-        self, transport: str, hellos: Sequence[bytes], takes_keys: bool
+        self, transport: str, hellos: Sequence[bytes], takes_keys: bool, caller: int = 0
     ) -> tuple[int, list[bytes], list[bytes], bytes]:
         """Admits a reader. Returns its connection id (0: not to be fenced), a reply a lane, pool and lease keys.
 
         The keys are empty while they are those of `cards`; once they are not, who does not take them is refused.
+        Those of one `caller` share what is kept for readers that have not connected yet.
         """
-        return self.core.accept(transport, hellos, takes_keys)
+        return self.core.accept(transport, hellos, takes_keys, caller)
 
     def ports(self) -> list[Port]:
         """Of its NICs, those whose devices are gone as well."""

@@ -33,7 +33,7 @@ class Presence:
         at = config.coordinator
         self._client = CoordinatorClient(at, security=security) if at else None
         self._agent = WorkerAgent(
-            lambda transport, hellos, takes_keys: engine().accept(transport, hellos, takes_keys),
+            lambda *request: engine().accept(*request),
             settle=self._settle_own,
             renew=lambda slot, nonce: engine().core.renew(slot, nonce),
             security=security,

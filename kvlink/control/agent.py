@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvlink.control.codec import AgentCalls as Calls
-from kvlink.control.limits import MAX_CONNECTS
+from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
+from kvlink.control.peers import caller_number
 from kvlink.control.refusal import Reason, Refused, named
 from kvlink.control.security import Security, agent_gate
 from kvlink.control.server import Host
@@ -16,8 +18,8 @@ from kvlink.off_loop import off_loop
 from kvlink.types import WorkerCard
 
 Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], bytes]
-Accept = Callable[[str, list[bytes], bool], Accepted]
-"""(transport, hellos, takes keys) -> (connection id, replies) and where they are not the card's, the keys.
+Accept = Callable[[str, list[bytes], bool, int], Accepted]
+"""(transport, hellos, takes keys, caller) -> (connection id, replies) and where they are not the card's, the keys.
 
 On its own thread: may block, may raise KVLinkError."""
 OnSeat = Callable[[int, int], bool]
@@ -40,7 +42,7 @@ class WorkerAgent:
         self._settle = settle
         self._renew = renew
         self._card: WorkerCard | None = None
-        self._connecting = 0
+        self._connecting: Counter[int] = Counter()
         security = Security.from_env() if security is None else security
         self._host = Host("worker agent", reflect, security, agent_gate(security.tenant()))
         self._host.unary(Calls.GET_CARD, self._get_card)
@@ -91,19 +93,23 @@ class WorkerAgent:
 
     async def _connect(self, request: ConnectRequest) -> ConnectReply:
         self._check_me(request.worker_id, request.epoch)
-        if self._connecting >= MAX_CONNECTS:
+        caller = caller_number()
+        if self._connecting[caller] >= MAX_CONNECTS_OF_ONE or self._connecting.total() >= MAX_CONNECTS:
             raise Refused(
-                Reason.TOO_MANY, f"{MAX_CONNECTS} readers are being admitted; ask again in a moment"
+                Reason.TOO_MANY,
+                f"{self._connecting.total()} readers are being admitted, {self._connecting[caller]} of them yours; "
+                "ask again in a moment",
             )
         try:
-            accepting = off_loop(self._accept, request.transport, request.hellos, request.takes_keys)
+            accepting = off_loop(self._accept, request.transport, request.hellos, request.takes_keys, caller)
         except Cancelled:
             raise Refused(Reason.NOT_READY, f"the process of {self.address} is ending") from None
-        self._connecting += 1
+        self._connecting[caller] += 1
         try:
             return ConnectReply(*await accepting)
         finally:
-            self._connecting -= 1
+            self._connecting[caller] -= 1
+            self._connecting += Counter()  # forgets callers that have none
 
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)

@@ -24,6 +24,8 @@ HANDSHAKE_MS = 10_000
 """What a new connection gets to say who it is."""
 MAX_CONNECTS = 1_024
 """Readers that one worker admits at one time; they wait for a few threads."""
+MAX_CONNECTS_OF_ONE = 512
+"""Of these, readers that one process asks for, or another host."""
 MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """A hello, reply, address or key."""

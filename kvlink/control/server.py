@@ -19,6 +19,7 @@ from kvlink.control.admission import Admission
 from kvlink.control.codec import Codec, Method
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
+from kvlink.control.peers import serving
 from kvlink.control.refusal import REASON_TRAILER, Reason, Refused, refusal_of
 from kvlink.control.reports import CallCounts
 from kvlink.control.security import Gate, Security, answering
@@ -78,6 +79,7 @@ class Host:
             began = time.perf_counter_ns()
             request: Q | None = None
             try:
+                serving(context)
                 self._admit(method, context)
                 request = method.request.decode(blob)
                 answering = handle(request)

@@ -21,7 +21,7 @@ from kvlink.errors import (
 )
 
 
-def accept(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
+def accept(transport: str, hellos: list[bytes], takes_keys: bool, caller: int) -> tuple[int, list[bytes]]:
     assert threading.current_thread() is not threading.main_thread(), "may block, so not on the event loop"
     assert transport == "tcp"
     return 2**63, [hello[::-1] for hello in hellos]
@@ -84,7 +84,7 @@ async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, a
     ],
 )
 async def test_what_the_worker_raises_reaches_the_reader(error: Exception, seen: type[KVLinkError]) -> None:
-    def refuse(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
+    def refuse(transport: str, hellos: list[bytes], takes_keys: bool, caller: int) -> tuple[int, list[bytes]]:
         raise error
 
     agent = WorkerAgent(refuse, lambda slot, nonce: False, lambda slot, nonce: False)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +20,7 @@ from waiting import until
 
 from kvlink import Worker, WorkerConfig
 from kvlink.config import split_address
-from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Limits, Security, WorkerAgent, server
-from kvlink.control.agent import MAX_CONNECTS
+from kvlink.control import Coordinator, CoordinatorClient, Limits, Security, server
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
 from kvlink.control.refusal import Overloaded
 from kvlink.control.store.memory import MemoryStore
@@ -165,30 +163,6 @@ async def test_large_tickets_are_bounded_together(small: CoordinatorClient) -> N
     await small.offer(make_offer("s", "b")._replace(ticket=bytes(100)))
     assert await small.claim("r", timeout_s=1.0) == [bytes(100)]
     await small.offer(make_offer("t", "b")._replace(ticket=bytes(100)))
-
-
-async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time() -> None:
-    go_on = threading.Event()
-
-    def slow(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
-        assert go_on.wait(60)
-        return 1, hellos
-
-    agent = WorkerAgent(slow, lambda slot, nonce: True, lambda slot, nonce: True)
-    agent.publish(make_card())
-    async with AgentClient(await agent.start(), timeout_s=60.0) as client:
-        calls = [
-            asyncio.ensure_future(client.connect("prefill", 1, "tcp", [b""])) for _ in range(MAX_CONNECTS + 5)
-        ]
-        refused, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        for call in refused:
-            with pytest.raises(Overloaded, match=f"{MAX_CONNECTS} readers are being admitted"):
-                call.result()
-        assert await client.card() == make_card(), "other calls are answered meanwhile"
-        go_on.set()
-        results = await asyncio.gather(*calls, return_exceptions=True)
-    assert sum(isinstance(result, Overloaded) for result in results) == 5
-    await agent.close()
 
 
 @pytest.mark.verify

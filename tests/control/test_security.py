@@ -144,7 +144,7 @@ async def test_hosts_need_not_be_named_where_that_is_switched_off(pki: Pki) -> N
     await coordinator.close()
 
 
-def accept(transport: str, hellos: list[bytes], takes_keys: bool) -> tuple[int, list[bytes]]:
+def accept(transport: str, hellos: list[bytes], takes_keys: bool, caller: int) -> tuple[int, list[bytes]]:
     return 1, hellos
 
 

@@ -89,6 +89,17 @@ TEST(Shm, AdmitsEachInvitationOnce) {
   EXPECT_EQ((*second)->establish(guessed, 20 * kSecondNs).code(), Code::kAccessDenied);
 }
 
+TEST(Shm, AFloodOfHellosLeavesInvitationsOfOthersAlone) {
+  LocalPair pair("shm");
+  const Card card = pair.owner.card();
+  auto endpoint = pair.reader.transport->open(card.address, 0);
+  const std::string reply = *pair.owner.transport->accept({1, 7}, (*endpoint)->hello());
+  for (int count = 0; count < 3000; ++count) {
+    ASSERT_TRUE(pair.owner.transport->accept({2, 8}, (*endpoint)->hello()).ok());
+  }
+  EXPECT_TRUE((*endpoint)->establish(reply, 20 * kSecondNs).ok());
+}
+
 int connect_raw(const Card& card) {
   const std::string name = HostAddress::parse(0x316d'6873, card.address)->socket;
   sockaddr_un address{};

@@ -35,8 +35,8 @@ class VerbsOwner : public ::testing::Test {
   }
 
   /// Admits a reader and returns the number of its queue pair here.
-  uint32_t admit(uint64_t connection_id) {
-    const auto reply = owner->admit(connection_id, {0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}});
+  uint32_t admit(ReaderId reader) {
+    const auto reply = owner->admit(reader, {0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}});
     EXPECT_TRUE(reply.ok()) << reply.status().what();
     return Reply::parse(*reply)->owner.qpn;
   }
@@ -90,6 +90,18 @@ TEST_F(VerbsOwner, AFencedReaderIsToldAndNoOther) {
   ASSERT_EQ(made_up.all("destroy qp").size(), 1U);
   EXPECT_EQ(made_up.all("destroy qp")[0].qpn, late);
   EXPECT_FALSE(owner->fence(1));
+}
+
+TEST_F(VerbsOwner, OneCallerCannotTakeAllQueuePairs) {
+  const Hello hello{0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}};
+  size_t admitted = 0;
+  while (admitted < kServedCqes && owner->admit({1, 7}, hello).ok()) ++admitted;
+  EXPECT_EQ(admitted, kServedCqes / kServedWrs / 2);
+  EXPECT_NE(owner->admit({1, 7}, hello).status().what().find("of this reader's process or host"),
+            std::string::npos);
+  admit({2, 8});
+  EXPECT_TRUE(owner->fence(1));
+  admit({3, 7});
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import grpc
 import pytest
+from softroce.pyverbs_peer.admitted import shown_token
 from softroce.pyverbs_peer.formats import QueuePair, pack_hello
 from transports.pairs import Pair
 from transports.processes import PeerProcess, RemoteWorker, eventually
@@ -63,7 +64,7 @@ def invite(owner: RemoteWorker) -> Invitation:
     queue_pair = QueuePair(number=1, psn=0, lid=0, mtu=3, reads_out=1, reads_in=1, gid=bytes(16))
     with grpc.insecure_channel(owner.info["agent"]) as channel:
         stub = agent_pb2_grpc.WorkerAgentStub(channel)
-        sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=30)
+        sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=30, metadata=shown_token())
         assert zlib.crc32(sealed.card) == sealed.crc32
         card = card_pb2.WorkerCard.FromString(sealed.card)
         request = agent_pb2.ConnectRequest(
@@ -72,7 +73,7 @@ def invite(owner: RemoteWorker) -> Invitation:
             transport="verbs",
             hellos=[pack_hello(0, queue_pair)],
         )
-        (reply,) = stub.Connect(request, timeout=30).replies
+        (reply,) = stub.Connect(request, timeout=30, metadata=shown_token()).replies
     magic, ip_bytes, ip, port, secret_bytes, secret = struct.unpack("<4sI16sII16s", reply)
     assert (magic, ip_bytes, secret_bytes) == (b"kvc1", 16, 16)
     assert ip[:12] == bytes(10) + b"\xff\xff"

@@ -72,7 +72,9 @@ async def with_agent(address: str) -> None:
         assert await client.settle(ORDER._replace(slot=9)) is False
 
 
-def accept(transport: str, hellos: list[bytes], takes_keys: bool = False) -> tuple[int, list[bytes]]:
+def accept(
+    transport: str, hellos: list[bytes], takes_keys: bool = False, caller: int = 0
+) -> tuple[int, list[bytes]]:
     """The owner's transport."""
     assert (transport, list(hellos)) == ("tcp", HELLOS)
     return CONNECTION, REPLIES

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pyverbs.enums as e
+from softroce.pyverbs_peer.admitted import shown_token
 from softroce.pyverbs_peer.formats import (
     NONCE,
     READER,
@@ -37,7 +38,7 @@ class Reader:
         self._word = Memory(nic, 4096, e.IBV_ACCESS_LOCAL_WRITE)
         with grpc.insecure_channel(agent) as channel:
             stub = agent_pb2_grpc.WorkerAgentStub(channel)
-            sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=_CALL_S)
+            sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=_CALL_S, metadata=shown_token())
             assert zlib.crc32(sealed.card) == sealed.crc32
             self.card = card_pb2.WorkerCard.FromString(sealed.card)
             (self._way,) = (way for way in self.card.transports if way.name == "verbs")
@@ -51,6 +52,7 @@ class Reader:
                     hellos=[pack_hello(port, lane.address()) for lane in self._lanes],
                 ),
                 timeout=_CALL_S,
+                metadata=shown_token(),
             )
         self.connection_id = reply.connection_id
         for lane, blob in zip(self._lanes, reply.replies, strict=True):
