@@ -46,12 +46,12 @@ class HandoffStream:
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:
         """Publishes a ticket."""
-        self._batch().add_offer(offer)
+        self._batch(offer).add_offer(offer)
         return self._submitted(HandoffKind.OFFER)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         """Asks an owner to end a seat."""
-        self._batch().add_settle(order)
+        self._batch(order).add_settle(order)
         return self._submitted(HandoffKind.SETTLE)
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
@@ -59,7 +59,7 @@ class HandoffStream:
 
         With a `claim_id` it may be sent again on another stream when this one breaks.
         """
-        self._batch().add_claim(claim)
+        self._batch(claim).add_claim(claim)
         return self._submitted(HandoffKind.CLAIM)
 
     async def close(self) -> None:
@@ -70,10 +70,10 @@ class HandoffStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._stream.cancel()
 
-    def _batch(self) -> BatchWriter:
+    def _batch(self, operation: Offer | SettleOrder | Claim) -> BatchWriter:
         if self._broken is not None:
             raise self._broken
-        if self._batches[-1].full():
+        if not self._batches[-1].takes(operation):
             self._batches.append(BatchWriter())
         return self._batches[-1]
 

@@ -16,6 +16,12 @@ MAX_TP_SIZE = 1_024
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
 """Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+MAX_BATCH_BYTES = 2 << 20
+"""Of a batch with several operations; one that is larger goes alone."""
+MAX_LISTED = 1 << 18
+"""Cards, changes or results in one reply."""
+MAX_METHODS = 4_096
+"""Rows of an overview about a coordinator's own calls."""
 MAX_WATCHED = 1_024
 """Workers that one watch names."""
 MAX_CONNECTIONS = 20_000

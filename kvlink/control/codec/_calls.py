@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._cards import seal, unseal
 from kvlink.control.codec._version import UNSAID, check_version
 from kvlink.control.codec._wire import Codec, check_name, check_opaque, check_within, codec, nothing, plain
@@ -177,6 +178,18 @@ def _read_ended(message: agent.RenewSeatsReply) -> list[int]:
     return list(message.ended)
 
 
+_LISTED = Repeated("cards", limits.MAX_LISTED)
+_HELLOS: Bounds = {4: Repeated("hellos", limits.MAX_HELLOS)}
+_REPLIES: Bounds = {
+    2: Repeated("replies", limits.MAX_HELLOS),
+    3: Repeated("pool keys", limits.MAX_REGIONS),
+}
+_SEATS: Bounds = {
+    3: Repeated("seats", limits.MAX_BATCH_OPS, packed=True),
+    4: Repeated("nonces", limits.MAX_BATCH_OPS, packed=True),
+}
+_ENDED: Bounds = {1: Repeated("ended seats", limits.MAX_BATCH_OPS, packed=True)}
+
 JOIN = codec(pb.JoinRequest, _write_join, _read_join)
 MEMBERSHIP = codec(pb.JoinReply, _write_membership, _read_membership)
 PUSH = codec(pb.Push, _write_push, _read_push)
@@ -184,23 +197,25 @@ LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worke
 LEFT = nothing(pb.LeaveReply)
 GET_WORKER = codec(pb.GetWorkerRequest, *plain(WorkerEpoch, pb.GetWorkerRequest, _check_worker))
 LIST = nothing(pb.ListWorkersRequest)
-CARDS = codec(pb.ListWorkersReply, _write_cards, _read_cards)
-WATCH = codec(pb.WatchWorkersRequest, _write_watch, _read_watch)
-CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes)
+CARDS = codec(pb.ListWorkersReply, _write_cards, _read_cards, {1: _LISTED})
+WATCH = codec(
+    pb.WatchWorkersRequest, _write_watch, _read_watch, {1: Repeated("workers watched", limits.MAX_WATCHED)}
+)
+CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes, {1: _LISTED._replace(name="changes")})
 
 ASK_STATUS = nothing(pb.StatusRequest)
 STATUS = codec(pb.StatusReply, *plain(CoordinatorStatus, pb.StatusReply, _check_status))
 
 GET_CARD = nothing(agent.GetCardRequest)
-CONNECT = codec(agent.ConnectRequest, _write_connect, _read_connect)
-CONNECTED = codec(agent.ConnectReply, _write_connected, _read_connected)
+CONNECT = codec(agent.ConnectRequest, _write_connect, _read_connect, _HELLOS)
+CONNECTED = codec(agent.ConnectReply, _write_connected, _read_connected, _REPLIES)
 SETTLE_SEAT = codec(agent.SettleSeatRequest, *plain(SettleOrder, agent.SettleSeatRequest, _check_worker))
 SEAT_SETTLED: Codec[bool] = codec(
     agent.SettleSeatReply,
     lambda settled: agent.SettleSeatReply(settled=settled),
     lambda message: message.settled,
 )
-RENEW_SEATS = codec(agent.RenewSeatsRequest, _write_renewal, _read_renewal)
+RENEW_SEATS = codec(agent.RenewSeatsRequest, _write_renewal, _read_renewal, _SEATS)
 SEATS_ENDED: Codec[list[int]] = codec(
-    agent.RenewSeatsReply, lambda ended: agent.RenewSeatsReply(ended=ended), _read_ended
+    agent.RenewSeatsReply, lambda ended: agent.RenewSeatsReply(ended=ended), _read_ended, _ENDED
 )

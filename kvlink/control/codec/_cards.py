@@ -7,6 +7,7 @@ import zlib
 from operator import attrgetter
 
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
 from kvlink.control.codec._remembered import Remembered
 from kvlink.control.codec._version import check_version
 from kvlink.control.codec._wire import check_name, check_opaque, check_within, codec
@@ -15,6 +16,11 @@ from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
+_BOUNDS: Bounds = {
+    6: Single({12: Repeated("planes", limits.MAX_PLANES)}),
+    7: Repeated("regions", limits.MAX_REGIONS, packed=True),
+    8: Repeated("transports", limits.MAX_TRANSPORTS, {3: Repeated("pool keys", limits.MAX_REGIONS)}),
+}
 _LAYOUT_FIELDS = tuple(field.name for field in pb.KVLayout.DESCRIPTOR.fields if field.name != "planes")
 _HOST_FIELDS = tuple(field.name for field in pb.HostIdentity.DESCRIPTOR.fields)
 _layout_fields = attrgetter(*_LAYOUT_FIELDS)
@@ -47,6 +53,7 @@ def unseal(sealed: pb.SealedCard) -> WorkerCard:
         raise ConfigError(f"the card has {len(sealed.card)} bytes, at most {limits.MAX_CARD_BYTES} are taken")
     if zlib.crc32(sealed.card) != sealed.crc32:
         raise ConfigError("checksum of the card differs")
+    check(sealed.card, _BOUNDS)
     message = pb.WorkerCard.FromString(sealed.card)
     check_version(f"worker {message.worker_id!r}", message.protocol_version)
     card = WorkerCard(

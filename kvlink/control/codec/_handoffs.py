@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._wire import Codec, Write, check_name, check_within, codec, encoding, nothing, plain
 from kvlink.control.values import (
     Claim,
@@ -49,6 +50,16 @@ _write_claim, _read_claim = plain(Claim, pb.ClaimRequest, _check_claim)
 _write_settle, _read_settle = plain(SettleOrder, pb.SettleRequest, _check_settle)
 
 
+_OVERHEAD = 160
+"""Of an operation: its numbers, a claim's id, and what tells them apart."""
+_OPERATION = Repeated("operations in a batch", limits.MAX_BATCH_OPS)
+_BATCH: Bounds = {1: _OPERATION, 2: _OPERATION, 3: _OPERATION}
+_RESULTS: Bounds = {
+    3: Repeated("claims answered", limits.MAX_LISTED, {2: Repeated("tickets", limits.MAX_TP_SIZE)}),
+    4: Repeated("refusals", limits.MAX_LISTED),
+}
+
+
 class BatchWriter:
     """Gathers the operations of one batch. `add_*` raise ConfigError and then leave the batch as it was."""
 
@@ -57,13 +68,14 @@ class BatchWriter:
         self._bytes = 0
         self.num_ops = 0
 
-    def full(self) -> bool:
-        """Nothing more should be added: the largest operation might not fit."""
-        return self.num_ops >= limits.MAX_BATCH_OPS or self._bytes > limits.MAX_REQUEST_BYTES // 4
+    def takes(self, operation: Offer | SettleOrder | Claim) -> bool:
+        """Whether there is room. An operation that is too large for a batch goes alone."""
+        if self.num_ops >= limits.MAX_BATCH_OPS:
+            return False
+        return not self.num_ops or self._bytes + _most_bytes(operation) <= limits.MAX_BATCH_BYTES
 
     def add_offer(self, offer: Offer) -> None:
         self._add(self._batch.offers, _write_offer, offer)
-        self._bytes += len(offer.ticket)
 
     def add_settle(self, order: SettleOrder) -> None:
         self._add(self._batch.settles, _write_settle, order)
@@ -74,9 +86,17 @@ class BatchWriter:
     def _add(self, to: Any, write: Write[Any, Any], value: Any) -> None:
         to.append(encoding(write, value))
         self.num_ops += 1
+        self._bytes += _most_bytes(value)
 
     def to_bytes(self) -> bytes:
         return self._batch.SerializeToString()
+
+
+def _most_bytes(operation: Offer | SettleOrder | Claim) -> int:
+    """That it takes in a batch; texts count as if each character had four bytes."""
+    if isinstance(operation, Offer):
+        return _OVERHEAD + 4 * (len(operation.request_id) + len(operation.worker_id)) + len(operation.ticket)
+    return _OVERHEAD + 4 * len(operation[0])
 
 
 def _read_batch(message: pb.HandoffBatch) -> HandoffBatch:
@@ -133,9 +153,12 @@ OFFER = codec(pb.OfferRequest, _write_offer, _read_offer)
 OFFERED = nothing(pb.OfferReply)
 CLAIM = codec(pb.ClaimRequest, _write_claim, _read_claim)
 TICKETS: Codec[list[bytes]] = codec(
-    pb.ClaimReply, lambda tickets: pb.ClaimReply(tickets=tickets), lambda message: list(message.tickets)
+    pb.ClaimReply,
+    lambda tickets: pb.ClaimReply(tickets=tickets),
+    lambda message: list(message.tickets),
+    {1: Repeated("tickets", limits.MAX_TP_SIZE)},
 )
 SETTLE = codec(pb.SettleRequest, _write_settle, _read_settle)
 SETTLE_PASSED_ON = nothing(pb.SettleReply)
-HANDOFF_BATCH = codec(pb.HandoffBatch, _write_batch, _read_batch)
-HANDOFF_RESULTS = codec(pb.HandoffResults, _write_results, _read_results)
+HANDOFF_BATCH = codec(pb.HandoffBatch, _write_batch, _read_batch, _BATCH, limits.MAX_BATCH_BYTES)
+HANDOFF_RESULTS = codec(pb.HandoffResults, _write_results, _read_results, _RESULTS)

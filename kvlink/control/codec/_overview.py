@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, Repeated, Single
 from kvlink.control.codec._wire import check_name, check_within, codec, nothing, plain
 from kvlink.control.overview import (
     MAX_LINKS,
@@ -147,6 +148,18 @@ def _read_overview(message: pb.OverviewReply) -> Overview:
     )
 
 
-BEAT = codec(coordinator.Beat, _write_beat, _read_beat)
+_REPORT: Bounds = {12: Repeated("links", MAX_LINKS), 13: Repeated("failures", MAX_REASONS)}
+_VIEW: Bounds = {
+    5: Repeated("transports", limits.MAX_TRANSPORTS),
+    6: Single(_REPORT),
+    8: Single(_REPORT),
+}
+_OVERVIEW: Bounds = {
+    1: Repeated("workers", MAX_VIEWS, _VIEW),
+    2: Repeated("calls", limits.MAX_METHODS),
+    3: Repeated("refusals", limits.MAX_METHODS),
+}
+
+BEAT = codec(coordinator.Beat, _write_beat, _read_beat, {3: Single(_REPORT)})
 ASK_OVERVIEW = nothing(pb.OverviewRequest)
-OVERVIEW = codec(pb.OverviewReply, _write_overview, _read_overview)
+OVERVIEW = codec(pb.OverviewReply, _write_overview, _read_overview, _OVERVIEW)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._wire import check_within, codec, plain
 from kvlink.control.values import Claimed, Life
 from kvlink.v1 import record_pb2 as pb
@@ -23,4 +24,8 @@ def _read_claimed(message: pb.ClaimRecord) -> Claimed:
 
 
 LIFE = codec(pb.LifeRecord, *plain(Life, pb.LifeRecord))
-CLAIMED = codec(pb.ClaimRecord, _write_claimed, _read_claimed)
+_BOUNDS: Bounds = {
+    1: Repeated("tickets", limits.MAX_TP_SIZE),
+    2: Repeated("readers", limits.MAX_TP_SIZE),
+}
+CLAIMED = codec(pb.ClaimRecord, _write_claimed, _read_claimed, _BOUNDS)

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvlink import ticket
 from kvlink.control import limits
+from kvlink.control.codec._bounds import Bounds, check
 from kvlink.control.values import Nothing
 from kvlink.errors import ConfigError
 
@@ -59,12 +60,22 @@ def encoding(write: Callable[[T], M], value: T) -> M:
         raise ConfigError(f"cannot send this {type(value).__name__}: {error}") from None
 
 
-def codec(message: type[M], write: Callable[[T], M], read: Callable[[M], T]) -> Codec[T]:
+def codec(
+    message: type[M],
+    write: Callable[[T], M],
+    read: Callable[[M], T],
+    bounds: Bounds | None = None,
+    most_bytes: int | None = None,
+) -> Codec[T]:
+    """`bounds`: of all its fields that repeat, looked at before anything is built; `most_bytes`: of several entries."""
+
     def encode(value: T) -> bytes:
         return encoding(write, value).SerializeToString()
 
     def decode(blob: bytes) -> T:
         try:
+            if bounds is not None:
+                check(blob, bounds, most_bytes)
             return read(message.FromString(blob))
         except (DecodeError, ValueError, ConfigError) as error:
             raise ConfigError(f"malformed {message.__name__}: {error}") from None
