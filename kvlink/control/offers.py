@@ -30,6 +30,8 @@ class _Request(Generic[W]):
     """Of the ticket that has most."""
     served: set[int] = field(default_factory=set)
     claim_ids: set[bytes] = field(default_factory=set)
+    lasts_until: float = 0.0
+    """No ticket lives longer."""
     waiters: dict[W, Claim] = field(default_factory=dict)
     """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
 
@@ -56,7 +58,11 @@ class Offers(Generic[W]):
         self._waiting: dict[W, str] = {}
         self._patience: Deadlines[W] = Deadlines()
         self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
+        self._claimed: OrderedDict[str, int] = OrderedDict()
+        """Bytes of those of `_ended` that hold tickets."""
+        self._claimed_until: Deadlines[str] = Deadlines()
         self._ticket_bytes = 0
+        self._claimed_bytes = 0
         self.num_claimed = 0
         self.num_expired = 0
 
@@ -97,7 +103,9 @@ class Offers(Generic[W]):
         if before is not None and before.worker_id != worker_id:
             self._disown(before.worker_id, key)
         if ended is not None:
-            del self._ended[request_id]
+            self._remember_no_more(request_id)
+        self._make_room()
+        request.lasts_until = max(request.lasts_until, now + ttl_s)
         request.tp_size = tp_size
         request.num_seats = max(request.num_seats, num_seats)
         request.ranks[rank] = offer
@@ -148,10 +156,12 @@ class Offers(Generic[W]):
 
     def next_deadline(self) -> float:
         """`expire` has nothing to do before."""
-        return min(self._tickets.next(), self._patience.next())
+        return min(self._tickets.next(), self._patience.next(), self._claimed_until.next())
 
     def expire(self, now: float) -> list[Answer[W]]:
-        """Drops the tickets that ran out, then refuses the claims that waited long enough."""
+        """Drops the tickets that ran out, claimed ones too, then refuses the claims that waited long enough."""
+        for request_id in self._claimed_until.due(now):
+            self._remember_no_more(request_id)
         for request_id, rank in self._tickets.due(now):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
@@ -166,8 +176,13 @@ class Offers(Generic[W]):
         request.claim_ids.add(claim_id)
         self.num_claimed += 1
         if num_readers <= len(request.served) >= request.num_seats:
+            num_bytes = sum(map(len, tickets))
             self._end(request_id, _Claimed(tickets, request.claim_ids))
+            self._claimed[request_id] = num_bytes
+            self._claimed_bytes += num_bytes
+            self._claimed_until.set(request_id, request.lasts_until)
             self._forget(ranks.values())
+            self._make_room()
             ranks.clear()
             self._prune(request_id, request)
         return tickets
@@ -188,9 +203,21 @@ class Offers(Generic[W]):
         self._prune(request_id, request)
 
     def _end(self, request_id: str, how: _Claimed | Refused) -> None:
+        self._remember_no_more(request_id)
         self._ended[request_id] = how
         if len(self._ended) > self._limits.remembered_requests:
-            self._ended.popitem(last=False)
+            self._remember_no_more(next(iter(self._ended)))
+
+    def _remember_no_more(self, request_id: str) -> None:
+        if isinstance(self._ended.pop(request_id, None), _Claimed):
+            self._claimed_bytes -= self._claimed.pop(request_id)
+            self._claimed_until.discard(request_id)
+
+    def _make_room(self) -> None:
+        """Claimed tickets are kept for claims that are sent again. They give way to those that nobody has yet."""
+        most = min(self._limits.ticket_bytes // 4, self._limits.ticket_bytes - self._ticket_bytes)
+        while self._claimed_bytes > most:
+            self._remember_no_more(next(iter(self._claimed)))
 
     def _forget(self, offers: Iterable[Offer]) -> None:
         for request_id, worker_id, _, _, rank, _, _, ticket in offers:
@@ -202,7 +229,7 @@ class Offers(Generic[W]):
         if request.ranks:
             return
         if request.waiters:
-            request.served, request.claim_ids, request.num_seats = set(), set(), 0
+            request.served, request.claim_ids, request.num_seats, request.lasts_until = set(), set(), 0, 0.0
         else:
             self._requests.pop(request_id, None)
 

@@ -159,3 +159,62 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
 TestOffers = OffersAgainstModel.TestCase
 TestOffers.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+# Tickets that were claimed are kept for claims that are sent again: for a while, and for so many bytes.
+
+
+def claimed(
+    offers: Offers[int], request_id: str, num_bytes: int, ttl_s: float = 5.0, now: float = 0.0
+) -> Claim:
+    offers.offer(make_offer(request_id, ttl_s=ttl_s)._replace(ticket=bytes(num_bytes)), now)
+    claim = Claim(request_id, claim_id=request_id.encode())
+    assert offers.take(claim) == [bytes(num_bytes)]
+    return claim
+
+
+def test_claimed_tickets_last_as_long_as_the_ticket_would() -> None:
+    offers: Offers[int] = Offers(Limits())
+    claim = claimed(offers, "r", 100, ttl_s=5.0, now=1.0)
+    assert offers.next_deadline() <= 6.0
+    offers.expire(5.9)
+    assert offers.take(claim) == [bytes(100)]
+    offers.expire(6.0)
+    assert offers.take(claim) is None
+    assert (offers._ended, offers._claimed, offers._claimed_bytes) == ({}, {}, 0)
+    assert offers.next_deadline() == math.inf
+
+
+def test_claimed_tickets_have_a_quarter_of_the_bytes() -> None:
+    offers: Offers[int] = Offers(Limits(ticket_bytes=1_000))
+    claims = [claimed(offers, f"r{number}", 100) for number in range(6)]
+    assert [offers.take(claim) is not None for claim in claims] == [False] * 4 + [True] * 2
+    assert offers._claimed_bytes == 200
+
+
+def test_claimed_tickets_give_way_to_those_that_nobody_has_yet() -> None:
+    offers: Offers[int] = Offers(Limits(ticket_bytes=1_000))
+    claim = claimed(offers, "r", 200)
+    offers.offer(make_offer("s")._replace(ticket=bytes(800)), 0.0)
+    assert offers.take(claim) == [bytes(200)]
+    offers.offer(make_offer("t")._replace(ticket=bytes(1)), 0.0)
+    assert offers.take(claim) is None
+    assert offers._ticket_bytes + offers._claimed_bytes == 801
+
+
+def test_bytes_of_requests_that_are_offered_again_are_not_counted_twice() -> None:
+    offers: Offers[int] = Offers(Limits())
+    for turn in range(3):
+        claimed(offers, "r", 100 + turn)
+        assert (offers._claimed_bytes, offers._ticket_bytes, len(offers._claimed_until)) == (100 + turn, 0, 1)
+
+
+def test_six_thousand_claims_of_128_kib_stay_within_the_bytes() -> None:
+    offers: Offers[int] = Offers(Limits())
+    ticket = bytes(128 << 10)
+    for number in range(6_000):
+        offers.offer(make_offer(f"r{number}", ttl_s=5.0)._replace(ticket=ticket), 0.0)
+        assert offers.take(Claim(f"r{number}", claim_id=b"c")) is not None
+    assert offers._claimed_bytes <= Limits().ticket_bytes // 4
+    offers.expire(5.0)
+    assert (len(offers._ended), offers._claimed_bytes) == (0, 0)
