@@ -56,7 +56,7 @@ class KeyValueFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Quotes values with blanks, as JSON does."""
         found = _fields(record)
-        event = found.pop("event").replace("\r", "\\r").replace("\n", "\\n")  # ids in it are foreign text
+        event = _printable(found.pop("event"))  # ids in it are foreign text
         head = f"{found.pop('time')} {found.pop('level'):7} {found.pop('logger')}: {event}"
         return " ".join([head, *(f"{key}={_quoted(str(value))}" for key, value in found.items())])
 
@@ -70,7 +70,16 @@ class JsonFormatter(logging.Formatter):
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if not text or any(c in ' "=\n\r\t' for c in text) else text
+    if text.isprintable():
+        return json.dumps(text, ensure_ascii=False) if not text or any(c in ' "=' for c in text) else text
+    return f'"{_printable(json.dumps(text, ensure_ascii=False)[1:-1])}"'
+
+
+def _printable(text: str) -> str:
+    """Control characters and the like as Python writes them: a terminal must not obey a log."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def setup(level: str = "warning", as_json: bool = False) -> None:

@@ -19,7 +19,7 @@ import struct
 import sys
 import zlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
 from kvlink.tracing import traceparent
@@ -66,8 +66,8 @@ class LeaseSeat:
     """One reader's slot of a lease. `settle_nonce` is a secret of owner and reader."""
 
     slot: int
-    nonce: int
-    settle_nonce: int
+    nonce: int = field(repr=False)
+    settle_nonce: int = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvlink.layout import KVLayout
@@ -29,9 +29,9 @@ class TransportCard:
 
     name: str
     address: bytes
-    pool_keys: tuple[bytes, ...]
+    pool_keys: tuple[bytes, ...] = field(repr=False)
     """Remote key of each pool region, in region order; empty if `refused`."""
-    lease_key: bytes
+    lease_key: bytes = field(repr=False)
     refused: str = ""
     """Why this transport cannot lend the pool; the reader shows it in `explain()`."""
     bounces: bool = False

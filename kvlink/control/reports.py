@@ -91,6 +91,8 @@ class CallCounts:
         self.refusals: Counter[tuple[str, str]] = Counter()
         """By method and reason."""
         self.feeds: set[Feed[Any]] = set()
+        self.certificate_expires_at: Callable[[], float] = lambda: 0.0
+        """Unix time; 0: there is none."""
 
     def answered(self, method: str, ns: int) -> None:
         """Well or with a refusal."""

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvlink import tracing
 from kvlink.control.admission import Admission
 from kvlink.control.codec import Codec, Method
+from kvlink.control.denials import DenialLog
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
 from kvlink.control.peers import serving
@@ -42,6 +43,7 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),  # also those that have no call open
     ("grpc.http2.bdp_probe", 0),  # requests are small: see channel.py
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
@@ -62,10 +64,13 @@ class Host:
         gate: Gate | None = None,
     ) -> None:
         """`gate` says who calls, and refuses; without one, or without TLS, all who are admitted are alike."""
+        self._security = Security.from_env() if security is None else security
         self.counts = CallCounts()
+        if ring := self._security.keyring:
+            self.counts.certificate_expires_at = lambda: ring.current().expires_at
+        self._denials = DenialLog()
         self._what = what
         self._reflect = reflect
-        self._security = Security.from_env() if security is None else security
         self._gate = gate if self._security.keyring else None
         self._services: dict[str, dict[str, _Handler]] = {}
         self._streams: set[asyncio.Future[None]] = set()
@@ -169,6 +174,7 @@ class Host:
     def _denied(self, path: str, peer: str) -> None:
         service, _, name = path.removeprefix("/").partition("/")
         self.counts.refused(name if name in self._services.get(service, ()) else "", Reason.DENIED.name)
+        self._denials.note(path, peer, "no token of this host")
 
     def _admit(self, method: Method[Any, Any], context: _Context) -> None:
         """Raises Refused (DENIED)."""
@@ -208,6 +214,8 @@ class Host:
     ) -> NoReturn:
         refused = refusal_of(error)
         self.counts.refused(method.name, refused.reason.name)
+        if refused.reason is Reason.DENIED:
+            self._denials.note(method.path, context.peer(), refused.sentence)
         if refused.reason is Reason.FAILED:
             _log.error("%s failed request=%s", method.path, request_id, exc_info=error)
         await context.abort(

@@ -53,6 +53,12 @@ class Offer(NamedTuple):
     num_seats: int
     ticket: bytes
 
+    def __repr__(self) -> str:
+        """Without the secret."""
+        return (
+            f"Offer({self.request_id!r} by {self.worker_id!r} epoch {self.epoch}, {len(self.ticket)} bytes)"
+        )
+
 
 class Claim(NamedTuple):
     """Asks for all tickets of a request, on behalf of one of `num_readers` readers.
@@ -65,6 +71,12 @@ class Claim(NamedTuple):
     reader: int = 0
     num_readers: int = 1
     claim_id: bytes = b""
+
+    def __repr__(self) -> str:
+        """Without the claim's id, which gets its tickets again."""
+        return (
+            f"Claim({self.request_id!r} for reader {self.reader} of {self.num_readers}, {self.timeout_s:g} s)"
+        )
 
 
 class Claimed(NamedTuple):
@@ -88,6 +100,10 @@ class SettleOrder(NamedTuple):
     slot: int
     settle_nonce: int
 
+    def __repr__(self) -> str:
+        """Without the secret."""
+        return f"SettleOrder({self.worker_id!r} epoch {self.epoch}, slot {self.slot})"
+
 
 class Renewal(NamedTuple):
     """Asks an owner for time: (slot, settle nonce) of seats whose readers still wait."""
@@ -95,6 +111,10 @@ class Renewal(NamedTuple):
     worker_id: str
     epoch: int
     seats: list[tuple[int, int]]
+
+    def __repr__(self) -> str:
+        """Without the secrets."""
+        return f"Renewal({self.worker_id!r} epoch {self.epoch}, {len(self.seats)} seats)"
 
 
 class PushKind(Enum):
@@ -111,6 +131,10 @@ class Push(NamedTuple):
     kind: PushKind
     slot: int = 0
     settle_nonce: int = 0
+
+    def __repr__(self) -> str:
+        """Without the secret."""
+        return f"Push({self.kind.name}, slot {self.slot})"
 
 
 class HandoffBatch(NamedTuple):
@@ -146,6 +170,11 @@ class HandoffResults(NamedTuple):
     claimed: list[tuple[int, list[bytes]]]
     refused: list[RefusedHandoff]
 
+    def __repr__(self) -> str:
+        """Without the tickets."""
+        done = f"{self.offers_done} offers and {self.settles_done} settles done"
+        return f"HandoffResults({done}, {len(self.claimed)} claimed, {len(self.refused)} refused)"
+
 
 class ConnectRequest(NamedTuple):
     """A reader's hellos, one a lane, for the owner's transport."""
@@ -156,6 +185,11 @@ class ConnectRequest(NamedTuple):
     hellos: list[bytes]
     takes_keys: bool = False
 
+    def __repr__(self) -> str:
+        """Without the hellos."""
+        lanes = len(self.hellos)
+        return f"ConnectRequest({self.worker_id!r} epoch {self.epoch} over {self.transport}, {lanes} lanes)"
+
 
 class ConnectReply(NamedTuple):
     """The owner's replies, in the order of the hellos. Keys are given where they are no longer the card's."""
@@ -164,6 +198,10 @@ class ConnectReply(NamedTuple):
     replies: list[bytes]
     pool_keys: Sequence[bytes] = ()
     lease_key: bytes = b""
+
+    def __repr__(self) -> str:
+        """Without invitations and keys."""
+        return f"ConnectReply(connection {self.connection_id}, {len(self.replies)} lanes)"
 
 
 class CoordinatorStatus(NamedTuple):

@@ -62,6 +62,9 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
 def _add_calls(families: Families, calls: CallCounts) -> None:
     lag = "Changes of membership that the slowest watcher has yet to be sent."
     families.gauge(f"{_PREFIX}_feed_lag", lag, calls.feed_lag, {})
+    if expires_at := calls.certificate_expires_at():
+        expiry = "When this coordinator's certificate ends, in Unix time."
+        families.gauge(f"{_PREFIX}_certificate_expiry_timestamp_seconds", expiry, expires_at, {})
     for method, durations in calls.durations.items():
         latency = "Unary calls answered; Claim waits for its offer."
         families.histogram(f"{_PREFIX}_call_seconds", latency, durations, {"method": method})

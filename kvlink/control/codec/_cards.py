@@ -10,7 +10,7 @@ from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
 from kvlink.control.codec._remembered import Remembered
 from kvlink.control.codec._version import check_version
-from kvlink.control.codec._wire import check_name, check_opaque, check_within, codec
+from kvlink.control.codec._wire import check_name, check_opaque, check_printable, check_within, codec
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, TransportCard, WorkerCard
@@ -78,10 +78,13 @@ def _check_card(card: WorkerCard) -> None:
     check_within("number of planes", len(card.layout.planes), 0, limits.MAX_PLANES)
     check_within("number of regions", len(card.region_bytes), 0, limits.MAX_REGIONS)
     check_within("number of transports", len(card.transports), 0, limits.MAX_TRANSPORTS)
-    check_opaque("a name in the card", card.host.boot_id, card.layout.model, card.layout.dtype)
+    check_opaque("a name in the card", *(texts := (card.host.boot_id, card.layout.model, card.layout.dtype)))
+    check_printable("a name in the card", *texts)
     for transport in card.transports:
         check_within("number of pool keys", len(transport.pool_keys), 0, limits.MAX_REGIONS)
         check_opaque("a transport's name or address", transport.name, transport.address)
+        check_printable("a transport's name", transport.name)
+        check_printable("why a transport is refused", transport.refused.replace("\n", " "))
         check_opaque("a key", *transport.pool_keys, transport.lease_key, transport.refused)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single
-from kvlink.control.codec._wire import check_name, check_within, codec, nothing, plain
+from kvlink.control.codec._wire import check_name, check_printable, check_within, codec, nothing, plain
 from kvlink.control.overview import (
     MAX_LINKS,
     MAX_REASON_BYTES,
@@ -36,6 +36,7 @@ def _check_link(link: LinkReport) -> None:
 
 def _check_failure(failure: FailureCount) -> None:
     check_within("bytes of a reason", len(failure.reason.encode()), 1, MAX_REASON_BYTES)
+    check_printable("a reason", failure.reason)
 
 
 def _check_call(call: CallCount) -> None:
@@ -101,6 +102,7 @@ def _check_view(view: WorkerView) -> None:
     check_name("worker_id", view.worker_id)
     check_within("age_s", view.age_s, 0, _MOST_S)
     check_within("interval_s", view.interval_s, 0, _MOST_S)
+    check_printable("an agent, a tenant or a transport", view.agent, view.tenant, *view.transports)
     check_within("bytes of a tenant", len(view.tenant.encode()), 0, limits.MAX_NAME_BYTES)
     check_within("number of transports", len(view.transports), 0, limits.MAX_TRANSPORTS)
 

@@ -109,6 +109,14 @@ def plain(
 
 def check_name(field: str, name: str) -> None:
     ticket.check_name(name, field)
+    check_printable(field, name)
+
+
+def check_printable(field: str, *texts: str) -> None:
+    """Terminals and logs show them: escapes among them would write whatever their author likes."""
+    for text in texts:
+        if not text.isprintable():
+            raise ConfigError(f"{field} has characters that cannot be printed: {text[:80]!a}")
 
 
 def check_opaque(field: str, *blobs: bytes | str) -> None:
