@@ -67,6 +67,7 @@ def exposed() -> str:
     calls = CallCounts()
     calls.answered("Join", 1)
     calls.refused("Join", "FAILED")
+    calls.certificate_expires_at = lambda: 1.8e9
     return generate_latest(registry).decode() + exposition(CoordinatorStatus(), calls).decode()
 
 

@@ -227,6 +227,7 @@ def test_paths_beyond_the_bound_share_one_row() -> None:
     from kvlink.traffic import MAX_PATHS, OTHERS, Path, Traffic
 
     traffic = Traffic()
+    traffic.live = lambda: {Path(f"w{index}", "tcp") for index in range(MAX_PATHS + 3)}
     for index in range(MAX_PATHS + 3):
         traffic.tally(f"w{index}", "tcp")
     counts = traffic.counts()

@@ -50,7 +50,8 @@ from kvlink.types import HostIdentity, Joined, TransportCard, WorkerCard, Worker
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=MAX_NAME_BYTES // 4)
+PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
+NAMES = st.text(PRINTABLE, min_size=1, max_size=MAX_NAME_BYTES // 4)
 BLOBS = st.binary(max_size=80)
 SECONDS = st.floats(0.001, 3600.0)
 
@@ -105,7 +106,7 @@ def cards(draw: st.DrawFn) -> WorkerCard:
             row_bytes=draw(st.integers(1, 512)),
             num_blocks=draw(st.integers(1, 1000)),
             dtype=draw(NAMES),
-            model=draw(st.text(max_size=20)),
+            model=draw(st.text(PRINTABLE, max_size=20)),
         ),
         draw(st.sampled_from(Order)),
     )
@@ -276,7 +277,7 @@ def test_what_exceeds_a_bound_is_not_sent(codec: Codec[Any], value: Any, names: 
 def test_a_batch_of_too_many_operations_is_not_taken() -> None:
     batch = HandoffBatch([], [], [CLAIM] * (MAX_BATCH_OPS + 1))
     blob = CoordinatorCalls.HANDOFFS.request.encode(batch)
-    with pytest.raises(ConfigError, match="operations in a batch is over 1024"):
+    with pytest.raises(ConfigError, match=r"operations in a batch is (over 1024|1025)"):
         CoordinatorCalls.HANDOFFS.request.decode(blob)
 
 

@@ -122,10 +122,10 @@ def test_a_card_is_looked_through_before_it_is_read(where: str, blob: Callable[[
 
 
 def test_parts_of_a_message_that_is_given_twice_add_up() -> None:
-    report = overview_pb2.WorkerReport(links=[overview_pb2.LinkReport(worker_id="w" * 500)] * 20)
+    report = overview_pb2.WorkerReport(links=[overview_pb2.LinkReport(worker_id="w" * 500)] * 32)
     beat = coordinator_pb2.Beat(worker_id="w", report=report).SerializeToString()
     with pytest.raises(ConfigError, match="number of links is over 32"):
-        CoordinatorCalls.KEEP_ALIVE.request.decode(beat * 2)
+        CoordinatorCalls.KEEP_ALIVE.request.decode(beat * 5)
 
 
 def test_what_is_refused_was_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
