@@ -172,7 +172,8 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
   const uint64_t id = next_connection_id_++;
-  Accepted accepted{row->transport->can_fence() ? id : 0, {}};
+  const bool announces = row->transport->can_fence() && !row->transport->guards();
+  Accepted accepted{announces ? id : 0, {}};
   Status why;
   for (const std::string& hello : hellos) {
     const Result<std::string> reply = row->transport->accept({id, caller}, hello);
@@ -274,13 +275,22 @@ void Engine::sweep() {
   std::vector<EndedLease> ended;
   leases_->sweep(now_ns(), ended);
   if (ended.empty()) return;
-  // Fence first: a block must not be written again while a late reader could still be sent its bytes.
-  for (const EndedLease& lease : ended) {
-    for (const uint64_t reader : lease.readers) fence(reader);
-  }
+  cut_off_readers(ended);
   std::lock_guard lock(mutex_);
   for (const auto& queue : ended_watchers_) queue->push(ended.front().lease);
   std::move(ended.begin(), ended.end(), std::back_inserter(ended_));
+}
+
+/// First of all: a block must not be written again while a late reader could still be sent its bytes.
+void Engine::cut_off_readers(std::span<const EndedLease> ended) {
+  const auto settled = [](const EndedLease& lease) { return lease.how == LeaseEnd::kSettled; };
+  if (std::all_of(ended.begin(), ended.end(), settled)) return;
+  for (const Row& row : rows_) {
+    if (row.transport && row.transport->guards()) row.transport->enforce_guards();
+  }
+  for (const EndedLease& lease : ended) {
+    for (const uint64_t reader : lease.readers) fence(reader);
+  }
 }
 
 std::vector<EndedLease> Engine::take_ended() {

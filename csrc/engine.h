@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -47,7 +48,7 @@ struct TransportAccess {
 };
 
 struct Accepted {
-  uint64_t connection_id = 0;  // 0: this transport cannot fence, nothing to announce
+  uint64_t connection_id = 0;  // 0: nothing to announce, as no reader of this transport is ever fenced
   std::vector<std::string> replies;
   /// Empty: as access() has them. A device that was removed and came back has others.
   std::vector<std::string> pool_keys = {};
@@ -130,6 +131,7 @@ class Engine {
   Status absent(const std::string& transport) const;
   void serve();
   void sweep();
+  void cut_off_readers(std::span<const EndedLease> ended);
   void wake_owner();
 
   const EngineOptions options_;

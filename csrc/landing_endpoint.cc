@@ -170,14 +170,14 @@ Status LandingEndpoint::ask(Post& post, Part& part, uint64_t token) {
   }
   if (post.lands) {
     post.fill(part, {part.slot.get(), SlotRing::kSlotBytes, slot_region_}, limits_);
-    return inner_->post_read(token, {part.ops, part.segments.data()});
+    return inner_->post_read(token, part.chunk(post.chunk.guard));
   }
   if (rules_.num_out_of_reach == 0) {
     post.asked = true;
     return inner_->post_read(token, post.chunk);
   }
   post.pass_on(part, rules_.num_out_of_reach);
-  return inner_->post_read(token, {part.ops, part.segments.data()});
+  return inner_->post_read(token, part.chunk(post.chunk.guard));
 }
 
 void LandingEndpoint::arrived(Part& part, const Status& status) {

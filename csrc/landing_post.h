@@ -19,6 +19,7 @@ struct LandingPart {
   std::vector<CopyPiece> pieces = {};
 
   void clear();
+  Chunk chunk(const Guard& guard) const { return {.ops = ops, .segments = segments.data(), .guard = guard}; }
 };
 
 /// What a part may have.

@@ -270,7 +270,7 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
       return status;
     }
   }
-  return endpoint_->post_read(token, transfer->chunk(step));
+  return endpoint_->post_read(token, transfer->chunk(step, lease_region_));
 }
 
 bool Lane::poll() {

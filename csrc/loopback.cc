@@ -9,6 +9,7 @@
 
 #include "host.h"
 #include "queued_endpoint.h"
+#include "stale.h"
 #include "transports.h"
 #include "wire.h"
 
@@ -139,6 +140,7 @@ class LoopbackEndpoint : public MappedEndpoint {
     for (const ReadOp& op : read.chunk.ops) {
       if (regions_[op.region]->revoked) return revoked();
     }
+    if (Status status = check(read.chunk.guard); !status.ok()) return status;
     return MappedEndpoint::read_some(read, behind, budget);
   }
 
@@ -151,6 +153,20 @@ class LoopbackEndpoint : public MappedEndpoint {
 
  private:
   static Status revoked() { return Status::AccessDenied("the owner no longer lends this loopback region"); }
+
+  // REQUIRES the owner's mutex.
+  Status check(const Guard& guard) const {
+    if (guard.value == 0) return {};
+    uint64_t word = 0;
+    if (guard.region >= regions_.size()) return Status::AccessDenied("the guard's region is not known");
+    const LentRegion& lent = *regions_[guard.region];
+    if (lent.revoked) return revoked();
+    if (guard.offset % sizeof word != 0 || guard.offset >= lent.range.bytes / sizeof word * sizeof word) {
+      return Status::AccessDenied("the guard is not aligned or leaves its region");
+    }
+    load_words(reinterpret_cast<std::byte*>(&word), lent.range.base + guard.offset, sizeof word);
+    return word == guard.value ? Status{} : stale_blocks(word);
+  }
 
   // REQUIRES the owner's mutex.
   Status linked() const {
@@ -207,6 +223,8 @@ class LoopbackTransport : public Transport {
     return BlobWriter().u32(kMagic).u64(number).take();
   }
 
+  bool guards() const override { return true; }
+  void enforce_guards() override { std::unique_lock lock(owner_->mutex); }  // what is being copied ends first
   bool can_fence() const override { return true; }
 
   bool fence(uint64_t connection_id) override {

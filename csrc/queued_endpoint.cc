@@ -57,7 +57,7 @@ PollResult QueuedEndpoint::poll(std::vector<Completion>& ended) {
   while (budget > 0 && !posts_.empty()) {
     const size_t before = budget;
     Status status = execute_front(budget);
-    if (!status.ok() && status.code() != Code::kAccessDenied) {
+    if (!status.ok() && status.code() != Code::kAccessDenied && status.code() != Code::kStaleBlocks) {
       break_down(std::move(status));
       break;
     }

@@ -44,7 +44,7 @@ class QueuedEndpoint : public Endpoint {
   virtual Status check_owner() = 0;
   /// Moves at most `budget` bytes and advances `read.at`; none means that it wants to be called again later.
   /// `behind`, the read posted after it or null, may be taken along where that saves something.
-  /// kAccessDenied ends this read alone, any other failure the endpoint.
+  /// kAccessDenied and kStaleBlocks end this read alone, any other failure the endpoint.
   virtual Status read_some(Read& read, Read* behind, size_t budget) = 0;
   virtual Status write_word(uint32_t region, uint64_t offset, uint64_t value) = 0;
 

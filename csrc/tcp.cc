@@ -37,6 +37,8 @@ class TcpTransport final : public Transport {
     return owner_->admit(reader).encode();
   }
 
+  bool guards() const override { return true; }
+  void enforce_guards() override { owner_->enforce_guards(); }
   bool can_fence() const override { return true; }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
   int serve_fd() const override { return owner_->serve_fd(); }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "stale.h"
+
 namespace kvlink::tcp {
 namespace {
 
@@ -23,15 +25,21 @@ std::string refusal(ReadStatus status) {
 }  // namespace
 
 void Landing::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes) {
-  Response& response = responses_.emplace_back();
-  response.token = token;
-  response.bytes = bytes;
-  response.got = 0;
-  response.chunk = chunk;
-  response.at = {};
-  response.id = id;
-  response.forgotten = false;
-  advance(response, response.at, 0);
+  Cursor at;
+  do {
+    Response& response = responses_.emplace_back();
+    response.token = token;
+    response.bytes = std::min(bytes, kMaxFrameBytes);
+    response.got = 0;
+    response.chunk = chunk;
+    response.id = id++;
+    response.forgotten = false;
+    bytes -= response.bytes;
+    response.last = bytes == 0;
+    advance(response, at, 0);
+    response.at = at;
+    if (!response.last) advance(response, at, response.bytes);
+  } while (bytes > 0);
 }
 
 void Landing::forget(uint64_t token) {
@@ -39,7 +47,7 @@ void Landing::forget(uint64_t token) {
     Response& response = responses_[index];
     if (response.token != token) continue;
     response.forgotten = true;
-    response.chunk = {};
+    response.chunk = {.ops = {}, .guard = response.chunk.guard};
   }
 }
 
@@ -83,9 +91,8 @@ bool Landing::place_payload(const Response& response, size_t budget) {
   uint64_t left = response.total() - std::max<uint64_t>(response.got, sizeof(ResponseHeader));
   while (left > 0) {
     if (placed_bytes_ >= budget || places_.size() >= kMaxPlaces) return false;
-    const iovec room = response.forgotten ? iovec{scratch_.get(), std::min<uint64_t>(left, kScratchBytes)}
-                                          : segment_at(response, at);
-    const size_t bytes = std::min(room.iov_len, budget - placed_bytes_);
+    const iovec room = response.forgotten ? iovec{scratch_.get(), kScratchBytes} : segment_at(response, at);
+    const size_t bytes = std::min({room.iov_len, left, budget - placed_bytes_});
     place(room.iov_base, bytes);
     if (!response.forgotten) advance(response, at, bytes);
     left -= bytes;
@@ -147,7 +154,7 @@ Status Landing::land(size_t bytes, size_t& taken, std::vector<Completion>& ended
     taken += payload;
     if (response.got < response.total()) break;
     if (response.small()) scatter_small(response);
-    if (!response.forgotten) ended.push_back({response.token, {}});
+    if (response.last && !response.forgotten) ended.push_back({response.token, {}});
     pop();
   }
   return {};
@@ -158,14 +165,19 @@ Status Landing::land_header(Response& response, std::vector<Completion>& ended, 
   ResponseHeader header;
   std::memcpy(&header, response.head.data(), sizeof header);
   refused = header.status != ReadStatus::kOk;
-  if (header.magic != kFrameMagic || header.id != response.id || header.status > ReadStatus::kMixed ||
-      header.bytes != (refused ? 0 : response.bytes)) {
+  const bool stale = header.status == ReadStatus::kStale;
+  const bool fits = stale ? header.bytes <= kLargestToldWord && response.chunk.guard.value != 0
+                          : header.bytes == (refused ? 0 : response.bytes);
+  if (header.magic != kFrameMagic || header.id != response.id || header.status > ReadStatus::kStale ||
+      !fits) {
     return Status::Unreachable("protocol error: " + peer_ + " sent a response that does not fit its request");
   }
   if (!refused) return {};
   if (!response.forgotten) {
     ended.push_back(
-        {response.token, Status::AccessDenied(peer_ + " refused a read: " + refusal(header.status))});
+        {response.token, stale ? stale_blocks(header.bytes)
+                               : Status::AccessDenied(peer_ + " refused a read: " + refusal(header.status))});
+    forget(response.token);
   }
   pop();
   return {};
@@ -174,7 +186,7 @@ Status Landing::land_header(Response& response, std::vector<Completion>& ended, 
 void Landing::scatter_small(const Response& response) const {
   const std::byte* from = response.head.data() + sizeof(ResponseHeader);
   Cursor at = response.at;
-  while (at.op < response.chunk.ops.size()) {
+  while (at.op < response.chunk.ops.size()) {  // a small one is the last of its chunk
     const iovec segment = segment_at(response, at);
     std::memcpy(segment.iov_base, from, segment.iov_len);
     from += segment.iov_len;

@@ -29,7 +29,8 @@ class Landing {
   explicit Landing(std::string peer) : peer_(std::move(peer)) {}
 
   bool empty() const { return first_ == responses_.size(); }
-  /// Behind everything expected so far. `bytes` is the sum over the ops. The chunk is borrowed.
+  /// Behind everything expected so far. `bytes` is the sum over the ops; each kMaxFrameBytes of them are a
+  /// response of their own, whose ids count up from `id`. The chunk is borrowed.
   void expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes);
   /// Nothing of `token` lands from now on; its bytes are drained elsewhere.
   void forget(uint64_t token);
@@ -54,6 +55,7 @@ class Landing {
     Chunk chunk;     // empty once forgotten
     Cursor at;       // where the next payload byte lands
     uint32_t id;
+    bool last;  // of its token
     bool forgotten;
     // Header, and behind it the payload of a small read, which is copied out when complete.
     std::array<std::byte, sizeof(ResponseHeader) + kMaxAtomicBytes> head;

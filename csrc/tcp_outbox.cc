@@ -4,10 +4,18 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <climits>
 
 namespace kvlink::tcp {
+
+void Outbox::add_zeros(uint64_t bytes) {
+  static std::array<std::byte, 64 << 10> zeros{};
+  for (; bytes > 0; bytes -= pieces_.back().iov_len) {
+    pieces_.push_back({zeros.data(), std::min<uint64_t>(bytes, zeros.size())});
+  }
+}
 
 void Outbox::clear() {
   pieces_.clear();

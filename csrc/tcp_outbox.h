@@ -35,6 +35,8 @@ class Outbox {
   void clear();
   /// Extends the last piece where `base` follows on.
   void add(std::byte* base, size_t bytes);
+  /// So many bytes of zero.
+  void add_zeros(uint64_t bytes);
   /// Hands over at most `budget` bytes and takes them off it. `more`: the next response follows at once.
   Wants send(int socket, bool more, size_t& budget);
   bool touches(const LentRegion& region) const;

@@ -163,6 +163,11 @@ Invitation Owner::admit(ReaderId reader) {
   return invitations_.issue(reader, now_ns());
 }
 
+void Owner::enforce_guards() {
+  std::lock_guard lock(lock_);  // what is being sent meanwhile is sent before
+  for (auto& [serial, connection] : served_) connection.enforce_guard();
+}
+
 bool Owner::fence(uint64_t connection_id) {
   std::lock_guard lock(lock_);
   const bool invited = invitations_.withdraw(connection_id);

@@ -50,6 +50,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
   void take_back(uint64_t key);
   Invitation admit(ReaderId reader);
+  void enforce_guards();
   /// True when anything was admitted under this id.
   bool fence(uint64_t connection_id);
 

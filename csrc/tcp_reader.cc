@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "clock.h"
 #include "tcp_invitations.h"
@@ -69,6 +70,7 @@ class Reader final : public Endpoint {
   Status exchange_hello(const Invitation& invitation, int64_t deadline_ns);
   Status check_ops(const Chunk& chunk, uint64_t& bytes) const;
   void append(const void* from, size_t bytes);
+  void append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op);
   Status flush(std::vector<Completion>& ended, bool& progressed);
   Status receive(std::vector<Completion>& ended, bool& progressed);
   uint64_t appended() const { return sent_ + (outbox_.size() - outbox_sent_); }
@@ -175,9 +177,6 @@ Status Reader::check_ops(const Chunk& chunk, uint64_t& bytes) const {
     if (local_bytes != op.bytes) return Status::Config("the segments of a read do not add up to its bytes");
     bytes += op.bytes;
   }
-  if (bytes > kMaxFrameBytes) {
-    return Status::Config("a tcp read moves at most " + std::to_string(kMaxFrameBytes) + " bytes");
-  }
   return {};
 }
 
@@ -191,15 +190,38 @@ Status Reader::post_read(uint64_t token, const Chunk& chunk) {
   uint64_t bytes = 0;
   const Status allowed = check_ops(chunk, bytes);
   if (!allowed.ok()) return allowed;
-  const RequestHeader header{kFrameMagic, FrameKind::kRead, static_cast<uint32_t>(chunk.ops.size()),
-                             next_id_};
+  if (chunk.guard.value != 0 && chunk.guard.region >= regions_.size()) {
+    return Status::AccessDenied("the guard of a read lies outside the regions of " + peer_);
+  }
+  landing_.expect(token, next_id_, chunk, bytes);
+  uint64_t in_op = 0;
+  for (size_t op = 0; op < chunk.ops.size();) append_frame(chunk, op, in_op);
+  return {};
+}
+
+/// Asks for kMaxFrameBytes from there on, or for what is left.
+void Reader::append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op) {
+  const Guard& guard = chunk.guard;
+  const size_t begin = outbox_.size();
+  RequestHeader header{kFrameMagic, FrameKind::kRead, 0, next_id_++};
   append(&header, sizeof header);
-  for (const ReadOp& op : chunk.ops) {
-    const ReadEntry entry{regions_[op.region].key, op.offset, op.bytes};
+  if (guard.value != 0) {
+    header.kind = FrameKind::kGuardedRead;
+    const GuardEntry entry{regions_[guard.region].key, guard.offset, guard.value};
     append(&entry, sizeof entry);
   }
-  landing_.expect(token, next_id_++, chunk, bytes);
-  return {};
+  for (uint64_t room = kMaxFrameBytes; op < chunk.ops.size() && (room > 0 || chunk.ops[op].bytes == 0);) {
+    const ReadOp& from = chunk.ops[op];
+    const ReadEntry entry{regions_[from.region].key, from.offset + in_op, std::min(from.bytes - in_op, room)};
+    append(&entry, sizeof entry);
+    ++header.count;
+    room -= entry.bytes;
+    in_op += entry.bytes;
+    if (in_op < from.bytes) break;
+    in_op = 0;
+    ++op;
+  }
+  std::memcpy(&outbox_[begin], &header, sizeof header);
 }
 
 Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "stale.h"
+
 namespace kvlink::tcp {
 namespace {
 
@@ -29,15 +31,23 @@ bool inside(const LentRegion& region, uint64_t offset, uint64_t bytes) {
   return bytes <= region.bytes && offset <= region.bytes - bytes;
 }
 
+bool is_read(const RequestHeader& header) {
+  return header.kind == FrameKind::kRead || header.kind == FrameKind::kGuardedRead;
+}
+
+size_t guard_bytes(const RequestHeader& header) {
+  return header.kind == FrameKind::kGuardedRead ? sizeof(GuardEntry) : 0;
+}
+
 size_t frame_bytes(const RequestHeader& header) {
-  return header.kind == FrameKind::kWrite ? kWriteFrameBytes
-                                          : sizeof header + header.count * sizeof(ReadEntry);
+  if (header.kind == FrameKind::kWrite) return kWriteFrameBytes;
+  return sizeof header + guard_bytes(header) + header.count * sizeof(ReadEntry);
 }
 
 bool well_formed(const RequestHeader& header) {
   if (header.magic != kFrameMagic) return false;
   if (header.kind == FrameKind::kWrite) return header.count == 0;
-  return header.kind == FrameKind::kRead && header.count > 0 && header.count <= kMaxFrameOps;
+  return is_read(header) && header.count > 0 && header.count <= kMaxFrameOps;
 }
 
 }  // namespace
@@ -50,8 +60,11 @@ Wants ServedConnection::serve() {
       if (wants != Wants::kRequests) return wants;
     }
     if (!outbox_.empty()) {
+      enforce_guard();  // behind the copy of what a device handed out
       const bool more = (device_ && device_->goes_on()) || read_follows();
+      const size_t before = budget;
       const Wants wants = outbox_.send(socket(), more, budget);
+      response_sent_ += before - budget;
       if (wants != Wants::kRequests) return wants;
       if (device_ && !device_->empty()) continue;
     }
@@ -90,7 +103,7 @@ size_t ServedConnection::whole_frame(RequestHeader& header) const {
 
 bool ServedConnection::read_follows() const {
   RequestHeader header;
-  return whole_frame(header) > 0 && header.kind == FrameKind::kRead;
+  return whole_frame(header) > 0 && is_read(header);
 }
 
 ServedConnection::Step ServedConnection::run_next_frame() {
@@ -100,7 +113,7 @@ ServedConnection::Step ServedConnection::run_next_frame() {
   if (!well_formed(header)) return Step::kMalformed;
   const std::byte* entries = &inbox_[begin_ + sizeof header];
   begin_ += bytes;
-  return header.kind == FrameKind::kRead ? answer_read(header, entries) : store(header, entries);
+  return is_read(header) ? answer_read(header, entries) : store(header, entries);
 }
 
 ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header, const std::byte* entries) {
@@ -112,17 +125,58 @@ ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header
   copied_bytes_ = sizeof(ResponseHeader);
   outbox_.add(copied_.data(), sizeof(ResponseHeader));
   uint64_t bytes = 0;
-  const ReadStatus status = gather(header, entries, bytes);
+  ReadStatus status = ReadStatus::kOk;
+  guard_ = {};
+  if (header.kind == FrameKind::kGuardedRead) status = hold_guard(load<GuardEntry>(entries));
+  if (status == ReadStatus::kOk) status = gather(header, entries + guard_bytes(header), bytes);
   if (bytes > kMaxFrameBytes) return Step::kMalformed;
-  if (status != ReadStatus::kOk) {
-    bytes = 0;
-    if (device_) device_->clear();
-    outbox_.clear();
-    outbox_.add(copied_.data(), sizeof(ResponseHeader));
+  response_ = {kFrameMagic, ReadStatus::kOk, static_cast<uint32_t>(header.id), bytes};
+  response_sent_ = 0;
+  if (status == ReadStatus::kOk) {
+    std::memcpy(copied_.data(), &response_, sizeof response_);
+    enforce_guard();  // before any copy of a device is begun
+  } else {
+    refuse(status, 0);
   }
-  const ResponseHeader response{kFrameMagic, status, static_cast<uint32_t>(header.id), bytes};
-  std::memcpy(copied_.data(), &response, sizeof response);
   return Step::kDone;
+}
+
+/// Instead of what was to be sent.
+void ServedConnection::refuse(ReadStatus status, uint64_t why) {
+  if (device_) device_->clear();
+  outbox_.clear();
+  guard_ = {};
+  expects_write_ = false;
+  response_.status = status;
+  response_.bytes = why;
+  std::memcpy(copied_.data(), &response_, sizeof response_);
+  outbox_.add(copied_.data(), sizeof response_);
+}
+
+/// The guard failed. What was announced already goes on as zeros.
+void ServedConnection::withhold() {
+  const uint64_t found = guard_.found();
+  if (response_sent_ == 0) return refuse(ReadStatus::kStale, std::min(found, kLargestToldWord));
+  if (device_) device_->clear();
+  outbox_.clear();
+  guard_ = {};
+  const size_t header_sent = std::min<uint64_t>(response_sent_, sizeof response_);
+  outbox_.add(&copied_[header_sent], sizeof response_ - header_sent);
+  outbox_.add_zeros(response_.bytes - (response_sent_ - header_sent));
+}
+
+uint64_t ServedConnection::HeldGuard::found() const { return word_at(word).load(std::memory_order_acquire); }
+
+ReadStatus ServedConnection::hold_guard(const GuardEntry& entry) {
+  const auto found = regions_.find(entry.key);
+  if (found == regions_.end()) return ReadStatus::kUnknownKey;
+  const LentRegion& region = found->second;
+  const std::byte* const word = region.base + entry.offset;
+  if (region.device || !inside(region, entry.offset, sizeof entry.value) || !is_aligned(word)) {
+    return ReadStatus::kOutOfBounds;
+  }
+  guard_ = {word, entry.value};
+  return ReadStatus::kOk;
 }
 
 ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes) {

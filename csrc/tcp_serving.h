@@ -28,9 +28,14 @@ class ServedConnection {
 
   /// Works until there is nothing to do or its share of this round is used up.
   Wants serve();
-  /// Part of a response under way comes from `region`.
+  /// Part of a response under way, or the word that it is sent under, comes from `region`.
   bool sends_from(const LentRegion& region) const {
-    return outbox_.touches(region) || (device_ && device_->touches(region));
+    return outbox_.touches(region) || (device_ && device_->touches(region)) ||
+           (is_sending() && guard_.word && region.meets(guard_.word, sizeof(uint64_t)));
+  }
+  /// On return nothing more is sent under a guard that fails now.
+  void enforce_guard() {
+    if (is_sending() && !guard_.holds()) withhold();
   }
   /// A lease slot was read last, and that was not hushed for yet: what comes next is most likely a lone
   /// settle.
@@ -46,6 +51,19 @@ class ServedConnection {
  private:
   enum class Step : uint8_t { kDone, kNeedsMore, kMalformed };
 
+  /// Of the response under way.
+  struct HeldGuard {
+    const std::byte* word = nullptr;  // null: there is none
+    uint64_t value = 0;
+    uint64_t found() const;
+    bool holds() const { return word == nullptr || found() == value; }
+  };
+
+  bool is_sending() const { return !outbox_.empty() || (device_ && !device_->empty()); }
+  void withhold();
+  void refuse(ReadStatus status, uint64_t why);
+  ReadStatus hold_guard(const GuardEntry& entry);
+
   Step run_next_frame();
   Step answer_read(const RequestHeader& header, const std::byte* entries);
   Step store(const RequestHeader& header, const std::byte* entry);
@@ -56,7 +74,7 @@ class ServedConnection {
   size_t whole_frame(RequestHeader& header) const;
   bool read_follows() const;
 
-  static constexpr size_t kSliceBytes = 1 << 20;
+  static constexpr size_t kSliceBytes = sizeof(ResponseHeader) + kMaxFrameBytes;
   static constexpr size_t kInboxBytes = 32 << 10;
   static_assert(kInboxBytes >= kMaxRequestBytes);
 
@@ -67,6 +85,9 @@ class ServedConnection {
   std::vector<std::byte> inbox_ = std::vector<std::byte>(kInboxBytes);
   size_t begin_ = 0, end_ = 0;  // of what inbox_ holds
   Outbox outbox_;
+  HeldGuard guard_;
+  ResponseHeader response_{};              // the one under way
+  uint64_t response_sent_ = 0;             // bytes of it, header included
   std::unique_ptr<DevicePayload> device_;  // null until one is asked for
   std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
   size_t copied_bytes_ = 0;

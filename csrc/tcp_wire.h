@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // What crosses a tcp connection. Little-endian, packed without gaps, sent as it lies in memory.
 //
-//   reader -> owner: Hello, then frames: RequestHeader + `count` ReadEntry, or + WriteEntry
+//   reader -> owner: Hello, then frames: RequestHeader + `count` ReadEntry, or + GuardEntry + `count`
+//   ReadEntry, or + WriteEntry
 //   owner -> reader: HelloReply, then for each read frame, in order: ResponseHeader + payload (none when
 //   refused)
 //
-// A read frame that asks for memory of a device asks for nothing else.
+// A read frame that asks for memory of a device asks for nothing else. The payload of a guarded one is sent
+// while the guard holds. When it fails before the response has begun the answer is kStale, later the payload
+// goes on as zeros: the reader asks for another proof behind it anyway.
 //
 // Write frames have no response: a reader checks them against the region's key first, so a refused one is an
 // attack or a region that is gone, and closes the connection.
@@ -21,11 +24,12 @@ namespace kvlink::tcp {
 static_assert(std::endian::native == std::endian::little, "kvlink frames are sent as they lie in memory");
 
 inline constexpr uint64_t kHelloMagic = 0x31'70'63'74'6b'6e'6c'6bULL;  // "klnktcp1"
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr uint16_t kFrameMagic = 0x4b56;  // "VK"
 
 inline constexpr uint32_t kMaxFrameOps = 1024;
-inline constexpr uint64_t kMaxFrameBytes = 1ull << 30;  // of payload
+/// Of payload: what goes on as zeros, and for how long a reader does not hear that its guard failed.
+inline constexpr uint64_t kMaxFrameBytes = 1 << 20;
 /// Reads up to this long, of whole aligned words, are taken with atomic loads in frame order: lease slots.
 inline constexpr uint32_t kMaxAtomicBytes = 64;
 
@@ -52,7 +56,7 @@ struct HelloReply {
 };
 static_assert(sizeof(HelloReply) == 16);
 
-enum class FrameKind : uint16_t { kRead = 1, kWrite = 2 };
+enum class FrameKind : uint16_t { kRead = 1, kWrite = 2, kGuardedRead = 3 };
 
 struct RequestHeader {
   uint16_t magic;
@@ -69,6 +73,14 @@ struct ReadEntry {
 };
 static_assert(sizeof(ReadEntry) == 24);
 
+/// The word that is to be `value`.
+struct GuardEntry {
+  uint64_t key;
+  uint64_t offset;
+  uint64_t value;
+};
+static_assert(sizeof(GuardEntry) == 24);
+
 struct WriteEntry {
   uint64_t key;
   uint64_t offset;
@@ -76,15 +88,17 @@ struct WriteEntry {
 static_assert(sizeof(WriteEntry) < sizeof(ReadEntry), "the shortest frame is a write: see Owner::hush");
 
 inline constexpr size_t kWriteFrameBytes = sizeof(RequestHeader) + sizeof(WriteEntry);
-inline constexpr size_t kMaxRequestBytes = sizeof(RequestHeader) + kMaxFrameOps * sizeof(ReadEntry);
+inline constexpr size_t kMaxRequestBytes =
+    sizeof(RequestHeader) + sizeof(GuardEntry) + kMaxFrameOps * sizeof(ReadEntry);
 
-enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds, kMixed };
+enum class ReadStatus : uint16_t { kOk, kUnknownKey, kOutOfBounds, kMixed, kStale };
 
 struct ResponseHeader {
   uint16_t magic;
   ReadStatus status;
-  uint32_t id;     // low half of the request's
-  uint64_t bytes;  // of payload that follows; when refused 0
+  uint32_t id;  // low half of the request's
+  uint64_t
+      bytes;  // of payload that follows; when refused 0, when stale the word found, kLargestToldWord at most
 };
 static_assert(sizeof(ResponseHeader) == 16);
 

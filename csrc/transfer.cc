@@ -5,6 +5,7 @@
 
 #include "clock.h"
 #include "lease_table.h"
+#include "stale.h"
 
 namespace kvlink {
 namespace {
@@ -21,28 +22,6 @@ constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 bool is_made_up(const PullRequest& request) {
   return request.slot == 0 || request.nonce < kSmallestNonce ||
          (request.settle_nonce != 0 && request.settle_nonce < kSmallestNonce);
-}
-
-/// What it means that `found` stands in the slot in place of the ticket's nonce.
-Status stale(uint64_t found) {
-  const auto because = [](StaleReason why, const char* what) {
-    return Status::Stale(why, std::string("the lease ended before the read did: ") + what);
-  };
-  switch (found) {
-    case 0:
-      return Status::Stale(StaleReason::kNeverGranted,
-                           "the slot has never had a lease: the owner has not granted it yet");
-    case static_cast<uint64_t>(LeaseEnd::kSettled):
-      return because(StaleReason::kSettled, "another reader of its seat settled it");
-    case static_cast<uint64_t>(LeaseEnd::kExpired):
-      return because(StaleReason::kExpired, "its time to live ran out");
-    case static_cast<uint64_t>(LeaseEnd::kAborted):
-      return because(StaleReason::kAborted, "its owner aborted it");
-    case static_cast<uint64_t>(LeaseEnd::kEvicted):
-      return because(StaleReason::kEvicted, "its owner gave the blocks new content");
-    default:
-      return because(StaleReason::kReused, "a new lease has its slot");
-  }
 }
 
 }  // namespace
@@ -173,9 +152,12 @@ void Transfer::leave(const Status& why, int64_t now) {
   if (!done()) crew_->wake();
 }
 
-Chunk Transfer::chunk(const Step& step) const {
-  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops), plan_.segments.data(), plan_.repeats,
-          choice_.staged};
+Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
+  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops),
+          plan_.segments.data(),
+          plan_.repeats,
+          choice_.staged,
+          {uint64_t{slot_} * sizeof(LeaseSlot), nonce_, lease_region}};
 }
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
@@ -268,7 +250,7 @@ bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
 void Transfer::on_slot(int64_t now) {
   posted_ = false;
   if (words_[0] != nonce_) {
-    stop(stale(words_[0]));
+    stop(stale_blocks(words_[0]));
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
   } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {

@@ -121,7 +121,7 @@ class Transfer {
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
   uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
 
-  Chunk chunk(const Step& step) const;
+  Chunk chunk(const Step& step, uint32_t lease_region) const;
   uint32_t slot() const { return slot_; }
   uint64_t settle_nonce() const { return settle_nonce_; }
   /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.

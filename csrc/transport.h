@@ -65,6 +65,14 @@ struct Repeat {
   uint32_t region = 0, local_region = 0;  // instead of the ReadOp's and the Segment's
 };
 
+/// The condition under which bytes may be sent: the aligned word at `offset` of the owner's region is
+/// `value`.
+struct Guard {
+  uint64_t offset = 0;
+  uint64_t value = 0;  // 0: there is no condition
+  uint32_t region = 0;
+};
+
 /// What one post_read moves. The arrays are borrowed until its completion, cancel() or close().
 struct Chunk {
   std::span<const ReadOp> ops;
@@ -72,6 +80,9 @@ struct Chunk {
   /// Of endpoints that take them alone. Then all ops are of one region, and all segments of one.
   std::span<const Repeat> repeats = {};
   bool staged = false;  // by way of the staging buffer: of endpoints with a crossover() alone
+  /// Transports with guards() send nothing once it fails and end the read with kStaleBlocks. Others ignore
+  /// it.
+  Guard guard = {};
 };
 
 struct Completion {
@@ -207,8 +218,12 @@ class Transport {
   /// Admits the reader that said `hello`. What is there for all who have not connected yet is shared out
   /// among callers: a flood by one drops what is its own.
   virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;
-  /// Whether fence() works. Readers of a transport that can be fenced announce their connection id in the
-  /// lease slot.
+  /// The owner's end obeys Chunk::guard, so that no reader need be cut off when a lease ends.
+  virtual bool guards() const { return false; }
+  /// On return no byte is sent any more under a guard that fails now.
+  virtual void enforce_guards() {}
+  /// Whether fence() works. Readers of a transport that can be fenced, and has no guards, announce their
+  /// connection id in the lease slot.
   virtual bool can_fence() const { return false; }
   /// Cuts every endpoint admitted under `connection_id`: on return none of them gets another byte.
   /// False: no such connection, or !can_fence().

@@ -49,6 +49,8 @@ class WrappedTransport : public Transport {
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     return inner_->accept(reader, hello);
   }
+  bool guards() const override { return inner_->guards(); }
+  void enforce_guards() override { inner_->enforce_guards(); }
   bool can_fence() const override { return inner_->can_fence(); }
   bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }
   int serve_fd() const override { return inner_->serve_fd(); }

@@ -310,7 +310,31 @@ TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   EXPECT_TRUE(other->status().ok()) << other->status().what();
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, ::testing::Values("verbs", "tcp"),
+struct EngineGuardTest : EngineTest {};
+
+TEST_P(EngineGuardTest, AbortAndExpiryEndTheReadAndKeepTheConnection) {
+  Pair pair(GetParam());
+  for (const bool expires : {false, true}) {
+    const LeaseSeat seat = pair.grant();
+    const uint64_t lease = pair.next_lease - 1;
+    LeaseTable& leases = pair.owner.engine->leases();
+    EXPECT_TRUE(expires ? leases.set_ttl(lease, 0, now_ns()) : leases.abort(lease));
+    const auto ended = pair.await_ended();
+    ASSERT_EQ(ended.size(), 1u);
+    EXPECT_TRUE(ended[0].readers.empty());
+    const auto late = pair.pull(seat, {3}, {4});
+    ASSERT_TRUE(late && late->wait(10 * kSecond));
+    EXPECT_EQ(late->status().code(), Code::kStaleBlocks) << late->status().what();
+    EXPECT_EQ(late->status().stale(), expires ? StaleReason::kExpired : StaleReason::kAborted);
+    EXPECT_FALSE(pair.connection->broken());
+    EXPECT_FALSE(pair.equal({3}, {4})) << "the bytes came all the same";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, EngineGuardTest, ::testing::Values("loopback", "tcp"),
+                         [](const auto& info) { return std::string(info.param); });
+
+INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, ::testing::Values("verbs"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(EngineOptionsTest, RefusesNonsense) {

@@ -49,6 +49,9 @@ class FakeEndpoint final : public Endpoint {
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
     posts_.push_back({token, chunk});
+    const bool of_lease = chunk.ops.front().region == kLeases;
+    num_unguarded_ += !of_lease && (chunk.guard.region != kLeases || chunk.guard.value != kNonce ||
+                                    chunk.guard.offset != kSlot * sizeof(LeaseSlot));
     return {};
   }
   Status post_write(uint64_t token, uint32_t, uint64_t, uint64_t) override {
@@ -78,6 +81,7 @@ class FakeEndpoint final : public Endpoint {
   int64_t asks_at_ns_ = 0;   // 0: it does not ask
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed
   uint32_t num_vain_ = 0;
+  uint32_t num_unguarded_ = 0;  // reads of blocks that do not name their lease
   size_t num_posts() const { return posts_.size(); }
 
  private:

@@ -20,6 +20,7 @@ TEST_F(LaneTest, LanesShareAPullByTheirWindows) {
   start({window(16 << 10), window(48 << 10)});
   drive();
   expect_valid();
+  EXPECT_EQ(endpoint(0).num_unguarded_ + endpoint(1).num_unguarded_, 0u);
   EXPECT_EQ(landed[0] + landed[1], owner_blocks.size() * kBlockBytes);
   EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
 }

@@ -26,7 +26,7 @@ void mutate(std::string& bytes, Random& random) {
 }
 
 std::string random_response(uint32_t id, uint64_t bytes, Random& random) {
-  const auto status = static_cast<tcp::ReadStatus>(random() % 8 == 0 ? random() % 4 : 0);
+  const auto status = static_cast<tcp::ReadStatus>(random() % 8 == 0 ? random() % 5 : 0);
   const bool whole = status == tcp::ReadStatus::kOk;
   return raw(tcp::ResponseHeader{tcp::kFrameMagic, status, id, whole ? bytes : 0}) +
          std::string(whole ? bytes : 0, static_cast<char>(random()));
@@ -54,7 +54,9 @@ TEST(TcpFuzz, OwnerSurvivesMutatedFrames) {
       }
       std::vector<tcp::ReadEntry> entries(1 + random() % 20);
       for (tcp::ReadEntry& entry : entries) entry = {key, random() % 5000, random() % 5000};
-      frames += read_frame(entries, random());
+      const tcp::GuardEntry guard{keys[random() % 2], random() % 4200 & ~uint64_t{random() % 8},
+                                  random() % 2};
+      frames += random() % 2 == 0 ? read_frame(entries, random()) : guarded_frame(guard, entries, random());
     }
     if (round % 4 != 0) mutate(frames, random);
     for (size_t at = 0; at < frames.size();) {  // in pieces, so that frames arrive torn
@@ -237,22 +239,6 @@ TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
     }
     ASSERT_EQ(next, ended.size());
   }
-}
-
-/// Feeds a whole stream by as few receives as landing asks for.
-Status land_stream(tcp::Landing& landing, const std::string& stream, std::vector<Completion>& ended) {
-  for (size_t at = 0; at < stream.size();) {
-    size_t taken = 0;
-    for (const iovec& place : landing.places(1 << 20)) {
-      const size_t bytes = std::min(place.iov_len, stream.size() - at - taken);
-      std::memcpy(place.iov_base, stream.data() + at + taken, bytes);
-      taken += bytes;
-    }
-    at += taken;
-    const Status status = landing.landed(taken, ended);
-    if (!status.ok()) return status;
-  }
-  return {};
 }
 
 /// Different pulls may share a destination: what lands early must not run over what has to be taken back.

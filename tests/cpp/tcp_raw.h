@@ -14,6 +14,7 @@
 #include "copy_peers.h"
 #include "fd.h"
 #include "tcp_invitations.h"
+#include "tcp_landing.h"
 #include "tcp_socket.h"
 #include "tcp_wire.h"
 
@@ -29,6 +30,14 @@ inline std::string read_frame(const std::vector<tcp::ReadEntry>& entries, uint64
       tcp::RequestHeader{tcp::kFrameMagic, tcp::FrameKind::kRead, static_cast<uint32_t>(entries.size()), id});
   for (const tcp::ReadEntry& entry : entries) frame += raw(entry);
   return frame;
+}
+
+inline std::string guarded_frame(const tcp::GuardEntry& guard, const std::vector<tcp::ReadEntry>& entries,
+                                 uint64_t id) {
+  std::string frame = read_frame(entries, id);
+  const auto header = tcp::RequestHeader{tcp::kFrameMagic, tcp::FrameKind::kGuardedRead,
+                                         static_cast<uint32_t>(entries.size()), id};
+  return frame.replace(0, sizeof header, raw(header) + raw(guard));
 }
 
 inline std::string write_frame(const tcp::WriteEntry& entry, uint64_t value) {
@@ -51,6 +60,22 @@ inline void expect_landed(const Scatter& scatter, const std::vector<std::byte>& 
       offset += piece.bytes;
     }
   }
+}
+
+/// Feeds a whole stream by as few receives as landing asks for.
+inline Status land_stream(tcp::Landing& landing, const std::string& stream, std::vector<Completion>& ended) {
+  for (size_t at = 0; at < stream.size();) {
+    size_t taken = 0;
+    for (const iovec& place : landing.places(1 << 20)) {
+      const size_t bytes = std::min(place.iov_len, stream.size() - at - taken);
+      std::memcpy(place.iov_base, stream.data() + at + taken, bytes);
+      taken += bytes;
+    }
+    at += taken;
+    const Status status = landing.landed(taken, ended);
+    if (!status.ok()) return status;
+  }
+  return {};
 }
 
 class RawSocket {

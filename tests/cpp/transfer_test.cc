@@ -256,15 +256,15 @@ TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
   transfer->ended(slot, {}, 100'000);
   const Step first = transfer->next({1 << 20, 64, 8}, false, 0, 100'000);
   ASSERT_EQ(first.kind, Kind::kReads);
-  EXPECT_EQ(transfer->chunk(first).ops.size(), 2u);
+  EXPECT_EQ(transfer->chunk(first, 1).ops.size(), 2u);
   transfer->ended(first, {}, 200'000);
   slot = transfer->next(kOneOp, false, 0, 300'000);
   ASSERT_EQ(slot.kind, Kind::kSlot);
   slot_says(kNonce, 3);
   transfer->ended(slot, {}, 300'000);
   const Step last = transfer->next({1 << 20, 64, 8}, false, 0, 300'000);
-  ASSERT_EQ(transfer->chunk(last).ops.size(), 1u);
-  EXPECT_EQ(transfer->chunk(last).ops[0].offset, 9u * kBlockBytes);
+  ASSERT_EQ(transfer->chunk(last, 1).ops.size(), 1u);
+  EXPECT_EQ(transfer->chunk(last, 1).ops[0].offset, 9u * kBlockBytes);
   transfer->ended(last, {}, 400'000);
   transfer->ended(transfer->next(kOneOp, false, 0, 400'000), {}, 400'001);
   transfer->ended(transfer->next(kOneOp, false, 0, 400'001), {}, 400'002);
