@@ -113,7 +113,7 @@ void register_plan(py::module_& m) {
 
 void register_transfer(py::module_& m) {
   py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
-      .def(py::init<>())
+      .def(py::init([] { return take(CompletionQueue::make()); }))
       .def("fileno", &CompletionQueue::fd)
       .def("drain", &CompletionQueue::drain)
       .def("close", &CompletionQueue::close);

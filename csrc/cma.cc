@@ -339,7 +339,7 @@ class CmaTransport : public Transport {
   Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
     Result<CmaAddress> parsed = CmaAddress::parse(owner_address);
     if (!parsed.ok()) return parsed.status();
-    if (parsed->boot_id != boot_id()) {
+    if (!is_this_boot(parsed->boot_id)) {
       return Status::Unavailable("the owner is on another machine",
                                  "enable a transport between machines (tcp)");
     }

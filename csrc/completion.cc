@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "completion.h"
 
-#include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <utility>
+#include "sys.h"
 
 namespace kvlink {
 
-CompletionQueue::CompletionQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+Result<std::shared_ptr<CompletionQueue>> CompletionQueue::make() {
+  Result<UniqueFd> fd = sys::event_fd("cannot wait for completions on an event loop");
+  if (!fd.ok()) return fd.status();
+  return std::shared_ptr<CompletionQueue>(new CompletionQueue(std::move(*fd)));
+}
 
 void CompletionQueue::push(uint64_t token) {
   std::lock_guard lock(mutex_);

@@ -3,17 +3,20 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "fd.h"
+#include "status.h"
 
 namespace kvlink {
 
 /// Any thread pushes; one consumer watches fd() and drains.
 class CompletionQueue {
  public:
-  CompletionQueue();
+  static Result<std::shared_ptr<CompletionQueue>> make();
 
   /// Writes the eventfd only on empty -> non-empty.
   void push(uint64_t token);
@@ -24,6 +27,8 @@ class CompletionQueue {
   void close();
 
  private:
+  explicit CompletionQueue(UniqueFd fd) : fd_(std::move(fd)) {}
+
   std::mutex mutex_;
   std::vector<uint64_t> tokens_;
   UniqueFd fd_;

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine.h"
 
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <functional>
 #include <utility>
 
 #include "clock.h"
+#include "host.h"
+#include "sys.h"
 
 namespace kvlink {
 namespace {
@@ -20,6 +21,7 @@ namespace {
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
+constexpr char kStarting[] = "cannot start this worker";
 
 }  // namespace
 
@@ -30,6 +32,8 @@ Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
   if (options.num_lease_slots == 0 || options.num_lease_slots > 1 << 20) {
     return Status::Config("lease slots must be 1 to 1048576");
   }
+  uint64_t drawn;
+  if (Status status = fill_random(&drawn, sizeof drawn); !status.ok()) return status;
   std::unique_ptr<Engine> engine(new Engine(options));
   for (const std::string& name : options.transports) {
     Row row{name, nullptr, {}, {name, {}, {}, {}, {}}};
@@ -104,6 +108,14 @@ bool Engine::lands_unlent(const Row& row) const {
 }
 
 Status Engine::start() {
+  Status status = register_all();
+  if (status.ok()) status = open_descriptors();
+  if (status.ok()) status = start_threads();
+  if (!status.ok()) close();
+  return status;
+}
+
+Status Engine::register_all() {
   Result<std::shared_ptr<HostMemory>> lease_memory =
       HostMemory::allocate(uint64_t{options_.num_lease_slots + 1} * sizeof(LeaseSlot), false);
   if (!lease_memory.ok()) return lease_memory.status();
@@ -129,20 +141,32 @@ Status Engine::start() {
   for (Row& row : rows_) {
     if (row.transport) row.ports = row.transport->ports();
   }
-  epoll_fd_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
-  wake_fd_ = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  epoll_event event{EPOLLIN, {.u64 = UINT64_MAX}};
-  epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, wake_fd_.get(), &event);
-  for (size_t index = 0; index < rows_.size(); ++index) {
-    if (!rows_[index].transport || rows_[index].transport->serve_fd() < 0) continue;
-    event = {EPOLLIN, {.u64 = index}};
-    epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, rows_[index].transport->serve_fd(), &event);
+  return {};
+}
+
+Status Engine::open_descriptors() {
+  Result<UniqueFd> epoll = sys::epoll(kStarting), wake = sys::event_fd(kStarting);
+  if (!epoll.ok()) return epoll.status();
+  if (!wake.ok()) return wake.status();
+  epoll_fd_ = std::move(*epoll);
+  wake_fd_ = std::move(*wake);
+  bool watched = sys::watch(epoll_fd_.get(), wake_fd_.get(), EPOLLIN, UINT64_MAX);
+  for (size_t index = 0; watched && index < rows_.size(); ++index) {
+    const int fd = rows_[index].transport ? rows_[index].transport->serve_fd() : -1;
+    if (fd >= 0) watched = sys::watch(epoll_fd_.get(), fd, EPOLLIN, index);
   }
+  return watched ? Status{} : sys::failed(Code::kConfig, kStarting, "epoll_ctl", errno);
+}
+
+Status Engine::start_threads() {
   for (uint32_t index = 0; index < options_.num_progress_threads; ++index) {
-    progress_.push_back(std::make_shared<ProgressThread>());
+    Result<std::shared_ptr<ProgressThread>> thread = ProgressThread::make();
+    if (!thread.ok()) return thread.status();
+    progress_.push_back(std::move(*thread));
   }
-  owner_ = std::thread([this] { serve(); });
-  pthread_setname_np(owner_.native_handle(), "kvlink-owner");
+  Result<std::thread> owner = sys::start_thread(kStarting, "kvlink-owner", [this] { serve(); });
+  if (!owner.ok()) return owner.status();
+  owner_ = std::move(*owner);
   return {};
 }
 

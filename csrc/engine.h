@@ -72,7 +72,8 @@ class Engine {
   const std::string& staging_refused() const { return staging_refused_; }
   /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
-  /// Ends registration and starts the threads. REQUIRES at least one pool region.
+  /// Ends registration and starts the threads; a failure closes the engine. REQUIRES at least one pool
+  /// region.
   Status start();
   std::vector<TransportAccess> access() const;
 
@@ -129,6 +130,9 @@ class Engine {
   void look_after_ports(Row& row);
   Status check_serving() const;
   Status absent(const std::string& transport) const;
+  Status register_all();
+  Status open_descriptors();
+  Status start_threads();
   void serve();
   void sweep();
   void cut_off_readers(std::span<const EndedLease> ended);

@@ -5,12 +5,14 @@
 #include <sys/timerfd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <mutex>
 #include <unordered_map>
 
 #include "clock.h"
 #include "fault_plan.h"
 #include "fd.h"
+#include "sys.h"
 #include "transports.h"
 #include "wrapped.h"
 
@@ -172,14 +174,16 @@ class FaultEndpoint final : public WrappedEndpoint {
   // Whoever sleeps on wake_fd() must wake for withheld completions too.
   Status watch() {
     if (inner_->wake_fd() < 0) return {};
-    wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
-    timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    epoll_event event{};
-    event.events = EPOLLIN;
+    static const std::string kDoing = "the fault transport cannot watch its connection";
+    Result<UniqueFd> wake = sys::epoll(kDoing, Code::kTransportUnavailable),
+                     timer = sys::timer(kDoing, Code::kTransportUnavailable);
+    if (!wake.ok()) return wake.status();
+    if (!timer.ok()) return timer.status();
+    wake_ = std::move(*wake);
+    timer_ = std::move(*timer);
     for (const int fd : {inner_->wake_fd(), timer_.get()}) {
-      if (::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-        return Status::Unreachable("the fault transport is out of descriptors; raise ulimit -n");
-      }
+      if (!sys::watch(wake_.get(), fd, EPOLLIN, 0))
+        return sys::failed(Code::kTransportUnavailable, kDoing, "epoll_ctl", errno);
     }
     return {};
   }

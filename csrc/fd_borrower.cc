@@ -16,13 +16,14 @@
 
 #include "clock.h"
 #include "host.h"
+#include "sys.h"
 
 namespace kvlink {
 namespace {
 
 Status owner_gone() { return Status::Unreachable("the owner has closed or ended"); }
 Status failed(const char* call) {
-  return Status::Unreachable(std::string("connecting to the owner: ") + call + ": " + std::strerror(errno));
+  return sys::failed(Code::kTransportUnavailable, "cannot connect to the owner's Unix socket", call, errno);
 }
 Status too_late() { return Status::Timeout("the owner did not answer in time; is it stopped?"); }
 Status malformed() { return Status::AccessDenied("the owner's offer of memory is malformed"); }
@@ -45,7 +46,7 @@ std::vector<UniqueFd> attached_fds(msghdr& message) {
 Result<FdBorrower> FdBorrower::of(uint32_t magic, std::string_view owner_address) {
   Result<HostAddress> parsed = HostAddress::parse(magic, owner_address);
   if (!parsed.ok()) return parsed.status();
-  if (parsed->boot_id != boot_id()) {
+  if (!is_this_boot(parsed->boot_id)) {
     return Status::Unavailable("the owner is on another machine",
                                "enable a transport between machines (verbs, tcp)");
   }
@@ -78,7 +79,7 @@ ssize_t FdBorrower::in_time(int option, int64_t deadline_ns, Call call) {
   for (;;) {
     const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
     const timeval patience{left_us / 1'000'000, left_us % 1'000'000};
-    ::setsockopt(socket_.get(), SOL_SOCKET, option, &patience, sizeof patience);
+    if (!sys::set_option(socket_.get(), SOL_SOCKET, option, patience)) return -1;
     const ssize_t result = call();
     if (result >= 0 || errno != EINTR) return result;
   }
@@ -91,7 +92,7 @@ Status FdBorrower::connect(int64_t deadline_ns) {
   std::memcpy(address.sun_path + 1, socket_name_.data(), socket_name_.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + socket_name_.size());
 
-  socket_.reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  socket_.reset(sys::socket(AF_UNIX, SOCK_SEQPACKET));
   if (!socket_) return failed("socket");
   const auto knock = [&] {  // waits while the owner's backlog is full
     return ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size);
@@ -114,12 +115,11 @@ Status FdBorrower::watch_owner() {
   owner_pid_ = peer.pid;
   // Of an owner out of sight the socket's end has to do.
   if (peer.pid > 0) pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
-  wake_.reset(::epoll_create1(EPOLL_CLOEXEC));
-  if (!wake_) return failed("epoll_create1");
-  epoll_event event{};
-  event.events = EPOLLIN;
+  Result<UniqueFd> wake = sys::epoll("cannot watch the owner", Code::kTransportUnavailable);
+  if (!wake.ok()) return wake.status();
+  wake_ = std::move(*wake);
   for (const int fd : {socket_.get(), pidfd_.get()}) {
-    if (fd >= 0 && ::epoll_ctl(wake_.get(), EPOLL_CTL_ADD, fd, &event) != 0) return failed("epoll_ctl");
+    if (fd >= 0 && !sys::watch(wake_.get(), fd, EPOLLIN, 0)) return failed("epoll_ctl");
   }
   return {};
 }

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "host.h"
+#include "sys.h"
 
 namespace kvlink {
 namespace {
@@ -23,9 +24,16 @@ constexpr size_t kMaxInvitations = 1024, kMaxInvitationsOfOne = 256;
 constexpr int kBacklog = 64;
 
 Status cannot_listen(const char* call) {
-  return Status::Unavailable(
-      std::string("cannot listen on a Unix socket: ") + call + ": " + std::strerror(errno),
-      "raise the limit of open files (ulimit -n), or use another transport");
+  return sys::transport_failed("cannot listen on a Unix socket", call, errno);
+}
+
+// Given up for a moment to refuse a reader when no other descriptor is left.
+UniqueFd open_spare() { return UniqueFd(sys::open_file("/dev/null", O_RDONLY)); }
+
+bool watch(int epoll, int fd) { return sys::watch(epoll, fd, EPOLLIN, static_cast<uint64_t>(fd)); }
+
+bool rewatch(int epoll, int fd, uint32_t events) {
+  return sys::rewatch(epoll, fd, events, static_cast<uint64_t>(fd));
 }
 
 std::string random_name() {
@@ -40,13 +48,6 @@ bool is_trusted(int socket) {
   socklen_t size = sizeof peer;
   return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
          (peer.uid == ::geteuid() || peer.uid == 0);
-}
-
-bool watch(int epoll, int fd, int operation, uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.fd = fd;
-  return ::epoll_ctl(epoll, operation, fd, &event) == 0;
 }
 
 // One message with its descriptors. False with errno when the socket does not take it now.
@@ -71,7 +72,7 @@ bool send_message(int socket, std::string_view bytes, const std::vector<int>& fd
 }  // namespace
 
 Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
-  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  UniqueFd listener(sys::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK));
   if (!listener) return cannot_listen("socket");
   const std::string name = random_name();
   sockaddr_un address{};
@@ -80,17 +81,21 @@ Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   if (::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) return cannot_listen("bind");
   if (::listen(listener.get(), kBacklog) != 0) return cannot_listen("listen");
-  UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll || !watch(epoll.get(), listener.get(), EPOLL_CTL_ADD, EPOLLIN)) return cannot_listen("epoll");
-  return std::shared_ptr<FdLender>(new FdLender(magic, name, std::move(listener), std::move(epoll)));
+  Result<UniqueFd> epoll = sys::epoll("cannot listen on a Unix socket");
+  if (!epoll.ok()) return epoll.status();
+  if (!watch(epoll->get(), listener.get())) return cannot_listen("epoll_ctl");
+  UniqueFd spare = open_spare();
+  if (!spare) return cannot_listen("open");
+  return std::shared_ptr<FdLender>(
+      new FdLender(magic, name, std::move(listener), std::move(*epoll), std::move(spare)));
 }
 
-FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll)
+FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare)
     : magic_(magic),
       name_(std::move(name)),
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
-      spare_(::open("/dev/null", O_RDONLY | O_CLOEXEC)),
+      spare_(std::move(spare)),
       quota_(kMaxInvitationsOfOne, kMaxInvitations) {}
 
 std::string FdLender::address() const {
@@ -137,7 +142,7 @@ void FdLender::serve() {
   std::array<epoll_event, kMaxEvents> events;
   const int num_events = ::epoll_wait(epoll_.get(), events.data(), kMaxEvents, 0);
   for (int i = 0; i < num_events; ++i) {
-    const int fd = events[i].data.fd;
+    const auto fd = static_cast<int>(events[i].data.u64);
     if (fd == listener_.get()) {
       greet();
     } else if (const auto client = clients_.find(fd); client != clients_.end()) {
@@ -154,12 +159,12 @@ void FdLender::greet() {
   if (!socket && (errno == EMFILE || errno == ENFILE)) {
     spare_.reset();
     UniqueFd(::accept(listener_.get(), nullptr, nullptr));  // closed at once: the reader sees why not
-    spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    spare_ = open_spare();
   }
   if (!socket || !is_trusted(socket.get())) return;
   if (num_strangers_ == kMaxStrangers) make_room();
   const int fd = socket.get();
-  if (!watch(epoll_.get(), fd, EPOLL_CTL_ADD, EPOLLIN)) return;
+  if (!watch(epoll_.get(), fd)) return;
   Client& client = clients_[fd];
   client.socket = std::move(socket);
   client.arrival = ++num_arrivals_;
@@ -206,13 +211,13 @@ bool FdLender::send_offers(Client& client) {
     }
     if (!send_message(client.socket.get(), message.take(), fds)) {
       const bool later = errno == EAGAIN || errno == EINTR;
-      return later && watch(epoll_.get(), client.socket.get(), EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT);
+      return later && rewatch(epoll_.get(), client.socket.get(), EPOLLIN | EPOLLOUT);
     }
     client.num_sent += count;
   } while (client.num_sent < client.offers.size());
   client.all_sent = true;
   client.offers.clear();
-  return watch(epoll_.get(), client.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
+  return rewatch(epoll_.get(), client.socket.get(), EPOLLIN);
 }
 
 void FdLender::close() {

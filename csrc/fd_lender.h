@@ -55,7 +55,7 @@ class FdLender {
     bool all_sent = false;
   };
 
-  FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll);
+  FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare);
   void greet();
   void make_room();
   /// False: the client is to be dropped.

@@ -1,35 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host.h"
 
-#include <sys/random.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <mutex>
+
+#include "sys.h"
 
 namespace kvlink {
 
 std::string boot_id() {
-  std::string id;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+  // Read before descriptors can run out, and again only while it is not known.
+  static std::mutex mutex;
+  static std::string id;
+  std::lock_guard lock(mutex);
+  if (id.empty()) std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
   return id;
 }
+
+bool is_this_boot(std::string_view id) { return !id.empty() && id == boot_id(); }
 
 uint64_t namespace_inode(const char* kind) {
   struct stat found{};
   return ::stat((std::string("/proc/self/ns/") + kind).c_str(), &found) == 0 ? found.st_ino : 0;
 }
 
+Status fill_random(void* into, size_t bytes) {
+  auto* const at = static_cast<char*>(into);
+  for (size_t drawn = 0; drawn < bytes;) {
+    const ssize_t got = sys::draw_random(at + drawn, bytes - drawn);
+    if (got > 0) {
+      drawn += static_cast<size_t>(got);
+    } else if (errno != EINTR) {
+      return sys::failed(Code::kConfig, "cannot draw random numbers for secrets", "getrandom", errno);
+    }
+  }
+  return {};
+}
+
 std::string random_bytes(size_t bytes) {
   std::string drawn(bytes, '\0');
-  for (size_t at = 0; at < bytes;) {
-    const ssize_t got = ::getrandom(drawn.data() + at, bytes - at, 0);
-    if (got > 0)
-      at += static_cast<size_t>(got);
-    else if (errno != EINTR)
-      std::abort();  // no kernel that runs C++20 binaries lacks it
-  }
+  // Engine::make() has tried it, and nobody may go on with a secret that is not random.
+  if (!fill_random(drawn.data(), bytes).ok()) std::abort();
   return drawn;
 }
 

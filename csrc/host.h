@@ -7,13 +7,19 @@
 #include <string>
 #include <string_view>
 
+#include "status.h"
+
 namespace kvlink {
 
 /// The kernel's id of this boot, the same in every container of the machine; empty without /proc.
 std::string boot_id();
+/// False for an empty one: hosts that do not tell are not the same host.
+bool is_this_boot(std::string_view id);
 /// Inode of /proc/self/ns/`kind` ("net", "pid"); 0 without /proc.
 uint64_t namespace_inode(const char* kind);
-/// Cryptographically random, so fit for secrets.
+/// Cryptographically random, so fit for secrets. kConfig where the kernel or a seccomp profile refuses.
+Status fill_random(void* into, size_t bytes);
+/// REQUIRES that fill_random() works here.
 std::string random_bytes(size_t bytes);
 uint64_t random_u64();
 /// Takes the same time wherever the two differ.

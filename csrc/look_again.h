@@ -7,10 +7,14 @@
 #include <sys/timerfd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "fd.h"
 #include "status.h"
+#include "sys.h"
 
 namespace kvlink {
 
@@ -22,10 +26,15 @@ class LookAgain {
 
   /// `other`: borrowed until close(); -1: there is none.
   Status open(int other) {
-    timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    either_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    static const std::string kDoing = "cannot watch a connection";
+    Result<UniqueFd> timer = sys::timer(kDoing, Code::kTransportUnavailable),
+                     either = sys::epoll(kDoing, Code::kTransportUnavailable);
+    if (!timer.ok()) return timer.status();
+    if (!either.ok()) return either.status();
+    timer_ = std::move(*timer);
+    either_ = std::move(*either);
     const bool opened = add(timer_.get()) && (other < 0 || add(other));
-    return opened ? Status{} : Status::Unreachable("this process is out of descriptors; raise ulimit -n");
+    return opened ? Status{} : sys::failed(Code::kTransportUnavailable, kDoing, "epoll_ctl", errno);
   }
   int fd() const { return either_.get(); }
   /// Before sleeping: whether there is something to look for.
@@ -42,11 +51,7 @@ class LookAgain {
   }
 
  private:
-  bool add(int fd) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    return ::epoll_ctl(either_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
-  }
+  bool add(int fd) { return sys::watch(either_.get(), fd, EPOLLIN, 0); }
   /// 0 stops the timer; setting it also makes it unreadable.
   void set(int64_t ns) {
     ns_ = ns;

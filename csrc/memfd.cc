@@ -10,6 +10,8 @@
 #include <cstring>
 #include <string>
 
+#include "sys.h"
+
 namespace kvlink {
 namespace {
 
@@ -33,10 +35,12 @@ Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access ac
   if (range.memfd < 0) return Status::Unavailable("the pool was not allocated by kvlink", {});
   if (!never_shrinks(range.memfd))
     return Status::Unavailable("its memfd is not sealed against shrinking", {});
+  const bool again = access == Access::kRead;
   const std::string path = "/proc/self/fd/" + std::to_string(range.memfd);
-  UniqueFd memfd(access == Access::kRead ? ::open(path.c_str(), O_RDONLY | O_CLOEXEC)
-                                         : ::fcntl(range.memfd, F_DUPFD_CLOEXEC, 0));
-  if (!memfd) return Status::Unavailable(std::string("opening it again: ") + std::strerror(errno), {});
+  UniqueFd memfd(again ? sys::open_file(path.c_str(), O_RDONLY) : sys::duplicate(range.memfd));
+  if (!memfd) {
+    return sys::transport_failed("cannot open the pool's memfd again", again ? "open" : "fcntl", errno);
+  }
   return lender.lend(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
 }
 
@@ -53,12 +57,13 @@ Result<MemfdMapping> MemfdMapping::make(FdBorrower& borrower, const FdOffer& off
   mapping.skip_ = offer.offset % static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
   mapping.bytes_ = offer.bytes + mapping.skip_;
   const int protection = offer.access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  const int flags = MAP_SHARED | (offer.bytes <= kPopulateBytes ? MAP_POPULATE : 0);
-  void* const start = ::mmap(nullptr, mapping.bytes_, protection, flags, memfd,
-                             static_cast<off_t>(offer.offset - mapping.skip_));
+  const int populate = offer.bytes <= kPopulateBytes ? MAP_POPULATE : 0;
+  void* const start =
+      sys::map_shared(mapping.bytes_, protection, populate, memfd, offer.offset - mapping.skip_);
   if (start == MAP_FAILED) {
-    return Status::Unreachable("cannot map " + std::to_string(offer.bytes) +
-                               " bytes of the owner's memory: " + std::strerror(errno));
+    return sys::failed(Code::kTransportUnavailable,
+                       "cannot map " + std::to_string(offer.bytes) + " bytes of the owner's memory", "mmap",
+                       errno);
   }
   mapping.start_ = start;
   return mapping;

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "fd.h"
+#include "sys.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -18,26 +19,26 @@
 namespace kvlink {
 namespace {
 
+/// " (… available)", or nothing where /proc does not say.
 std::string available_memory() {
   std::ifstream meminfo("/proc/meminfo");
   for (std::string name, rest; meminfo >> name && std::getline(meminfo, rest);) {
-    if (name == "MemAvailable:") return rest.substr(rest.find_first_not_of(' '));
+    if (name == "MemAvailable:") return " (" + rest.substr(rest.find_first_not_of(' ')) + " available)";
   }
-  return "an unknown amount";
+  return {};
 }
 
-Status no_memory(uint64_t bytes, const char* call, int error) {
-  return {Code::kConfig,
-          "cannot allocate " + std::to_string(bytes) + " bytes of shared memory: " + call + ": " +
-              std::strerror(error) + " (" + available_memory() + " available)",
-          "ask for fewer blocks, or raise the memory limit of this machine or container"};
+Status refused(uint64_t bytes, const char* call, int error) {
+  const std::string doing = "cannot allocate " + std::to_string(bytes) + " bytes of shared memory";
+  return sys::failed(Code::kConfig, sys::is_memory(call, error) ? doing + available_memory() : doing, call,
+                     error);
 }
 
 // Faults every page in now: a pool that does not fit must fail here and not by SIGBUS in the middle of a
 // copy.
 int populate(std::byte* base, uint64_t bytes, int fd) {
   if (::madvise(base, bytes, MADV_POPULATE_WRITE) == 0) return 0;
-  if (errno != EINVAL) return errno;  // EINVAL: a kernel before 5.14
+  if (errno != EINVAL && errno != EPERM && errno != ENOSYS) return errno;  // a kernel before 5.14, or seccomp
   return ::posix_fallocate(fd, 0, static_cast<off_t>(bytes));
 }
 
@@ -45,21 +46,20 @@ int populate(std::byte* base, uint64_t bytes, int fd) {
 
 Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool huge_pages) {
   if (bytes == 0) return Status::Config("cannot allocate 0 bytes of shared memory");
-  if (bytes > static_cast<uint64_t>(INT64_MAX)) return no_memory(bytes, "ftruncate", EFBIG);
-  UniqueFd fd(::memfd_create("kvlink", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) return no_memory(bytes, "memfd_create", errno);
-  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return no_memory(bytes, "ftruncate", errno);
+  if (bytes > static_cast<uint64_t>(INT64_MAX)) return refused(bytes, "ftruncate", EFBIG);
+  UniqueFd fd(sys::make_memfd("kvlink", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return refused(bytes, "memfd_create", errno);
+  if (sys::set_size(fd.get(), bytes) != 0) return refused(bytes, "ftruncate", errno);
   // Readers map it: it must never shrink under them.
-  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    return no_memory(bytes, "F_ADD_SEALS", errno);
+  if (sys::add_seals(fd.get(), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return refused(bytes, "fcntl", errno);
   }
-  void* const mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (mapped == MAP_FAILED) return no_memory(bytes, "mmap", errno);
+  void* const mapped = sys::map_shared(bytes, PROT_READ | PROT_WRITE, 0, fd.get(), 0);
+  if (mapped == MAP_FAILED) return refused(bytes, "mmap", errno);
   auto* const base = static_cast<std::byte*>(mapped);
   if (huge_pages) ::madvise(base, bytes, MADV_HUGEPAGE);  // advice: failure changes nothing
   std::shared_ptr<HostMemory> memory(new HostMemory({base, bytes, fd.release(), 0}));
-  if (const int error = populate(base, bytes, memory->range_.memfd))
-    return no_memory(bytes, "populate", error);
+  if (const int error = populate(base, bytes, memory->range_.memfd)) return refused(bytes, "madvise", error);
   return memory;
 }
 

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "progress.h"
 
-#include <pthread.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <ctime>
+#include <string>
 
 #include "clock.h"
+#include "sys.h"
 
 namespace kvlink {
 namespace {
@@ -24,9 +26,16 @@ constexpr int64_t kIdleNs = 1'000'000'000;
 
 }  // namespace
 
-ProgressThread::ProgressThread()
-    : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), thread_([this] { run(); }) {
-  pthread_setname_np(thread_.native_handle(), "kvlink-progress");
+Result<std::shared_ptr<ProgressThread>> ProgressThread::make() {
+  static const std::string kDoing = "cannot start a progress thread";
+  Result<UniqueFd> wake_fd = sys::event_fd(kDoing);
+  if (!wake_fd.ok()) return wake_fd.status();
+  std::shared_ptr<ProgressThread> made(new ProgressThread(std::move(*wake_fd)));
+  Result<std::thread> thread =
+      sys::start_thread(kDoing, "kvlink-progress", [progress = made.get()] { progress->run(); });
+  if (!thread.ok()) return thread.status();
+  made->thread_ = std::move(*thread);
+  return made;
 }
 
 void ProgressThread::add(std::shared_ptr<Lane> lane) {
@@ -52,7 +61,7 @@ void ProgressThread::wake() {
 void ProgressThread::stop() {
   if (stopping_.exchange(true)) return;
   wake();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void ProgressThread::wake_from_doze() {
@@ -122,6 +131,11 @@ bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
   const int64_t ns = std::max<int64_t>(wake_at_ns - now_ns(), 0);
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
   const int ready = ppoll(fds.data(), fds.size(), &timeout, nullptr);
+  if (ready < 0 && errno != EINTR) {  // more lanes than a lowered RLIMIT_NOFILE lets it watch: look each tick
+    const timespec tick{0, kTickNs};
+    ::nanosleep(&tick, nullptr);
+    return true;
+  }
   uint64_t count;
   [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
   for (size_t index = 1; index < fds.size(); ++index) {

@@ -8,16 +8,18 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fd.h"
 #include "lane.h"
+#include "status.h"
 
 namespace kvlink {
 
 class ProgressThread final : public LaneDriver {
  public:
-  ProgressThread();
+  static Result<std::shared_ptr<ProgressThread>> make();
   ~ProgressThread() override { stop(); }
 
   void add(std::shared_ptr<Lane> lane);
@@ -29,6 +31,7 @@ class ProgressThread final : public LaneDriver {
   void stop();
 
  private:
+  explicit ProgressThread(UniqueFd wake_fd) : wake_fd_(std::move(wake_fd)) {}
   void run();
   static Lane::Rest arm_all(const std::vector<std::shared_ptr<Lane>>& lanes);
   /// `fds` are the wake descriptor, then one a lane. False: only the time had come.

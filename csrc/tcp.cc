@@ -2,7 +2,10 @@
 // The tcp transport: reads as frames over a socket, answered by a thread of the owner. Goes anywhere.
 #include <sys/socket.h>
 
+#include <cerrno>
+
 #include "fd.h"
+#include "sys.h"
 #include "tcp_owner.h"
 #include "tcp_reader.h"
 #include "transports.h"
@@ -53,10 +56,9 @@ class TcpTransport final : public Transport {
 
 Status tcp_probe() {
   for (const int family : {AF_INET, AF_INET6}) {
-    if (UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0))) return {};
+    if (UniqueFd(sys::socket(family, SOCK_STREAM))) return {};
   }
-  return Status::Unavailable(tcp::errno_text("this process may not open tcp sockets"),
-                             "allow socket(AF_INET) in the container's seccomp profile");
+  return sys::failed(Code::kTransportUnavailable, "this process cannot open tcp sockets", "socket", errno);
 }
 
 Result<std::unique_ptr<Transport>> tcp_make(const TransportOptions& options) {

@@ -13,6 +13,7 @@
 
 #include "clock.h"
 #include "host.h"
+#include "sys.h"
 #include "wire.h"
 
 namespace kvlink::tcp {
@@ -46,12 +47,14 @@ class Lent final : public MemoryRegion {
   Access access_;
 };
 
+Status cannot_watch(const std::string& doing) {
+  return sys::failed(Code::kConfig, doing, "epoll_ctl", errno);
+}
+
 uint32_t events_of(Wants wants) {
   if (wants == Wants::kCopies) return 0;  // hanging up is told all the same
   return wants == Wants::kSpace ? EPOLLOUT : EPOLLIN;
 }
-
-UniqueFd make_timer() { return UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)); }
 
 void set_timer(const UniqueFd& timer, int64_t delay_ns) {
   itimerspec after{};
@@ -83,38 +86,37 @@ Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
   Result<Address> address = local_address(listener->get());
   if (!address.ok()) return address.status();
   address->instance = random_u64();
-  UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
-  UniqueFd greeting_timer = make_timer(), hush_timer = make_timer(), copy_timer = make_timer();
-  if (!epoll || !greeting_timer || !hush_timer || !copy_timer) {
-    return Status::Config(errno_text("tcp cannot get the descriptors to serve with"));
+  auto owner = std::make_shared<Owner>(std::move(*listener), std::move(*address));
+  if (Status status = owner->open_descriptors(); !status.ok()) return status;
+  return owner;
+}
+
+Owner::Owner(UniqueFd listener, Address address)
+    : address_(std::move(address)), listener_(std::move(listener)), next_serial_(kFirstSerial) {}
+
+Status Owner::open_descriptors() {
+  static const std::string kDoing = "tcp cannot serve";
+  Result<UniqueFd> epoll = sys::epoll(kDoing);
+  if (!epoll.ok()) return epoll.status();
+  epoll_ = std::move(*epoll);
+  if (!watch(listener_.get(), EPOLLIN, kListenerSerial)) return cannot_watch(kDoing);
+  for (const auto& [timer, serial] : {std::pair(&greeting_timer_, kGreetingSerial),
+                                      {&hush_timer_, kHushSerial},
+                                      {&copy_timer_, kCopySerial}}) {
+    Result<UniqueFd> made = sys::timer(kDoing);
+    if (!made.ok()) return made.status();
+    *timer = std::move(*made);
+    if (!watch(timer->get(), EPOLLIN, serial)) return cannot_watch(kDoing);
   }
-  return std::make_shared<Owner>(std::move(*listener), std::move(epoll), std::move(greeting_timer),
-                                 std::move(hush_timer), std::move(copy_timer), std::move(*address));
+  return {};
 }
 
-Owner::Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer,
-             UniqueFd copy_timer, Address address)
-    : address_(std::move(address)),
-      listener_(std::move(listener)),
-      epoll_(std::move(epoll)),
-      greeting_timer_(std::move(greeting_timer)),
-      hush_timer_(std::move(hush_timer)),
-      copy_timer_(std::move(copy_timer)),
-      next_serial_(kFirstSerial) {
-  watch(listener_.get(), EPOLLIN, kListenerSerial);
-  watch(greeting_timer_.get(), EPOLLIN, kGreetingSerial);
-  watch(hush_timer_.get(), EPOLLIN, kHushSerial);
-  watch(copy_timer_.get(), EPOLLIN, kCopySerial);
+bool Owner::watch(int fd, uint32_t events, uint64_t serial) {
+  return sys::watch(epoll_.get(), fd, events, serial);
 }
 
-void Owner::watch(int fd, uint32_t events, uint64_t serial) {
-  epoll_event event{events, {.u64 = serial}};
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
-}
-
-void Owner::rewatch(int fd, uint32_t events, uint64_t serial) {
-  epoll_event event{events, {.u64 = serial}};
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+bool Owner::rewatch(int fd, uint32_t events, uint64_t serial) {
+  return sys::rewatch(epoll_.get(), fd, events, serial);
 }
 
 /// Before close(): a forked child's copy of the descriptor would keep the socket in the set.
@@ -218,15 +220,14 @@ void Owner::dispatch(uint64_t serial) {
 
 void Owner::serve(uint64_t serial, ServedConnection& connection) {
   const Wants wants = connection.serve();
-  if (wants == Wants::kEnd) {
+  const bool armed = wants == Wants::kEnd || wants == connection.armed ||
+                     rewatch(connection.socket(), events_of(wants), serial);
+  if (wants == Wants::kEnd || !armed) {
     unwatch(connection.socket());
     served_.erase(serial);
     return;
   }
-  if (wants != connection.armed) {
-    connection.armed = wants;
-    rewatch(connection.socket(), events_of(wants), serial);
-  }
+  connection.armed = wants;
   if (wants == Wants::kCopies) await_copies(serial);
   if (connection.expects_write() && !connection.hushed()) hush(serial, connection);
 }
@@ -279,10 +280,10 @@ void Owner::welcome() {
     }
     if (newcomers_.size() == kMaxNewcomers) dismiss_oldest();
     if (newcomers_.empty()) set_timer(greeting_timer_, kGreetingNs);
-    tune(socket.get());
-    leave_unpaced_in_host(socket.get());
     const uint64_t serial = next_serial_++;
-    watch(socket.get(), EPOLLIN, serial);
+    // One that cannot be watched is closed, which its reader sees at once.
+    if (!tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
+    leave_unpaced_in_host(socket.get());
     newcomers_.emplace(serial, Newcomer{std::move(socket), now_ns() + kGreetingNs, {}, 0});
   }
 }

@@ -37,8 +37,7 @@ class ServeLock {
 class Owner : public std::enable_shared_from_this<Owner> {
  public:
   static Result<std::shared_ptr<Owner>> listen(const TransportOptions& options);
-  Owner(UniqueFd listener, UniqueFd epoll, UniqueFd greeting_timer, UniqueFd hush_timer, UniqueFd copy_timer,
-        Address address);
+  Owner(UniqueFd listener, Address address);
   ~Owner() { close(); }
   Owner(const Owner&) = delete;
   Owner& operator=(const Owner&) = delete;
@@ -82,8 +81,9 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void dismiss(std::map<uint64_t, Newcomer>::iterator newcomer);
   void dismiss_oldest() { dismiss(newcomers_.begin()); }
   size_t cut_served(const std::function<bool(const ServedConnection&)>& which);
-  void watch(int fd, uint32_t events, uint64_t serial);
-  void rewatch(int fd, uint32_t events, uint64_t serial);
+  Status open_descriptors();
+  bool watch(int fd, uint32_t events, uint64_t serial);
+  bool rewatch(int fd, uint32_t events, uint64_t serial);
   void unwatch(int fd);
 
   const Address address_;

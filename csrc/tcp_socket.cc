@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 
+#include "sys.h"
 #include "wire.h"
 
 namespace kvlink::tcp {
@@ -32,7 +33,7 @@ Resolved resolve(const std::string& host, uint16_t port, int flags, std::string&
   wanted.ai_flags = flags | AI_NUMERICSERV;
   addrinfo* found = nullptr;
   const int failed = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &wanted, &found);
-  if (failed != 0) why = ::gai_strerror(failed);
+  if (failed != 0) why = failed == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(failed);
   return Resolved(failed == 0 ? found : nullptr);
 }
 
@@ -43,9 +44,7 @@ bool is_wildcard(const sockaddr* address) {
   return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-UniqueFd open_socket(int family) {
-  return UniqueFd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-}
+UniqueFd open_socket(int family) { return UniqueFd(sys::socket(family, SOCK_STREAM | SOCK_NONBLOCK)); }
 
 Result<Address> address_of(int socket, int (*which)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage bound{};
@@ -58,10 +57,6 @@ Result<Address> address_of(int socket, int (*which)(int, sockaddr*, socklen_t*))
     return Status::Config("tcp cannot tell its own address");
   }
   return Address{host, static_cast<uint16_t>(std::stoi(port)), 0};
-}
-
-void set(int socket, int level, int option, int value) {
-  ::setsockopt(socket, level, option, &value, sizeof value);
 }
 
 }  // namespace
@@ -97,7 +92,10 @@ Result<UniqueFd> listen_on(const std::string& host, uint16_t port) {
                           "': name the address that peers reach this host by");
   }
   UniqueFd socket = open_socket(found->ai_family);
-  set(socket.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  if (!socket) return sys::transport_failed("tcp cannot listen", "socket", errno);
+  if (!sys::set_option(socket.get(), SOL_SOCKET, SO_REUSEADDR, 1)) {
+    return sys::failed(Code::kConfig, "tcp cannot listen", "setsockopt", errno);
+  }
   if (::bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(socket.get(), kBacklog) != 0) {
     return Status::Config(errno_text("tcp cannot listen on " + Address{host, port, 0}.text()));
   }
@@ -111,21 +109,22 @@ Result<UniqueFd> start_connect(const Address& to) {
   const Resolved found = resolve(to.host, to.port, AI_NUMERICHOST, why);
   if (!found) return Status::Unreachable(to.text() + ": " + why);
   UniqueFd socket = open_socket(found->ai_family);
-  if (!socket) return Status::Unreachable(errno_text("no socket for " + to.text()));
-  tune(socket.get());
+  const std::string doing = "cannot connect to " + to.text();
+  if (!socket) return sys::failed(Code::kTransportUnavailable, doing, "socket", errno);
+  if (!tune(socket.get())) return sys::failed(Code::kTransportUnavailable, doing, "setsockopt", errno);
   if (::connect(socket.get(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
-    return Status::Unreachable(errno_text("cannot connect to " + to.text()));
+    return Status::Unreachable(errno_text(doing));
   }
   return socket;
 }
 
-void tune(int socket) {
-  set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds);
-  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds);
-  set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
-  set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnackedMs);
+bool tune(int socket) {
+  return sys::set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1) &&
+         sys::set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1) &&
+         sys::set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds) &&
+         sys::set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds) &&
+         sys::set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes) &&
+         sys::set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnackedMs);
 }
 
 void leave_unpaced_in_host(int socket) {

@@ -30,7 +30,8 @@ Result<Address> local_address(int socket);
 /// Starts connecting; the socket becomes writable when it is decided.
 Result<UniqueFd> start_connect(const Address& to);
 /// No delay for small frames; notices within seconds a peer host that vanished.
-void tune(int socket);
+/// False with errno set.
+bool tune(int socket);
 /// Between two ends of this host nothing is shared that pacing would spare, and the timers of a congestion
 /// control that paces (BBR) cost bare sockets 11 to 21 % of their CPU time (1 to 64 MiB in pieces of 4 and
 /// 16 KiB). No effect on other connections.

@@ -2,7 +2,6 @@
 #include "verbs_cm.h"
 
 #include <endian.h>
-#include <fcntl.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <cstring>
 
 #include "clock.h"
+#include "sys.h"
 #include "verbs_cm_api.h"
 #include "verbs_ip.h"
 #include "verbs_qp.h"
@@ -35,7 +35,9 @@ Result<Channel> open_channel(const CmApi& api) {
         std::string("opening the RDMA connection manager: ") + std::strerror(errno),
         "modprobe rdma_ucm, and make /dev/infiniband/rdma_cm readable and writable for this user");
   }
-  ::fcntl(channel->fd, F_SETFL, ::fcntl(channel->fd, F_GETFL) | O_NONBLOCK);
+  if (!sys::set_nonblocking(channel->fd)) {
+    return sys::transport_failed("opening the RDMA connection manager", "fcntl", errno);
+  }
   return channel;
 }
 

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "verbs_nic.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <fstream>
 
+#include "sys.h"
 #include "verbs_cm.h"
 #include "verbs_ip.h"
 #include "verbs_qp.h"
@@ -101,8 +100,9 @@ Result<std::shared_ptr<Nic>> Nic::open(const NicPlace& place, const Manner& mann
     return Status::Unavailable("RDMA device " + device + " gives no protection domain: " + errno_text(errno),
                                {});
   }
-  const int flags = ::fcntl(context->async_fd, F_GETFL);
-  ::fcntl(context->async_fd, F_SETFL, flags | O_NONBLOCK);
+  if (!sys::set_nonblocking(context->async_fd)) {
+    return sys::transport_failed("opening RDMA device " + device, "fcntl", errno);
+  }
   auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), place, manner,
                                    DeviceNode(std::string(kNodes) + found->dev_name));
   if (Status status = nic->choose_way(found->transport_type); !status.ok()) return status;

@@ -15,6 +15,7 @@
 
 #include "clock.h"
 #include "host.h"
+#include "sys.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -36,29 +37,27 @@ Result<std::unique_ptr<Owner>> Owner::make(Ports& ports, Patience patience) {
   return owner;
 }
 
-Owner::Owner(Ports& ports, Patience patience)
-    : ports_(ports),
-      patience_(patience),
-      epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
-      probed_ns_(now_ns()) {}
+Owner::Owner(Ports& ports, Patience patience) : ports_(ports), patience_(patience), probed_ns_(now_ns()) {}
 
 Status Owner::watch_all() {
-  epoll_event event{EPOLLIN, {.u64 = kTimer}};
-  bool watched = epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, timer_.get(), &event) == 0;
+  static const std::string kDoing = "cannot watch RDMA devices";
+  Result<UniqueFd> epoll = sys::epoll(kDoing), timer = sys::timer(kDoing);
+  if (!epoll.ok()) return epoll.status();
+  if (!timer.ok()) return timer.status();
+  epoll_ = std::move(*epoll);
+  timer_ = std::move(*timer);
+  bool watched = sys::watch(epoll_.get(), timer_.get(), EPOLLIN, kTimer);
   for (size_t port = 0; port < ports_.size(); ++port) watched = watched && watch(port);
+  if (!watched) return sys::transport_failed(kDoing, "epoll_ctl", errno);
   const itimerspec every{{0, kLookNs}, {0, kLookNs}};
-  if (watched && timerfd_settime(timer_.get(), 0, &every, nullptr) == 0) return {};
-  return Status::Unavailable(std::string("watching RDMA devices: ") + std::strerror(errno),
-                             "raise ulimit -n");
+  if (timerfd_settime(timer_.get(), 0, &every, nullptr) == 0) return {};
+  return sys::transport_failed(kDoing, "timerfd_settime", errno);
 }
 
 bool Owner::watch(size_t port) const {
   const auto berth = ports_.at(port);
-  epoll_event event{EPOLLIN, {.u64 = port}};
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, berth->nic->events_fd(), &event) != 0) return false;
-  event.data.u64 = ports_.size() + port;
-  return !berth->cm || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, berth->cm->events_fd(), &event) == 0;
+  return sys::watch(epoll_.get(), berth->nic->events_fd(), EPOLLIN, port) &&
+         (!berth->cm || sys::watch(epoll_.get(), berth->cm->events_fd(), EPOLLIN, ports_.size() + port));
 }
 
 void Owner::unwatch(size_t port) const {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "verbs_ports.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <system_error>
 #include <utility>
+
+#include "sys.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -100,9 +100,9 @@ bool Ports::busy(size_t port) const {
 Result<size_t> Ports::enlist(const MemoryRange& range, Rights rights) {
   Range kept{range, rights, nullptr};
   if (range.dmabuf_fd >= 0) {  // the caller's is open until the start only
-    kept.dmabuf = std::make_shared<UniqueFd>(::fcntl(range.dmabuf_fd, F_DUPFD_CLOEXEC, 0));
+    kept.dmabuf = std::make_shared<UniqueFd>(sys::duplicate(range.dmabuf_fd));
     kept.at.dmabuf_fd = kept.dmabuf->get();
-    if (!*kept.dmabuf) return Status::Unavailable(std::strerror(errno), "raise ulimit -n");
+    if (!*kept.dmabuf) return sys::transport_failed("cannot keep the pool's dma-buf", "fcntl", errno);
   }
   std::vector<std::shared_ptr<Nic>> nics;
   for (size_t port = 0; port < size(); ++port) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "verbs_qp.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
+
+#include "sys.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -40,10 +40,13 @@ Result<std::unique_ptr<Cq>> Cq::create(std::shared_ptr<Nic> nic, uint32_t entrie
   Owned<ibv_comp_channel> channel(sleeps ? api.create_comp_channel(nic->context()) : nullptr,
                                   api.destroy_comp_channel);
   if (sleeps && !channel) {
-    return Status::Unavailable(nic->name() + " gives no completion channel: " + std::strerror(errno),
-                               "raise ulimit -n");
+    return sys::failed(Code::kTransportUnavailable, nic->name() + " gives no completion channel",
+                       "ibv_create_comp_channel", errno);
   }
-  if (channel) ::fcntl(channel->fd, F_SETFL, ::fcntl(channel->fd, F_GETFL) | O_NONBLOCK);
+  if (channel && !sys::set_nonblocking(channel->fd)) {
+    return sys::failed(Code::kTransportUnavailable, nic->name() + " gives no completion channel", "fcntl",
+                       errno);
+  }
   const int wanted = std::min(static_cast<int>(entries), nic->limits().max_cqes);
   Owned<ibv_cq> cq(api.create_cq(nic->context(), wanted, nullptr, channel.get(), 0), api.destroy_cq);
   if (!cq) {

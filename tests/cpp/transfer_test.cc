@@ -282,7 +282,7 @@ TEST_F(TransferTest, AStreamWhoseLeaseEndsIsStale) {
 
 TEST_F(TransferTest, AWatcherIsToldOnce) {
   auto transfer = start();
-  auto queue = std::make_shared<CompletionQueue>();
+  auto queue = *CompletionQueue::make();
   ASSERT_TRUE(transfer->notify(queue, 5));
   transfer->cancel();
   EXPECT_EQ(queue->drain(), std::vector<uint64_t>{5});
