@@ -84,8 +84,10 @@ class ShmTransport : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
     const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
     if (!offer.ok()) {
-      return Status::Unavailable("shm cannot lend this memory: " + offer.status().what(),
-                                 "allocate the pool with BlockPool.allocate(...), or use cma or tcp");
+      const Status why = offer.status();
+      return Status{why.code(), "shm cannot lend this memory: " + why.what(),
+                    why.fix().empty() ? "allocate the pool with BlockPool.allocate(...), or use cma or tcp"
+                                      : why.fix()};
     }
     return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(lender_, *offer));
   }
