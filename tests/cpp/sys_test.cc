@@ -78,7 +78,7 @@ Result<std::unique_ptr<Engine>> start(const std::string& transport) {
   return engine;
 }
 
-class OutOfDescriptors : public testing::TestWithParam<const char*> {};
+class OutOfDescriptors : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(OutOfDescriptors, AtAnyCallOfAStartIsNamedAndLeavesNothingBehind) {
   static_cast<void>(pool());
@@ -123,7 +123,7 @@ TEST_P(OutOfDescriptors, OfTheKernelIsNamedAndCloseReturns) {
   EXPECT_TRUE(started);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, OutOfDescriptors, testing::Values("loopback", "shm", "cma", "tcp"));
+INSTANTIATE_TEST_SUITE_P(Transports, OutOfDescriptors, ::testing::Values("loopback", "shm", "cma", "tcp"));
 
 TEST(SysTest, AReaderWithoutDescriptorsHasNoPathAndIsToldWhy) {
   for (const char* const transport : {"shm", "tcp", "fault+tcp"}) {
