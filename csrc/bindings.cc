@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python. Thin: arguments in, Status out as an exception of kvlink.errors, the GIL
-// released around everything that may wait. No thread of the core ever enters here.
+// Arguments in, Status out as an exception of kvlink.errors, the GIL released around everything that may wait.
 #include "bindings.h"
 
 #include <pybind11/numpy.h>

@@ -28,8 +28,7 @@ Connection = _core.Connection
 Planner = _core.Planner
 Transfer = _core.Transfer
 
-RUNNING, FAILED, VALID, SETTLED = range(4)
-"""States of a Transfer, see csrc/transfer.h."""
+RUNNING, FAILED, VALID, SETTLED = range(4)  # states of a Transfer, see csrc/transfer.h
 
 _HOW = {1: LeaseEnd.SETTLED, 2: LeaseEnd.EXPIRED, 3: LeaseEnd.ABORTED}
 _FORKED = "this Worker was made before a fork; make a new one in the child process"

@@ -92,22 +92,13 @@ class Offers:
         units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
         written = _written(request_id, ready, units, ready_unit)
         now = written if after is None or after.query() else 0
-        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
-            self._collect()
-        with self._lock:
-            if request_id in self._by_request:
-                raise ConfigError(
-                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
-                )
-            seats = self._engine.grant(lease, readers, now, ttl_s)
-            offered = self._by_request[request_id] = _Offered(lease, len(ids))
-            self._requests[lease] = request_id
+        seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
         unsigned = Ticket(
             request_id=request_id,
             worker_id=self._worker_id,
             epoch=self._epoch,
             agent=self._agent,
-            seats=tuple(LeaseSeat(*seat) for seat in seats),
+            seats=seats,
             block_ids=ids,
             num_tokens=tokens,
             ready=now,
@@ -127,6 +118,21 @@ class Offers:
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket
+
+    def _grant(
+        self, request_id: str, lease: int, num_blocks: int, readers: int, ready: int, ttl_s: float
+    ) -> tuple[tuple[LeaseSeat, ...], _Offered]:
+        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
+            self._collect()
+        with self._lock:
+            if request_id in self._by_request:
+                raise ConfigError(
+                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+                )
+            seats = self._engine.grant(lease, readers, ready, ttl_s)
+            offered = self._by_request[request_id] = _Offered(lease, num_blocks)
+            self._requests[lease] = request_id
+        return tuple(LeaseSeat(*seat) for seat in seats), offered
 
     def _take_back(self, request_id: str, lease: int) -> None:
         """Ends an offer that nobody was told of: no event follows, and its name is free."""
