@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments in, Status out as an exception of kvlink.errors, the GIL released around everything that may wait.
+// Arguments in, Status out as an exception of kvlink.errors, the GIL released around what may wait.
 #include "bindings.h"
 
 #include <pybind11/numpy.h>

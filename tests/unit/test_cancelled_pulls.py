@@ -37,8 +37,8 @@ class HeldTransfer:
     def done(self) -> bool:
         return self.state != RUNNING
 
-    def failure(self) -> tuple[str, str, str] | None:
-        return ("Cancelled", "the caller cancelled the pull", "") if self.state == FAILED else None
+    def failure(self) -> tuple[str, str, str, int] | None:
+        return ("Cancelled", "the caller cancelled the pull", "", 0) if self.state == FAILED else None
 
     def stats(self) -> tuple[Any, ...]:
         return (*[0] * 9, False)
