@@ -342,7 +342,9 @@ TEST_F(DeviceGuard, AReaderThatStallsKeepsNoSlotOnceTheGuardIsEnforced) {
   while (num_free(bounce->sending()) != kSlots) std::this_thread::yield();
   device.fill(kAfter);
   EXPECT_EQ(reader->wait(16).code(), Code::kStaleBlocks);
-  EXPECT_EQ(count(reader->destination, kAfter), 0u);
+  // A reader receives ahead into the next read's memory: frames, whose ids have any value, pass through it.
+  EXPECT_EQ(std::search_n(reader->destination.begin(), reader->destination.end(), 64, kAfter),
+            reader->destination.end());
 }
 
 /// The reader's own bounce buffer asks on the pull's behalf.
