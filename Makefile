@@ -10,7 +10,7 @@ VENV := .venv
 JOBS ?= $(shell nproc)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
-CPP_FILES = csrc/*.h csrc/*.cc benchmarks/peers/adapters/*.cc $(wildcard tests/cpp/*.h tests/cpp/*.cc)
+CPP_FILES = csrc/*.h csrc/*.cc benchmarks/peers/adapters/*.cc $(wildcard tests/cpp/*.h tests/cpp/*.cc) tests/simulation/*.h tests/simulation/*.cc
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 STRICT := KVLINK_WERROR=ON
@@ -103,9 +103,10 @@ endef
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: test-cpp
-test-cpp: build ## C++ tests
+test-cpp: build ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
 	$(call cpp-build,cpp,-DCMAKE_UNITY_BUILD=$(if $(CI),ON,OFF) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
 	$(call cpp-tests,cpp,)
+	build/cpp/kvlink_simulation
 
 .PHONY: build-sanitizers
 build-sanitizers: $(VENV)/.made

@@ -7,11 +7,15 @@
 
 namespace kvlink {
 
+#ifdef KVLINK_SIMULATED_SYNC
+int64_t now_ns();
+#else
 inline int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
+#endif
 
 /// What is done now and then, and at the first call.
 class Interval {

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "completion.h"
 
-#include <unistd.h>
-
-#include "sys.h"
+#include <utility>
 
 namespace kvlink {
 
 Result<std::shared_ptr<CompletionQueue>> CompletionQueue::make() {
-  Result<UniqueFd> fd = sys::event_fd("cannot wait for completions on an event loop");
+  Result<UniqueFd> fd = open_event("cannot wait for completions on an event loop");
   if (!fd.ok()) return fd.status();
   return std::shared_ptr<CompletionQueue>(new CompletionQueue(std::move(*fd)));
 }
@@ -17,18 +15,12 @@ void CompletionQueue::push(uint64_t token) {
   std::lock_guard lock(mutex_);
   if (fd_.get() < 0) return;
   tokens_.push_back(token);
-  if (tokens_.size() > 1) return;
-  const uint64_t one = 1;
-  // Cannot fail: the counter is far from its limit and the descriptor is ours.
-  [[maybe_unused]] const ssize_t written = ::write(fd_.get(), &one, sizeof(one));
+  if (tokens_.size() == 1) set_event(fd_.get());
 }
 
 std::vector<uint64_t> CompletionQueue::drain() {
   std::lock_guard lock(mutex_);
-  uint64_t count = 0;
-  if (fd_.get() >= 0) {
-    [[maybe_unused]] const ssize_t got = ::read(fd_.get(), &count, sizeof(count));
-  }
+  if (fd_.get() >= 0) clear_event(fd_.get());
   return std::exchange(tokens_, {});
 }
 

@@ -4,12 +4,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "fd.h"
 #include "status.h"
+#include "sync.h"
 
 namespace kvlink {
 
@@ -29,7 +29,7 @@ class CompletionQueue {
  private:
   explicit CompletionQueue(UniqueFd fd) : fd_(std::move(fd)) {}
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<uint64_t> tokens_;
   UniqueFd fd_;
 };

@@ -2,7 +2,6 @@
 #include "connection.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "clock.h"
 #include "lease_table.h"
@@ -160,7 +159,7 @@ void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadl
     for (Probe& probe : probes) {
       if (probe.pending) probe.poll(epoch);
     }
-    std::this_thread::yield();
+    yield_thread();
   }
   for (Probe& probe : probes) {
     if (probe.pending) probe.status = Status::Timeout("the owner's lease table could not be read in time");

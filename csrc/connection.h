@@ -4,13 +4,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "lane.h"
 #include "progress.h"
 #include "scratch.h"
+#include "sync.h"
 #include "transfer.h"
 
 namespace kvlink {
@@ -82,7 +82,7 @@ class Connection {
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const Crew> crew_;
   std::vector<std::shared_ptr<Lane>> lanes_;
-  std::mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
+  Mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
   bool established_ = false, closed_ = false;  // guarded by it
 };
 

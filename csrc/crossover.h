@@ -5,11 +5,11 @@
 
 #include <array>
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "sync.h"
 #include "transport.h"
 
 namespace kvlink {
@@ -72,7 +72,7 @@ class Crossover {
 
   const LandingCosts costs_;
   const uint32_t gap_bytes_;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::array<Seen, 2> seen_;  // direct, staged
 };
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lane.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <utility>
@@ -39,8 +37,7 @@ uint64_t reader_offset(uint32_t slot) {
 
 void sleep_on(int fd, int64_t ns) {
   pollfd waiting{fd, POLLIN, 0};
-  const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
-  ppoll(fd < 0 ? nullptr : &waiting, fd < 0 ? 0 : 1, &timeout, nullptr);
+  wait_ready({&waiting, fd < 0 ? size_t{0} : size_t{1}}, ns);
 }
 
 }  // namespace

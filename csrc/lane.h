@@ -4,13 +4,12 @@
 // loses nothing.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "sync.h"
 #include "transfer.h"
 #include "transport.h"
 
@@ -99,7 +98,7 @@ class Lane {
 
    private:
     Lane& lane_;
-    std::unique_lock<std::mutex> lock_;
+    std::unique_lock<Mutex> lock_;
   };
 
   void wake_driver();  // if work is left
@@ -130,14 +129,14 @@ class Lane {
   uint64_t connection_id_ = 0;
   std::shared_ptr<LaneDriver> driver_;
 
-  std::atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
-  std::atomic<bool> broken_{false};
-  std::atomic<bool> unsent_{false};
+  Atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
+  Atomic<bool> broken_{false};
+  Atomic<bool> unsent_{false};
 
-  std::mutex inbox_mutex_;  // never held while posting or copying
+  Mutex inbox_mutex_;  // never held while posting or copying
   std::vector<std::shared_ptr<Transfer>> inbox_;
 
-  std::mutex mutex_;  // serialises the endpoint; guards everything below
+  Mutex mutex_;  // serialises the endpoint; guards everything below
   std::vector<std::shared_ptr<Transfer>> queue_;
   size_t turn_ = 0;  // round robin over the queue
   std::vector<Posted> posted_;

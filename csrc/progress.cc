@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "progress.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <ctime>
 #include <string>
 
 #include "clock.h"
-#include "sys.h"
 
 namespace kvlink {
 namespace {
@@ -28,11 +24,11 @@ constexpr int64_t kIdleNs = 1'000'000'000;
 
 Result<std::shared_ptr<ProgressThread>> ProgressThread::make() {
   static const std::string kDoing = "cannot start a progress thread";
-  Result<UniqueFd> wake_fd = sys::event_fd(kDoing);
+  Result<UniqueFd> wake_fd = open_event(kDoing);
   if (!wake_fd.ok()) return wake_fd.status();
   std::shared_ptr<ProgressThread> made(new ProgressThread(std::move(*wake_fd)));
-  Result<std::thread> thread =
-      sys::start_thread(kDoing, "kvlink-progress", [progress = made.get()] { progress->run(); });
+  Result<Thread> thread =
+      start_thread(kDoing, "kvlink-progress", [progress = made.get()] { progress->run(); });
   if (!thread.ok()) return thread.status();
   made->thread_ = std::move(*thread);
   return made;
@@ -53,9 +49,7 @@ void ProgressThread::remove(const std::shared_ptr<Lane>& lane) {
 
 void ProgressThread::wake() {
   wakes_.fetch_add(1, std::memory_order_seq_cst);
-  if (!asleep_.load(std::memory_order_seq_cst)) return;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
+  if (asleep_.load(std::memory_order_seq_cst)) set_event(wake_fd_.get());
 }
 
 void ProgressThread::stop() {
@@ -128,16 +122,12 @@ Lane::Rest ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lan
 
 bool ProgressThread::sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
                                  const std::vector<std::shared_ptr<Lane>>& lanes) {
-  const int64_t ns = std::max<int64_t>(wake_at_ns - now_ns(), 0);
-  const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
-  const int ready = ppoll(fds.data(), fds.size(), &timeout, nullptr);
+  const int ready = wait_ready(fds, std::max<int64_t>(wake_at_ns - now_ns(), 0));
   if (ready < 0 && errno != EINTR) {  // more lanes than a lowered RLIMIT_NOFILE lets it watch: look each tick
-    const timespec tick{0, kTickNs};
-    ::nanosleep(&tick, nullptr);
+    wait_ready({}, kTickNs);
     return true;
   }
-  uint64_t count;
-  [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+  clear_event(wake_fd_.get());
   for (size_t index = 1; index < fds.size(); ++index) {
     if (fds[index].revents != 0) lanes[index - 1]->check_idle(false);
   }

@@ -4,16 +4,14 @@
 
 #include <poll.h>
 
-#include <atomic>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "fd.h"
 #include "lane.h"
 #include "status.h"
+#include "sync.h"
 
 namespace kvlink {
 
@@ -38,14 +36,14 @@ class ProgressThread final : public LaneDriver {
   bool sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
                    const std::vector<std::shared_ptr<Lane>>& lanes);
 
-  std::mutex mutex_;  // guards lanes_
+  Mutex mutex_;  // guards lanes_
   std::vector<std::shared_ptr<Lane>> lanes_;
-  std::atomic<bool> stopping_{false};
-  std::atomic<bool> asleep_{false};
-  std::atomic<bool> dozing_{false};  // asleep for longer than kTickNs
-  std::atomic<uint64_t> wakes_{0};
+  Atomic<bool> stopping_{false};
+  Atomic<bool> asleep_{false};
+  Atomic<bool> dozing_{false};  // asleep for longer than kTickNs
+  Atomic<uint64_t> wakes_{0};
   UniqueFd wake_fd_;
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace kvlink

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "memory.h"
+#include "sync.h"
 
 namespace kvlink {
 
@@ -24,7 +24,7 @@ class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
  private:
   std::shared_ptr<HostMemory> memory_;
   uint32_t region_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<uint64_t*> free_;
 };
 

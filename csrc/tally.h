@@ -4,9 +4,9 @@
 
 #include <array>
 #include <cstdint>
-#include <mutex>
 
 #include "status.h"
+#include "sync.h"
 
 namespace kvlink {
 
@@ -39,7 +39,7 @@ class Tally {
   TallyCounts counts() const;
 
  private:
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   TallyCounts counts_;
 };
 

@@ -5,12 +5,9 @@
 // Lanes (lane.h) turn steps into posts. Every method may be called from any thread.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
@@ -19,6 +16,7 @@
 #include "crossover.h"
 #include "plan.h"
 #include "status.h"
+#include "sync.h"
 #include "tally.h"
 #include "transport.h"
 
@@ -162,13 +160,13 @@ class Transfer {
   ReadOp slot_op_;
   Segment slot_segment_;
 
-  std::atomic<TransferState> state_{TransferState::kPending};
-  std::atomic<bool> stopping_{false};
-  std::atomic<uint32_t> attached_{0};
-  std::atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
+  Atomic<TransferState> state_{TransferState::kPending};
+  Atomic<bool> stopping_{false};
+  Atomic<uint32_t> attached_{0};
+  Atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
 
-  mutable std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
+  mutable Mutex mutex_;  // guards everything below
+  CondVar changed_;
   Phase phase_ = Phase::kRead;
   Plan plan_;
   Crossover::Choice choice_;  // for it

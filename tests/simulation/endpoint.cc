@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "endpoint.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "simulated_sync.h"
+
+namespace kvlink::simulation {
+namespace {
+
+// What is there to be seen or sent, and is neither for this long, was forgotten: a tick, and time for threads
+// that wait for a CPU.
+constexpr int64_t kForgottenNs = 2'500'000;
+
+Random& random() { return Scheduler::the().random(); }
+
+}  // namespace
+
+/// The engine serialises calls; other threads run before and after one.
+class SimulatedEndpoint::Call {
+ public:
+  explicit Call(bool& inside) : inside_(inside) {
+    Scheduler::the().point();
+    if (std::exchange(inside_, true)) fail("two threads use an endpoint at once");
+  }
+  ~Call() {
+    Scheduler::the().point();  // inside: a second thread would be found out
+    inside_ = false;
+  }
+
+ private:
+  bool& inside_;
+};
+
+SimulatedEndpoint::Post* SimulatedEndpoint::State::find(uint64_t number) {
+  const auto found =
+      std::find_if(posts.begin(), posts.end(), [number](const Post& post) { return post.number == number; });
+  return found == posts.end() ? nullptr : &*found;
+}
+
+SimulatedEndpoint::SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Observer observer)
+    : owner_(owner), plan_(plan), observer_(std::move(observer)) {
+  fd_ = open_fd();
+  if (plan_.breaks_at_ns == INT64_MAX) return;
+  Scheduler::the().at(plan_.breaks_at_ns, [state = state_, fd = fd_] {
+    if (state->closed) return;
+    state->broken = true;
+    Scheduler::the().trace("a connection breaks");
+    hang_up(fd);
+    // An idle lane may find out when it is used, one that is being tried when the trial is over.
+    if (state->posts.empty() || state->posts.front().number == 0) return;
+    Scheduler::the().at(Scheduler::the().now() + kForgottenNs, [state] {
+      if (!state->closed) fail("a broken connection lay unseen for 2.5 ms");
+    });
+  });
+}
+
+/// The first post is the one by which a connection is tried.
+bool SimulatedEndpoint::faulty(uint32_t percent) { return num_posted_ > 1 && random().chance(percent); }
+
+/// When a post that leaves now is answered; INT64_MAX: never.
+int64_t SimulatedEndpoint::due_ns() {
+  const int64_t now = Scheduler::the().now();
+  int64_t due = now + random().between(plan_.delay_ns / 2, 2 * plan_.delay_ns);
+  if (random().chance(5)) due += random().between(0, 10 * plan_.delay_ns);
+  if (plan_.ordered) due = last_due_ns_ = std::max(due, last_due_ns_ + 1);
+  return due < plan_.silent_at_ns ? due : INT64_MAX;
+}
+
+Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
+  const Call call(inside_);
+  if (faulty(plan_.failed_post_percent)) return Status::AccessDenied("the post was refused");
+  Post post{.number = num_posted_++, .token = token, .pieces = {}};
+  for (const ReadOp& op : chunk.ops) {
+    uint64_t offset = op.offset;
+    for (uint32_t index = 0; index < op.num_segments; ++index) {
+      const Segment& segment = chunk.segments[op.first_segment + index];
+      post.pieces.push_back({segment.local, segment.bytes, op.region, offset});
+      offset += segment.bytes;
+    }
+  }
+  if (faulty(plan_.refused_percent)) post.status = Status::AccessDenied("the key was revoked");
+  return add(std::move(post));
+}
+
+Status SimulatedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
+  const Call call(inside_);
+  return add({.number = num_posted_++,
+              .token = token,
+              .pieces = {},
+              .offset = offset,
+              .value = value,
+              .region = region});
+}
+
+Status SimulatedEndpoint::add(Post post) {
+  if (state_->closed) fail("a post on a closed endpoint");
+  for (const Post& other : state_->posts) {
+    if (other.token == post.token) fail("two posts under one token");
+  }
+  Scheduler::the().trace((post.pieces.empty() ? "posts write " : "posts read ") + std::to_string(post.token));
+  watch(post.number);
+  state_->posts.push_back(std::move(post));
+  if (plan_.manner == Manner::kQueue || plan_.manner == Manner::kLaunch) send(state_->posts.back());
+  return {};
+}
+
+/// Fails if nobody polls for a post that needs it: a stream sends it, a copy goes on.
+void SimulatedEndpoint::watch(uint64_t number) {
+  if (!plan_.recalls()) return;
+  const int64_t now = Scheduler::the().now();
+  Scheduler::the().at(now + kForgottenNs, [this, state = state_, number, now] {
+    if (state->closed || state->broken || !state->find(number)) return;
+    if (state->last_poll_ns < now) fail("nobody polled for a post for 2.5 ms");
+    if (plan_.manner == Manner::kCopy) watch(number);
+  });
+}
+
+void SimulatedEndpoint::send(Post& post) {
+  post.sent = true;
+  const int64_t due = due_ns();
+  if (due == INT64_MAX) return;
+  Scheduler& scheduler = Scheduler::the();
+  if (plan_.manner == Manner::kStream && post.pieces.empty()) {  // on its way, whatever the reader does next
+    scheduler.at(due, [&owner = owner_, state = state_, post] {
+      if (!state->broken) owner.store(post.region, post.offset, post.value);
+    });
+    return;
+  }
+  if (!plan_.recalls() && post.pieces.size() > 1 && post.status.ok()) {  // a part lands before the rest
+    scheduler.at(due - plan_.delay_ns / 4, [this, state = state_, number = post.number] {
+      if (Post* const found = state->closed ? nullptr : state->find(number)) land(*found, 1);
+    });
+  }
+  scheduler.at(due, [this, state = state_, number = post.number] {
+    if (!state->closed && !state->broken) finish(*state, number);
+  });
+}
+
+/// The owner's answer is here. A NIC has moved the bytes; a stream has them for whoever polls.
+void SimulatedEndpoint::finish(State& state, uint64_t number) {
+  Post* const post = state.find(number);
+  if (!post) return;  // called back
+  post->ended = true;
+  if (!plan_.recalls()) land(*post, SIZE_MAX);
+  tell(state);
+  Scheduler::the().at(Scheduler::the().now() + kForgottenNs, [state = state_, number] {
+    if (!state->closed && !state->broken && state->find(number)) fail("a completion lay unseen for 2.5 ms");
+  });
+}
+
+void SimulatedEndpoint::tell(State& state) {
+  if (plan_.manner == Manner::kCopy) return;
+  if (plan_.manner == Manner::kStream || std::exchange(state.armed, false)) set_event(fd_);
+}
+
+void SimulatedEndpoint::land(Post& post, size_t most_pieces) {
+  if (!post.status.ok()) return;
+  if (post.pieces.empty() && post.num_landed++ == 0) owner_.store(post.region, post.offset, post.value);
+  for (; post.num_landed < post.pieces.size() && most_pieces > 0; ++post.num_landed, --most_pieces) {
+    const Piece& piece = post.pieces[post.num_landed];
+    observer_.landing(piece.local);
+    std::memcpy(piece.local, owner_.at(piece.region, piece.offset, piece.bytes), piece.bytes);
+  }
+}
+
+PollResult SimulatedEndpoint::poll(std::vector<Completion>& ended) {
+  const Call call(inside_);
+  const Scheduler::Undisturbed undisturbed;
+  State& state = *state_;
+  if (state.closed) fail("a poll of a closed endpoint");
+  state.last_poll_ns = Scheduler::the().now();
+  if (state.broken) return {Status::Unreachable("the connection broke"), false};
+  PollResult result;
+  for (Post& post : state.posts) {
+    if (post.sent) continue;
+    result.progressed = true;
+    if (plan_.manner != Manner::kCopy) {
+      send(post);
+      post.ended |= post.pieces.empty();  // the kernel has a write once it is sent
+    } else if (Scheduler::the().now() < plan_.silent_at_ns) {
+      land(post, 2);
+      post.ended = post.sent = !post.status.ok() || post.num_landed >= post.pieces.size();
+      break;
+    } else {
+      result.progressed = false;
+      break;
+    }
+  }
+  const auto collect = [&](Post& post) {
+    if (!post.ended) return false;
+    if (plan_.manner == Manner::kStream && !post.pieces.empty()) land(post, SIZE_MAX);
+    ended.push_back({post.token, post.status});
+    Scheduler::the().trace("collects " + std::to_string(post.token));
+    return true;
+  };
+  const bool had_posts = !state.posts.empty();
+  result.progressed |= std::erase_if(state.posts, collect) > 0;
+  if (plan_.manner == Manner::kStream) clear_event(fd_);
+  if (had_posts && state.posts.empty()) observer_.quiet();
+  return result;
+}
+
+bool SimulatedEndpoint::cancel(uint64_t token) {
+  const Call call(inside_);
+  if (state_->closed) fail("a recall on a closed endpoint");
+  Scheduler::the().trace("calls back " + std::to_string(token));
+  if (!plan_.recalls()) return false;
+  if (std::erase_if(state_->posts, [token](const Post& post) { return post.token == token; }) == 0) {
+    fail("a recall of what was never posted");
+  }
+  if (state_->posts.empty()) observer_.quiet();
+  return true;
+}
+
+bool SimulatedEndpoint::arm() {
+  const Call call(inside_);
+  if (plan_.recalls()) return true;
+  clear_event(fd_);
+  if (state_->broken ||
+      std::any_of(state_->posts.begin(), state_->posts.end(), [](const Post& post) { return post.ended; })) {
+    return false;
+  }
+  state_->armed = true;
+  return true;
+}
+
+void SimulatedEndpoint::close() {
+  const Call call(inside_);
+  if (std::exchange(state_->closed, true)) return;
+  state_->posts.clear();
+  close_fd(fd_);
+}
+
+}  // namespace kvlink::simulation

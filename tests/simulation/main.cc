@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the reader's engine under many seeds. KVLINK_SIMULATION_SEEDS: how many. KVLINK_SIMULATION_FIRST:
+// which is the first. KVLINK_SIMULATION_TRACE: prints what happens.
+#include <cstdio>
+#include <cstdlib>
+
+#include "world.h"
+
+namespace kvlink::simulation {
+namespace {
+
+uint64_t seed_now = 0;
+
+uint64_t setting(const char* name, uint64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+}  // namespace
+
+void fail(const std::string& what) {
+  const double at_ms = Scheduler::exists() ? static_cast<double>(Scheduler::the().since_start_ns()) / 1e6 : 0;
+  std::fprintf(stderr,
+               "seed %llu at %.3f ms: %s\nreplay: KVLINK_SIMULATION_TRACE=1 KVLINK_SIMULATION_SEEDS=1 "
+               "KVLINK_SIMULATION_FIRST=%llu %s\n",
+               static_cast<unsigned long long>(seed_now), at_ms, what.c_str(),
+               static_cast<unsigned long long>(seed_now), program_invocation_name);
+  std::_Exit(1);
+}
+
+int main() {
+  const uint64_t num_seeds = setting("KVLINK_SIMULATION_SEEDS", 10'000);
+  const uint64_t first = setting("KVLINK_SIMULATION_FIRST", 1);
+  uint64_t num_pulls = 0, num_valid = 0;
+  for (seed_now = first; seed_now < first + num_seeds; ++seed_now) {
+    World world(seed_now);
+    world.run();
+    num_pulls += world.num_pulls();
+    num_valid += world.num_valid();
+  }
+  std::printf("simulation: %llu seeds, %llu pulls, %llu of them valid\n",
+              static_cast<unsigned long long>(num_seeds), static_cast<unsigned long long>(num_pulls),
+              static_cast<unsigned long long>(num_valid));
+  return 0;
+}
+
+}  // namespace kvlink::simulation
+
+int main() { return kvlink::simulation::main(); }
