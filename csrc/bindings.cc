@@ -2,113 +2,17 @@
 // Arguments in, Status out as an exception of kvlink.errors, the GIL released around what may wait.
 #include "bindings.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings_plan.h"
+#include "bindings_wait.h"
 #include "clock.h"
 #include "cuda_memory.h"
 #include "engine.h"
-#include "plan.h"
 
 namespace kvlink {
 namespace {
-
-/// A borrowed contiguous buffer of uint32.
-class BlockIds {
- public:
-  explicit BlockIds(py::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) throw py::error_already_set();
-    const char* const format = view_.format ? view_.format : "";
-    if (view_.ndim == 1 && view_.itemsize == 4 && (*format == 'I' || *format == 'L')) return;
-    PyBuffer_Release(&view_);
-    raise(Status::Config("block ids must be a contiguous one-dimensional buffer of uint32"));
-  }
-  ~BlockIds() { PyBuffer_Release(&view_); }
-  BlockIds(const BlockIds&) = delete;
-  BlockIds& operator=(const BlockIds&) = delete;
-
-  operator std::span<const uint32_t>() const {
-    return {static_cast<const uint32_t*>(view_.buf), static_cast<size_t>(view_.len) / 4};
-  }
-
- private:
-  Py_buffer view_;
-};
-
-struct PackedSegment {
-  uint64_t local;
-  uint32_t bytes, region;
-};
-
-struct PyPlanner {
-  std::shared_ptr<const Planner> planner;
-};
-
-void register_plan(py::module_& m) {
-  PYBIND11_NUMPY_DTYPE(ReadOp, offset, bytes, region, first_segment, num_segments);
-  PYBIND11_NUMPY_DTYPE(PackedSegment, local, bytes, region);
-
-  py::class_<Layout>(m, "Layout")
-      .def(py::init([](uint32_t num_blocks, uint32_t block_tokens, uint32_t first_head, uint32_t num_heads,
-                       uint32_t row_bytes, uint64_t block_stride, uint64_t token_stride, uint64_t head_stride,
-                       const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& planes) {
-             Layout layout{num_blocks,   block_tokens, first_head,  num_heads, row_bytes,
-                           block_stride, token_stride, head_stride, {}};
-             for (const auto& [region, plane_layer, offset] : planes)
-               layout.planes.push_back({region, plane_layer, offset});
-             return layout;
-           }),
-           py::arg("num_blocks"), py::arg("block_tokens"), py::arg("first_head"), py::arg("num_heads"),
-           py::arg("row_bytes"), py::arg("block_stride"), py::arg("token_stride"), py::arg("head_stride"),
-           py::arg("planes"));
-  py::class_<Plan>(m, "Plan")
-      .def_property_readonly("num_ops", [](const Plan& plan) { return plan.ops.size(); })
-      .def_property_readonly("num_segments", [](const Plan& plan) { return plan.segments.size(); })
-      .def_readonly("bytes", &Plan::bytes)
-      .def("ops",
-           [](const Plan& plan) {
-             return py::array_t<ReadOp>(static_cast<py::ssize_t>(plan.ops.size()), plan.ops.data());
-           })
-      .def("segments", [](const Plan& plan) {
-        py::array_t<PackedSegment> packed(static_cast<py::ssize_t>(plan.segments.size()));
-        auto rows = packed.mutable_unchecked<1>();
-        for (py::ssize_t row = 0; row < rows.size(); ++row) {
-          const Segment& segment = plan.segments[static_cast<size_t>(row)];
-          rows(row) = {reinterpret_cast<uintptr_t>(segment.local), segment.bytes, segment.region};
-        }
-        return packed;
-      });
-  py::class_<PyPlanner>(m, "Planner")
-      .def(
-          py::init([](const Layout& reader, const Layout& owner,
-                      const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
-                      const std::vector<uint64_t>& remote_region_bytes,
-                      const std::vector<uint32_t>& remote_region_index, std::pair<uint32_t, uint32_t> heads) {
-            std::vector<MemoryRange> local;
-            for (const auto& [address, bytes] : local_regions) {
-              local.push_back({.base = reinterpret_cast<std::byte*>(address), .bytes = bytes});
-            }
-            return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
-                                                remote_region_index, Range{heads.first, heads.second}))};
-          }),
-          py::arg("reader"), py::arg("owner"), py::arg("local_regions"), py::arg("remote_region_bytes"),
-          py::arg("remote_region_index"), py::arg("heads") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX})
-      .def(
-          "plan",
-          [](const PyPlanner& self, py::handle owner_blocks, py::handle reader_blocks,
-             std::pair<uint32_t, uint32_t> tokens, std::pair<uint32_t, uint32_t> layers,
-             std::optional<Plan*> into) {
-            const BlockIds owner(owner_blocks), reader(reader_blocks);
-            Plan fresh;
-            Plan& plan = into ? **into : fresh;
-            check(self.planner->plan(owner, reader,
-                                     {{tokens.first, tokens.second}, {layers.first, layers.second}}, plan));
-            return into ? py::cast(*into, py::return_value_policy::reference) : py::cast(std::move(fresh));
-          },
-          py::arg("owner_blocks"), py::arg("reader_blocks"), py::arg("tokens"),
-          py::arg("layers") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX}, py::arg("into") = py::none());
-}
 
 void register_transfer(py::module_& m) {
   py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
@@ -117,12 +21,24 @@ void register_transfer(py::module_& m) {
       .def("drain", &CompletionQueue::drain)
       .def("close", &CompletionQueue::close);
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
-      .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
+      .def_property_readonly("state",
+                             [](const Transfer& self) {
+                               check(self.check_process());
+                               return static_cast<int>(self.state());
+                             })
       .def_property_readonly("started_ns", &Transfer::started_ns)
-      .def("done", &Transfer::done)
+      .def("done",
+           [](const Transfer& self) {
+             check(self.check_process());
+             return self.done();
+           })
       .def(
-          "wait", [](Transfer& self, double timeout_s) { return self.wait(to_ns(timeout_s)); },
-          py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+          "wait",
+          [](Transfer& self, double timeout_s) {
+            check(self.check_process());
+            return self.done() || wait_for(to_ns(timeout_s), [&self](int64_t ns) { return self.wait(ns); });
+          },
+          py::arg("timeout_s"))
       .def("failure",
            [](const Transfer& self) -> py::object {
              const Status status = self.status();
@@ -130,8 +46,19 @@ void register_transfer(py::module_& m) {
              return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
                                    static_cast<int>(status.stale()));
            })
-      .def("cancel", &Transfer::cancel, py::call_guard<py::gil_scoped_release>())
-      .def("notify", &Transfer::notify, py::arg("queue"), py::arg("token"))
+      .def("cancel",
+           [](Transfer& self) {
+             check(self.check_process());
+             py::gil_scoped_release release;
+             self.cancel();
+           })
+      .def(
+          "notify",
+          [](Transfer& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+            check(self.check_process());
+            return self.notify(std::move(queue), token);
+          },
+          py::arg("queue"), py::arg("token"))
       .def("stats", [](const Transfer& self) {
         const TransferStats stats = self.stats();
         return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.post_ns,
@@ -145,6 +72,7 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
                                py::handle reader_blocks, uint32_t first_token, uint32_t end_token,
                                uint32_t first_layer, uint32_t end_layer, uint32_t slot, uint64_t nonce,
                                uint64_t settle_nonce, int stream, double timeout_s) {
+  check(self.process().check());
   const BlockIds owner(owner_blocks), reader(reader_blocks);
   PullRequest request;
   request.planner = planner.planner;
@@ -172,11 +100,10 @@ void register_connection(py::module_& m) {
           [](Connection& self, uint64_t connection_id, const std::vector<std::string>& replies,
              const std::vector<std::string>& pool_keys, const std::string& lease_key, uint64_t epoch,
              double timeout_s) {
-            Result<std::vector<uint32_t>> regions = [&] {
-              py::gil_scoped_release release;
+            check(self.process().check());
+            return take(run_whole([&] {
               return self.establish(connection_id, replies, pool_keys, lease_key, epoch, to_ns(timeout_s));
-            }();
-            return take(std::move(regions));
+            }));
           },
           py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_key"),
           py::arg("epoch"), py::arg("timeout_s"))
@@ -184,14 +111,14 @@ void register_connection(py::module_& m) {
            py::arg("first_token"), py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"),
            py::arg("slot"), py::arg("nonce"), py::arg("settle_nonce"), py::arg("stream"),
            py::arg("timeout_s"))
-      .def("settle", &Connection::settle, py::arg("slot"), py::arg("settle_nonce"),
-           py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("broken", &Connection::broken)
-      .def_property_readonly("idle", &Connection::idle)
-      .def_property_readonly("pending", &Connection::pending)
+      .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
+      .def_property_readonly("broken", own(&Connection::broken))
+      .def_property_readonly("idle", own(&Connection::idle))
+      .def_property_readonly("pending", own(&Connection::pending))
       .def(
           "time_read",
           [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
+            check(self.process().check());
             const Segment segment{reinterpret_cast<std::byte*>(local), bytes, 0};
             return take(self.time_read({offset, bytes, region, 0, 1}, segment));
           },
@@ -199,9 +126,9 @@ void register_connection(py::module_& m) {
       .def(
           "mend_after", [](Connection& self, double seconds) { self.mend_after(to_ns(seconds)); },
           py::arg("seconds"))
-      .def("why_broken", &Connection::why_broken)
-      .def("paths", &Connection::paths)
-      .def("close", &Connection::close, py::call_guard<py::gil_scoped_release>());
+      .def("why_broken", own(&Connection::why_broken))
+      .def("paths", own(&Connection::paths))
+      .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });
 }
 
 py::tuple durations(const Durations& durations) {
@@ -225,6 +152,7 @@ void register_tally(py::module_& m) {
 }
 
 LeaseTable& leases_of(Engine& engine) {
+  check(engine.process().check());
   if (!engine.started()) raise(Status::Config("this worker has not started"));
   return engine.leases();
 }
@@ -239,9 +167,9 @@ void register_engine(py::module_& m) {
                        const std::string& cuda_image) {
              TransportOptions how{host, port, fault, {}, rdma_connect, rdma_traffic_class, cuda_image};
              for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
-             return std::shared_ptr<Engine>(
-                 take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
-                                    inline_bytes, num_lanes, bounce_bytes})));
+             auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
+                                            inline_bytes, num_lanes, bounce_bytes}));
+             return std::shared_ptr<Engine>(made.release(), DeleteOwn());
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
@@ -277,6 +205,7 @@ void register_engine(py::module_& m) {
       .def("access",
            [](const Engine& self) {
              py::list rows;
+             check(self.process().check());
              for (const TransportAccess& row : self.access()) {
                rows.append(py::make_tuple(row.name, py::bytes(row.address), bytes_list(row.pool_keys),
                                           py::bytes(row.lease_key), row.refused, row.bounces));
@@ -287,6 +216,7 @@ void register_engine(py::module_& m) {
           "accept",
           [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos,
              bool takes_keys, uint64_t caller) {
+            check(self.process().check());
             const Accepted accepted = take(self.accept(transport, hellos, takes_keys, caller));
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
                                   bytes_list(accepted.pool_keys), py::bytes(accepted.lease_key));
@@ -295,11 +225,15 @@ void register_engine(py::module_& m) {
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address,
-             std::shared_ptr<Tally> tally) { return take(self.open(transport, address, std::move(tally))); },
+             std::shared_ptr<Tally> tally) {
+            check(self.process().check());
+            return take(self.open(transport, address, std::move(tally)));
+          },
           py::arg("transport"), py::arg("address"), py::arg("tally"), py::keep_alive<0, 1>())
       .def(
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
+            check(self.process().check());
             py::list seats;
             for (const LeaseSeat& seat : take(self.grant(lease, readers, ready, to_ns(ttl_s)))) {
               seats.append(py::make_tuple(seat.slot, seat.nonce, seat.settle_nonce));
@@ -311,6 +245,7 @@ void register_engine(py::module_& m) {
           "grant_at",
           [](Engine& self, uint64_t lease, const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& seats,
              uint64_t ready, double ttl_s) {
+            check(self.process().check());
             std::vector<LeaseSeat> chosen;
             for (const auto& [slot, nonce, settle_nonce] : seats)
               chosen.push_back({slot, nonce, settle_nonce});
@@ -350,6 +285,7 @@ void register_engine(py::module_& m) {
           py::arg("slot"), py::arg("settle_nonce"))
       .def("take_ended",
            [](Engine& self) {
+             check(self.process().check());
              py::list rows;
              for (const EndedLease& lease : self.take_ended()) {
                rows.append(py::make_tuple(lease.lease, static_cast<int>(lease.how),
@@ -357,15 +293,16 @@ void register_engine(py::module_& m) {
              }
              return rows;
            })
-      .def("watch_ended", &Engine::watch_ended, py::arg("queue"))
+      .def("watch_ended", own(&Engine::watch_ended), py::arg("queue"))
       .def("ports",
            [](const Engine& self) {
+             check(self.process().check());
              py::list rows;
              for (const PortState& port : self.ports())
                rows.append(py::make_tuple(port.name, port.away, port.times_away, port.held));
              return rows;
            })
-      .def("watch_ports", &Engine::watch_ports, py::arg("queue"))
+      .def("watch_ports", own(&Engine::watch_ports), py::arg("queue"))
       .def("lease_counts",
            [](Engine& self) {
              const LeaseCounts counts = leases_of(self).counts(now_ns());
@@ -373,7 +310,7 @@ void register_engine(py::module_& m) {
                                    counts.aborted, counts.fenced_readers,
                                    static_cast<double>(counts.oldest_ns) / 1e9);
            })
-      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", [](Engine& self) { run_whole([&self] { self.close(); }); });
 }
 
 }  // namespace

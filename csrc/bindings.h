@@ -48,6 +48,22 @@ inline void check(const Status& status) {
   if (!status.ok()) raise(status);
 }
 
+/// `method`, which raises in a forked child of the process that made the object.
+template <typename Object, typename Returned, typename... Arguments>
+auto own(Returned (Object::*method)(Arguments...)) {
+  return [method](Object& self, Arguments... arguments) {
+    check(self.process().check());
+    return (self.*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+template <typename Object, typename Returned, typename... Arguments>
+auto own(Returned (Object::*method)(Arguments...) const) {
+  return [method](const Object& self, Arguments... arguments) {
+    check(self.process().check());
+    return (self.*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
 template <typename T>
 T take(Result<T> result) {
   if (!result.ok()) raise(result.status());
@@ -64,6 +80,8 @@ inline py::list bytes_list(const std::vector<std::string>& blobs) {
   return list;
 }
 
+/// bindings_plan.cc: layouts, plans and planners.
+void register_plan(py::module_& m);
 /// bindings_memory.cc: memory that kvlink allocates.
 void register_memory(py::module_& m);
 /// bindings_bench.cc: what benchmarks measure besides the engine.

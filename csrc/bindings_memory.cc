@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that kvlink allocates.
 #include "bindings.h"
+#include "bindings_wait.h"
 #include "cuda_memory.h"
 #include "memory.h"
 
@@ -24,7 +25,17 @@ auto allocated(const Allocate& allocate) {
     py::gil_scoped_release release;
     return allocate();
   }();
+  if (PyErr_Occurred()) throw py::error_already_set();  // a signal handler raised it
   return take(std::move(memory));
+}
+
+/// Runs Python's signal handlers, on the main thread; false: one raised.
+std::function<bool()> handles_signals() {
+  if (!on_main_thread()) return {};
+  return [] {
+    py::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() == 0;
+  };
 }
 
 }  // namespace
@@ -32,7 +43,7 @@ auto allocated(const Allocate& allocate) {
 void register_memory(py::module_& m) {
   py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory")
       .def(py::init([](uint64_t bytes, bool huge_pages) {
-             return allocated([=] { return HostMemory::allocate(bytes, huge_pages); });
+             return allocated([=] { return HostMemory::allocate(bytes, huge_pages, handles_signals()); });
            }),
            py::arg("bytes"), py::arg("huge_pages") = true)
       .def_property_readonly("address", &address_of<HostMemory>)

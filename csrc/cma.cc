@@ -343,7 +343,7 @@ class CmaTransport : public Transport {
       return Status::Unavailable("the owner is on another machine",
                                  "enable a transport between machines (tcp)");
     }
-    if (parsed->pid_namespace != namespace_inode("pid")) {
+    if (!is_own_namespace("pid", parsed->pid_namespace)) {
       return Status::Unavailable(
           "the owner is in another pid namespace",
           "share one (docker run --pid, shareProcessNamespace in Kubernetes), or use shm or tcp");

@@ -251,6 +251,7 @@ std::vector<std::string> Connection::paths() const {
 }
 
 void Connection::close() {
+  if (process_.inherited()) return;
   std::lock_guard lock(connecting_);
   closed_ = true;
   for (size_t index = 0; index < lanes_.size(); ++index) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lane.h"
+#include "process_mark.h"
 #include "progress.h"
 #include "scratch.h"
 #include "sync.h"
@@ -30,6 +31,7 @@ class Connection {
              std::shared_ptr<Tally> tally);
   ~Connection() { close(); }
 
+  const ProcessMark& process() const { return process_; }
   /// One per lane, for Transport::accept at the owner.
   std::vector<std::string> hellos() const;
   /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
@@ -72,6 +74,7 @@ class Connection {
   void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
+  const ProcessMark process_;
   const uint64_t inline_bytes_;
   uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
   size_t missing_;                  // lanes that should be there

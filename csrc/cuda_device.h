@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_api.h"
+#include "process_mark.h"
 #include "status.h"
 
 namespace kvlink::cuda {
@@ -24,10 +25,13 @@ class Device {
   static Result<std::shared_ptr<const Device>> at(int ordinal);
   Device(const Api& api, int ordinal, int device, Context context, const Uuid& uuid)
       : api(api), ordinal(ordinal), device(device), context(context), uuid(uuid) {}
-  ~Device() { api.primary_context_release(device); }
+  ~Device() {
+    if (!process.inherited()) api.primary_context_release(device);
+  }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
+  const ProcessMark process;
   const Api& api;
   const int ordinal, device;
   const Context context;

@@ -68,6 +68,7 @@ Status CudaMemory::map() {
 }
 
 CudaMemory::~CudaMemory() {
+  if (process_.inherited()) return;  // CUDA does not survive a fork
   const cuda::Current current(*device_);
   if (mapped_ != 0) device_->api.memory_unmap(address_, mapped_);
   if (reserved_ != 0) device_->api.address_free(address_, reserved_);

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cuda_device.h"
+#include "process_mark.h"
 #include "status.h"
 #include "transport.h"
 
@@ -29,6 +30,7 @@ class CudaMemory {
       : device_(std::move(device)), bytes_(bytes) {}
   Status map();
 
+  const ProcessMark process_;
   const std::shared_ptr<const cuda::Device> device_;
   const uint64_t bytes_;
   cuda::Address address_ = 0;

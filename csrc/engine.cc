@@ -234,8 +234,10 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   }
   if (endpoints.empty()) return why;
   const size_t missing = lanes - endpoints.size();
-  auto connection = std::make_shared<Connection>(std::move(endpoints), missing, options_.inline_bytes,
-                                                 scratch_, progress_, std::move(tally));
+  const std::shared_ptr<Connection> connection(
+      new Connection(std::move(endpoints), missing, options_.inline_bytes, scratch_, progress_,
+                     std::move(tally)),
+      DeleteOwn());
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });
@@ -329,6 +331,7 @@ void Engine::watch_ended(std::shared_ptr<CompletionQueue> queue) {
 }
 
 void Engine::close() {
+  if (process_.inherited()) return;
   std::vector<std::weak_ptr<Connection>> connections;
   {
     std::lock_guard lock(mutex_);

@@ -19,6 +19,7 @@
 #include "connection.h"
 #include "lease_table.h"
 #include "memory.h"
+#include "process_mark.h"
 #include "staging.h"
 #include "transport.h"
 
@@ -85,6 +86,7 @@ class Engine {
   Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
                                            std::shared_ptr<Tally> tally = std::make_shared<Tally>());
 
+  const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
   /// REQUIRES started().
   LeaseTable& leases() { return *leases_; }
@@ -100,7 +102,7 @@ class Engine {
   void watch_ports(std::shared_ptr<CompletionQueue> queue);
 
   /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
-  /// memory.
+  /// memory. Does nothing in a forked child.
   void close();
 
  private:
@@ -138,6 +140,7 @@ class Engine {
   void cut_off_readers(std::span<const EndedLease> ended);
   void wake_owner();
 
+  const ProcessMark process_;
   const EngineOptions options_;
   std::vector<Row> rows_;
   std::vector<MemoryRange> pool_;

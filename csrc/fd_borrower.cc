@@ -50,7 +50,7 @@ Result<FdBorrower> FdBorrower::of(uint32_t magic, std::string_view owner_address
     return Status::Unavailable("the owner is on another machine",
                                "enable a transport between machines (verbs, tcp)");
   }
-  if (parsed->net_namespace != namespace_inode("net")) {
+  if (!is_own_namespace("net", parsed->net_namespace)) {
     return Status::Unavailable(
         "the owner is in another network namespace, where its Unix socket is not visible",
         "share one (docker run --network, one pod in Kubernetes), or use another transport");
@@ -108,9 +108,11 @@ Status FdBorrower::watch_owner() {
   ucred peer{};
   socklen_t size = sizeof peer;
   if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return failed("SO_PEERCRED");
-  if (peer.uid != ::geteuid() && peer.uid != 0) {
-    return Status::AccessDenied("the owner runs as uid " + std::to_string(peer.uid) +
-                                ", this process as uid " + std::to_string(::geteuid()));
+  // Each end trusts itself and root: both, or neither, must be root.
+  if (peer.uid != ::geteuid()) {
+    return Status::Unavailable("the owner runs as uid " + std::to_string(peer.uid) +
+                                   ", this process as uid " + std::to_string(::geteuid()),
+                               "run both ends as one user, or use tcp");
   }
   owner_pid_ = peer.pid;
   // Of an owner out of sight the socket's end has to do.

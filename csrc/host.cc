@@ -29,6 +29,10 @@ uint64_t namespace_inode(const char* kind) {
   return ::stat((std::string("/proc/self/ns/") + kind).c_str(), &found) == 0 ? found.st_ino : 0;
 }
 
+bool is_own_namespace(const char* kind, uint64_t inode) {
+  return inode != 0 && inode == namespace_inode(kind);
+}
+
 Status fill_random(void* into, size_t bytes) {
   auto* const at = static_cast<char*>(into);
   for (size_t drawn = 0; drawn < bytes;) {

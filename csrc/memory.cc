@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -34,17 +35,29 @@ Status refused(uint64_t bytes, const char* call, int error) {
                      error);
 }
 
+// A piece takes some 10 ms.
+constexpr uint64_t kPopulateBytes = 64 << 20;
+
 // Faults every page in now: a pool that does not fit must fail here and not by SIGBUS in the middle of a
-// copy.
-int populate(std::byte* base, uint64_t bytes, int fd) {
-  if (::madvise(base, bytes, MADV_POPULATE_WRITE) == 0) return 0;
-  if (errno != EINVAL && errno != EPERM && errno != ENOSYS) return errno;  // a kernel before 5.14, or seccomp
-  return ::posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+// copy. Returns an errno, ECANCELED when it is not to go on.
+int populate(std::byte* base, uint64_t bytes, int fd, const std::function<bool()>& go_on) {
+  for (uint64_t at = 0; at < bytes; at += kPopulateBytes) {
+    if (go_on && !go_on()) return ECANCELED;
+    const uint64_t piece = std::min(bytes - at, kPopulateBytes);
+    if (::madvise(base + at, piece, MADV_POPULATE_WRITE) == 0) continue;
+    // A kernel before 5.14, or seccomp.
+    const bool unknown = errno == EINVAL || errno == EPERM || errno == ENOSYS;
+    const int error =
+        unknown ? ::posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(piece)) : errno;
+    if (error != 0) return error;
+  }
+  return 0;
 }
 
 }  // namespace
 
-Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool huge_pages) {
+Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool huge_pages,
+                                                         const std::function<bool()>& go_on) {
   if (bytes == 0) return Status::Config("cannot allocate 0 bytes of shared memory");
   if (bytes > static_cast<uint64_t>(INT64_MAX)) return refused(bytes, "ftruncate", EFBIG);
   UniqueFd fd(sys::make_memfd("kvlink", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -59,7 +72,9 @@ Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool hu
   auto* const base = static_cast<std::byte*>(mapped);
   if (huge_pages) ::madvise(base, bytes, MADV_HUGEPAGE);  // advice: failure changes nothing
   std::shared_ptr<HostMemory> memory(new HostMemory({base, bytes, fd.release(), 0}));
-  if (const int error = populate(base, bytes, memory->range_.memfd)) return refused(bytes, "madvise", error);
+  const int error = populate(base, bytes, memory->range_.memfd, go_on);
+  if (error == ECANCELED) return Status::Cancelled("the allocation was interrupted");
+  if (error != 0) return refused(bytes, "madvise", error);
   return memory;
 }
 

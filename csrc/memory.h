@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "status.h"
@@ -13,8 +14,10 @@ namespace kvlink {
 /// Owns one mapping and its memfd; both go with it. Pages are zero and populated.
 class HostMemory {
  public:
-  /// `huge_pages` asks for transparent huge pages (advice only).
-  static Result<std::shared_ptr<HostMemory>> allocate(uint64_t bytes, bool huge_pages);
+  /// `huge_pages` asks for transparent huge pages (advice only). `go_on`, if any, is asked now and then:
+  /// false gives up with kCancelled.
+  static Result<std::shared_ptr<HostMemory>> allocate(uint64_t bytes, bool huge_pages,
+                                                      const std::function<bool()>& go_on = {});
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;

@@ -20,6 +20,7 @@ std::shared_ptr<uint64_t[]> ScratchPool::take() {
     free_.pop_back();
   }
   return {line, [pool = shared_from_this()](uint64_t* taken) {
+            if (pool->process_.inherited()) return;  // a thread of the parent may have held the mutex
             std::lock_guard lock(pool->mutex_);
             pool->free_.push_back(taken);
           }};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "process_mark.h"
 #include "sync.h"
 
 namespace kvlink {
@@ -22,6 +23,7 @@ class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
   uint32_t region() const { return region_; }
 
  private:
+  const ProcessMark process_;
   std::shared_ptr<HostMemory> memory_;
   uint32_t region_;
   Mutex mutex_;

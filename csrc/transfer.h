@@ -15,6 +15,7 @@
 #include "completion.h"
 #include "crossover.h"
 #include "plan.h"
+#include "process_mark.h"
 #include "status.h"
 #include "sync.h"
 #include "tally.h"
@@ -84,6 +85,8 @@ class Transfer {
            std::shared_ptr<Tally> tally = nullptr);
 
   // The caller's side.
+  /// kConfig in a forked child, unless it had ended before.
+  Status check_process() const { return done() ? Status{} : process_.check(); }
   TransferState state() const { return state_.load(std::memory_order_acquire); }
   bool done() const { return state() != TransferState::kPending; }
   /// Works along where the bytes are copied by a thread of this process: whoever waits has the time, and
@@ -147,6 +150,7 @@ class Transfer {
   bool folds() const;
 
   // Constant after construction.
+  ProcessMark process_;
   std::shared_ptr<const Planner> planner_;
   std::vector<uint32_t> owner_blocks_, reader_blocks_;
   Range tokens_, layers_;

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvlink.engine import SETTLED, failure
-from kvlink.errors import Cancelled, KVLinkError
+from kvlink.errors import Cancelled, ConfigError, KVLinkError
 from kvlink.explain import PathTaken, path_taken
 from kvlink.starting import Part, Starting, settling, stop
 from kvlink.timeouts import checked
@@ -63,8 +63,11 @@ class Pull(Awaited[PullStats]):
 
     def __repr__(self) -> str:
         """State in words."""
-        if not self.done():
-            return f"Pull({self.request_id!r}: running)"
+        try:
+            if not self.done():
+                return f"Pull({self.request_id!r}: running)"
+        except ConfigError:
+            return f"Pull({self.request_id!r}: of the parent process)"
         error = self._error()
         return (
             f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
@@ -133,6 +136,7 @@ class Pull(Awaited[PullStats]):
 
     async def _until_ended(self, stopping: bool = False) -> None:
         if self._parts is None and self._starting is not None:
+            self._starting.check_own()
             if stopping:
                 self._starting.cancel()
             started = asyncio.wrap_future(self._starting)
@@ -173,6 +177,7 @@ class Pull(Awaited[PullStats]):
     def cancel(self) -> None:
         """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
         if self._parts is None and self._starting is not None:
+            self._starting.check_own()
             self._starting.cancel()
         for part in self._started(None) or []:
             stop(part)
@@ -209,6 +214,7 @@ class Pull(Awaited[PullStats]):
     def _started(self, timeout_s: float | None) -> list[Part] | None:
         """The parts, none if it could not start, or None while it is starting."""
         if self._parts is None and self._starting is not None:
+            self._starting.check_own()
             try:
                 self._parts = self._starting.result(timeout_s)
             except concurrent.futures.TimeoutError:

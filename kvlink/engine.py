@@ -13,6 +13,7 @@ from kvlink import _core, errors
 from kvlink.bounce import record_placement, warn_of_pool
 from kvlink.config import WorkerConfig, select
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.forks import ADVICE
 from kvlink.gpudirect import Way, parse_ways
 from kvlink.kernels import compiled_for
 from kvlink.layout import KVLayout
@@ -31,7 +32,6 @@ Transfer = _core.Transfer
 RUNNING, FAILED, VALID, SETTLED = range(4)  # states of a Transfer, see csrc/transfer.h
 
 _HOW = {1: LeaseEnd.SETTLED, 2: LeaseEnd.EXPIRED, 3: LeaseEnd.ABORTED}
-_FORKED = "this Worker was made before a fork; make a new one in the child process"
 
 
 class Seat(NamedTuple):
@@ -171,7 +171,7 @@ class Engine:
     def core(self) -> _core.Engine:
         """The native engine. Raises ConfigError in a forked child."""
         if self._core is None:
-            raise ConfigError(_FORKED)
+            raise ConfigError(f"this Worker was made before a fork and is the parent process's; {ADVICE}")
         return self._core
 
     def cards(self) -> tuple[TransportCard, ...]:

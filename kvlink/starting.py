@@ -17,6 +17,7 @@ from kvlink import tracing
 from kvlink.control import ControlThread
 from kvlink.engine import Transfer
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError
+from kvlink.forks import check_own, num_forks
 from kvlink.peer import Peer
 from kvlink.peers import Peers
 from kvlink.ticket import LeaseSeat, Ticket
@@ -52,6 +53,15 @@ Connected = list[tuple[Ticket, Peer]]
 
 class Starting(concurrent.futures.Future[list[Part]]):
     """The parts, once all are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_at = num_forks()
+
+    def check_own(self) -> None:
+        """Raises ConfigError in a forked child, where nobody would ever resolve it."""
+        if not self.done():
+            check_own(self._made_at, "this pull")
 
 
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:

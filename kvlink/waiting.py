@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, TypeVar
 
 from kvlink.engine import CompletionQueue, Engine, Transfer
+from kvlink.forks import num_forks
 
 T = TypeVar("T")
 
@@ -119,12 +120,15 @@ class Bell:
 
     def __init__(self, rung: Callable[[], object]) -> None:
         self.queue = CompletionQueue()
+        self._made_at = num_forks()
         self._rung = rung
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.queue.fileno(), self._ring)
 
     def close(self) -> None:
         """Idempotent."""
+        if self._made_at != num_forks():
+            return  # a forked child: the loop's descriptors are the parent's as well
         if self.queue.fileno() >= 0:
             self._loop.remove_reader(self.queue.fileno())
             self.queue.close()

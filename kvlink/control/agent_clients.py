@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvlink.control.client import AgentClient
 from kvlink.control.security import Security
+from kvlink.forks import check_grpc
 
 _UNUSED_S = 300.0  # far more than any call takes: none runs on a client that is closed for it
 
@@ -23,10 +24,12 @@ class _Kept:
 
 class AgentClients:
     """Clients by "host:port". Workers come and go, each at another port: those that nobody has asked for in five
-    minutes are closed. Belongs to the event loop that it is used on; may be made on any thread.
+    minutes are closed. Belongs to the event loop that it is used on; may be made on any thread. Raises ConfigError in a
+    forked child of a process in which kvlink ran.
     """
 
     def __init__(self, security: Security | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        check_grpc()
         self._security = security
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one asked for last is the last

@@ -23,6 +23,7 @@ from kvlink.control.refusal import REASON_TRAILER, error_of
 from kvlink.control.security import Security, Trust
 from kvlink.control.stream import Stream
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.forks import use_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -87,6 +88,7 @@ class Channel:
         trust: Trust | None = None,
         attempt_s: float = _ATTEMPT_S,
     ) -> None:
+        use_grpc()
         names = _listed(addresses, what)
         self.address = ",".join(names)
         self._what = what

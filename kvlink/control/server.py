@@ -27,6 +27,7 @@ from kvlink.control.security import Gate, Security, answering
 from kvlink.control.security.tokens import bearer
 from kvlink.control.traced_calls import traced
 from kvlink.errors import ConfigError
+from kvlink.forks import use_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -130,6 +131,7 @@ class Host:
         credentials = self._security.server_credentials(host)
         verifier = self._security.verifier(host)
         admission = Admission(verifier, self._what, self._denied) if verifier else None
+        use_grpc()
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=[admission] if admission else None)
         opened(self)
         for service, handlers in self._services.items():

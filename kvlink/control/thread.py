@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from kvlink.control.open_ends import close_all
 from kvlink.errors import ConfigError, CoordinatorUnavailable
+from kvlink.forks import ADVICE, use_grpc
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -32,6 +33,7 @@ class ControlThread:
     """Runs coroutines for callers that are not asyncio. Closes itself at interpreter exit."""
 
     def __init__(self, name: str = "kvlink-control") -> None:
+        use_grpc()
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._closed = False
@@ -112,10 +114,7 @@ class ControlThread:
 
     def _why_not(self) -> str:
         if self._pid != os.getpid():
-            return (
-                f"this process was forked from {self._pid}, and a kvlink worker does not survive fork: "
-                "make it in the child, or start processes by spawn"
-            )
+            return f"this process was forked from {self._pid}, and a kvlink worker does not survive a fork; {ADVICE}"
         return "the control thread is closed" if self._closed else ""
 
 

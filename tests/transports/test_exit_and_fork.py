@@ -107,3 +107,84 @@ assert reader.pull(owner.offer("after", [1]), [2]).wait(10)
 """
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+_INHERITED = """
+import dataclasses, gc, socket
+from kvlink.control import AgentClients, CoordinatorClient
+owner, reader = pair("tcp", "hang@4")
+reader.pull(owner.offer("warm", [1]), [2]).wait()
+running = reader.pull(owner.offer("r", range(60)), range(60), timeout_s=20)
+silent = socket.create_server(("127.0.0.1", 0))
+elsewhere = dataclasses.replace(owner.offer("s", [1]), epoch=1, agent=f"127.0.0.1:{silent.getsockname()[1]}")
+starting = reader.pull(elsewhere, [2], timeout_s=20)
+connection = reader.peers()[0].connection
+pool = reader.pool
+child = os.fork()
+if child == 0:
+    acts = {
+        "done": running.done, "wait": running.wait, "cancel": running.cancel, "settle": starting.settle,
+        "done while starting": starting.done, "wait while starting": starting.wait,
+        "cancel while starting": starting.cancel, "connection": lambda: connection.settle(1, 1000),
+        "connection's state": lambda: connection.broken, "offer": lambda: owner.offer("c", [1]),
+        "new worker": lambda: kvlink.Worker(pool, "second"), "agents": AgentClients,
+        "coordinator": lambda: CoordinatorClient("127.0.0.1:1"),
+    }
+    for name, act in acts.items():
+        try:
+            act()
+        except kvlink.errors.ConfigError as error:
+            if "spawn or forkserver" not in str(error): print(name, error)
+        else:
+            print(name, "was let through")
+    connection.close()
+    owner.close()
+    if "parent" not in repr(running): print(repr(running))
+    del connection, owner, reader, running, starting
+    gc.collect()
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert not running.done()
+running.cancel()
+starting.cancel()
+another, other = pair("tcp")  # the first reader's connection hangs, as asked for
+assert other.pull(owner.offer("after", [1]), [2]).wait(10)
+"""
+
+
+def test_what_a_forked_child_inherits_is_refused_at_once_and_its_end_disturbs_nobody() -> None:
+    ended = run_script(_INHERITED)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_child_forked_before_the_first_worker_works() -> None:
+    ended = run_script(
+        """
+child = os.fork()
+if child == 0:
+    owner, reader = pair("tcp")
+    os._exit(0 if reader.pull(owner.offer("r", [1]), [2]).wait() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+owner, reader = pair("tcp")
+assert reader.pull(owner.offer("r", [1]), [2]).wait()
+"""
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_child_of_a_process_that_closed_its_workers_is_told_to_spawn() -> None:
+    ended = run_script(
+        """
+first, second = pair("tcp")
+first.close(), second.close()
+child = os.fork()
+if child == 0:
+    try:
+        worker("child")
+    except kvlink.errors.ConfigError as error:
+        os._exit(0 if "spawn or forkserver, or fork before the first Worker" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
