@@ -63,6 +63,7 @@ def connects(client: AgentClient, number: int) -> list[asyncio.Future[Any]]:
     return [asyncio.ensure_future(client.connect("prefill", 1, "tcp", [b""])) for _ in range(number)]
 
 
+@pytest.mark.verify
 async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time_and_of_one_caller_fewer() -> None:
     async with (
         serving_slowly() as (slow, address),

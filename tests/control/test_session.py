@@ -249,6 +249,7 @@ def start_worker(address: str, process: int, request_id: str) -> tuple[subproces
     return worker, int(worker.stdout.readline())
 
 
+@pytest.mark.verify
 async def test_a_worker_that_restarts_gets_a_new_epoch_and_its_old_tickets_are_refused(
     client: CoordinatorClient, coordinator: Coordinator
 ) -> None:
@@ -266,6 +267,7 @@ async def test_a_worker_that_restarts_gets_a_new_epoch_and_its_old_tickets_are_r
         second.communicate()
 
 
+@pytest.mark.verify
 async def test_a_stopped_worker_is_gone_and_comes_back_with_its_offers() -> None:
     store = StoreByHand()
     coordinator = Coordinator(store, LEASE_S)
