@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from kvlink.cli.tables import show_parts, show_rows
-from kvlink.config import WorkerConfig, select
+from kvlink.config import WorkerConfig
+from kvlink.transport_names import select
 
 from .ending import begin, finish
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
+from kvlink import env_names
+from kvlink.addresses import can_be_dialled, plain_host, split_address
 from kvlink.errors import ConfigError
 from kvlink.gpudirect.decision import parse_ways
 
@@ -78,7 +80,7 @@ class WorkerConfig:
     """The options of one worker, checked when made. Raises ConfigError for a value out of bounds."""
 
     transports: str = _setting(
-        "KVLINK_TRANSPORTS", "", "shm,tcp allows these in this order, ^cma all but that; empty: all"
+        "KVLINK_TRANSPORTS", "", "shm,tcp allows these in this order, ^cma all but that; empty or all: all"
     )
     nics: str = _setting(
         "KVLINK_NICS", "", "mlx5_0:1,mlx5_1 uses these NIC ports, ^mlx5_2 all but that; empty: the nearest"
@@ -128,6 +130,11 @@ class WorkerConfig:
         "KVLINK_COORDINATOR", "", "host:port of the coordinator, replicas with commas between; empty: none"
     )
     host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
+    advertise: str = _setting(
+        "KVLINK_ADVERTISE",
+        "",
+        "host that peers dial instead, where it differs (NAT); empty: that of KVLINK_HOST",
+    )
     port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
     agent_port: int = _setting(
         "KVLINK_AGENT_PORT", 0, "port of the agent; 0: any free one", least=0, most=65535
@@ -185,6 +192,13 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         for setting in CATALOGUE:
             setting.check(getattr(self, setting.name))
+        for name in ("host", "advertise", "metrics_host"):
+            object.__setattr__(self, name, plain_host(getattr(self, name)))
+        if self.advertise and not can_be_dialled(self.advertise):
+            raise ConfigError(
+                f"KVLINK_ADVERTISE={self.advertise!r} is no host that peers can dial: write a name or an address, "
+                "without a port"
+            )
         parse_nics(self.nics)
         parse_ways(self.gpudirect)
         for address in self.coordinator.split(",") if self.coordinator else ():
@@ -201,9 +215,12 @@ class WorkerConfig:
     ) -> WorkerConfig:
         """Reads `os.environ` (or `env`). Arguments that are not None win; `defaults` are for what nobody says.
 
-        Raises ConfigError.
+        Warns once of variables in `os.environ` that look like options and are none. Raises ConfigError.
         """
-        said = {s.name: s.parse(text) for s, text in _given(os.environ if env is None else env)}
+        if env is None:
+            env = os.environ
+            env_names.warn_once(env, _NAMES)
+        said = {s.name: s.parse(text) for s, text in _given(env)}
         wanted = {name: value for name, value in arguments.items() if value is not None}
         return cls(**{**(defaults or {}), **said, **wanted})
 
@@ -212,6 +229,7 @@ CATALOGUE = tuple(
     Setting(name=f.name, default=cast(Any, f.default), **f.metadata) for f in fields(WorkerConfig)
 )
 """Every setting, in the order in which `kvlink config` shows them."""
+_NAMES = frozenset(setting.env for setting in CATALOGUE)
 
 
 def _given(env: Mapping[str, str]) -> list[tuple[Setting, str]]:
@@ -224,18 +242,9 @@ def sources(env: Mapping[str, str]) -> dict[str, str]:
     return {setting.name: setting.env if setting.name in given else "default" for setting in CATALOGUE}
 
 
-def unknown(env: Mapping[str, str]) -> list[str]:
-    """Variables that look like options of kvlink and are none: most likely misspelt."""
-    known = {setting.env for setting in CATALOGUE}
-    return sorted(name for name in env if name.startswith("KVLINK_") and name not in known)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits host:port, with brackets around an IPv6 host. Raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{address!r} is not host:port; write for example 10.0.0.1:7400")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+def unknown(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like options of kvlink and are none, each with the nearest option's name, or ""."""
+    return env_names.unknown(env, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,23 +269,3 @@ def parse_nics(spec: str) -> NicNames:
         )
     ports = [(match[1], int(match[2]) if match[2] else None) for match in matches if match]
     return NicNames(excludes, tuple(dict.fromkeys(ports)))
-
-
-def select(spec: str, available: Sequence[str]) -> list[str]:
-    """Transports that `spec` allows, best first. `available` are the names built in, best first.
-
-    "" allows all; "shm,tcp" only these, in this order; "^cma,tcp" all but these; "fault+shm" wraps one.
-    Raises ConfigError for unknown names, a mixture of both forms, and a choice that leaves none.
-    """
-    forbids = spec.strip().startswith("^")
-    names = [name.strip() for name in spec.strip().removeprefix("^").split(",") if name.strip()]
-    for name in names:
-        if name.removeprefix("fault+") not in available or (forbids and "+" in name):
-            raise ConfigError(
-                f"there is no transport {name!r} (of {spec!r}); write names out of {', '.join(available)}, "
-                "fault+NAME to wrap one, or ^ before the first to forbid them all"
-            )
-    chosen = [name for name in available if name not in names] if forbids or not names else names
-    if not chosen:
-        raise ConfigError(f"{spec!r} forbids every transport; allow at least one (KVLINK_TRANSPORTS)")
-    return list(dict.fromkeys(chosen))

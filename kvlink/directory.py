@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from kvlink import tracing
 from kvlink.control import AgentClients, ConnectReply, CoordinatorClient, Security, SettleOrder
-from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
+from kvlink.errors import (
+    AccessDenied,
+    ConfigError,
+    CoordinatorError,
+    CoordinatorUnavailable,
+    PeerUnreachable,
+)
+from kvlink.reachability import hint_for
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
 
@@ -31,13 +38,17 @@ class ControlDirectory:
             try:
                 card = await self._agents[agent].card()
             except CoordinatorUnavailable as error:
-                raise _unreachable(worker_id, error) from None
+                raise _unreachable(worker_id, agent, error) from None
+            except AccessDenied as error:
+                raise AccessDenied(f"{error}{hint_for(agent)}") from None
         elif self._coordinator is not None:
             card = await self._coordinator.worker(worker_id, epoch)
         else:
             raise ConfigError(f"the ticket names no agent of {worker_id}; give this worker a coordinator")
         if card.worker_id != worker_id:
-            raise PeerUnreachable(f"{agent} belongs to {card.worker_id} now, not to {worker_id}")
+            raise PeerUnreachable(
+                f"{agent} belongs to {card.worker_id} now, not to {worker_id}{hint_for(agent)}"
+            )
         if len(self._cards) >= _MAX_CARDS:
             self._cards.pop(next(iter(self._cards)))
         self._cards[worker_id, card.epoch] = card
@@ -48,7 +59,7 @@ class ControlDirectory:
         try:
             return await self._agents[card.agent].connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:
-            raise _unreachable(card.worker_id, error) from None
+            raise _unreachable(card.worker_id, card.agent, error) from None
 
     async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
         """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
@@ -66,5 +77,5 @@ class ControlDirectory:
         await self._agents.close()
 
 
-def _unreachable(worker_id: str, error: CoordinatorUnavailable) -> PeerUnreachable:
-    return PeerUnreachable(f"worker {worker_id}: {error}", silent=error.telling < 0)
+def _unreachable(worker_id: str, agent: str, error: CoordinatorUnavailable) -> PeerUnreachable:
+    return PeerUnreachable(f"worker {worker_id}: {error}{hint_for(agent)}", silent=error.telling < 0)

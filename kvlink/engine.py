@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvlink import _core, errors
+from kvlink import _core, errors, transport_names
 from kvlink.bounce import record_placement, warn_of_pool
-from kvlink.config import WorkerConfig, select
+from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
 from kvlink.gpudirect import Way, parse_ways
@@ -115,7 +115,7 @@ class Engine:
         self.closed, self._ringing = False, threading.Lock()
         self._rung: list[CompletionQueue] = []
         self.lease_slots = config.lease_slots
-        transports = _within_reach(select(config.transports, available_transports()), pool)
+        transports = _within_reach(transport_names.select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
         self._loan = lend_to_nics(pool, config, staging=self._staging) if by_nic else Loan()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,11 @@ from kvlink.errors import ConfigError
 from kvlink.histogram import Durations
 from kvlink.host import this_host
 from kvlink.ports import PortLog
+from kvlink.reachability import advertised_host, at_advertised, only_this_host
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
+
+_log = logging.getLogger("kvlink.worker")
 
 OwnEngine = Callable[[], Engine]
 """The engine that runs now."""
@@ -28,6 +32,7 @@ class Presence:
     """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
 
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
+        self._config = config
         self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
         security = Security.of(config)
         at = config.coordinator
@@ -49,10 +54,12 @@ class Presence:
     @classmethod
     async def open(cls, config: WorkerConfig, engine: OwnEngine) -> Presence:
         """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
-        if config.host in ("0.0.0.0", "::"):
-            raise ConfigError("peers need an address to come to: set KVLINK_HOST to one of this host's")
+        advertised = advertised_host(config)
+        reason, fix = only_this_host(config)
+        if reason:
+            _log.warning("%s; %s", reason, fix)
         presence = cls(config, engine)
-        await presence._agent.start(config.host, config.agent_port)
+        await presence._agent.start(config.host, config.agent_port, advertised)
         return presence
 
     @property
@@ -85,7 +92,7 @@ class Presence:
             host=this_host(),
             layout=engine.pool.layout,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
-            transports=engine.cards(),
+            transports=at_advertised(engine.cards(), self._config),
         )
         if self._client is not None:
             await self._leave_session()

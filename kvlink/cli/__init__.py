@@ -222,8 +222,11 @@ def config(as_json: Json = False) -> None:
     """List every option: default, value, and where the value came from."""
     from kvlink.cli import tables
     from kvlink.config import WorkerConfig, sources
+    from kvlink.doctor.software import check_transports
 
-    tables.show_config(WorkerConfig.from_env(), sources(os.environ), as_json)
+    chosen = WorkerConfig.from_env()
+    check_transports(chosen)
+    tables.show_config(chosen, sources(os.environ), as_json)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvlink.addresses import joined, split_address
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
 from kvlink.control.peers import caller_number
@@ -55,9 +56,14 @@ class WorkerAgent:
         who = f"{self._card.worker_id!r} epoch {self._card.epoch}" if self._card else "no card yet"
         return f"WorkerAgent({self.address or 'not started'}, {who})"
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0, advertise: str = "") -> str:
+        """Listens (port 0: any) and returns the "host:port" that peers dial, at `advertise` if given.
+
+        Raises ConfigError when the port cannot be had.
+        """
         self.address = await self._host.start(host, port)
+        if advertise:
+            self.address = joined(advertise, split_address(self.address)[1])
         return self.address
 
     def publish(self, card: WorkerCard) -> None:

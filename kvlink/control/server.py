@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlink import tracing
+from kvlink.addresses import plain_host
 from kvlink.control.admission import Admission
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import DenialLog
@@ -128,6 +129,7 @@ class Host:
 
         Raises ConfigError when the port cannot be had, plaintext may not be spoken there, or there is no token.
         """
+        host = plain_host(host)
         credentials = self._security.server_credentials(host)
         verifier = self._security.verifier(host)
         admission = Admission(verifier, self._what, self._denied) if verifier else None

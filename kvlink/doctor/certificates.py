@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
+from kvlink.addresses import is_loopback
 from kvlink.config import WorkerConfig
 from kvlink.control import Security
 from kvlink.control.security.keys import expiry
-from kvlink.control.security.names import is_loopback, listed
+from kvlink.control.security.names import listed
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 

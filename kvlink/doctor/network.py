@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvlink.config import WorkerConfig, split_address
+from kvlink.addresses import is_loopback, split_address
+from kvlink.config import WorkerConfig
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
+from kvlink.reachability import advertised_host, only_this_host
 from kvlink.sysfs import read
 
 _TIMEOUT_S = 3.0
@@ -26,6 +28,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     except ConfigError:  # the check of the options has said so
         return
     yield listen_address(config.host)
+    yield advertised_address(config)
     yield coordinator(config.coordinator)
 
 
@@ -51,6 +54,19 @@ def listen_address(host: str) -> Check:
     return Check(
         "listen address", Verdict.PASS, f"{host}: connected and answered, {took_us:.0f} µs there and back"
     )
+
+
+def advertised_address(config: WorkerConfig) -> Check:
+    """Whether the workers that share the coordinator can come to the address that they are told."""
+    name = "advertised address"
+    try:
+        host = advertised_host(config)
+    except ConfigError as error:
+        return Check(name, Verdict.FAIL, f"KVLINK_HOST={config.host} is no one address", str(error))
+    reason, fix = only_this_host(config)
+    if reason:
+        return Check(name, Verdict.FAIL, reason, fix)
+    return Check(name, Verdict.PASS, f"{host}{': on this host alone' if is_loopback(host) else ''}")
 
 
 def _round_trip_us(host: str) -> float:

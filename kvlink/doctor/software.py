@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from kvlink.config import CATALOGUE, WorkerConfig, select, sources, unknown
+from kvlink import env_names
+from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.sysfs import read
+from kvlink.transport_names import select
 
 
 def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
@@ -56,10 +58,18 @@ def options(env: Mapping[str, str], transports: list[str]) -> Check:
         return Check("options", Verdict.FAIL, str(error), "kvlink config lists what is valid")
     if misspelt := unknown(env):
         fix = f"unset {' '.join(misspelt)}; kvlink config lists the known ones"
-        return Check("options", Verdict.WARN, f"no such option: {', '.join(misspelt)}", fix)
+        said = "; ".join(f"{name} ({env_names.advice(name, near)})" for name, near in misspelt.items())
+        return Check("options", Verdict.WARN, f"no such option: {said}", fix)
     given = sources(env)
     named = [f"{s.env}={env[s.env]}" for s in CATALOGUE if given[s.name] != "default"]
     return Check("options", Verdict.PASS, ", ".join(named) or "all defaults")
+
+
+def check_transports(config: WorkerConfig) -> None:
+    """Raises ConfigError when KVLINK_TRANSPORTS has names that are none of this build's."""
+    core, _ = extension()
+    if core is not None:
+        select(config.transports, [row[0] for row in core.transports()])
 
 
 def torch() -> Check:

@@ -13,7 +13,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.certificates import Pki
 
-from kvlink.config import split_address
+from kvlink.addresses import split_address
 from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder, server
 from kvlink.control.denials import DenialLog
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transports.pools import wide
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.config import split_address
+from kvlink.addresses import split_address
 from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Security, WorkerAgent
 from kvlink.control.codec import AgentCalls, CoordinatorCalls, Method
 from kvlink.control.security.host_tokens import HEADER, Prover, SharedToken, Verifier, host_tokens

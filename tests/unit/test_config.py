@@ -7,17 +7,17 @@ from dataclasses import fields
 
 import pytest
 
+from kvlink.addresses import split_address
 from kvlink.config import (
     CATALOGUE,
     NicNames,
     WorkerConfig,
     parse_nics,
-    select,
     sources,
-    split_address,
     unknown,
 )
 from kvlink.errors import ConfigError
+from kvlink.transport_names import select
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]
 
@@ -96,7 +96,7 @@ def test_sources_name_the_variable() -> None:
 
 
 def test_misspelt_variables_are_found() -> None:
-    assert unknown({"KVLINK_PROT": "1", "KVLINK_PORT": "1", "HOME": "/"}) == ["KVLINK_PROT"]
+    assert unknown({"KVLINK_PROT": "1", "KVLINK_PORT": "1", "HOME": "/"}) == {"KVLINK_PROT": "KVLINK_PORT"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Clients can only check DNS names (and addresses) of a server, so roles and tenan
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable
 
@@ -31,16 +30,6 @@ def tenants_in(names: Iterable[str]) -> list[str]:
     """The tenants that a certificate's names say."""
     said = [name.removesuffix(_OF_TENANT) for name in names if name.endswith(_OF_TENANT)]
     return [tenant for tenant in dict.fromkeys(said) if _TENANT.fullmatch(tenant)]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can be at the other end."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def listed(names: Iterable[str]) -> str:

@@ -12,13 +12,14 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from kvlink.addresses import is_loopback, plain_host
 from kvlink.config import WorkerConfig
 from kvlink.control.security import advice
 from kvlink.control.security.callers import Gate, coordinator_gate
 from kvlink.control.security.dialling import Options, ProvingChannel, ReloadingChannel
 from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens
 from kvlink.control.security.keys import Keyring, Keys, TlsFiles, keyring
-from kvlink.control.security.names import COORDINATOR, is_loopback, listed, tenant_name, tenants_in
+from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
 from kvlink.control.security.tenants import TenantsFile
 from kvlink.control.security.tokens import TokenFile, token_file
 from kvlink.errors import ConfigError
@@ -165,7 +166,7 @@ class Trust:
     def dial(self, address: str, options: Options) -> Any:
         """A grpc.aio.Channel, or what serves as one. Raises ConfigError where plaintext needs to be asked for."""
         ring, tokens = self.security.keyring, self.tokens
-        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        host = plain_host(address.rpartition(":")[0])
         if ring is None or (not self.wanted and is_loopback(host)):
             self.security.allow_plaintext(host, f"calling {address}")
             plain = grpc.aio.insecure_channel(address, options=options)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts and addresses as people write them: brackets, loopback, wildcards. Asks no name server."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from kvlink.errors import ConfigError
+
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def plain_host(host: str) -> str:
+    """Without the blanks around it and the brackets that an IPv6 address has before a port."""
+    host = host.strip()
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def can_be_dialled(host: str) -> bool:
+    """Whether it is a name or an address of one host, and not for example host:port."""
+    return not is_wildcard(host) and (_ip(host) is not None or _NAME.fullmatch(host) is not None)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can be at the other end. Of names only localhost is."""
+    address = _ip(host)
+    return plain_host(host).lower() == "localhost" if address is None else address.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it means every address of a host: one can listen there, and nobody can dial it."""
+    address = _ip(host)
+    return not plain_host(host) if address is None else address.is_unspecified
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits host:port, with brackets around an IPv6 host. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{address!r} is not host:port; write for example 10.0.0.1:7400")
+    return plain_host(host), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _ip(host: str) -> _Ip | None:
+    """None for a name. An IPv4 address that is written as IPv6 (::ffff:…) is the IPv4 address."""
+    try:
+        address = ipaddress.ip_address(plain_host(host).partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
