@@ -204,14 +204,25 @@ class CoordinatorClient(_Client):
 class AgentClient(_Client):
     """Speaks to the WorkerAgent at "host:port". Raises ConfigError for another form of address."""
 
-    def __init__(self, address: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = 5.0,
+        security: Security | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """`tenant`: the worker's, where it is not this process's own."""
         advice = "The worker may have died or restarted elsewhere: recompute the request"
-        trust = (Security.from_env() if security is None else security).workers()
+        trust = (Security.from_env() if security is None else security).workers(tenant)
         super().__init__(Channel(address, "worker agent", advice, _AGENT_PATIENCE_S, trust), timeout_s)
 
     async def card(self) -> WorkerCard:
         """Who listens there now."""
         return await self._channel.call(AgentCalls.GET_CARD, Nothing(), self._timeout_s)
+
+    async def card_at_once(self) -> WorkerCard:
+        """As `card`, without asking again."""
+        return await self._channel.attempt(AgentCalls.GET_CARD, Nothing(), self._timeout_s)
 
     async def connect(
         self, worker_id: str, epoch: int, transport: str, hellos: list[bytes], timeout_s: float | None = None

@@ -14,6 +14,7 @@ from typing import TypeVar
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.feed import Feed, merged
 from kvlink.control.handoffs import HandoffServer
+from kvlink.control.incumbents import Incumbents
 from kvlink.control.limits import Limits
 from kvlink.control.members import BEATS_PER_LEASE
 from kvlink.control.overview import Beat, Overview
@@ -75,6 +76,7 @@ class Coordinator:
         self._claims: set[asyncio.Future[list[bytes]]] = set()
         self._host = Host("coordinator", reflect, security, gate)
         self._reports = Reports()
+        self._incumbents = Incumbents(self._store, security)
         self.counts = self._host.counts
         """Of calls and their refusals."""
         self._add_calls(self._host)
@@ -137,6 +139,8 @@ class Coordinator:
         host.unary(Calls.OVERVIEW, lambda _: self.overview())
 
     async def _join(self, request: JoinRequest) -> Membership:
+        if not request.rejoin:
+            await self._incumbents.check_gone(request.card)
         epoch = await self._store.join(request.card, request.rejoin)
         _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
         return Membership(epoch, self._lease_s, self._lease_s / BEATS_PER_LEASE)

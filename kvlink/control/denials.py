@@ -15,8 +15,8 @@ _MAX_SHOWN = 200
 """Characters of what a peer can choose."""
 
 
-class DenialLog:
-    """At most `lines` in `per_s` seconds; the next line after a silence says how many there were in between."""
+class LogQuota:
+    """Allows at most `lines` lines in `per_s` seconds, and counts those that are left out."""
 
     def __init__(
         self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = time.monotonic
@@ -28,20 +28,35 @@ class DenialLog:
         self._written = 0
         self._unsaid = 0
 
-    def note(self, method: str, peer: str, why: str) -> None:
-        """Of one call."""
+    def take(self) -> int | None:
+        """The number of lines left out before this one; None: this one is left out, too."""
         now = self._clock()
         if now - self._since >= self._per_s:
             self._since, self._written = now, 0
         if self._written >= self._most:
             self._unsaid += 1
-            return
+            return None
         self._written += 1
-        _log.warning(
-            "denied method=%s peer=%s why=%s unsaid=%d",
-            method[:_MAX_SHOWN],
-            peer,
-            why[:_MAX_SHOWN],
-            self._unsaid,
-        )
-        self._unsaid = 0
+        unsaid, self._unsaid = self._unsaid, 0
+        return unsaid
+
+
+class DenialLog:
+    """Logs denied calls at a bounded rate; the next line after a silence says how many there were in between."""
+
+    def __init__(
+        self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._quota = LogQuota(lines, per_s, clock)
+
+    def note(self, method: str, peer: str, why: str) -> None:
+        """Of one call."""
+        unsaid = self._quota.take()
+        if unsaid is not None:
+            _log.warning(
+                "denied method=%s peer=%s why=%s unsaid=%d",
+                method[:_MAX_SHOWN],
+                peer,
+                why[:_MAX_SHOWN],
+                unsaid,
+            )

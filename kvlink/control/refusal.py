@@ -30,6 +30,12 @@ class Replaced(CoordinatorError):
     """Another process has joined under the caller's worker_id."""
 
 
+class WorkerIdTaken(CoordinatorError):
+    """Another process has joined under the worker_id, and its agent answers. It is free once that process has ended."""
+
+    retryable = True
+
+
 class Overloaded(CoordinatorError):
     """A limit of the coordinator is reached."""
 
@@ -47,6 +53,7 @@ class Reason(Enum):
     """The worker runs under another epoch than the caller believes."""
     NOT_JOINED = ("FAILED_PRECONDITION", NotJoined)
     REPLACED = ("ABORTED", Replaced)
+    TAKEN = ("ALREADY_EXISTS", WorkerIdTaken)
     NO_TRANSPORT = ("UNIMPLEMENTED", TransportUnavailable)
     DENIED = ("PERMISSION_DENIED", AccessDenied)
     NOT_READY = ("UNAVAILABLE", CoordinatorUnavailable)

@@ -40,6 +40,7 @@ Gate = Callable[[str, Sequence[str], str], Caller]
 
 _ANYBODY = Caller()
 _caller: ContextVar[Caller] = ContextVar("kvlink_caller")
+_COORDINATORS_CALL = "GetCard"
 _OBSERVERS_CALL = frozenset({"Status", "Overview", "ListWorkers", "GetWorker"})
 
 
@@ -84,9 +85,11 @@ def coordinator_gate(method: str, names: Sequence[str], token: str) -> Caller:
 
 
 def agent_gate(tenant: str) -> Gate:
-    """A worker's agent answers workers of its own tenant."""
+    """A worker's agent answers workers of its own tenant, and tells coordinators that it runs."""
 
     def admit(method: str, names: Sequence[str], token: str) -> Caller:
+        if method == _COORDINATORS_CALL and COORDINATOR in names:
+            return Caller(EVERY_TENANT, Role.OBSERVER)
         if tenants_in(names) != [tenant]:
             raise Refused(
                 Reason.DENIED,

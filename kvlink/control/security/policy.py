@@ -132,9 +132,11 @@ class Security:
         tokens = token_file(Path(self.token_file)) if self.keyring and self.token_file else None
         return Trust(self, COORDINATOR, tokens, self.host_tokens())
 
-    def workers(self) -> Trust:
-        """For clients of workers' agents, of the own tenant. Raises ConfigError as `tenant` does."""
-        return Trust(self, tenant_name(self.tenant()) if self.keyring else "", None, self.host_tokens())
+    def workers(self, tenant: str | None = None) -> Trust:
+        """For clients of workers' agents, of the own tenant unless another is given. Raises ConfigError as `tenant`."""
+        if self.keyring is None:
+            return Trust(self, "", None, self.host_tokens())
+        return Trust(self, tenant_name(self.tenant() if tenant is None else tenant))
 
     def services(self) -> Trust:
         """For clients of what is not kvlink's, as etcd: certificates as elsewhere, but plaintext on loopback."""

@@ -29,6 +29,15 @@ def replaced(card: WorkerCard, running: int) -> Refused:
     )
 
 
+def taken(holder: WorkerCard, newcomer: WorkerCard) -> Refused:
+    """A second process of the name comes while the first one runs."""
+    return Refused(
+        Reason.TAKEN,
+        f"worker {named(holder.worker_id)} runs already: epoch {holder.epoch}, whose agent at {holder.agent} answers; "
+        f"give the process at {newcomer.agent} its own worker_id, or end the other one first",
+    )
+
+
 def too_many_workers(joined: int) -> Refused:
     """The fleet is full."""
     return Refused(Reason.TOO_MANY, f"{joined} workers have joined, which is the limit")
