@@ -16,6 +16,7 @@ from kvlink import env_names
 from kvlink.addresses import can_be_dialled, plain_host, split_address
 from kvlink.errors import ConfigError
 from kvlink.gpudirect.decision import parse_ways
+from kvlink.ticket import MAX_SLOTS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -149,7 +150,7 @@ class WorkerConfig:
         "KVLINK_LANES", 0, "parallel connections to a peer; 0: what the transport does best", least=0, most=64
     )
     lease_slots: int = _setting(
-        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at one time", least=1, most=1 << 20
+        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at one time", least=1, most=MAX_SLOTS
     )
     lease_s: float = _setting(
         "KVLINK_LEASE_S", 30.0, "an offer nobody settles ends after this", unit="s", least=0.001, most=86400

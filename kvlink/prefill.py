@@ -17,7 +17,7 @@ from kvlink.engine import Engine
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.histogram import Durations
 from kvlink.ids import BlockIds, as_array, check_distinct
-from kvlink.ticket import LeaseSeat, Ticket, check_name
+from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
 from kvlink.types import LeaseEvent, ReadyUnit
 
@@ -85,7 +85,7 @@ class Offers:
         lease = next(self._lease_ids)
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
         layout = self._engine.pool.layout
-        check_name(request_id, "request id")
+        check_request_id(request_id)
         ids = as_array(block_ids, request_id)
         tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
         _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
@@ -156,7 +156,7 @@ class Offers:
 
         seats: their slots must be free (1 to KVLINK_LEASE_SLOTS), their nonces random. Raises ConfigError.
         """
-        check_name(request_id, "request id")
+        check_request_id(request_id)
         lease = next(self._lease_ids)
         with self._lock:
             if request_id in self._by_request:
@@ -227,7 +227,7 @@ class Offers:
         with self._lock:
             offered = self._by_request.get(request_id) if isinstance(request_id, str) else None
         if offered is None:
-            check_name(request_id, "request id")
+            check_request_id(request_id)
             raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
         return offered.lease
 

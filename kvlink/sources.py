@@ -15,7 +15,7 @@ from kvlink.layout import KVLayout
 from kvlink.peers import Peers
 from kvlink.presence import Presence
 from kvlink.starting import Connected, connect_all
-from kvlink.ticket import Ticket, check_name
+from kvlink.ticket import Ticket, check_request_id
 from kvlink.unread import EmptyPull, Range, Unread, check_ranges
 
 Tickets = Ticket | str | Sequence[Ticket | str]
@@ -82,12 +82,19 @@ class Sources:
         self.unread.release(await self._claim(request_id, timeout_s))
 
 
-def parsed(ticket: Tickets) -> Ticket | str | Sequence[Ticket | str]:
-    """Text of a ticket as the ticket, a request id as it is. Raises ConfigError for what is neither."""
+def parsed(ticket: Tickets | None, request_id: str | None = None) -> Tickets:
+    """One of both: the text of a ticket as the ticket, a request id as it is. Raises ConfigError for anything else."""
+    if (ticket is None) is (request_id is None):
+        raise ConfigError(
+            "either a ticket or request_id= is needed" + (", not both" if request_id is not None else "")
+        )
+    if request_id is not None:
+        check_request_id(request_id)
+        return request_id
     if isinstance(ticket, str):
         if Ticket.is_text(ticket):
             return Ticket.from_text(ticket)
-        check_name(ticket, "request id")
+        check_request_id(ticket)
     elif not isinstance(ticket, (Ticket, Sequence)) or isinstance(ticket, (bytes, bytearray)):
         raise ConfigError(
             f"a Ticket, its text, a list of them or a request id is needed, not {type(ticket).__name__}"

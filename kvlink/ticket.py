@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
 import sys
 import zlib
@@ -36,6 +37,8 @@ _UNSIGNED = b""
 MAX_BLOCKS = 1 << 20
 SMALLEST_NONCE = 256
 """Smaller values stand in slots that no lease has; slot 0 is the lease table's header."""
+MAX_SLOTS = 1 << 20
+"""Of a lease table, its header left out."""
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
@@ -44,6 +47,10 @@ MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES +
 
 _TEXT_PREFIX = "S1ZUM"
 """What the text of every ticket begins with: its magic in base64."""
+_AROUND = " \t\r\n\"'"
+"""What copying adds to a text."""
+_WITHIN = re.compile(_TEXT_PREFIX + r"[\w-]{90}", re.ASCII)
+"""The shortest ticket, inside of something else."""
 
 
 def check_name(name: object, what: str) -> None:
@@ -59,6 +66,16 @@ def check_name(name: object, what: str) -> None:
     if not 0 < num_bytes <= MAX_NAME_BYTES:
         start = f", beginning with {name!r:.40}" if name else ""
         raise ConfigError(f"{what} has {num_bytes} bytes{start}; it must have 1 to {MAX_NAME_BYTES} bytes")
+
+
+def check_request_id(name: object) -> None:
+    """As `check_name`; a ticket is no request id, nor is what has one in it: ids stand in logs and errors."""
+    check_name(name, "request id")
+    text = str(name)
+    if _TEXT_PREFIX in text and (Ticket.is_text(text) or _WITHIN.search(text)):
+        raise ConfigError(
+            "request id: this is a ticket, or has one in it; pass the ticket itself to `pull` or `release`"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,15 @@ class Ticket:
     """Over everything else but `trace`; see `kvlink.control.security.tickets`."""
     trace: TraceParent | None = None
     """The span that made it. Peers older than it would not believe a signature over it."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a seat that no lease can have: however a ticket comes in, it comes by here."""
+        for seat in self.seats:
+            if not 0 < seat.slot <= MAX_SLOTS or min(seat.nonce, seat.settle_nonce) < SMALLEST_NONCE:
+                raise ConfigError(
+                    f"request {self.request_id!r:.80}: the ticket is made up: no lease has slot {seat.slot}, or nonces "
+                    "that are not random"
+                )
 
     def __repr__(self) -> str:
         """State in words, without the secrets."""
@@ -145,11 +171,12 @@ class Ticket:
     @staticmethod
     def is_text(text: str) -> bool:
         """Whether it begins as the text of a ticket does, and so is no request id."""
-        return text.startswith(_TEXT_PREFIX)
+        return text.lstrip(_AROUND).startswith(_TEXT_PREFIX)
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:
-        """Parses `to_text`'s form. Raises ConfigError."""
+        """Parses `to_text`'s form; blanks and quotes around it do no harm. Raises ConfigError."""
+        text = text.strip(_AROUND)
         if len(text) > MAX_TICKET_BYTES * 4 // 3 + 4:
             raise ConfigError("not a ticket of kvlink: too long")
         try:
@@ -186,8 +213,6 @@ def _parse(blob: bytes) -> Ticket:
         raise ValueError("a count exceeds its bound")
     at = header_bytes
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
-    if any(seat.slot == 0 or min(seat.nonce, seat.settle_nonce) < SMALLEST_NONCE for seat in seats):
-        raise ValueError("a seat that no lease can have: slot 0, or a nonce that is not random")
     at += num_seats * _SEAT.size
     if len(body) != at + sum(name_bytes) + 4 * num_blocks:
         raise ValueError("length differs from what the header says")

@@ -19,7 +19,7 @@ from kvlink.errors import KVLinkError
 from kvlink.ids import BlockIds, as_buffer
 from kvlink.prefill import Offers
 from kvlink.starting import Part, Starting
-from kvlink.ticket import Ticket, check_name
+from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
 
 
@@ -34,7 +34,7 @@ class TracedOffers(Offers):
 
     def offer(self, request_id: str, block_ids: BlockIds, *, trace: str = "", **how: Any) -> Ticket:
         """See `Worker.offer`."""
-        check_name(request_id, "request id")
+        check_request_id(request_id)
         ids = as_buffer(block_ids, request_id)
         about: Attributes = {
             "kvlink.request_id": request_id,

@@ -40,8 +40,8 @@ from kvlink.waiting import each_ended, when_ended
 
 _log = logging.getLogger("kvlink.worker")
 
-_JOIN_S = 10.0
-_CLOSE_S = 5.0
+_NEEDED: Any = None
+_JOIN_S, _CLOSE_S = 10.0, 5.0
 
 
 class Worker:
@@ -188,9 +188,10 @@ class Worker:
 
     def pull(
         self,
-        ticket: Tickets,
-        into: BlockIds,
+        ticket: Tickets | None = None,
+        into: BlockIds = _NEEDED,
         *,
+        request_id: str | None = None,
         tokens: tuple[int, int] | None = None,
         layers: tuple[int, int] | None = None,
         settle: bool = True,
@@ -199,7 +200,8 @@ class Worker:
         """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. An empty range, or an
         empty `into`, reads nothing and ends at once: it gives the blocks back as `release` does.
 
-        ticket: one Ticket or its text, one of each owner rank, or a request id to claim at the coordinator.
+        ticket: one Ticket or its text, one of each owner rank, or a request id.
+        request_id: instead of `ticket`: a request id to claim at the coordinator, and nothing else.
         into: block ids, as `offer` takes them; array("I") or contiguous numpy uint32 is fastest.
         tokens: half-open range to read, for example to leave out a cached prefix.
         layers: half-open range of layers.
@@ -207,33 +209,31 @@ class Worker:
         timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given); 0: now or not at all.
         Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
         """
-        ticket = parsed(ticket) if isinstance(ticket, str) else ticket
+        if request_id is not None or not isinstance(ticket, Ticket):
+            ticket = parsed(ticket, request_id)
         block_ids = as_buffer(into, "into")
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and wants_nothing(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
-        on_unsettled, on_landed = (
-            self._sources.unread.settle_by_agent if settle else None,
-            self._engine.on_landed,
-        )
+        on_unsettled = self._sources.unread.settle_by_agent if settle else None
+        on_landed = self._engine.on_landed
         if isinstance(ticket, Ticket):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
                 return self._pull(
                     ticket.request_id, [(ticket, peer, transfer)], None, on_unsettled, on_landed
                 )
-        request_id, connect = self._sources.of(ticket)
-        return self._pull(request_id, None, self._starts.start(connect, want), on_unsettled, on_landed)
+        claimed, connect = self._sources.of(ticket)
+        return self._pull(claimed, None, self._starts.start(connect, want), on_unsettled, on_landed)
 
-    def release(self, ticket: Tickets) -> None:
-        """Gives a request's blocks back unread. Waits for nothing, and connects to nobody: an owner that this worker is
-        not connected to is told in the background. Quiet where the lease has ended. Takes and raises what `pull` does.
-        """
+    def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
+        """Gives a request's blocks back unread. Waits for nothing and connects to nobody: owners that are not connected
+        are told in the background. Quiet where the lease has ended. Takes and raises what `pull` does."""
         if self._closed:
             raise ConfigError("this worker is closed")
-        self._sources.release(ticket, self._timeout_s)
+        self._sources.release(parsed(ticket, request_id), self._timeout_s)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""

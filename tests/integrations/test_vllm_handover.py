@@ -19,11 +19,11 @@ from kvlink.integrations.vllm import handover
 from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
 from kvlink.integrations.vllm.parts import Part
 from kvlink.integrations.vllm.slots import SlotGroups
-from kvlink.ticket import SMALLEST_NONCE, LeaseSeat
+from kvlink.ticket import MAX_SLOTS, SMALLEST_NONCE, LeaseSeat
 from kvlink.tracing import TraceParent
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-SEATS = st.builds(LeaseSeat, st.integers(1, 2**32 - 1), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
+SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
 NAMES = st.text(min_size=1, max_size=20)
 BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
 HANDOVERS = st.builds(

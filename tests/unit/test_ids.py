@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
 from kvlink.ids import BlockIds, as_array, as_buffer, check_distinct
 from kvlink.layout import Geometry, dense
-from kvlink.ticket import check_name
+from kvlink.ticket import LeaseSeat, check_name
 
 NUM_BLOCKS = 512
 GOOD: list[BlockIds] = [
@@ -166,6 +167,70 @@ def test_every_door_refuses_what_is_no_name(worker: Worker, name: Any, sentence:
 def test_names_of_512_bytes_are_taken(worker: Worker) -> None:
     for name in ("x" * 512, "\u00e9" * 256, "\0 \n"):
         assert Ticket.from_text(worker.offer(name, [1]).to_text()).request_id == name
+
+
+def test_a_made_up_ticket_is_refused_wherever_a_ticket_is_taken(worker: Worker) -> None:
+    forged = replace(worker.offer("r", [5]))
+    object.__setattr__(forged, "seats", (LeaseSeat(1234, 0, 0),))
+    text = forged.to_text()
+    doors: list[Callable[[], Any]] = [
+        lambda: Ticket.from_text(text),
+        lambda: Ticket.from_bytes(forged.to_bytes()),
+        lambda: worker.pull(text, [9]),
+        lambda: worker.pull([text], [9]),
+        lambda: worker.pull(text, []),
+        lambda: worker.release(text),
+        lambda: worker.release([text]),
+        lambda: worker.pull(replace(forged), [9]),
+    ]
+    for door in doors:
+        with pytest.raises(ConfigError, match="the ticket is made up"):
+            door()
+    assert worker.lease_counts().active == 1
+
+
+@pytest.mark.parametrize("around", ["{}", " {}\n", '"{}"', "Bearer {}", "id-{}-7", '{{"ticket": "{}"}}'])
+def test_no_ticket_goes_for_a_request_id_or_into_an_error(
+    worker: Worker, around: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = worker.offer("r", [5]).to_text()
+    written = around.format(text)
+    assert len(written) < 512
+    doors: list[Callable[[], Any]] = [
+        lambda: worker.offer(written, [1]),
+        lambda: worker.set_ready(written, 1),
+        lambda: worker.abort(written),
+        lambda: worker.pull(request_id=written, into=[9]),
+        lambda: worker.release(request_id=written),
+    ]
+    alone = written.strip(' \n"') == text
+    if not alone:
+        doors += [lambda: worker.pull(written, [9]), lambda: worker.release(written)]
+    for door in doors:
+        with pytest.raises(ConfigError, match="this is a ticket, or has one in it") as refused:
+            door()
+        assert text[10:] not in str(refused.value)
+    assert text[10:] not in caplog.text
+    if alone:
+        assert worker.pull(written, [9]).wait()
+
+
+def test_a_request_id_can_be_said_outright(worker: Worker) -> None:
+    for door in (lambda: worker.pull(request_id="r", into=[9]), lambda: worker.release(request_id="r")):
+        with pytest.raises(ConfigError, match="claiming by id needs a coordinator"):
+            door()
+    ticket = worker.offer("r", [5])
+    calls: list[Callable[[], Any]] = [
+        lambda: worker.pull(ticket, [9], request_id="r"),
+        lambda: worker.release(ticket, request_id="r"),
+    ]
+    for both in calls:
+        with pytest.raises(ConfigError, match="either a ticket or request_id= is needed, not both"):
+            both()
+    with pytest.raises(ConfigError, match="either a ticket or request_id= is needed"):
+        worker.pull(into=[9])
+    with pytest.raises(ConfigError, match="into: block ids must be integers in order, not NoneType"):
+        worker.pull(ticket)
 
 
 def test_the_text_of_a_ticket_is_the_ticket(worker: Worker) -> None:
