@@ -128,6 +128,7 @@ test-transports: build $(VENV)/.checked ## the whole transport and fault suites,
 
 .PHONY: test-processes
 test-processes: build $(VENV)/.checked ## tests that need real time, a real etcd, or processes that are killed
+	.ci/system-packages $(PYTHON) processes || true
 	pytest -m verify --ignore tests/transports --ignore tests/deploy --ignore tests/metrics/test_page.py
 
 .PHONY: test-deploy

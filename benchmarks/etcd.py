@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,37 @@ class EtcdCluster:
     """Members keep their ports and data over restarts. Raises ConfigError where there is no etcd.
 
     `folder` holds the data, on a disk as fast as the figures shall be; without it, /tmp does. With `tls` clients
-    have to show a certificate of its CA.
+    have to show a certificate of its CA. `options`: more of etcd's own, without the dashes.
     """
 
-    def __init__(self, num_members: int = 1, folder: Path | None = None, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        num_members: int = 1,
+        folder: Path | None = None,
+        tls: TlsFiles | None = None,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
         if shutil.which("etcd") is None:
             raise ConfigError("there is no etcd on this machine: apt-get install etcd-server")
         self._tls = tls
+        self._options = dict(options or {})
         self._folder = Path(tempfile.mkdtemp("kvlink-etcd", dir=folder))
         ports = _free_ports(2 * num_members)
         self._clients, self._peers = ports[:num_members], ports[num_members:]
         self._members: list[subprocess.Popen[bytes] | None] = [None] * num_members
-        for number in range(num_members):
+        self._start_all()
+
+    def _start_all(self) -> None:
+        for number in range(len(self._members)):
             self.start(number)
         self.wait()
+
+    @property
+    def _everyone(self) -> str:
+        return ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
+
+    def _data(self, number: int) -> Path:
+        return self._folder / f"m{number}"
 
     @property
     def addresses(self) -> str:
@@ -56,16 +74,15 @@ class EtcdCluster:
         client, peer = self._client_url(number), f"http://127.0.0.1:{self._peers[number]}"
         options = {
             "name": f"m{number}",
-            "data-dir": str(self._folder / f"m{number}"),
+            "data-dir": str(self._data(number)),
             "listen-client-urls": client,
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
-            "initial-cluster": ",".join(
-                f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers)
-            ),
+            "initial-cluster": self._everyone,
             "logger": "zap",
             "log-level": "error",
+            **self._options,
         }
         if self._tls is not None:
             files = zip(("trusted-ca-file", "cert-file", "key-file"), map(str, self._tls), strict=True)
@@ -105,6 +122,41 @@ class EtcdCluster:
         if member is not None:
             member.kill()
             member.wait()
+
+    def wipe(self) -> None:
+        """Kills all, deletes their data and starts them again."""
+        for number in range(len(self._members)):
+            self.kill(number)
+            shutil.rmtree(self._data(number))
+        self._start_all()
+
+    def save(self) -> Path:
+        """Takes a snapshot, by etcdctl."""
+        path = self._folder / f"snapshot-{time.monotonic_ns()}"
+        self.control("snapshot", "save", str(path))
+        return path
+
+    def restore(self, snapshot: Path) -> None:
+        """Kills all and starts them with what a snapshot holds."""
+        for number, peer in enumerate(self._peers):
+            self.kill(number)
+            shutil.rmtree(self._data(number))
+            places = {
+                "name": f"m{number}",
+                "data-dir": str(self._data(number)),
+                "initial-cluster": self._everyone,
+                "initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
+            }
+            self.control(
+                "snapshot", "restore", str(snapshot), *(f"--{name}={at}" for name, at in places.items())
+            )
+        self._start_all()
+
+    def control(self, *command: str) -> str:
+        """Runs etcdctl with the first member's address and returns its output. Raises CalledProcessError."""
+        env = {**os.environ, "ETCDCTL_API": "3"}
+        line = ["etcdctl", f"--endpoints={self._client_url(0)}", *command]
+        return subprocess.run(line, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def close(self) -> None:
         """Kills all and deletes their data. Idempotent."""

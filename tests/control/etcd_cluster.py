@@ -13,7 +13,7 @@ from kvlink.control.security import TlsFiles
 from kvlink.control.store import etcd
 from kvlink.control.store.etcd import api, sync
 
-__all__ = ["EtcdCluster", "give_etcd_time", "need_etcd", "start_etcd"]
+__all__ = ["EtcdCluster", "give_etcd_time", "need_etcd", "need_etcdctl", "start_etcd"]
 
 _MEMORY = Path("/dev/shm")
 
@@ -24,6 +24,12 @@ def need_etcd() -> None:
         pytest.skip("no etcd on this machine: apt-get install etcd-server")
 
 
+def need_etcdctl() -> None:
+    """Skips the test where there is none."""
+    if shutil.which("etcdctl") is None:
+        pytest.skip("no etcdctl on this machine: apt-get install etcd-client")
+
+
 def give_etcd_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To stores of this process: one that answers late is not away."""
     monkeypatch.setattr(api, "_ATTEMPT_S", 30.0)
@@ -32,7 +38,8 @@ def give_etcd_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "_STALE_S", 30.0)
 
 
-def start_etcd(num_members: int = 1, tls: TlsFiles | None = None) -> EtcdCluster:
+def start_etcd(num_members: int = 1, tls: TlsFiles | None = None, **options: str) -> EtcdCluster:
     """In memory where that is possible: tests are not about its disk."""
     need_etcd()
-    return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None, tls)
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    return EtcdCluster(num_members, _MEMORY if _MEMORY.is_dir() else None, tls, named)

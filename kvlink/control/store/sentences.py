@@ -120,6 +120,14 @@ def in_vain(claim: Claim, offered: int, tp_size: int) -> Refused:
     return Refused(Reason.UNKNOWN, why)
 
 
+def store_changes(what: str, tries: int) -> Refused:
+    """A compare-and-set fails again and again."""
+    return Refused(
+        Reason.NOT_READY,
+        f"{what}: the coordinator's store changed during each of {tries} attempts to write; ask again",
+    )
+
+
 def closing() -> Refused:
     """The coordinator ends."""
     return Refused(Reason.NOT_READY, "the coordinator is shutting down; ask again in a moment")

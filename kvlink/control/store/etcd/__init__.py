@@ -18,6 +18,7 @@ from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
 from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
+from kvlink.control.security import Trust
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import Etcd, split_url
 from kvlink.control.store.etcd.claiming import Claiming
@@ -58,12 +59,13 @@ class EtcdStore:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         tenant: str = "",
+        trust: Trust | None = None,
     ) -> None:
-        """`url` as `kvlink coordinator --store` has it. Raises ConfigError."""
+        """`url` as `kvlink coordinator --store` has it; `trust` as for Etcd. Raises ConfigError."""
         addresses, fleet = split_url(url)
         limits, layout = limits or Limits(), Keys(fleet, tenant)
         self._clock = clock
-        self._etcd = etcd = Etcd(addresses)
+        self._etcd = etcd = Etcd(addresses, trust)
         self._mirror = mirror = Mirror(layout, limits)
         self._sync = sync = Sync(etcd, layout, mirror, self._take_news, self._is_awaited, clock)
         self._commits = commits = Commits(etcd, sync.reached)

@@ -15,6 +15,8 @@ from google.protobuf.message import Message
 
 from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, Method
+from kvlink.control.security import Trust
+from kvlink.control.store.etcd.history import History
 from kvlink.control.stream import Stream
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
@@ -53,13 +55,16 @@ _KEEP_ALIVE = _method("Lease", "LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.Le
 class Etcd:
     """Any member of "host:2379,host2:2379". Every call asks on for a while, then raises CoordinatorUnavailable.
 
-    A write that raised may have happened. What etcd refuses raises CoordinatorError.
+    A write that raised may have happened. What etcd refuses raises CoordinatorError. `history` checks every answer
+    that a majority agreed on.
     """
 
-    def __init__(self, addresses: str) -> None:
+    def __init__(self, addresses: str, trust: Trust | None = None) -> None:
+        """`trust`: how members are reached; from the environment when not given."""
         advice = "Check that a majority of its members runs"
-        self._channel = Channel(addresses, "etcd", advice, attempt_s=_ATTEMPT_S)
+        self._channel = Channel(addresses, "etcd", advice, trust=trust, attempt_s=_ATTEMPT_S)
         self._patience_s = _PATIENCE_S
+        self.history = History()
 
     def __repr__(self) -> str:
         return repr(self._channel)
@@ -79,12 +84,20 @@ class Etcd:
 
     async def commit(self, txn: pb.TxnRequest) -> pb.TxnResponse:
         """Carries out one transaction."""
-        return await self._call(_TXN, txn)
+        began = self.history.mark()
+        reply = await self._call(_TXN, txn)
+        self.history.note(reply.header, began)
+        return reply
 
     async def read(self, key: bytes, end: bytes = b"") -> pb.RangeResponse:
         """What a majority agrees on now: `key`, or all from it up to `end`."""
-        request = pb.RangeRequest(key=key, range_end=end)
-        return await self._call(_RANGE, request)
+        return await self._range(pb.RangeRequest(key=key, range_end=end))
+
+    async def _range(self, request: pb.RangeRequest) -> pb.RangeResponse:
+        began = self.history.mark()
+        reply = await self._call(_RANGE, request)
+        self.history.note(reply.header, began)
+        return reply
 
     async def load(self, prefix: bytes) -> tuple[int, list[pb.KeyValue]]:
         """Everything under a prefix, as of the revision returned with it."""
@@ -92,7 +105,7 @@ class Etcd:
         found: list[pb.KeyValue] = []
         while True:
             request = pb.RangeRequest(key=start, range_end=end, limit=_PAGE, revision=revision)
-            reply = await self._call(_RANGE, request)
+            reply = await self._range(request)
             revision = revision or reply.header.revision
             found += reply.kvs
             if not reply.more:

@@ -8,11 +8,13 @@ from collections.abc import Coroutine
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
+from kvlink.control.refusal import named
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import Etcd, after, put, unchanged
 from kvlink.control.store.etcd.commits import Commits
 from kvlink.control.store.etcd.errors import as_refusal
 from kvlink.control.store.etcd.keys import Keys
+from kvlink.control.store.etcd.membership import MAX_TRIES
 from kvlink.control.store.etcd.mirror import Mirror
 from kvlink.control.store.etcd.requests import Request, Serving, serve
 from kvlink.control.store.etcd.sync import Sync
@@ -116,6 +118,9 @@ class Claiming:
                 if not waiter.answer.done():
                     waiter.answer.set_result([ticket.offer.ticket for ticket in serving.tickets])
             else:
+                waiter.tries += 1
+                if waiter.tries == MAX_TRIES:
+                    raise sentences.store_changes(f"request {named(name)}", MAX_TRIES)
                 await self._look(name)
         except Exception as error:
             if not waiter.answer.done():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
 from kvlink.control.members import grant
-from kvlink.control.refusal import Reason
+from kvlink.control.refusal import Reason, named
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import Etcd, delete, get, leased, put, unchanged
 from kvlink.control.store.etcd.keys import Keys
@@ -26,6 +26,8 @@ _PRUNE_AT_ONCE = 60
 _TOGETHER_S = 0.05
 """How long a renewal waits for others: a stream to etcd costs a millisecond of CPU, whatever goes through it."""
 _RENEWAL_PAUSES_S = (0.05, 0.2, 0.0)
+MAX_TRIES = 16
+"""Of a write that others, or a mirror that is behind, prevent; the caller may ask again."""
 
 
 class _Seen(NamedTuple):
@@ -61,16 +63,17 @@ class Membership:
         members = self._mirror.members
         if card.worker_id not in members and len(members) >= self._limits.workers:
             raise sentences.too_many_workers(len(members))
-        while True:
+        for _ in range(MAX_TRIES):
             seen = await self._look(card.worker_id)
             epoch = grant(seen.life, card, rejoin)
             blob = StoredRecords.CARD.encode(replace(card, epoch=epoch))
             lease = await self._lease_to_keep(seen, card)
-            if lease and seen.card == blob:
+            if lease and seen.card == blob and self._mirror.members.get(card.worker_id) == seen.member:
                 return epoch
             if await self._write(seen, Life(epoch, card.incarnation), blob, lease):
                 await self._prune()
                 return epoch
+        raise sentences.store_changes(f"worker {named(card.worker_id)}", MAX_TRIES)
 
     async def _write(self, seen: _Seen, life: Life, card: bytes, lease: int) -> bool:
         """False: somebody else was first. `lease` 0: a fresh one."""

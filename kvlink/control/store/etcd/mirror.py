@@ -69,6 +69,13 @@ class Mirror:
         events = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key)) for key in gone]
         return self.apply([*events, *(pb.Event(kv=kv) for kv in kvs)], now)
 
+    def forget_requests(self) -> None:
+        """Before a listing of another history, whose revisions say nothing about what is known."""
+        self.requests.clear()
+        self.due = Deadlines()
+        self._free.clear()
+        self.num_free = 0
+
     def _known_keys(self) -> list[bytes]:
         layout = self._layout
         return [

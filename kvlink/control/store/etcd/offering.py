@@ -10,12 +10,12 @@ from typing import NamedTuple
 from kvlink.control.codec import StoredRecords
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason
+from kvlink.control.refusal import Reason, named
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import delete, get, leased, put, unchanged
 from kvlink.control.store.etcd.commits import Commits
 from kvlink.control.store.etcd.keys import Keys
-from kvlink.control.store.etcd.membership import Membership
+from kvlink.control.store.etcd.membership import MAX_TRIES, Membership
 from kvlink.control.store.etcd.mirror import RECORD, Mirror
 from kvlink.control.store.etcd.sync import Sync
 from kvlink.control.values import Offer
@@ -56,7 +56,7 @@ class Offering:
     async def offer(self, offer: Offer) -> None:
         """As Store.offer."""
         stored = self._admit(offer)
-        while True:
+        for _ in range(MAX_TRIES):
             member = await self._membership.member(offer.worker_id, offer.epoch, Reason.NOT_JOINED)
             if (stored.ticket, stored.lease) == (offer.ticket, member.lease):
                 return
@@ -74,6 +74,7 @@ class Offering:
             if not workers or workers[0].lease != member.lease:
                 await self._sync.pulse()  # the mirror is behind: the worker has restarted or is gone
             stored = self._read(tickets[0], offer) if tickets else _Stored()
+        raise sentences.store_changes(f"request {named(offer.request_id)}", MAX_TRIES)
 
     def _admit(self, offer: Offer) -> _Stored:
         """What the mirror has of this rank. Raises Refused (MALFORMED, TOO_MANY)."""

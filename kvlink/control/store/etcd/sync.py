@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvlink.control.backoff import Backoff
 from kvlink.control.store.etcd.api import Etcd, put
+from kvlink.control.store.etcd.history import same
 from kvlink.control.store.etcd.keys import Keys
 from kvlink.control.store.etcd.mirror import Mirror, News
 from kvlink.errors import KVLinkError
@@ -33,7 +34,8 @@ _KEPT_S = 120.0
 class Sync:
     """Runs from `start` to `close`. Calls `on_news` for every revision, in order.
 
-    `is_awaited` says whether anybody would suffer from a watch that has fallen silent.
+    `is_awaited` says whether anybody would suffer from a watch that has fallen silent. When etcd was emptied or
+    restored, it is listed again.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Sync:
         self._is_awaited = is_awaited
         self._now = now
         self._revision = 0
+        self._last: list[pb.Event] = []
+        """The events of `_revision`; none after a listing."""
         self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._history: deque[tuple[float, int]] = deque()
@@ -61,6 +65,7 @@ class Sync:
         self._following_since = -math.inf
         self._tasks: list[asyncio.Task[None]] = []
         self.loaded = asyncio.Event()
+        etcd.history.on_break = self._start_over
 
     def start(self) -> None:
         """Once."""
@@ -98,6 +103,17 @@ class Sync:
             self._leave_member()
             self._following.cancel()
 
+    def _start_over(self, why: str) -> None:
+        """Forgets what the mirror cannot know any more; all is listed again."""
+        _log.warning("etcd was emptied or restored, reading it again seen=%d why=%s", self._revision, why)
+        self.loaded.clear()
+        self._mirror.forget_requests()
+        self._history.clear()
+        self._revision, self._last = 0, []
+        self._release(math.inf)
+        if self._following is not None:
+            self._following.cancel()
+
     async def _run(self) -> None:
         backoff = Backoff()
         while True:
@@ -115,15 +131,23 @@ class Sync:
             await asyncio.sleep(backoff.delay_s())
 
     async def _follow(self, backoff: Backoff) -> None:
-        if not self.loaded.is_set():
+        if self.loaded.is_set() and self._last:
+            # A watch from a revision that etcd has not reached yet falls silent. After a read it would be known.
+            await self._etcd.read(self._layout.pulse)
+            if not self.loaded.is_set():
+                return
+            overlap, start = self._last, self._revision
+        else:
             revision, kvs = await self._etcd.load(self._layout.prefix)
             self._on_news(self._mirror.replace_all(kvs, self._now()))
-            self._advance(revision)
+            self._advance(revision, [])
             self.loaded.set()
-        stream = await self._etcd.watch(self._layout.prefix, self._revision + 1)
+            overlap, start = [], revision + 1
+        stream = await self._etcd.watch(self._layout.prefix, start)
         self._leave_member = stream.leave
         try:
             while (reply := await stream.receive()) is not None:
+                self._etcd.history.note_watch(reply.header)
                 if reply.compact_revision:
                     _log.warning("etcd has forgotten what came after revision=%d", self._revision)
                     self.loaded.clear()
@@ -132,19 +156,31 @@ class Sync:
                     stream.leave()
                     return
                 backoff.reset()
-                self._take(reply)
+                revisions = _by_revision(reply)
+                if overlap and revisions:
+                    if not same(revisions.pop(0), overlap):
+                        self._etcd.history.other(f"revision {start} holds something else")
+                        return
+                    overlap = []
+                self._take(revisions)
         finally:
             stream.cancel()
 
-    def _take(self, reply: pb.WatchResponse) -> None:
-        for revision, events in itertools.groupby(reply.events, lambda event: event.kv.mod_revision):
+    def _take(self, revisions: list[list[pb.Event]]) -> None:
+        for events in revisions:
+            revision = events[0].kv.mod_revision
             if revision > self._revision:
-                self._on_news(self._mirror.apply(list(events), self._now()))
-                self._advance(revision)
+                self._on_news(self._mirror.apply(events, self._now()))
+                self._advance(revision, events)
 
-    def _advance(self, revision: int) -> None:
-        self._revision = max(self._revision, revision)
-        while self._awaited and self._awaited[0][0] <= self._revision:
+    def _advance(self, revision: int, events: list[pb.Event]) -> None:
+        if revision >= self._revision:
+            self._revision, self._last = revision, events
+        self._etcd.history.reached(revision)
+        self._release(self._revision)
+
+    def _release(self, revision: float) -> None:
+        while self._awaited and self._awaited[0][0] <= revision:
             _, _, done = heapq.heappop(self._awaited)
             if not done.done():
                 done.set_result(None)
@@ -169,3 +205,8 @@ class Sync:
         if oldest and now - self._compacted_at > _KEPT_S / 2:
             self._compacted_at = now
             await self._etcd.compact(oldest)
+
+
+def _by_revision(reply: pb.WatchResponse) -> list[list[pb.Event]]:
+    groups = itertools.groupby(reply.events, lambda event: event.kv.mod_revision)
+    return [list(events) for _, events in groups]

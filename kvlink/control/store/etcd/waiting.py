@@ -18,6 +18,8 @@ class Waiter:
 
     claim: Claim
     answer: asyncio.Future[list[bytes]]
+    tries: int = 0
+    """Records for it that were not written, as something had changed."""
 
 
 class Waiting:

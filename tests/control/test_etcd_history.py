@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An etcd that was emptied or restored from a snapshot, under coordinators that live on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from control.cards import make_card, make_offer
+from control.fake_etcd import FakeEtcd
+from waiting import until
+
+from kvlink.control import Claim
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.store.etcd import EtcdStore
+from kvlink.control.store.etcd.history import History
+from kvlink.control.store.etcd.membership import MAX_TRIES
+from kvlink.types import Joined, WorkerChange
+from kvlink.v1 import etcd_pb2 as pb
+
+MakeStore = Callable[[], EtcdStore]
+
+
+@pytest.fixture
+def etcd() -> FakeEtcd:
+    return FakeEtcd()
+
+
+@pytest.fixture
+async def make_store(etcd: FakeEtcd) -> AsyncIterator[MakeStore]:
+    made: list[EtcdStore] = []
+
+    def make() -> EtcdStore:
+        made.append(EtcdStore("etcd://127.0.0.1:1/fleet", clock=lambda: 0.0, trust=etcd))
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make_store: MakeStore) -> EtcdStore:
+    store = make_store()
+    await store.start()
+    await store.join(make_card(), rejoin=False)
+    for name in ("a", "b", "c"):
+        await store.offer(make_offer(name))
+    return store
+
+
+def header(revision: int, cluster_id: int = 1) -> pb.ResponseHeader:
+    return pb.ResponseHeader(revision=revision, cluster_id=cluster_id)
+
+
+class Breaks(History):
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: list[str] = []
+        self.on_break = self.why.append
+
+
+def test_answers_of_one_history_may_overtake_each_other() -> None:
+    history = Breaks()
+    first, second = history.mark(), history.mark()
+    history.note(header(8), second)
+    history.note(header(7), first)
+    history.note(header(8), history.mark())
+    assert history.why == []
+
+
+def test_a_revision_that_goes_back_is_another_history() -> None:
+    history = Breaks()
+    history.note(header(8), history.mark())
+    under_way = [history.mark(), history.mark()]
+    for began in under_way:
+        history.note(header(3), began)
+    assert history.why == ["revision 3 after 8"], "said once, whatever was under way"
+    history.note(header(3), history.mark())
+    history.note(header(9), history.mark())
+    assert len(history.why) == 1
+
+
+def test_what_a_watch_brought_does_not_go_back_either() -> None:
+    history = Breaks()
+    history.reached(8)
+    history.note(header(3), history.mark())
+    assert history.why == ["revision 3 after 8"]
+
+
+def test_another_cluster_is_another_history_whatever_its_revision() -> None:
+    history = Breaks()
+    history.note_watch(header(5, cluster_id=0))
+    history.note(header(8), history.mark())
+    history.note_watch(header(2))
+    assert history.why == [], "the member of a watch may lag behind"
+    history.note_watch(header(9, cluster_id=0xA))
+    history.note(header(9, cluster_id=0xA), history.mark())
+    assert history.why == ["cluster id a instead of 1"]
+
+
+async def joins_and_offers_again(store: EtcdStore, name: str) -> None:
+    """As a session does that is told to."""
+    while not await store.beat("prefill", 1):
+        assert await store.join(make_card(), rejoin=True) == 1
+    await store.offer(make_offer(name))
+    assert await store.claim(Claim(name)) == [make_offer(name).ticket]
+
+
+async def test_after_a_wipe_workers_join_and_offer_again(store: EtcdStore, etcd: FakeEtcd) -> None:
+    etcd.wipe()
+    await joins_and_offers_again(store, "a")
+    assert [card.worker_id for card in await store.workers()] == ["prefill"]
+    assert (await store.status()).tickets == 0
+    etcd.calls.clear()
+    await joins_and_offers_again(store, "d")
+    assert etcd.calls.count("Txn") == 2, "one for the offer and one for the claim: nothing spins"
+
+
+async def test_a_wipe_that_nobody_asked_through_is_noticed(store: EtcdStore, etcd: FakeEtcd) -> None:
+    feed = await store.watch()
+    await anext(feed)
+    etcd.wipe()
+    assert await anext(feed) == [WorkerChange(Joined.DOWN, make_card())]
+
+
+async def test_a_wiped_etcd_that_has_overtaken_the_mirror_is_noticed(
+    store: EtcdStore, etcd: FakeEtcd
+) -> None:
+    etcd.wipe()
+    for number in range(50):
+        etcd.put((b"/another/%d" % number, b""))
+    await joins_and_offers_again(store, "a")
+    with pytest.raises(Refused) as gone:
+        await store.claim(Claim("b"))
+    assert gone.value.reason is Reason.UNKNOWN
+
+
+async def test_a_restored_etcd_that_has_overtaken_the_mirror_is_noticed(
+    store: EtcdStore, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = etcd.snapshot()
+    await store.claim(Claim("a"))
+    etcd.restore(snapshot)
+    for _ in range(5):
+        etcd.put((store._sync._layout.pulse, b"another history"))
+    await until(lambda: "holds something else" in caplog.text)
+    await until(lambda: store._mirror.num_free == 3)
+
+
+async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, etcd: FakeEtcd) -> None:
+    snapshot = etcd.snapshot()
+    for name in ("d", "e"):
+        await store.offer(make_offer(name))
+    feed = await store.watch()
+    await anext(feed)
+    etcd.restore(snapshot)
+    assert await store.beat("prefill", 1)
+    await store.offer(make_offer("e"))
+    for name in ("a", "e"):
+        assert await store.claim(Claim(name, 30.0)) == [make_offer(name).ticket]
+    with pytest.raises(Refused, match="nobody offered it"):
+        await store.claim(Claim("d"))
+    assert len(feed) == 0, "the worker is in the snapshot: it was never gone"
+
+
+async def test_tickets_of_another_history_are_told_apart_by_what_they_hold(
+    store: EtcdStore, etcd: FakeEtcd
+) -> None:
+    snapshot = etcd.snapshot()
+    await store.offer(make_offer("d", rank=0, of=1))
+    etcd.restore(snapshot)
+    await store.beat("prefill", 1)
+    await store.offer(make_offer("d", ttl_s=31.0)._replace(ticket=b"another"))
+    assert await store.claim(Claim("d", 30.0)) == [b"another"]
+
+
+async def test_a_claim_that_waits_gets_what_is_offered_after_a_wipe(store: EtcdStore, etcd: FakeEtcd) -> None:
+    await store.offer(make_offer("d", rank=0, of=2))
+    waiting = store.claim(Claim("d", 1e9))
+    etcd.wipe()
+    await joins_and_offers_again(store, "a")
+    await asyncio.gather(*(store.offer(make_offer("d", rank=rank, of=2)) for rank in (0, 1)))
+    assert await waiting == [make_offer("d", rank=rank, of=2).ticket for rank in (0, 1)]
+
+
+async def test_a_card_that_the_mirror_missed_is_written_again(store: EtcdStore) -> None:
+    del store._mirror.members["prefill"]
+    assert await store.join(make_card(), rejoin=True) == 1
+    await until(lambda: store._mirror.members)
+
+
+async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, etcd: FakeEtcd) -> None:
+    etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
+    await until(lambda: not store._mirror.members)
+    await store.join(make_card(), rejoin=True)
+    wrong = store._mirror.members["prefill"]._replace(lease=999)
+    store._mirror.members["prefill"] = wrong
+    etcd.calls.clear()
+    with pytest.raises(Refused, match=r"request 'x': .* ask again") as refused:
+        await store.offer(make_offer("x"))
+    assert refused.value.reason is Reason.NOT_READY
+    assert len(etcd.calls) == 2 * MAX_TRIES
+
+
+async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore) -> None:
+    store._mirror.requests["a"].tickets[0].revision = 999
+    with pytest.raises(Refused, match=r"request 'a': .* ask again") as refused:
+        await store.claim(Claim("a"))
+    assert refused.value.reason is Reason.NOT_READY
+
+
+async def test_one_that_only_watches_notices(store: EtcdStore, etcd: FakeEtcd, make_store: MakeStore) -> None:
+    idle = make_store()
+    await idle.start()
+    for name in ("d", "e", "f"):
+        await store.offer(make_offer(name))
+    await until(lambda: idle._mirror.num_free == 6)
+    num_written = etcd.data.revision - 3  # above what a call of `idle` has seen, below what its watch has
+    etcd.wipe()
+    for number in range(num_written):
+        etcd.put((b"/another/%d" % number, b""))
+    await until(lambda: not idle._mirror.members)
+
+
+async def test_one_that_only_listed_lists_again(
+    etcd: FakeEtcd, store: EtcdStore, make_store: MakeStore
+) -> None:
+    idle = make_store()
+    await idle.start()
+    etcd.wipe()
+    for number in range(50):
+        etcd.put((b"/another/%d" % number, b""))
+    await until(lambda: not idle._mirror.members)
+
+
+async def test_a_revision_that_will_not_come_is_not_awaited(
+    store: EtcdStore, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlink.control.store.etcd.sync._STALE_S", 1e6)
+    waiting = asyncio.create_task(store._sync.reached(1_000))
+    await asyncio.sleep(0)
+    etcd.wipe()
+    await waiting
