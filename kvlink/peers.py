@@ -9,30 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvlink.attempts import Attempts
 from kvlink.bounce import bouncing_ends, warn_of_path
 from kvlink.cost import PRIORS, FittedCost
 from kvlink.engine import Connection, Engine
 from kvlink.errors import (
-    KVLinkError,
     LayoutMismatch,
-    PeerUnreachable,
     StaleBlocks,
     StaleReason,
-    TransferTimeout,
 )
-from kvlink.histogram import Durations
 from kvlink.layout import Assignment, assign
 from kvlink.off_loop import off_loop
 from kvlink.peer import PathRefusedError, Peer, Refusal, Refusals, one_path
+from kvlink.shared_connect import SharedConnects
 from kvlink.traffic import Path
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
-_CONNECT_S = 5.0
-_FAIR_S = 0.1
-"""An attempt that its caller's deadline ends sooner says nothing of the owner."""
-_ATTEMPTS = 3
-"""To an owner that refuses; one that says nothing may get more."""
 _DRAIN_TICK_S = 0.02
 _MEND_S = 10.0  # as csrc/connection.cc has it
 
@@ -55,16 +46,13 @@ class Peers:
 
     engine: Engine
     directory: Directory
-    connects: Durations = field(default_factory=Durations)
-    """Of those that succeeded, back-off left out."""
-    num_retries: int = 0
+    connects: SharedConnects = field(init=False)
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
-    _connecting: dict[tuple[str, int], asyncio.Task[Peer | None]] = field(default_factory=dict)
-    _attempts: dict[tuple[str, int], Attempts] = field(default_factory=dict)
     _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """In a forked child there are no peers: their connections are the parent's."""
+        self.connects = SharedConnects(self._connect)
         self.engine.on_forked = self._abandon
         self.engine.traffic.live = self._paths
 
@@ -81,90 +69,25 @@ class Peers:
 
         `deadline` is by `time.monotonic()`. Raises KVLinkError.
         """
-        key = (worker_id, epoch)
-        peer = self._peers.get(key)
+        peer = self._peers.get((worker_id, epoch))
         if peer is not None and not peer.connection.broken:
             return peer
-        task = self._connecting.get(key)
-        if task is None:
-            task = asyncio.create_task(self._connect_with_backoff(key, agent, deadline))
-            self._connecting[key] = task
-            task.add_done_callback(lambda task: self._connected(key, task))
-        # Others may wait longer for the same connect; an owner that is stopped answers nobody in time.
-        done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
-        if not done:
-            raise self._not_in_time(key)
-        return task.result()
+        return await self.connects.connect((worker_id, epoch), agent, deadline)
 
     def _abandon(self) -> None:
         _abandoned.append(self._peers)
         self._peers = {}
-
-    def _not_in_time(self, key: tuple[str, int]) -> KVLinkError:
-        attempts = self._attempts.get(key)
-        if attempts is not None and attempts.last:
-            return PeerUnreachable(f"{key[0]} is not reachable: {attempts.last}")
-        return TransferTimeout(f"{key[0]} was not connected within the deadline; its process may be stopped")
 
     def _paths(self) -> set[Path]:
         """Paths to owners that are connected."""
         peers = [*self._peers.values()]
         return {Path(peer.card.worker_id, peer.transport) for peer in peers if not peer.connection.broken}
 
-    def _forget_attempts(self) -> None:
-        now = time.monotonic()
-        for key in [key for key, attempts in self._attempts.items() if attempts.forgotten(now)]:
-            if key not in self._connecting:
-                del self._attempts[key]
-
-    def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer | None]) -> None:
-        self._connecting.pop(key, None)
-        if key in self._attempts and not self._attempts[key].failures:
-            del self._attempts[key]
-        if not task.cancelled():
-            task.exception()  # all who waited may have been cancelled: asyncio must not complain
-
     def close(self) -> None:
         """Closes every connection. Idempotent."""
         for connection in [*(peer.connection for peer in self._peers.values()), *self._retiring.values()]:
             connection.close()
         self._peers.clear()
-
-    async def _connect_with_backoff(self, key: tuple[str, int], agent: str, deadline: float) -> Peer | None:
-        self._forget_attempts()
-        attempts = self._attempts.setdefault(key, Attempts())
-        left, allowed_s = _ATTEMPTS, deadline - time.monotonic()
-        while True:
-            pause = attempts.not_before - time.monotonic()
-            if time.monotonic() + max(pause, 0) >= deadline:
-                if not attempts.last:
-                    raise self._not_in_time(key)
-                raise PeerUnreachable(
-                    f"{key[0]} is not reachable: {attempts.last}; next attempt in {max(pause, 0):.2f} s"
-                )
-            if pause > 0:
-                await asyncio.sleep(pause)
-            self.num_retries += attempts.failures > 0
-            began = time.monotonic()
-            try:
-                timeout_s = min(_CONNECT_S, deadline - began)
-                peer = await self._connect(key, agent, timeout_s, fresh=attempts.failures > 0)
-            except KVLinkError as error:
-                if not error.retryable:
-                    del self._attempts[key]
-                    raise
-                if timeout_s < _FAIR_S and time.monotonic() >= deadline:
-                    raise  # nobody else waits longer for a caller that came with too little time
-                silent = isinstance(error, PeerUnreachable) and error.silent
-                now = time.monotonic()
-                attempts.failed(str(error), began, now, silent)
-                left -= 1
-                if left <= 0 and not attempts.may_be_slow(now, allowed_s):
-                    raise
-            else:
-                self.connects.add(int((time.monotonic() - began) * 1e9))
-                del self._attempts[key]
-                return peer
 
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
         card = await self.directory.card(*key, agent, fresh=fresh)

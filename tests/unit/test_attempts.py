@@ -4,64 +4,120 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import pytest
 
 from kvlink.attempts import Attempts
-from kvlink.errors import PeerUnreachable, StaleBlocks
-from kvlink.peers import Peers
-from kvlink.traffic import Traffic
-from kvlink.types import WorkerCard
+from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+from kvlink.peer import Peer
+from kvlink.shared_connect import Key, SharedConnects
+
+KEY = ("owner", 1)
 
 
-class Nobody:
-    """Answers no earlier than `after_s`, and then not either."""
+class Clock:
+    """Stands still unless a test moves it."""
 
-    def __init__(self, after_s: float) -> None:
-        self.after_s = after_s
+    def __init__(self) -> None:
+        self.now = 1000.0
 
-    async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
-        await asyncio.sleep(self.after_s)
-        raise PeerUnreachable("nobody there")
-
-    async def connect(self, *_: Any) -> Any:
-        raise AssertionError
+    def __call__(self) -> float:
+        return self.now
 
 
-class Silent(Nobody):
-    """Says nothing to so many calls; then somebody else is there."""
+class Agent:
+    """Each attempt to connect to it ends when the test says so, with what the test says."""
 
-    def __init__(self, calls: int) -> None:
-        super().__init__(after_s=0.0)
-        self.calls_left = calls
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.given_s: list[float] = []
+        self.answers: asyncio.Queue[Peer | KVLinkError] = asyncio.Queue()
+        self.connects = SharedConnects(self.attempt, self.clock)
 
-    async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
-        if not self.calls_left:
-            raise StaleBlocks(f"{worker_id} restarted")
-        self.calls_left -= 1
-        raise PeerUnreachable("timed out", silent=True)
+    async def attempt(self, key: Key, agent: str, timeout_s: float, fresh: bool) -> Peer | None:
+        self.given_s.append(timeout_s)
+        answer = await self.answers.get()
+        if isinstance(answer, KVLinkError):
+            raise answer
+        return answer
+
+    def call(self, in_s: float) -> asyncio.Task[Peer | None]:
+        """A caller that has so many seconds."""
+        return asyncio.create_task(self.connects.connect(KEY, "agent", self.clock.now + in_s))
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize(("timeout_s", "after_s", "counts"), [(0.02, 0.03, 0), (20.0, 0.0, 3)])
-async def test_who_has_no_time_makes_nobody_wait(timeout_s: float, after_s: float, counts: int) -> None:
-    engine: Any = SimpleNamespace(traffic=Traffic())
-    peers = Peers(engine, Nobody(after_s))
+@pytest.fixture
+async def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent, sleep = Agent(), asyncio.sleep
+
+    async def pass_time(seconds: float) -> None:
+        agent.clock.now += seconds
+        await sleep(0)
+
+    monkeypatch.setattr("kvlink.shared_connect.asyncio.sleep", pass_time)
+    return agent
+
+
+PEER = cast(Peer, "connected")
+
+
+async def test_a_caller_without_time_leaves_the_connect_to_others(agent: Agent) -> None:
+    short = agent.call(in_s=0.001)
+    while not agent.given_s:
+        await asyncio.sleep(0)
+    long = agent.call(in_s=60.0)
+    with pytest.raises(TransferTimeout, match="not connected within the deadline"):
+        await short
+    agent.clock.now += 1.0
+    agent.answers.put_nowait(PeerUnreachable("no answer", silent=True))
+    agent.answers.put_nowait(PEER)
+    assert await long is PEER
+    assert agent.given_s == [1.0, 5.0], "no attempt was cut short by the first caller's deadline"
+
+
+async def test_a_connect_goes_on_when_all_callers_have_gone(agent: Agent) -> None:
+    with pytest.raises(TransferTimeout):
+        await agent.call(in_s=0.001)
+    later = agent.call(in_s=60.0)
+    agent.answers.put_nowait(PEER)
+    assert await later is PEER
+    assert len(agent.given_s) == 1
+
+
+async def test_nobody_waits_for_another_attempt_without_time(agent: Agent) -> None:
+    with pytest.raises(TransferTimeout):
+        await agent.call(in_s=0.001)
+    agent.answers.put_nowait(PeerUnreachable("refused"))
+    while agent.connects._under_way:
+        await asyncio.sleep(0)
+    assert len(agent.given_s) == 1
+    with pytest.raises(PeerUnreachable, match=r"refused; next attempt in 0\.05 s"):
+        await agent.call(in_s=0.01)
+    assert len(agent.given_s) == 1
+
+
+async def test_now_or_not_at_all_connects_to_nobody(agent: Agent) -> None:
+    with pytest.raises(TransferTimeout):
+        await agent.call(in_s=0.0)
+    assert agent.given_s == []
+
+
+async def test_an_owner_that_refuses_gets_three_attempts(agent: Agent) -> None:
+    for _ in range(3):
+        agent.answers.put_nowait(PeerUnreachable("nobody there"))
     with pytest.raises(PeerUnreachable, match="nobody there"):
-        await peers._connect_with_backoff(("w", 1), "agent", time.monotonic() + timeout_s)
-    assert peers._attempts["w", 1].failures == counts
+        await agent.call(in_s=60.0)
+    assert len(agent.given_s) == 3
+    assert agent.connects.num_retries == 2
 
 
-@pytest.mark.verify
-async def test_who_has_much_time_waits_longer_for_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlink.attempts._SILENCE_S", 0.0)
-    engine: Any = SimpleNamespace(traffic=Traffic())
-    peers = Peers(engine, Silent(calls=5))
+async def test_who_has_much_time_waits_longer_for_who_says_nothing(agent: Agent) -> None:
+    for _ in range(5):
+        agent.answers.put_nowait(PeerUnreachable("timed out", silent=True))
+    agent.answers.put_nowait(StaleBlocks("owner restarted"))
     with pytest.raises(StaleBlocks):
-        await peers._connect_with_backoff(("w", 1), "agent", time.monotonic() + 3600)
+        await agent.call(in_s=3600.0)
 
 
 def test_who_only_says_nothing_may_be_slow_for_ten_seconds() -> None:
