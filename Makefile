@@ -35,6 +35,7 @@ demo: build ## prefill in one process, decode in another, over every transport
 
 # The gate: nothing in it waits, races or judges by a clock. CONTRIBUTING.md describes the tiers.
 .PHONY: test
+test: export PYTHONHASHSEED := 0
 test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the wheel: all that a change must pass
 	pytest -m "not engines and not netns and not softroce and not slow and not verify"
 	kvlink demo

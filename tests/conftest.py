@@ -14,13 +14,23 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 from tiers import OUTSIDE_MARKS, is_outside
 
-# No test fails for being slow, and none because its inputs are slow to make.
+# No test fails for being slow, and none because its inputs are slow to make. All is said: Hypothesis has other defaults
+# where CI is set, and kept examples of an earlier run would come first.
 hypothesis.settings.register_profile(
-    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "patient",
+    deadline=None,
+    derandomize=False,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile("same", hypothesis.settings.get_profile("patient"), derandomize=True)
+
+# Hypothesis also draws constants found in loaded modules of the checkout, so that draws would depend on which tests ran
+# before and on where the checkout is.
+providers._get_local_constants = lambda: providers._local_constants  # none
 
 # The gate draws the same inputs each time; a lane draws others, and says by which seed.
 SEED = os.environ.get("KVLINK_TEST_SEED")
