@@ -11,9 +11,10 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from kvlink.engine import SETTLED, failure
+from kvlink.engine import FAILED, SETTLED, failure
 from kvlink.errors import Cancelled, ConfigError, KVLinkError
 from kvlink.explain import PathTaken, path_taken
+from kvlink.restart import Restart
 from kvlink.starting import Part, Starting, settling, stop
 from kvlink.timeouts import checked
 from kvlink.waiting import Awaited, LoopWaiter, cancellation
@@ -45,7 +46,7 @@ class Pull(Awaited[PullStats]):
     it, or cancels it when an exception leaves the block.
     """
 
-    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_starting", "request_id")
+    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_restart", "_starting", "request_id")
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class Pull(Awaited[PullStats]):
         starting: Starting | None,
         on_unsettled: Callable[[Part], None] | None,
         on_landed: Callable[[], object] | None = None,
+        restart: Restart | None = None,
     ) -> None:
         self.request_id = request_id
         self._parts = parts
         self._starting = starting
         self._on_unsettled = on_unsettled
         self._on_landed = on_landed
+        self._restart = restart
 
     def __repr__(self) -> str:
         """State in words."""
@@ -76,7 +79,23 @@ class Pull(Awaited[PullStats]):
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
         parts = self._started(0)
-        return parts is not None and all(transfer.done() for _, _, transfer in parts)
+        if parts is None or not all(transfer.done() for _, _, transfer in parts):
+            return False
+        return self._restart is None or not self._begins_again(self._restart, parts)
+
+    def _begins_again(self, restart: Restart, parts: list[Part]) -> bool:
+        """Whether the pull goes on after `parts`, which have ended."""
+        if all(transfer.state != FAILED for _, _, transfer in parts):
+            return False
+        with restart.lock:
+            if parts is not self._started(0):
+                return True  # another thread looked first
+            starting = restart.begin(self.request_id, parts)
+            if starting is None:
+                return False
+            self._starting = starting  # first: without parts, this is where they are looked for
+            self._parts = None
+            return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits at most `timeout_s` seconds with the GIL released. False: still running, and it goes on.
@@ -87,12 +106,20 @@ class Pull(Awaited[PullStats]):
         if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
             return True  # a small warm pull: nothing to wait for, nothing to report
         deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
-        for _, _, transfer in self._started(timeout_s) or []:
+        while self._wait_once(deadline):
+            if self.done():
+                self._conclude()
+                return True
+        return False
+
+    def _wait_once(self, deadline: float | None) -> bool:
+        """Waits for all that was started, and returns whether it has ended in time. It may begin again then."""
+        parts = self._started(None if deadline is None else max(deadline - time.monotonic(), 0))
+        if parts is None:
+            return False
+        for _, _, transfer in parts:
             if not transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 return False
-        if not self.done():
-            return False
-        self._conclude()
         return True
 
     def __await__(self) -> Generator[Any, None, PullStats]:
@@ -107,7 +134,8 @@ class Pull(Awaited[PullStats]):
         if not self.done():
             self._pid = os.getpid()
             try:
-                await self._until_ended()
+                while not self.done():
+                    await self._until_ended()
             except asyncio.CancelledError:
                 await self._cancelled()
                 raise
@@ -119,6 +147,8 @@ class Pull(Awaited[PullStats]):
 
     async def _cancelled(self) -> None:
         """Ends the pull as `cancel` does, and leaves the loop free meanwhile. Being cancelled does not cut it short."""
+        if self._restart is not None:
+            self._restart.give_up()
         again: asyncio.CancelledError | None = None
         try:
             while not self.done():
@@ -176,6 +206,8 @@ class Pull(Awaited[PullStats]):
 
     def cancel(self) -> None:
         """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
+        if self._restart is not None:
+            self._restart.give_up()
         if self._parts is None and self._starting is not None:
             self._starting.check_own()
             self._starting.cancel()
@@ -209,14 +241,15 @@ class Pull(Awaited[PullStats]):
 
     def explain(self) -> list[PathTaken]:
         """The path to each owner, why better ones were refused, and predicted against measured time."""
-        return [path_taken(part) for part in self._started(0) or []]
+        cut = {} if self._restart is None else self._restart.cut
+        return [path_taken(part, cut.get(part[0].worker_id, "")) for part in self._started(0) or []]
 
     def _started(self, timeout_s: float | None) -> list[Part] | None:
         """The parts, none if it could not start, or None while it is starting."""
         if self._parts is None and self._starting is not None:
             self._starting.check_own()
             try:
-                self._parts = self._starting.result(timeout_s)
+                return self._starting.result(timeout_s)
             except concurrent.futures.TimeoutError:
                 return None
             except (concurrent.futures.CancelledError, KVLinkError):
@@ -225,8 +258,8 @@ class Pull(Awaited[PullStats]):
 
     def _conclude(self) -> None:
         """Raises what the pull failed with; has owners told of what was not settled one-sidedly; flushes."""
-        parts = self._parts
-        if parts is None or any(transfer.state != SETTLED for _, _, transfer in parts):
+        parts = self._started(0)
+        if not parts or any(transfer.state != SETTLED for _, _, transfer in parts):
             error = self._error()
             if error is not None:
                 raise error
@@ -239,7 +272,7 @@ class Pull(Awaited[PullStats]):
     def _report_unsettled(self) -> None:
         if self._on_unsettled is not None:
             report, self._on_unsettled = self._on_unsettled, None
-            for part in self._parts or []:
+            for part in self._started(0) or []:
                 if part[2].state != SETTLED:
                     report(part)
 
@@ -249,8 +282,9 @@ class Pull(Awaited[PullStats]):
                 return Cancelled(f"request {self.request_id}: cancelled before it was connected")
             error = self._starting.exception(0)
             if error is not None:
-                return error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
-        for ticket, peer, transfer in self._parts or []:
+                error = error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
+                return error if self._restart is None else self._restart.failed(error)
+        for ticket, peer, transfer in self._started(0) or []:
             where = f"request {self.request_id} from {ticket.worker_id} over {peer.transport}"
             failed = failure(transfer, where)
             if failed is not None:

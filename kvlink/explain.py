@@ -36,6 +36,8 @@ class PathTaken:
     predicted_direct_us: float | None = None
     """This and the next where the reader has such a buffer: what either way should take."""
     predicted_staged_us: float | None = None
+    restarted: str = ""
+    """What a first attempt failed with whose connection was cut, after which all was read again on a new one."""
 
     @property
     def in_clear(self) -> bool:
@@ -49,11 +51,12 @@ class PathTaken:
         lanes += self._staging
         lanes += ", not encrypted" if self.in_clear else ""
         lanes += ", inline" if self.ran_inline else ""
+        restarted = f"; read again after: {self.restarted}" if self.restarted else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
         refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
         return (
             f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
-            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{refusals}"
+            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{restarted}{refusals}"
         )
 
     @property
@@ -66,8 +69,8 @@ class PathTaken:
         return f", {'staged on the GPU' if self.staged else 'direct'}, {other} predicted {us:.0f} us"
 
 
-def path_taken(part: Part) -> PathTaken:
-    """The path of one transfer, which may still run."""
+def path_taken(part: Part, restarted: str = "") -> PathTaken:
+    """The path of one transfer, which may still run. `restarted`: as PathTaken has it."""
     ticket, peer, transfer = part
     num_bytes, num_ops, *_, total_ns, ran_inline, staged, direct_us, staged_us = transfer.stats()
     paths = peer.connection.paths()
@@ -94,4 +97,5 @@ def path_taken(part: Part) -> PathTaken:
         staged,
         direct_us if has_choice else None,
         staged_us if has_choice else None,
+        restarted,
     )

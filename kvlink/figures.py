@@ -47,6 +47,8 @@ class WorkerFigures:
     connect_retries: int
     failed_starts: Mapping[str, int]
     """Pulls of which no transfer was started, by the name of the exception."""
+    restarts: int
+    """Pulls that began again because their connection was cut."""
     joined: bool | None
     """Now; None: there is no coordinator."""
     rejoins: int
@@ -80,6 +82,7 @@ def gather(
         connects=peers.connects.durations,
         connect_retries=peers.connects.num_retries,
         failed_starts=dict(starts.failed),
+        restarts=starts.num_restarts,
         joined=presence.joined,
         rejoins=presence.num_rejoins,
         ports=tuple(engine.ports()),

@@ -111,20 +111,28 @@ class Starts:
 
     def __init__(self, control: ControlThread) -> None:
         self.failed: Counter[str] = Counter()
+        self.num_restarts = 0
+        self.closing = False
         self._control = control
         self._waiting: weakref.WeakSet[Starting] = weakref.WeakSet()
 
-    def start(self, connect: Callable[[float], Awaitable[Connected]], want: Want) -> Starting:
-        """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners."""
+    def start(
+        self, connect: Callable[[float], Awaitable[Connected]], want: Want, kept: Sequence[Part] = ()
+    ) -> Starting:
+        """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners.
+
+        `kept`: parts of the same pull that have ended.
+        """
         deadline = time.monotonic() + want[-1]
         want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its own meanwhile
         starting = Starting()
-        job = self._control.submit(start_connected(starting, partial(connect, deadline), want, deadline))
+        job = start_connected(starting, partial(connect, deadline), want, deadline, kept)
+        running = self._control.submit(job)
         self._waiting.add(starting)
 
         def ended(starting: concurrent.futures.Future[list[Part]]) -> None:
             if starting.cancelled():
-                job.cancel()
+                running.cancel()
                 self.failed["Cancelled"] += 1
             elif error := starting.exception():
                 self.failed[type(error).__name__] += 1
@@ -134,6 +142,7 @@ class Starts:
 
     def cancel_all(self) -> None:
         """The worker is closing."""
+        self.closing = True
         for starting in list(self._waiting):
             starting.cancel()
 
@@ -158,14 +167,17 @@ async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None
 
 
 async def start_connected(
-    starting: Starting, connect: Callable[[], Awaitable[Connected]], want: Want, deadline: float
+    starting: Starting,
+    connect: Callable[[], Awaitable[Connected]],
+    want: Want,
+    deadline: float,
+    kept: Sequence[Part] = (),
 ) -> None:
     """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
     try:
         connected = await connect()
         if starting.set_running_or_notify_cancel():
-            parts = _start_all(connected, want, deadline)
-            starting.set_result(parts)
+            starting.set_result([*kept, *_start_all(connected, want, deadline)])
     except asyncio.CancelledError:
         starting.cancel()
         raise

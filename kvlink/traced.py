@@ -18,6 +18,7 @@ from kvlink.engine import SETTLED, failure
 from kvlink.errors import KVLinkError
 from kvlink.ids import BlockIds, as_buffer
 from kvlink.prefill import Offers
+from kvlink.restart import Restart
 from kvlink.starting import Part, Starting
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
@@ -71,8 +72,9 @@ class TracedPull(Pull):
         starting: Starting | None,
         on_unsettled: Callable[[Part], None] | None,
         on_landed: Callable[[], object] | None = None,
+        restart: Restart | None = None,
     ) -> None:
-        super().__init__(request_id, parts, starting, on_unsettled, on_landed)
+        super().__init__(request_id, parts, starting, on_unsettled, on_landed, restart)
         self._called_in = tracing.spans.current() if tracing.spans else None
         self._settles = on_unsettled is not None
         self._reads: list[TraceParent | None] = []
@@ -107,7 +109,7 @@ class TracedPull(Pull):
         began_ns = time.time_ns()
         told = super().settle()
         self._tell()
-        for part, read in zip(self._parts or [], self._reads, strict=False):
+        for part, read in zip(self._started(0) or [], self._reads, strict=False):
             why = "" if told else "the connection is broken"
             _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
         return told
@@ -116,7 +118,7 @@ class TracedPull(Pull):
         """Once, when all has ended."""
         if not self._told and self.done():
             self._told = True
-            self._reads = [self._told_of(part) for part in self._parts or []]
+            self._reads = [self._told_of(part) for part in self._started(0) or []]
 
     def _told_of(self, part: Part) -> TraceParent | None:
         ticket, peer, transfer = part

@@ -20,7 +20,7 @@ from kvlink import metrics, traced
 from kvlink.config import WorkerConfig
 from kvlink.control import ControlThread, ticket_signing
 from kvlink.decode import Pull
-from kvlink.engine import Engine, LeaseCounts
+from kvlink.engine import FAILED, Engine, LeaseCounts
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.figures import WorkerFigures, gather
 from kvlink.ids import BlockIds, as_buffer
@@ -30,6 +30,7 @@ from kvlink.pool import BlockPool
 from kvlink.prefill import Passing
 from kvlink.presence import Presence
 from kvlink.reporting import Reporter
+from kvlink.restart import Restart
 from kvlink.sources import Sources, Tickets, parsed
 from kvlink.starting import Starts, start
 from kvlink.ticket import Ticket, check_name
@@ -93,6 +94,8 @@ class Worker:
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._presence.directory)
             unread = Unread(self._peers, self._presence.directory, self._in_background)
+            self._on_unsettled = unread.settle_by_agent
+            self._restart = partial(Restart, self._starts, self._peers)
             self._sources = Sources(self._peers, self._presence, pool.layout, self._checked, unread)
             self._presence.report = Reporter(self)
             if self.config.metrics_port:
@@ -217,16 +220,16 @@ class Worker:
         if ranged and wants_nothing(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
-        on_unsettled = self._sources.unread.settle_by_agent if settle else None
-        on_landed = self._engine.on_landed
+        on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
-                return self._pull(
-                    ticket.request_id, [(ticket, peer, transfer)], None, on_unsettled, on_landed
-                )
+                restart = self._restart(want, transfer.started_ns / 1e9) if transfer.state <= FAILED else None
+                parts = [(ticket, peer, transfer)]
+                return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart)
         claimed, connect = self._sources.of(ticket)
-        return self._pull(claimed, None, self._starts.start(connect, want), on_unsettled, on_landed)
+        restart, starting = self._restart(want, time.monotonic()), self._starts.start(connect, want)
+        return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
         """Gives a request's blocks back unread. Waits for nothing and connects to nobody: owners that are not connected
@@ -271,8 +274,6 @@ class Worker:
         except KVLinkError as error:
             _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
 
-    # On the control loop.
-
     async def _join(self) -> WorkerCard:
         card = await self._presence.join(self.worker_id, self._engine)
         if card.epoch != self._engine.epoch:
@@ -281,8 +282,6 @@ class Worker:
             self._engine = Engine(self.pool, card.epoch + 1, self.config)
             card = await self._presence.join(self.worker_id, self._engine)
         return card
-
-    # In the background.
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         self._control.in_background(job, f"{what} failed request={request_id}")

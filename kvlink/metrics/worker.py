@@ -74,6 +74,8 @@ def _add_starts(families: Families, figures: WorkerFigures) -> None:
     worker = {"worker": figures.worker_id}
     retries = "Connects to an owner that were tried again."
     families.count("kvlink_connect_retries_total", retries, figures.connect_retries, worker)
+    restarts = "Pulls that began again on a new connection because theirs was cut."
+    families.count("kvlink_restarted_pulls_total", restarts, figures.restarts, worker)
     for reason, number in figures.failed_starts.items():
         unstarted = "Pulls that failed before any transfer started: claim or connect."
         families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})

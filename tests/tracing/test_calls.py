@@ -108,8 +108,9 @@ async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
     ):
         pull = reader.pull(owner.offer("r1", [1], trace=REQUEST), [1], settle=False)
         assert pull.wait(10)
-        assert pull._parts
-        reader._sources.unread.settle_by_agent(pull._parts[0])
+        parts = pull._started(0)
+        assert parts
+        reader._sources.unread.settle_by_agent(parts[0])
         settles = eventually(lambda: collected.named("kvlink.v1.WorkerAgent/SettleSeat"))
         assert [event.request_id for event in owner.events()] == ["r1"]
         assert owner.lease_counts().settled == 1

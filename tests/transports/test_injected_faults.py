@@ -21,16 +21,17 @@ from kvlink.errors import (
 
 NewPair = Callable[..., Pair]
 
-# With one lane, post 1 of all and of slots reads the lease table's header while connecting; then come data and slot.
+# With one lane, post 1 of all and of slots reads the lease table's header while connecting; then come data and slot. A
+# pull whose connection is cut begins again: it fails when that happens twice.
 FAULTS = {
     "drop-data@1": TransferTimeout,
     "drop-slot@2": TransferTimeout,
     "hang-data@1": TransferTimeout,
     "hang-slot@2": TransferTimeout,
-    "fail-data@1": PeerUnreachable,
-    "fail-slot@2": PeerUnreachable,
-    "break-data@1": PeerUnreachable,
-    "break-slot@2": PeerUnreachable,
+    "fail-data@1..2": PeerUnreachable,
+    "fail-slot@2..3": PeerUnreachable,
+    "break-data@1..2": PeerUnreachable,
+    "break-slot@2;break-slot@4": PeerUnreachable,
     "deny-data@1": AccessDenied,
     "deny-slot@2": AccessDenied,
     "corrupt-slot@2": StaleBlocks,

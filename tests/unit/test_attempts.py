@@ -97,6 +97,28 @@ async def test_nobody_waits_for_another_attempt_without_time(agent: Agent) -> No
     assert len(agent.given_s) == 1
 
 
+async def test_attempts_go_on_until_the_latest_deadline(agent: Agent) -> None:
+    callers = [agent.call(in_s) for in_s in (30.0, 60.0, 20.0)]
+    while not agent.given_s:
+        await asyncio.sleep(0)
+    agent.clock.now += 40.0
+    agent.answers.put_nowait(PeerUnreachable("no answer", silent=True))
+    agent.answers.put_nowait(PEER)
+    assert await callers[1] is PEER
+
+
+async def test_a_cancelled_caller_waits_no_longer(agent: Agent) -> None:
+    caller = agent.call(in_s=60.0)
+    while not agent.given_s:
+        await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait([caller])
+    agent.answers.put_nowait(PeerUnreachable("no answer", silent=True))
+    while agent.connects._under_way:
+        await asyncio.sleep(0)
+    assert len(agent.given_s) == 1
+
+
 async def test_now_or_not_at_all_connects_to_nobody(agent: Agent) -> None:
     with pytest.raises(TransferTimeout):
         await agent.call(in_s=0.0)

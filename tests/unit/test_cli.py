@@ -22,7 +22,7 @@ def kvlink(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVLINK_")}
     return subprocess.run(
         [sys.executable, "-m", "kvlink", *arguments],
-        env=environment | env,
+        env=environment | {"COLUMNS": "100"} | env,
         capture_output=True,
         text=True,
         timeout=60,
