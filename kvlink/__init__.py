@@ -1,5 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvlink moves the KV cache of a running request between inference workers by one-sided reads."""
+"""kvlink moves the KV cache of running requests between inference workers.
+
+    layout = kvlink.dense(kvlink.Geometry(num_layers=32, total_heads=8,
+                                          row_bytes=256, num_blocks=4096))
+    pool = kvlink.BlockPool.allocate(layout)    # or .from_tensors(...)
+    worker = kvlink.Worker(pool, "prefill-0")
+
+    ticket = worker.offer("request-42", block_ids)          # prefill
+    worker.pull(ticket, into=block_ids).wait()              # decode
+
+Worker, WorkerConfig          a member of the deployment, and its options
+BlockPool                     the memory that it lends and pulls into
+dense, Geometry, KVLayout,    where each block, layer, head and token of
+  Order, Regions              that memory is
+Ticket, ReadyUnit             what a reader needs to pull one request
+LeaseEvent, LeaseEnd          an offer has ended: its blocks are free again
+Pull, PullStats, PathTaken    a pull under way, what it took and which path
+KVLinkError and below         everything that is raised: `kvlink.errors`
+
+Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
+says what works on this machine, `kvlink demo` shows it.
+The other modules may change from one version to the next.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +30,95 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from kvlink import errors
     from kvlink.config import WorkerConfig
     from kvlink.decode import Pull, PullStats
+    from kvlink.errors import (
+        AccessDenied,
+        Cancelled,
+        ConfigError,
+        CoordinatorError,
+        CoordinatorUnavailable,
+        KVLinkError,
+        LayoutMismatch,
+        LeaseExpired,
+        PeerUnreachable,
+        StaleBlocks,
+        StaleReason,
+        TransferError,
+        TransferTimeout,
+        TransportUnavailable,
+        UnknownRequest,
+    )
     from kvlink.explain import PathTaken
-    from kvlink.layout import KVLayout
+    from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
     from kvlink.pool import BlockPool
     from kvlink.ticket import Ticket
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
 
-_HOMES = {
-    "BlockPool": "pool",
-    "KVLayout": "layout",
-    "LeaseEnd": "types",
-    "LeaseEvent": "types",
-    "PathTaken": "explain",
-    "Pull": "decode",
-    "PullStats": "decode",
-    "ReadyUnit": "types",
-    "Ticket": "ticket",
-    "Worker": "worker",
-    "WorkerConfig": "config",
-}
-
 __all__ = [
+    "AccessDenied",
     "BlockPool",
+    "Cancelled",
+    "ConfigError",
+    "CoordinatorError",
+    "CoordinatorUnavailable",
+    "Geometry",
     "KVLayout",
+    "KVLinkError",
+    "LayoutMismatch",
     "LeaseEnd",
     "LeaseEvent",
+    "LeaseExpired",
+    "Order",
     "PathTaken",
+    "PeerUnreachable",
     "Pull",
     "PullStats",
     "ReadyUnit",
+    "Regions",
+    "StaleBlocks",
+    "StaleReason",
     "Ticket",
+    "TransferError",
+    "TransferTimeout",
+    "TransportUnavailable",
+    "UnknownRequest",
     "Worker",
     "WorkerConfig",
     "__version__",
+    "dense",
+    "errors",
 ]
+
+_HOMES = {
+    "config": ("WorkerConfig",),
+    "decode": ("Pull", "PullStats"),
+    "explain": ("PathTaken",),
+    "layout": ("Geometry", "KVLayout", "Order", "Regions", "dense"),
+    "pool": ("BlockPool",),
+    "ticket": ("Ticket",),
+    "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
+    "worker": ("Worker",),
+}
+"""By module; all others of `__all__` are in `errors`."""
+
+
+def __dir__() -> list[str]:
+    """The public names, and none of the modules that happen to be loaded."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:
     """Loads names on first use, so that `import kvlink` costs nothing and the coordinator needs no extension."""
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'kvlink' has no attribute {name!r}")
     from importlib import import_module
 
+    home = next((home for home, names in _HOMES.items() if name in names), "errors")
     try:
-        return getattr(import_module(f"kvlink.{home}"), name)
+        module = import_module(f"kvlink.{home}")
     except ModuleNotFoundError as error:
         if error.name != "kvlink._core":
             raise
@@ -63,3 +126,4 @@ def __getattr__(name: str) -> Any:
             "kvlink's native part is not built here; run `pip install -e .` in a checkout, or import the installed "
             "package from another folder"
         ) from None
+    return module if name == home else getattr(module, name)
