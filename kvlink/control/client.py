@@ -68,6 +68,11 @@ class _Client:
         """The one of them that the next call goes to."""
         return self._channel.asks
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several addresses."""
+        return self._channel.has_choice
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._channel!r})"
 

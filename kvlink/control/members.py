@@ -13,7 +13,7 @@ from kvlink.control.store import sentences
 from kvlink.control.values import Life
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
-BEATS_PER_LEASE = 3
+BEATS_PER_LEASE = 4
 _LATE = 0.1
 """Of a lease: less is no stall, and no lost beat."""
 

@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
 from kvlink.control.backoff import Backoff
+from kvlink.control.beats import Beats
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.overview import Beat, WorkerReport
@@ -24,12 +24,8 @@ from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 
-_MISSED_ACKS = 3
-"""Beats without an answer after which the coordinator counts as gone even though the connection stands."""
 _JOIN_TIMEOUT_S = 4.0
 """Of one attempt to join again; the next one follows at once."""
-_SPREAD_S = 3.0
-"""All workers notice at once that a coordinator is gone; their joins would hold up the next one for seconds."""
 
 
 class SessionState(Enum):
@@ -59,6 +55,7 @@ class Session:
     ) -> None:
         self._client = client
         self._membership = membership
+        self._beats = Beats(membership, _now())
         self._on_settle = on_settle
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
@@ -94,7 +91,7 @@ class Session:
 
         After CoordinatorUnavailable it is not published yet, and will be once the coordinator is back.
         """
-        now = time.monotonic()
+        now = _now()
         for expired in self._deadlines.due(now):
             self._offers.pop(expired, None)
         self._offers[offer.request_id] = (offer, now + offer.ttl_s)
@@ -133,14 +130,14 @@ class Session:
             if not self._joined.is_set():
                 self._doubt.set()
             try:
-                await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - time.monotonic()))
+                await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - _now()))
             except asyncio.TimeoutError:
                 raise CoordinatorUnavailable(
                     f"request {offer.request_id!r} not offered yet: {self!r} does not reach its coordinator"
                 ) from None
             self._check_usable()
             try:
-                await self._client.offer(offer, timeout_s=max(0.001, deadline - time.monotonic()))
+                await self._client.offer(offer, timeout_s=max(0.001, deadline - _now()))
                 return
             except NotJoined:  # the coordinator restarted and nobody beat since
                 self._rejoin_soon()
@@ -179,8 +176,12 @@ class Session:
                 _log.info("cannot join yet worker=%s error=%s", self.card.worker_id, error)
 
     async def _spread_out(self) -> None:
-        """Waits for a random while, well within the lease, or until there is something to offer."""
-        delay_s = random.uniform(0.0, min(self._membership.keep_alive_s, _SPREAD_S))
+        """Waits for a random while, within the lease, or until there is something to offer. Others that serve alike
+        have this worker's lease, and must hear of it before that ends.
+        """
+        if self._client.has_choice:
+            return
+        delay_s = random.uniform(0.0, self._beats.spread_s(_now()))
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._doubt.wait(), delay_s)
 
@@ -197,7 +198,7 @@ class Session:
         _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
     async def _offer_again(self) -> None:
-        now = time.monotonic()
+        now = _now()
         live = [offer._replace(ttl_s=due - now) for offer, due in self._offers.values() if due > now + 0.001]
         if not live:
             return
@@ -210,10 +211,15 @@ class Session:
     async def _keep_alive(self, backoff: Backoff) -> None:
         """Beats until the coordinator is gone (raises) or may not know us any more (returns)."""
         stream = self._client.keep_alive()
-        acks = _Acks()
+        beats = self._beats = Beats(self._membership, _now())
         tasks = [
             asyncio.ensure_future(job)
-            for job in (self._beat(stream, acks), self._listen(stream, acks, backoff), self._doubt.wait())
+            for job in (
+                self._beat(stream, beats),
+                self._listen(stream, beats, backoff),
+                self._give_up(stream, beats),
+                self._doubt.wait(),
+            )
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -225,29 +231,32 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
             stream.cancel()
 
-    async def _beat(self, stream: Stream[Beat, Push], acks: _Acks) -> None:
+    async def _beat(self, stream: Stream[Beat, Push], beats: Beats) -> None:
         while True:
+            beats.sent(_now())
             await stream.send(Beat(self.card.worker_id, self.card.epoch, self._report()))
-            acks.missing += 1
             await asyncio.sleep(self._membership.keep_alive_s)
-            if acks.missing >= _MISSED_ACKS:
-                stream.leave()
-                where = f"coordinator at {self._client.address}"
-                raise CoordinatorUnavailable(
-                    f"{where} did not answer {acks.missing} beats: stopped or overloaded"
-                )
 
-    async def _listen(self, stream: Stream[Beat, Push], acks: _Acks, backoff: Backoff) -> None:
+    async def _give_up(self, stream: Stream[Beat, Push], beats: Beats) -> None:
+        """Raises CoordinatorUnavailable when beats stay unanswered, although the connection stands."""
+        while (left_s := beats.give_up_at() - _now()) > 0:
+            await asyncio.sleep(min(left_s, self._membership.keep_alive_s))
+        stream.leave()
+        raise CoordinatorUnavailable(
+            f"coordinator at {self._client.address} has answered no beat for two thirds of the lease of "
+            f"{self._membership.lease_s:g} s: stopped, overloaded or cut off"
+        )
+
+    async def _listen(self, stream: Stream[Beat, Push], beats: Beats, backoff: Backoff) -> None:
         while (push := await stream.receive()) is not None:
             if push.kind is PushKind.REJOIN:
                 return
             if push.kind is PushKind.SETTLE:
                 self._on_settle(push.slot, push.settle_nonce)
             else:
-                acks.missing = 0
+                beats.answered()
                 backoff.reset()
 
 
-class _Acks:
-    def __init__(self) -> None:
-        self.missing = 0
+def _now() -> float:
+    return asyncio.get_running_loop().time()

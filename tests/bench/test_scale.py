@@ -109,7 +109,7 @@ def test_exponents_of_what_was_measured_twice() -> None:
 
 
 def test_joins_are_repeated_and_who_beats_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "_JOINING_LEASE_S", 1.0)  # a beat every third of it
+    monkeypatch.setattr(scale, "_JOINING_LEASE_S", 1.0)  # a beat every quarter of it
     monkeypatch.setattr(load, "_CALM_S", 1.0)
     rows, _ = scale.parts([4], joinings=2)
     joins = [next(rows) for _ in range(2)]
