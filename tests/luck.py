@@ -18,7 +18,8 @@ from tiers import is_outside
 _CLOCKS = {
     "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time", "time", "time_ns",
 }  # fmt: skip
-_CLOCK_OWNERS = {"time", "loop", "get_running_loop", "get_event_loop"}
+_LOOPS = {"asyncio", "loop", "get_running_loop", "get_event_loop"}
+_CLOCK_OWNERS = {"time", *_LOOPS}
 
 # "file" or "file:function", below tests/, and why it may.
 _ALLOWED = {
@@ -61,6 +62,7 @@ def _of_module(module: ast.Module, folder: str, path: str) -> Iterator[Finding]:
     marks = _module_marks(module)
     if is_outside(folder, marks, ()):
         return
+    virtual = _is_virtual(module)
     fixtures = _fixtures(module)
     for node in module.body:
         inner = [node] if not isinstance(node, ast.ClassDef) else [*node.body]
@@ -69,15 +71,23 @@ def _of_module(module: ast.Module, folder: str, path: str) -> Iterator[Finding]:
             if isinstance(part, _Function):
                 if is_outside(folder, above | _marks(part), _closure(part.name, fixtures) | _arguments(part)):
                     continue
-                yield from _of_body(part, path, part.name)
+                yield from _of_body(part, path, part.name, virtual)
             else:
-                yield from _of_body(part, path, "")
+                yield from _of_body(part, path, "", virtual)
 
 
-def _of_body(body: ast.AST, path: str, function: str) -> Iterator[Finding]:
+def _is_virtual(module: ast.Module) -> bool:
+    """Whether its event loops are those of virtual_time.py, whose clock no machine moves."""
+    imports = [node.module for node in module.body if isinstance(node, ast.ImportFrom)]
+    return "virtual_time" in imports
+
+
+def _of_body(body: ast.AST, path: str, function: str, virtual: bool) -> Iterator[Finding]:
     calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
     names = {_name(call.func) for call in calls}
     for call in calls:
+        if virtual and _owner(call.func) in _LOOPS:
+            continue
         name = _name(call.func)
         if name == "sleep" and not _is_zero(call):
             yield Finding(path, call.lineno, function, "sleeps")

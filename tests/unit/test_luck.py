@@ -39,6 +39,7 @@ def test_luck_is_found(tmp_path: Path, body: str, what: str) -> None:
         "pytestmark = [pytest.mark.slow]\ndef test_x():\n    time.sleep(1)\n",
         "@pytest.mark.verify\nclass TestX:\n    def test_x(self):\n        time.sleep(1)\n",
         "@pytest.fixture\ndef replica(etcd):\n    pass\n\ndef test_x(replica):\n    time.sleep(1)\n",
+        "from virtual_time import run\nasync def x():\n    await asyncio.sleep(9)\n    return loop.time()\n",
         "def serve():\n    server.bind(('', 0))\n    server.listen()\n    return server.getsockname()\n",
     ],
 )
@@ -46,6 +47,12 @@ def test_what_is_no_luck_or_outside_the_gate_is_not_found(tmp_path: Path, source
     write(tmp_path / "unit" / "test_x.py", source)
     write(tmp_path / "transports" / "test_y.py", "def test_y():\n    time.sleep(1)\n")
     assert list(findings(tmp_path)) == []
+
+
+def test_real_clocks_are_found_beside_virtual_ones(tmp_path: Path) -> None:
+    source = "from virtual_time import run\ndef test_x():\n    time.sleep(1)\n    time.monotonic()\n"
+    write(tmp_path / "unit" / "test_x.py", source)
+    assert [each.line for each in findings(tmp_path)] == [3, 4]
 
 
 def write(path: Path, source: str) -> None:
