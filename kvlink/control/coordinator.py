@@ -38,6 +38,7 @@ from kvlink.control.values import (
     Push,
     PushKind,
     SettleOrder,
+    StoreHealth,
     Watch,
     WorkerChanges,
     WorkerEpoch,
@@ -230,6 +231,14 @@ class Coordinator:
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""
         return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
+
+    def health(self) -> StoreHealth:
+        """How well its store serves it."""
+        return self._store.health()
+
+    def why_not_ready(self) -> str:
+        """Why new callers should go elsewhere; "": they need not. A store that is full is full for all replicas."""
+        return "draining" if self._draining else ""
 
     async def overview(self) -> Overview:
         """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""

@@ -18,7 +18,7 @@ from kvlink import tracing
 from kvlink.addresses import plain_host
 from kvlink.control.admission import Admission
 from kvlink.control.codec import Codec, Method
-from kvlink.control.denials import DenialLog
+from kvlink.control.denials import DenialLog, LogQuota
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.open_ends import opened
 from kvlink.control.peers import serving
@@ -71,6 +71,7 @@ class Host:
         if ring := self._security.keyring:
             self.counts.certificate_expires_at = lambda: ring.current().expires_at
         self._denials = DenialLog()
+        self._failures = LogQuota()
         self._what = what
         self._reflect = reflect
         self._gate = gate if self._security.keyring else None
@@ -220,8 +221,8 @@ class Host:
         self.counts.refused(method.name, refused.reason.name)
         if refused.reason is Reason.DENIED:
             self._denials.note(method.path, context.peer(), refused.sentence)
-        if refused.reason is Reason.FAILED:
-            _log.error("%s failed request=%s", method.path, request_id, exc_info=error)
+        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
+            _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
         await context.abort(
             grpc.StatusCode[refused.reason.status],
             refused.sentence[:_MAX_SENTENCE],

@@ -12,7 +12,7 @@ from kvlink.control.prompt import Prompt, prompt
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security import Role, Security, caller
 from kvlink.control.store import Store
-from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.types import WorkerCard
 
 _MAX_TENANTS = 1_024
@@ -85,6 +85,9 @@ class TenantStores:
         rows = [await store.status() for store in (await self._in_sight()).values()]
         return CoordinatorStatus._make(map(sum, zip(CoordinatorStatus(), *rows, strict=True)))
 
+    def health(self) -> StoreHealth:  # noqa: D102
+        return StoreHealth.worst(store.health() for store in self._opened().values())
+
     async def close(self) -> None:  # noqa: D102
         for opening in self._stores.values():
             opening.cancel()
@@ -110,6 +113,9 @@ class TenantStores:
     async def _in_sight(self) -> dict[str, Store]:
         if not caller().sees_all:
             return {caller().tenant: await self._here()}
+        return self._opened()
+
+    def _opened(self) -> dict[str, Store]:
         opened = [(name, each) for name, each in self._stores.items() if each.done() and not each.cancelled()]
         return {name: each.result() for name, each in opened if not each.exception()}
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -217,6 +217,23 @@ class CoordinatorStatus(NamedTuple):
     claimed: int = 0
     expired: int = 0
     settle_orders: int = 0
+
+
+class StoreHealth(NamedTuple):
+    """How well a coordinator's store serves it."""
+
+    is_full: bool = False
+    """It refuses new tickets, claims and joins."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it does all that it is for."""
+        return not self.is_full
+
+    @classmethod
+    def worst(cls, of: Iterable[StoreHealth]) -> StoreHealth:
+        """Of several."""
+        return cls._make(map(max, zip(cls(), *of, strict=True)))
 
 
 class Nothing(NamedTuple):

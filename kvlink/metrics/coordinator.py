@@ -10,28 +10,30 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvlink.control.reports import CallCounts
-from kvlink.control.values import CoordinatorStatus
+from kvlink.control.values import CoordinatorStatus, StoreHealth
 from kvlink.metrics.families import Families
 
 _PREFIX = "kvlink_coordinator"
 
 
-def exposition(status: CoordinatorStatus, calls: CallCounts) -> bytes:
+def exposition(status: CoordinatorStatus, calls: CallCounts, health: StoreHealth) -> bytes:
     """The text of /metrics."""
     registry = CollectorRegistry()
-    registry.register(_Collector(status, calls))
+    registry.register(_Collector(status, calls, health))
     return generate_latest(registry)
 
 
 class _Collector(Collector):
-    def __init__(self, status: CoordinatorStatus, calls: CallCounts) -> None:
+    def __init__(self, status: CoordinatorStatus, calls: CallCounts, health: StoreHealth) -> None:
         self._status = status
         self._calls = calls
+        self._health = health
 
     def collect(self) -> Iterable[Metric]:
         families = Families()
         _add_status(families, self._status)
         _add_calls(families, self._calls)
+        _add_health(families, self._health)
         return families
 
     def describe(self) -> Iterable[Metric]:
@@ -57,6 +59,11 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
         families.gauge(f"{_PREFIX}_{name}", meaning, value, {})
     for name, (meaning, count) in counters.items():
         families.count(f"{_PREFIX}_{name}_total", meaning, count, {})
+
+
+def _add_health(families: Families, health: StoreHealth) -> None:
+    healthy = "1: the store does what it is for. 0: it is full."
+    families.gauge(f"{_PREFIX}_store_healthy", healthy, health.is_healthy, {})
 
 
 def _add_calls(families: Families, calls: CallCounts) -> None:

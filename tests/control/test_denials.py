@@ -16,11 +16,12 @@ from control.certificates import Pki
 from kvlink.addresses import split_address
 from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder, server
 from kvlink.control.denials import DenialLog
+from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind
-from kvlink.errors import AccessDenied, ConfigError
+from kvlink.errors import AccessDenied, ConfigError, CoordinatorError
 from kvlink.metrics.coordinator import exposition
 from kvlink.ticket import LeaseSeat
-from kvlink.types import TransportCard
+from kvlink.types import TransportCard, WorkerCard
 
 
 class Clock:
@@ -76,7 +77,7 @@ async def test_metrics_say_when_the_certificate_ends(tmp_path: Path) -> None:
     ends = security.keyring.current().expires_at
     coordinator = Coordinator(security=security)
     await coordinator.start()
-    text = exposition(await coordinator.status(), coordinator.counts).decode()
+    text = exposition(await coordinator.status(), coordinator.counts, coordinator.health()).decode()
     await coordinator.close()
     (value,) = [
         line.split()[1]
@@ -85,7 +86,7 @@ async def test_metrics_say_when_the_certificate_ends(tmp_path: Path) -> None:
     ]
     assert float(value) == ends
     plain = Coordinator()
-    assert b"certificate" not in exposition(await plain.status(), plain.counts)
+    assert b"certificate" not in exposition(await plain.status(), plain.counts, plain.health())
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "w\x1b]0;title\x07", "w\n", "w\u202e", "w\x9b1m", "\ud800"])
@@ -151,3 +152,17 @@ async def test_peers_without_a_call_are_asked_whether_they_are_there(monkeypatch
         peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS))
         assert await asyncio.to_thread(_until_ping, peer)
     await coordinator.close()
+
+
+async def test_failures_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MemoryStore):
+        async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
+            raise ZeroDivisionError
+
+    coordinator = Coordinator(Broken())
+    async with CoordinatorClient(await coordinator.start()) as client:
+        for number in range(50):
+            with pytest.raises(CoordinatorError, match="ZeroDivisionError"):
+                await client.worker(f"w{number}")
+    await coordinator.close()
+    assert len([record for record in caplog.records if record.exc_info]) == 10

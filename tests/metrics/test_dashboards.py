@@ -17,7 +17,7 @@ from transports.pools import PoolSpec
 
 from kvlink import Worker, WorkerConfig
 from kvlink.control.reports import CallCounts
-from kvlink.control.values import CoordinatorStatus
+from kvlink.control.values import CoordinatorStatus, StoreHealth
 from kvlink.engine import Port
 from kvlink.errors import StaleBlocks
 from kvlink.figures import WorkerFigures
@@ -68,7 +68,7 @@ def exposed() -> str:
     calls.answered("Join", 1)
     calls.refused("Join", "FAILED")
     calls.certificate_expires_at = lambda: 1.8e9
-    return generate_latest(registry).decode() + exposition(CoordinatorStatus(), calls).decode()
+    return generate_latest(registry).decode() + exposition(CoordinatorStatus(), calls, StoreHealth()).decode()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvlink.control.feed import Feed
 from kvlink.control.prompt import Prompt
-from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.types import WorkerCard
 
 __all__ = ["Store"]
@@ -59,6 +59,9 @@ class Store(Protocol):
 
     async def status(self) -> CoordinatorStatus:
         """Counts of this store; `uptime_s` is the caller's business."""
+
+    def health(self) -> StoreHealth:
+        """What it cannot do at the moment."""
 
     async def close(self) -> None:
         """Refuses what waits (NOT_READY) and ends every feed. Idempotent."""

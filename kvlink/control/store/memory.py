@@ -17,7 +17,7 @@ from kvlink.control.offers import Answer, Offers
 from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.store import sentences
-from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _WATCH_BACKLOG = 1_024
@@ -156,6 +156,9 @@ class MemoryStore:
             expired=self._offers.num_expired,
             settle_orders=self._totals.settle_orders,
         )
+
+    def health(self) -> StoreHealth:  # noqa: D102
+        return StoreHealth()
 
     async def close(self) -> None:  # noqa: D102
         self._closed = True

@@ -30,7 +30,7 @@ from kvlink.control.store.etcd.mirror import Mirror, News
 from kvlink.control.store.etcd.offering import Offering
 from kvlink.control.store.etcd.orders import Ordering
 from kvlink.control.store.etcd.sync import Sync
-from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, WorkerChanges
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 __all__ = ["EtcdStore"]
@@ -65,7 +65,7 @@ class EtcdStore:
         addresses, fleet = split_url(url)
         limits, layout = limits or Limits(), Keys(fleet, tenant)
         self._clock = clock
-        self._etcd = etcd = Etcd(addresses, trust)
+        self._etcd = etcd = Etcd(addresses, trust, clock)
         self._mirror = mirror = Mirror(layout, limits)
         self._sync = sync = Sync(etcd, layout, mirror, self._take_news, self._is_awaited, clock)
         self._commits = commits = Commits(etcd, sync.reached)
@@ -151,6 +151,9 @@ class EtcdStore:
             expired=self._mirror.num_expired,
             settle_orders=self._totals.settle_orders,
         )
+
+    def health(self) -> StoreHealth:
+        return self._etcd.health.report()
 
     async def close(self) -> None:
         if self._closed:

@@ -8,7 +8,8 @@ integrations/deploy/operators-guide.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -16,6 +17,8 @@ from google.protobuf.message import Message
 from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, Method
 from kvlink.control.security import Trust
+from kvlink.control.store.etcd.errors import StoreFull
+from kvlink.control.store.etcd.health import Health
 from kvlink.control.store.etcd.history import History
 from kvlink.control.stream import Stream
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
@@ -33,6 +36,8 @@ _PATIENCE_WHEN_AWAY_S = 0.5
 """After one call has failed, until one succeeds."""
 _PAGE = 1_000
 """Keys a reply of `load`."""
+_NO_SPACE = "database space exceeded"
+"""In what etcd says under RESOURCE_EXHAUSTED, which gRPC uses for other things, too."""
 
 
 def _codec(message: type[M]) -> Codec[M]:
@@ -55,16 +60,19 @@ _KEEP_ALIVE = _method("Lease", "LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.Le
 class Etcd:
     """Any member of "host:2379,host2:2379". Every call asks on for a while, then raises CoordinatorUnavailable.
 
-    A write that raised may have happened. What etcd refuses raises CoordinatorError. `history` checks every answer
-    that a majority agreed on.
+    A write that raised may have happened. What etcd refuses raises CoordinatorError, and StoreFull when it has no room.
+    `history` checks every answer that a majority agreed on.
     """
 
-    def __init__(self, addresses: str, trust: Trust | None = None) -> None:
+    def __init__(
+        self, addresses: str, trust: Trust | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`trust`: how members are reached; from the environment when not given."""
         advice = "Check that a majority of its members runs"
         self._channel = Channel(addresses, "etcd", advice, trust=trust, attempt_s=_ATTEMPT_S)
         self._patience_s = _PATIENCE_S
         self.history = History()
+        self.health = Health(clock)
 
     def __repr__(self) -> str:
         return repr(self._channel)
@@ -75,6 +83,11 @@ class Etcd:
         except CoordinatorUnavailable:
             self._patience_s = _PATIENCE_WHEN_AWAY_S
             raise
+        except CoordinatorError as error:
+            if _NO_SPACE not in str(error):
+                raise
+            self.health.note_full(error)
+            raise StoreFull(str(error)) from None
         self._patience_s = _PATIENCE_S
         return reply
 
@@ -87,6 +100,8 @@ class Etcd:
         began = self.history.mark()
         reply = await self._call(_TXN, txn)
         self.history.note(reply.header, began)
+        if self.health.is_full and writes(txn):
+            self.health.note_room()
         return reply
 
     async def read(self, key: bytes, end: bytes = b"") -> pb.RangeResponse:
@@ -195,6 +210,12 @@ def delete(key: bytes) -> pb.RequestOp:
 def get(key: bytes) -> pb.RequestOp:
     """Reads."""
     return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+
+
+def writes(txn: pb.TxnRequest) -> bool:
+    """Whether it may need room: deletions do not."""
+    ops = (*txn.success, *txn.failure)
+    return any(op.HasField("request_put") or writes(op.request_txn) for op in ops)
 
 
 def nested(txn: pb.TxnRequest) -> pb.RequestOp:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from kvlink.control.store.etcd.api import Etcd, nested
+from kvlink.control.store.etcd.api import Etcd, nested, writes
+from kvlink.control.store.etcd.errors import StoreFull
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -99,6 +100,13 @@ class Commits:
                 await self._reached(reply.header.revision)
         except CoordinatorUnavailable as error:
             _fail(batch, error)
+        except StoreFull as error:
+            _fail([waiting for waiting in batch if writes(waiting.txn)], error)
+            rest = [waiting for waiting in batch if not writes(waiting.txn)]
+            if len(rest) == len(batch):
+                _fail(batch, error)
+            elif rest:
+                await self._commit(rest)
         except CoordinatorError as error:
             if len(batch) == 1:
                 _fail(batch, error)

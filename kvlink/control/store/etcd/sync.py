@@ -10,10 +10,11 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvlink.control.backoff import Backoff
 from kvlink.control.store.etcd.api import Etcd, put
+from kvlink.control.store.etcd.errors import StoreFull
 from kvlink.control.store.etcd.history import same
 from kvlink.control.store.etcd.keys import Keys
 from kvlink.control.store.etcd.mirror import Mirror, News
@@ -95,7 +96,7 @@ class Sync:
         """Returns when everything written before has reached the mirror. Raises CoordinatorUnavailable."""
         done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
         await self.reached(done.header.revision)
-        self._history.append((time.monotonic(), done.header.revision))
+        self._history.append((self._now(), done.header.revision))
 
     def _restart(self) -> None:
         """Unless that has just been done, for another who waited."""
@@ -192,14 +193,28 @@ class Sync:
             if not self._is_awaited() and time.monotonic() - pulsed < _IDLE_PULSE_S:
                 continue
             pulsed = time.monotonic()
-            try:
-                await self.pulse()
-                await self._compact()
-            except KVLinkError as error:
-                _log.info("etcd does not answer error=%s", error)
+            await self.tend()
+
+    async def tend(self) -> None:
+        """Pulses, and compacts what is old enough, which an etcd that is full needs most."""
+        await self._attempt(self._pulse_or_read())
+        await self._attempt(self._compact())
+
+    async def _attempt(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except KVLinkError as error:
+            _log.info("etcd does not answer error=%s", error)
+
+    async def _pulse_or_read(self) -> None:
+        try:
+            await self.pulse()
+        except StoreFull:
+            reply = await self._etcd.read(self._layout.pulse)
+            self._history.append((self._now(), reply.header.revision))
 
     async def _compact(self) -> None:
-        oldest, now = 0, time.monotonic()
+        oldest, now = 0, self._now()
         while self._history and self._history[0][0] < now - _KEPT_S:
             oldest = self._history.popleft()[1]
         if oldest and now - self._compacted_at > _KEPT_S / 2:
