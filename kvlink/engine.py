@@ -7,10 +7,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvlink import _core, errors, transport_names
 from kvlink.bounce import record_placement, warn_of_pool
+from kvlink.closed_core import closed
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
@@ -113,7 +114,7 @@ class Engine:
         self.epoch = epoch
         self.traffic = Traffic()
         self.closed, self._ringing = False, threading.Lock()
-        self._rung: list[CompletionQueue] = []
+        self._rung: weakref.WeakSet[CompletionQueue] = weakref.WeakSet()
         self.lease_slots = config.lease_slots
         transports = _within_reach(transport_names.select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
@@ -232,7 +233,7 @@ class Engine:
         """Breaks connections, joins threads, revokes keys. On return no peer can read the pool by network."""
         _live.discard(self)
         if self._core is not None:
-            self._core.close()
+            self._core = closed(self._core)
         with self._ringing:
             self.closed = True
             for queue in self._rung:
@@ -241,12 +242,12 @@ class Engine:
     def ring_when_closed(self, queue: CompletionQueue) -> None:
         """Wakes who waits for `queue` once `closed` is true, until `forget`."""
         with self._ringing:
-            self._rung.append(queue)
+            self._rung.add(queue)
 
     def forget(self, queue: CompletionQueue) -> None:
         """To be called before `queue` is closed."""
         with self._ringing:
-            self._rung.remove(queue)
+            self._rung.discard(queue)
 
     def _abandon(self) -> None:
         # The child has none of the threads and must touch neither their locks nor the parent's sockets.
@@ -284,8 +285,7 @@ def failure(transfer: Transfer, where: str) -> KVLinkError | None:
         sentence = f"{sentence}. {fix}"
     if name == "StaleBlocks":
         return errors.StaleBlocks(sentence, errors.StaleReason(stale))
-    error: KVLinkError = getattr(errors, name)(sentence)
-    return error
+    return cast(KVLinkError, getattr(errors, name)(sentence))
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import pathlib
 import subprocess
 import sys
 import threading
@@ -14,7 +17,8 @@ from waiting import eventually
 
 from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker
 from kvlink.attempts import Attempts
-from kvlink.errors import ConfigError
+from kvlink.engine import CompletionQueue
+from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.histogram import Durations
 from kvlink.layout import Geometry, dense
 from kvlink.traffic import MAX_PATHS, OTHERS, Path, PathCounts, Traffic
@@ -64,6 +68,83 @@ def test_events_in_a_thread_that_waits_no_longer(worker: Worker) -> None:
     assert [event.request_id for event in worker.watch_events_blocking(0)] == ["aborted"]
     with pytest.raises(ConfigError, match="timeout_s"):
         worker.watch_events_blocking(-1)
+
+
+def descriptors() -> dict[str, str]:
+    """Of this process, and what each is."""
+    gc.collect()  # what nobody holds is not held
+    found = {}
+    for path in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found[path.name] = str(path.readlink())
+    return found
+
+
+def test_watchers_that_are_gone_leave_nothing(worker: Worker) -> None:
+    before = descriptors()
+    for number in range(3):
+        worker.offer(f"request-{number}", [1])
+        worker.abort(f"request-{number}")
+        assert next(worker.watch_events_blocking()).request_id == f"request-{number}"
+    assert descriptors() == before
+    assert not worker._engine._rung
+
+
+def test_a_watcher_that_is_gone_is_told_nothing(worker: Worker) -> None:
+    queue = CompletionQueue()
+    worker._engine.ring_when_closed(queue)
+    del queue
+    gc.collect()
+    worker.close()
+    assert not worker._engine._rung
+
+
+def test_a_closed_worker_holds_no_descriptors() -> None:
+    layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))
+    pools = BlockPool.allocate(layout), BlockPool.allocate(layout)
+
+    def work() -> list[Worker]:
+        workers = [Worker(pool, f"worker-{number}", transports="tcp") for number, pool in enumerate(pools)]
+        owner, reader = workers
+        assert reader.pull(owner.offer("request", [1, 2]), [3, 4]).wait()
+        eventually(lambda: owner.lease_counts().settled == 1)
+        for worker in workers:
+            worker.close()
+        return workers
+
+    closed = work()  # with what the process keeps for all of them
+    before = descriptors()
+    closed += work()
+    assert sorted(descriptors().values()) == sorted(before.values())
+    assert [worker.lease_counts().settled for worker in closed] == [1, 0, 1, 0]
+    assert closed[0].figures().leases.settled == 1
+
+
+def test_what_a_closed_worker_answers(worker: Worker) -> None:
+    worker.offer("request", [1])
+    worker.abort("request")
+    eventually(lambda: worker.lease_counts().aborted == 1)
+    worker.close()
+    with pytest.raises(UnknownRequest, match="has ended"):
+        worker.set_ready("request", 1)
+    assert [event.request_id for event in worker.events()] == ["request"]
+    with pytest.raises(ConfigError, match="closed"):
+        worker.offer("late", [2])
+    worker.close()
+
+
+def test_a_constructor_that_failed_is_told_of_once() -> None:
+    program = (
+        "from kvlink import BlockPool, Worker, WorkerConfig\n"
+        "from kvlink.layout import Geometry, dense\n"
+        "layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))\n"
+        "pool = BlockPool.allocate(layout)\n"
+        "Worker(pool, 'worker', config=WorkerConfig(transports='loopback', token_file='/no/such/file'))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: cannot read the token" in said.stderr
+    assert said.stderr.count("Traceback") == said.stderr.count("direct cause") + 1
+    assert "Exception ignored" not in said.stderr
 
 
 def test_a_second_close_waits_for_the_first(worker: Worker) -> None:
