@@ -65,14 +65,6 @@ def coordinator(
     lease_s: Annotated[
         float, typer.Option(min=1, max=3600, help="A worker that has not beaten for this long is gone.")
     ] = 10.0,
-    drain_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=3600,
-            help="After SIGTERM, how long claims that wait may take. On etcd they wait elsewhere.",
-        ),
-    ] = 10.0,
     reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
     log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,
     http_port: Annotated[
@@ -86,7 +78,7 @@ def coordinator(
         bool, typer.Option("--insecure", help="Speak plaintext to other hosts, too; as KVLINK_INSECURE=1.")
     ] = False,
 ) -> None:
-    """Serve workers until SIGTERM or SIGINT, then finish the claims that wait."""
+    """Serve workers until SIGTERM or SIGINT, then send callers to the next coordinator."""
     import asyncio
     from dataclasses import replace
 
@@ -117,7 +109,6 @@ def coordinator(
             reflect=reflection,
             security=security,
             gate=gate,
-            drain_s=drain_s,
             on_ready=ready,
             beside=page.beside(http_host, http_port),
         )

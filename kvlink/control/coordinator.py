@@ -73,7 +73,7 @@ class Coordinator:
             raise ConfigError("under TLS a coordinator's store is made by kvlink.control.tenancy.stores")
         self._lease_s = lease_s
         self._started = time.monotonic()
-        self._draining = False
+        self._leaving = False
         self._claims: set[asyncio.Future[list[bytes]]] = set()
         self._host = Host("coordinator", reflect, security, gate)
         self._reports = Reports()
@@ -84,7 +84,7 @@ class Coordinator:
         self.address = ""
 
     def __repr__(self) -> str:
-        state = "draining" if self._draining else "serving" if self.address else "not started"
+        state = "ending" if self._leaving else "serving" if self.address else "not started"
         return f"Coordinator({self.address or 'nowhere'}, {state})"
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
@@ -94,34 +94,22 @@ class Coordinator:
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
 
-    async def drain(self, timeout_s: float) -> None:
-        """Takes no new claims, and returns when those that wait are answered, or after `timeout_s`.
-
-        Offers are still taken: the claims wait for them.
-        """
-        await self._begin_to_leave()
-        give_up = time.monotonic() + timeout_s
-        while (await self._store.status()).waiting_claims and time.monotonic() < give_up:
-            await asyncio.sleep(0.02)
-
     async def hand_over(self) -> None:
-        """Sends every caller to the others that serve the same store, and who waits there too.
+        """Sends every caller away: to the others that serve the same store, or to the next process at this address.
 
-        Returns when the calls under way are answered. One that comes in as the port closes gRPC may leave without
-        an answer until then, which is why nobody is left waiting here.
+        Claims that wait are refused as retryable, and come back under their claim ids. Returns when the calls under way
+        are answered. One that comes in as the port closes gRPC may leave without an answer until then, which is why
+        nobody is left waiting here.
         """
-        await self._begin_to_leave()
+        self._leaving = True
+        await self._host.unready()
         for answer in self._claims:
             answer.cancel()
         await self._host.stop(_LAST_WORDS_S)
 
-    async def _begin_to_leave(self) -> None:
-        self._draining = True
-        await self._host.unready()
-
     async def close(self) -> None:
         """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
-        self._draining = True
+        self._leaving = True
         await self._store.close()
         await self._host.stop(_LAST_WORDS_S)
 
@@ -195,26 +183,20 @@ class Coordinator:
         return Nothing()
 
     async def _claim(self, claim: Claim) -> list[bytes]:
-        self._check_not_draining()
+        self._check_not_leaving()
         answer = self._store.claim(claim)
         self._claims.add(answer)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._check_not_draining()
+            self._check_not_leaving()
             raise
         finally:
             self._claims.discard(answer)
 
-    def _check_not_draining(self) -> None:
-        if self._draining:
-            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is draining; ask again")
-
-    async def _until_draining(self, batches: AsyncIterator[HandoffBatch]) -> AsyncIterator[HandoffBatch]:
-        async for batch in batches:
-            if batch.claims:
-                self._check_not_draining()
-            yield batch
+    def _check_not_leaving(self) -> None:
+        if self._leaving:
+            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is ending; ask again")
 
     async def _settle(self, order: SettleOrder) -> Nothing:
         await self._store.settle(order)
@@ -226,7 +208,7 @@ class Coordinator:
                 self.counts.refused(Calls.HANDOFFS.name, refused.reason)
             await send(results)
 
-        await HandoffServer(self._store, counted).serve(self._until_draining(batches))
+        await HandoffServer(self._store, counted).serve(batches)
 
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""
@@ -238,7 +220,7 @@ class Coordinator:
 
     def why_not_ready(self) -> str:
         """Why new callers should go elsewhere; "": they need not. A store that is full is full for all replicas."""
-        return "draining" if self._draining else ""
+        return "ending" if self._leaving else ""
 
     async def overview(self) -> Overview:
         """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""
@@ -265,14 +247,12 @@ async def serve(
     reflect: bool = False,
     security: Security | None = None,
     gate: Gate = coordinator_gate,
-    drain_s: float = 10.0,
     on_ready: Callable[[str], None] = lambda address: None,
     beside: Beside = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then drains and returns.
+    """Runs a coordinator until SIGTERM or SIGINT, then hands over and returns.
 
-    `store` is "memory", and draining takes at most `drain_s`, or "etcd://host:2379,host2:2379/fleet": then any number
-    of coordinators serve alike, and draining sends the callers to the others.
+    `store` is "memory", or "etcd://host:2379,host2:2379/fleet": then any number of coordinators serve alike.
     `on_ready` gets "host:port" as bound; what is `beside` is entered before, and left last. Raises ConfigError when
     the port cannot be had.
     """
@@ -288,7 +268,7 @@ async def serve(
         async with beside(coordinator):
             on_ready(address)
             await stop.wait()
-            await (coordinator.drain(drain_s) if store == MEMORY else coordinator.hand_over())
+            await coordinator.hand_over()
     finally:
         await coordinator.close()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -57,7 +57,7 @@ class Reason(Enum):
     NO_TRANSPORT = ("UNIMPLEMENTED", TransportUnavailable)
     DENIED = ("PERMISSION_DENIED", AccessDenied)
     NOT_READY = ("UNAVAILABLE", CoordinatorUnavailable)
-    """Starting or draining: ask again a little later."""
+    """Starting or ending: ask again a little later."""
     FAILED = ("INTERNAL", CoordinatorError)
 
     def __init__(self, status: str, error: type[KVLinkError]) -> None:

@@ -13,7 +13,6 @@ import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.fake_etcd import FakeEtcd
-from waiting import until
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient
 from kvlink.control.refusal import Overloaded, Reason, Refused
@@ -157,12 +156,7 @@ async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, etcd:
         etcd.is_full = False
         await client.offer(make_offer("r"))
         assert "kvlink_coordinator_store_healthy 1.0" in await (await session.get("/metrics")).text()
-        draining = asyncio.create_task(coordinator.drain(1e6))
-        waiting = asyncio.create_task(client.claim("s", timeout_s=1e6))
-        await until(lambda: coordinator.why_not_ready())
+        await coordinator.hand_over()
         answer = await session.get("/ready")
-        assert (answer.status, await answer.text()) == (503, "draining\n")
-        for task in (draining, waiting):
-            task.cancel()
-        await asyncio.gather(draining, waiting, return_exceptions=True)
+        assert (answer.status, await answer.text()) == (503, "ending\n")
     await coordinator.close()

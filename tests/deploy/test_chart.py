@@ -45,7 +45,7 @@ def test_templates_name_options_of_kvlink() -> None:
     taken = commands.parsed(["coordinator"]) | commands.parsed(["status"])
     options = {f"--{name.replace('_', '-')}" for name in taken} | {"--json"}
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", TEMPLATES))
-    assert {"--store", "--drain-s", "--coordinator"} < found <= options
+    assert {"--store", "--lease-s", "--coordinator"} < found <= options
 
 
 def test_the_chart_is_of_this_release() -> None:
@@ -93,8 +93,7 @@ def test_names_fit_together(tmp_path: Path) -> None:
     assert {rule["ports"][0]["port"] for rule in every["NetworkPolicy"]["spec"]["ingress"]} == ports
     volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in _container(every)["volumeMounts"]} == volumes
-    drain_s = commands.parsed(_container(every)["args"])["drain_s"]
-    assert pod["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s
+    assert pod["template"]["spec"]["terminationGracePeriodSeconds"] >= 5
 
 
 @pytest.mark.parametrize(

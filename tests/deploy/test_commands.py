@@ -95,13 +95,10 @@ def test_guides_name_metrics_alerts_and_files_that_there_are(guide: str) -> None
         assert (commands.DEPLOY / name).exists() or (commands.DEPLOY.parents[1] / name).exists(), name
 
 
-def test_a_drain_fits_into_the_time_to_stop() -> None:
+def test_a_hand_over_fits_into_the_time_to_stop() -> None:
     compose, unit = commands.compose()["services"]["coordinator-0"], commands.unit_settings()
-    assert (
-        int(compose["stop_grace_period"].removesuffix("s")) > commands.parsed(compose["command"])["drain_s"]
-    )
-    assert float(unit["TimeoutStopSec"][0]) > commands.parsed(commands.unit_command())["drain_s"]
-    assert commands.parsed(commands.image_command("CMD"))["drain_s"] < 10, "docker stop waits for 10 s"
+    assert int(compose["stop_grace_period"].removesuffix("s")) >= 5
+    assert float(unit["TimeoutStopSec"][0]) >= 5
 
 
 def test_the_image_is_built_of_what_is_there() -> None:

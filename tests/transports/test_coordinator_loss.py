@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from control.processes import CoordinatorProcess
@@ -15,7 +17,16 @@ from transports.lost_time import LostTime
 from transports.pairs import Pair
 from transports.processes import PATIENCE, eventually
 
-from kvlink.errors import CoordinatorError, CoordinatorUnavailable, LeaseExpired, UnknownRequest
+from kvlink import Ticket
+from kvlink.control import CoordinatorClient
+from kvlink.errors import (
+    CoordinatorError,
+    CoordinatorUnavailable,
+    LeaseExpired,
+    StaleBlocks,
+    StaleReason,
+    UnknownRequest,
+)
 
 NewPair = Callable[..., Pair]
 
@@ -136,3 +147,31 @@ def test_restarts_in_a_row(pair: Pair, coordinator: CoordinatorProcess, load: Lo
         load.goes_on()
         pair.offer([20, 21], request_id=f"life-{number}", publish=True)
         claim(pair, f"life-{number}")
+
+
+def test_a_rival_that_a_restarted_coordinator_gives_the_ticket_reads_nothing_of_the_ended_lease(
+    pair: Pair, coordinator: CoordinatorProcess
+) -> None:
+    """A coordinator in memory forgets who has claimed. The lease slot does not."""
+    ticket = pair.offer([20, 21], request_id="r", publish=True, ttl_s=60 * PATIENCE)
+    assert asyncio.run(claim_ticket(coordinator, timeout_s=10.0)) == ticket
+    with ThreadPoolExecutor() as threads:
+        rival = threads.submit(asyncio.run, claim_ticket(coordinator, timeout_s=30 * PATIENCE))
+        coordinator.restart()
+        assert rival.result() == ticket, "the owner said it again"
+    reader = pair.another_reader("rival")
+    try:
+        pair.pull(ticket, [30, 31])
+        assert pair.owner.fate_of("r") == "settled"
+        pull = pair.start(ticket, [30, 31], reader, timeout_s=20)
+        with pytest.raises(StaleBlocks) as stale:
+            pull.wait(30)
+        assert stale.value.why is StaleReason.SETTLED
+    finally:
+        reader.close()
+
+
+async def claim_ticket(coordinator: CoordinatorProcess, timeout_s: float) -> Ticket:
+    async with CoordinatorClient(coordinator.address) as client:
+        (blob,) = await client.claim("r", timeout_s)
+    return Ticket.from_bytes(blob)
