@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `kvlink --help` answers at
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,25 +15,40 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvlink import __version__
-from kvlink.cli import plugins
+from kvlink.cli import output, plugins
 from kvlink.errors import ConfigError, KVLinkError
 
 app = typer.Typer(
     name="kvlink",
     help="Moves the KV cache of running requests between inference workers by one-sided reads.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=plugins.HELP,
     pretty_exceptions_enable=False,
 )
 
+_ANYWHERE = ("--debug", "--wide")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvlink {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Show all columns of tables.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Options before the command."""
+    """--debug and --wide may also stand behind the command."""
+    if wide:
+        from kvlink.cli.tables import Shown
+
+        Shown.wide = True
 
 
 @app.command()
@@ -130,6 +146,7 @@ def certs(
     token: Annotated[
         str, typer.Option(metavar="FILE", help="Make an observer's token instead, and print its rule.")
     ] = "",
+    as_json: Json = False,
 ) -> None:
     """Make a CA and certificates for development: one for the coordinator, one for each tenant's workers."""
     from pathlib import Path
@@ -145,7 +162,7 @@ def certs(
         make_token(Path(token), (tenant or ["*"])[0])
     else:
         hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", *(host or [])])
-        make(Path(folder), list(hosts), tenant or ["default"], days, renew)
+        make(Path(folder), list(hosts), tenant or ["default"], days, renew, as_json)
 
 
 @app.command()
@@ -221,9 +238,9 @@ def config(as_json: Json = False) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: Json = False) -> None:
     """Print the version."""
-    typer.echo(f"kvlink {__version__}")
+    typer.echo(json.dumps({"kvlink": __version__}) if as_json else f"kvlink {__version__}")
 
 
 plugins.add_to(app)
@@ -231,15 +248,26 @@ plugins.add_to(app)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command line and exits. Errors of kvlink become one sentence on stderr."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given = _in_front(sys.argv[1:] if arguments is None else list(arguments))
+    output.prepare()
     try:
-        app(given, prog_name="kvlink")
+        try:
+            app(given, prog_name="kvlink")
+        finally:
+            sys.stdout.flush()
     except KVLinkError as error:
+        if isinstance(error, output.OutputLost):
+            output.give_up()
         if "--debug" in given:
             raise
         print(f"kvlink: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     sys.exit(0)
+
+
+def _in_front(given: list[str]) -> list[str]:
+    """Options of every command stand before it, `help` behind it."""
+    rest = [each for each in given if each not in _ANYWHERE]
+    if rest[:1] == ["help"]:
+        rest = [*rest[1:], "--help"]
+    return [*(each for each in _ANYWHERE if each in given), *rest]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +20,17 @@ _SECRET, _PUBLIC = 0o600, 0o644
 _TOKEN_BYTES = 32
 
 
-def make(folder: Path, hosts: Sequence[str], tenants: Sequence[str], days: float, renew: bool) -> None:
+def make(
+    folder: Path,
+    hosts: Sequence[str],
+    tenants: Sequence[str],
+    days: float,
+    renew: bool,
+    as_json: bool = False,
+) -> None:
     """Writes the CA if there is none, a coordinator's certificate, and one for the workers of each tenant.
 
-    Prints what to set. Raises ConfigError when one is there already and not `renew`.
+    Prints what to set, as shell lines or as JSON. Raises ConfigError when one is there already and not `renew`.
     """
     wanted = {"coordinator": COORDINATOR} | {tenant: tenant_name(tenant) for tenant in tenants}
     if len(wanted) <= len(set(tenants)):
@@ -34,18 +42,23 @@ def make(folder: Path, hosts: Sequence[str], tenants: Sequence[str], days: float
             "give another --dir"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority = _authority(folder)
+    authority = _authority(folder, as_json)
     for name, role in wanted.items():
         pair = authority.issue([role, *hosts], timedelta(days=days))
         cert, key = _files(folder, name)
         _replace(key, pair.key, _SECRET)
         _replace(cert, pair.cert, _PUBLIC)
-        settings = f"export KVLINK_TLS_CA={folder / 'ca.pem'} KVLINK_TLS_CERT={cert} KVLINK_TLS_KEY={key}"
+        settings = {"KVLINK_TLS_CA": folder / "ca.pem", "KVLINK_TLS_CERT": cert, "KVLINK_TLS_KEY": key}
         whose = "the coordinator"
         if name != "coordinator":
             whose = f"workers of tenant {name}"
-            settings += f" KVLINK_TICKET_KEYS={_ticket_keys(folder, name)}"
-        print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\n{settings}")
+            settings["KVLINK_TICKET_KEYS"] = _ticket_keys(folder, name)
+        said = {key: str(path.absolute()) for key, path in settings.items()}
+        if as_json:
+            print(json.dumps({"for": name, "hosts": list(hosts), "days": days, "environment": said}))
+        else:
+            exports = " ".join(f"{key}={shlex.quote(path)}" for key, path in said.items())
+            print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\nexport {exports}")
 
 
 def make_token(path: Path, tenant: str) -> None:
@@ -65,14 +78,15 @@ def _ticket_keys(folder: Path, tenant: str) -> Path:
     return path
 
 
-def _authority(folder: Path) -> Authority:
+def _authority(folder: Path, quiet: bool) -> Authority:
     cert, key = _files(folder, "ca")
     if cert.exists() and key.exists():
         return Authority.of(Pair(cert.read_bytes(), key.read_bytes()))
     authority = Authority.make()
     _write(key, authority.pem.key, _SECRET)
     _write(cert, authority.pem.cert, _PUBLIC)
-    print(f"# made a development CA: keep {key} where no worker reads it")
+    if not quiet:
+        print(f"# made a development CA: keep {key} where no worker reads it")
     return authority
 
 

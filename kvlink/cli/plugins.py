@@ -7,6 +7,7 @@ one costs nobody else anything.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import EntryPoint, entry_points
 
 import typer
@@ -14,6 +15,8 @@ import typer
 from kvlink.errors import ConfigError
 
 GROUP = "kvlink.commands"
+HELP = {"help_option_names": ["-h", "--help"]}
+_COMPLETING = "_KVLINK_COMPLETE"
 
 _SUMMARIES = {
     "kvlink.benchmarks:app": "Measure pulls, migrations, plans, the coordinator, and other libraries beside them.",
@@ -26,8 +29,20 @@ _SUMMARIES = {
 
 def add_to(app: typer.Typer) -> None:
     """Adds one command for each entry point installed."""
+    words = os.environ.get("COMP_WORDS", "").split() if _COMPLETING in os.environ else []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        _add(app, entry)
+        if entry.name in words[1:2]:  # its own commands and options are to be completed
+            _add_loaded(app, entry)
+        else:
+            _add(app, entry)
+
+
+def _add_loaded(app: typer.Typer, entry: EntryPoint) -> None:
+    loaded = _load(entry)
+    if loaded.registered_callback or len(loaded.registered_commands) > 1:
+        app.add_typer(loaded, name=entry.name)
+    else:
+        app.registered_commands += loaded.registered_commands
 
 
 def _add(app: typer.Typer, entry: EntryPoint) -> None:
@@ -42,7 +57,7 @@ def _add(app: typer.Typer, entry: EntryPoint) -> None:
         },
     )
     def run(context: typer.Context) -> None:
-        _load(entry)(context.args, prog_name=f"kvlink {entry.name}")
+        _load(entry)(context.args, prog_name=f"kvlink {entry.name}", **HELP)
 
 
 def _load(entry: EntryPoint) -> typer.Typer:

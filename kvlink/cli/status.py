@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlink.cli.asking import address_of, bytes_text
+from kvlink.cli.asking import address_of
+from kvlink.cli.numbers import age_text, bytes_text
 from kvlink.cli.tables import print_json, show_rows
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
@@ -48,7 +50,7 @@ async def _ask(address: str) -> tuple[CoordinatorStatus, list[WorkerCard], dict[
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:
     return (
-        f"{address}: up {status.uptime_s:.0f} s, {status.workers} workers, "
+        f"{address}: up {age_text(status.uptime_s)}, {status.workers} workers, "
         f"{status.tickets} offers unclaimed, "
         f"{status.waiting_claims} claims waiting; since the start {status.offered} offered, "
         f"{status.claimed} claimed, {status.expired} expired, {status.lost_workers} workers lost"
@@ -56,21 +58,32 @@ def _sentence(address: str, status: CoordinatorStatus) -> str:
 
 
 def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
-    row = {
-        "worker": card.worker_id,
-        "epoch": card.epoch,
-        "agent": card.agent,
-        "pid": card.host.pid,
-        "pool_bytes": sum(card.region_bytes),
-        "transports": ",".join(way.name for way in card.transports if not way.refused),
-        "refused": "; ".join(f"{way.name}: {way.refused}" for way in card.transports if way.refused),
-    }
+    pool_bytes = sum(card.region_bytes)
+    transports = ",".join(way.name for way in card.transports if not way.refused)
+    refused = "; ".join(f"{way.name}: {way.refused}" for way in card.transports if way.refused)
     leases = figures.get("leases") or {}
-    if as_json:
-        return row | {"bytes_per_s": figures.get("bytes_per_s"), "leases": leases or None}
     rate = figures.get("bytes_per_s")
-    return row | {
+    if as_json:
+        return {
+            "worker": card.worker_id,
+            "epoch": card.epoch,
+            "agent": card.agent,
+            "pid": card.host.pid,
+            "pool_bytes": pool_bytes,
+            "transports": transports,
+            "refused": refused,
+            "bytes_per_s": rate,
+            "leases": leases or None,
+        }
+    return {
+        "worker": card.worker_id,
+        "agent": card.agent,
+        "transports": transports,
         "leases": str(leases.get("active_leases", "")),
         "expired": str(leases.get("expired", "")),
         "receives": "" if rate is None else f"{bytes_text(rate)}/s",
+        "started": f"{age_text(time.time() - card.epoch / 1e9)} ago",  # an epoch is when the worker started, in ns
+        "pool_bytes": pool_bytes,
+        "pid": str(card.host.pid),
+        "refused": refused,
     }

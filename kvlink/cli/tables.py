@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -21,32 +20,37 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
+from kvlink.cli.fitting import Fitted, plain_table
+from kvlink.cli.numbers import size_text
 from kvlink.config import CATALOGUE, WorkerConfig
 from kvlink.doctor import Check, Verdict
+
+# By importance: what is measured, where, and the result. Columns with other names come behind.
+_FIRST = (
+    "worker", "name", "what", "transport", "model", "layout", "at", "block_bytes", "tokens", "blocks", "agent", "value",
+    "meaning", "source", "p50_us", "p99_us", "gib_per_s", "of_limit", "limit", "transports",
+    "leases", "expired", "receives", "verified", "started", "ns_per_descriptor", "order",
+)  # fmt: skip
 
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 
-# Of a file or a pipe: wide enough that no row is broken.
-_WIDE = 400
+_WIDE = 400  # no row is broken
 
 _REDRAWS_PER_S = 4  # in a process that may be measuring
 
 
+class Shown:
+    """How tables are shown. Set once, by the command line."""
+
+    wide = False
+    """All columns, whatever room there is."""
+
+
 def make_console() -> Console:
-    """As wide as the terminal, or as wide as any row."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-
-
-def plain_table(*columns: str, title: str = "") -> Table:
-    """An empty table in the house style."""
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.collapse_padding = True
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    """As wide as the terminal, or what COLUMNS says, or 80 where there is neither."""
+    return Console(highlight=False, width=_WIDE if Shown.wide else None)
 
 
 def print_json(row: Mapping[str, Any]) -> None:
@@ -106,20 +110,29 @@ def _summary(row: Mapping[str, Any]) -> str:
     return escape(" ".join(str(value) for value in row.values() if isinstance(value, str)))
 
 
-def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Fitted:
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = plain_table(title=title)
     for name in names:
         numeric = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(_head(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row.get(name, "")) for name in names))
-    return table
+        table.add_row(*(_cell(name, row.get(name, "")) for name in names))
+    return Fitted(table, [_head(name) for name in _FIRST])
 
 
-def _cell(value: Any) -> str:
+def _head(name: str) -> str:
+    words = name.replace("_per_", "/").replace("_", " ").split(" ")
+    return " ".join(word.replace("gib", "GiB").replace("gb/", "GB/") for word in words)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and (name == "bytes" or name.endswith("_bytes")):
+        return size_text(value)
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else escape(str(value))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,13 +14,22 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.asking import address_of, bytes_text, seconds_text
-from kvlink.cli.tables import make_console, plain_table, print_json
+from kvlink.cli.asking import address_of
+from kvlink.cli.fitting import Fitted, plain_table
+from kvlink.cli.keys import q_pressed
+from kvlink.cli.numbers import age_text, bytes_text, seconds_text
+from kvlink.cli.tables import make_console, print_json
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
 from kvlink.overview import plain
 
 _MOST_LINKS = 20
+_QUIT = "[dim]q: quit[/]"
+_FIRST = (
+    "worker", "owner", "reader", "error", "transport", "rate", "state", "count", "now", "p99", "failed", "receives",
+    "leases", "expired", "stale", "p50",
+)  # fmt: skip
+"""Columns by importance."""
 
 Row = Mapping[str, Any]
 
@@ -34,26 +43,37 @@ def watch(address: str, every_s: float, rounds: int, as_json: bool) -> None:
 async def _watch(address: str, every_s: float, rounds: int, as_json: bool) -> None:
     console = make_console()
     live = None if as_json or not console.is_terminal else Live(console=console, screen=True)
+
+    async def look() -> None:
+        for number in itertools.count(1):
+            try:
+                shown = plain(await client.status(), await client.overview())
+                _show(shown, address, console, live, as_json)
+            except CoordinatorUnavailable as error:
+                if live is None:
+                    raise
+                live.update(Group(f"[red]{escape(str(error))}[/]", _QUIT), refresh=True)
+            if number == rounds:
+                return
+            await asyncio.sleep(every_s)
+
     async with CoordinatorClient(address) as client:
-        with live or nullcontext():
-            for number in itertools.count(1):
-                try:
-                    shown = plain(await client.status(), await client.overview())
-                    _show(shown, address, console, live, as_json)
-                except CoordinatorUnavailable as error:
-                    if live is None:
-                        raise
-                    live.update(f"[red]{escape(str(error))}[/]", refresh=True)
-                if number == rounds:
-                    return
-                await asyncio.sleep(every_s)
+        if live is None:
+            await look()
+            return
+        with q_pressed() as pressed, live:
+            looking = asyncio.create_task(look())
+            await asyncio.wait([looking, pressed], return_when=asyncio.FIRST_COMPLETED)
+            if looking.done():
+                looking.result()
+            looking.cancel()
 
 
 def _show(shown: Row, address: str, console: Console, live: Live | None, as_json: bool) -> None:
     if as_json:
         print_json({"address": address, **shown})
     elif live:
-        live.update(screen(shown, address), refresh=True)
+        live.update(Group(screen(shown, address), "", _QUIT), refresh=True)
     else:
         console.print(screen(shown, address))
 
@@ -63,12 +83,12 @@ def screen(shown: Row, address: str) -> RenderableType:
     counts = shown["coordinator"]
     received = sum(worker["bytes_per_s"] or 0 for worker in shown["workers"])
     head = (
-        f"[bold]kvlink[/] {escape(address)}  up {counts['uptime_s']:,.0f} s   {counts['workers']} workers, "
+        f"[bold]kvlink[/] {escape(address)}  up {age_text(counts['uptime_s'])}   {counts['workers']} workers, "
         f"{counts['tickets']} tickets, {counts['waiting_claims']} claims waiting   "
         f"receiving [bold]{bytes_text(received)}/s[/]"
     )
     tables = [_links(shown["links"]), _workers(shown["workers"]), _errors(shown["errors"])]
-    return Group(head, *(part for table in tables if table.row_count for part in ("", table)))
+    return Group(head, *(part for table in tables if table.row_count for part in ("", Fitted(table, _FIRST))))
 
 
 def _links(links: Iterable[Row]) -> Table:

@@ -12,11 +12,26 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.tables import make_console, plain_table, print_json
+from kvlink.cli.fitting import Fitted, plain_table
+from kvlink.cli.tables import make_console, print_json
 from kvlink.nics import MemoryPlace, NicSelection, RefusedNic, best_gid, choose, port_name
 from kvlink.topology import Distance, NumaNode, RdmaDevice, Topology, discover, distance, distance_to_node
 from kvlink.verbs_caps import VerbsReport, query
 
+_FIRST = (
+    "port",
+    "memory",
+    "uses",
+    "state",
+    "link",
+    "Gb/s",
+    "node",
+    "slot Gb/s",
+    "GID",
+    "address",
+    "type",
+    "",
+)
 _UNSEEN = "NVLink and C2C are not in sysfs and not in this table; `nvidia-smi topo -m` shows them."
 
 
@@ -40,18 +55,18 @@ def show(spec: str, as_json: bool, root: Path = Path("/")) -> None:
         return
     console = make_console()
     console.print(_processors(topology), soft_wrap=True)
-    console.print(_numa_table(topology.nodes))
+    console.print(Fitted(_numa_table(topology.nodes)))
     if not topology.nics:
         console.print(
             "\nno RDMA device: /sys/class/infiniband is empty or absent (`kvlink doctor` says more)"
         )
         return
     for table in (_nic_table(topology.nics), _gid_table(topology.nics), _matrix(topology.nics, places)):
-        console.print("", table, sep="\n")
+        console.print("", Fitted(table, _FIRST), sep="\n")
     for line in _notes(topology, places):
         console.print(f"  {escape(line)}", soft_wrap=True)
     if verbs.caps:
-        console.print("", _caps_table(verbs), sep="\n")
+        console.print("", Fitted(_caps_table(verbs)), sep="\n")
     if verbs.problem:
         console.print(f"\nlimits of devices are unknown: {escape(verbs.problem)}", soft_wrap=True)
         console.print(f"  [dim]fix:[/] {escape(verbs.fix)}", soft_wrap=True)

@@ -56,9 +56,11 @@ def test_help_lists_the_commands_without_loading_what_they_need() -> None:
         assert f" {command} " in done.stdout
 
 
-def test_version() -> None:
-    done = kvlink("version")
+@pytest.mark.parametrize("arguments", [("version",), ("--version",)])
+def test_version(arguments: tuple[str, ...]) -> None:
+    done = kvlink(*arguments)
     assert (done.returncode, done.stdout) == (0, f"kvlink {__version__}\n")
+    assert rows(kvlink("version", "--json")) == [{"kvlink": __version__}]
 
 
 @pytest.mark.parametrize("arguments", [("nothing",), ("version", "--nothing"), ("bench", "nothing"), ()])
@@ -155,5 +157,5 @@ def test_output_that_nobody_reads_to_the_end() -> None:
     with subprocess.Popen(program, stdout=output, stderr=subprocess.PIPE) as process:
         os.close(output)
         assert process.stderr is not None
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == b"kvlink: the output was closed before its end\n"
     assert process.returncode == 1

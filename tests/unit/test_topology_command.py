@@ -18,7 +18,10 @@ from kvlink.topology import RdmaDevice
 from kvlink.verbs_caps import query
 
 
-def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     machines.hgx_pairs(tmp_path).discover()
     show("", as_json=False, root=tmp_path)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

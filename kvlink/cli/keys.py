@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key that ends a command which shows a screen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def q_pressed() -> Iterator[asyncio.Future[None]]:
+    """Ends once q is pressed; never where stdin is no terminal. The terminal is as before afterwards."""
+    loop = asyncio.get_running_loop()
+    pressed: asyncio.Future[None] = loop.create_future()
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield pressed
+        return
+    keyboard = sys.stdin.fileno()
+
+    def read() -> None:
+        keys = os.read(keyboard, 64)
+        if not keys:
+            loop.remove_reader(keyboard)
+        elif set(keys) & set(b"qQ") and not pressed.done():
+            pressed.set_result(None)
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, read)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
