@@ -97,15 +97,15 @@ void register_connection(py::module_& m) {
       .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
       .def(
           "establish",
-          [](Connection& self, uint64_t connection_id, const std::vector<std::string>& replies,
-             const std::vector<std::string>& pool_keys, const std::string& lease_key, uint64_t epoch,
-             double timeout_s) {
+          [](Connection& self, uint32_t connection_id, const std::vector<std::string>& replies,
+             const std::vector<std::string>& pool_keys, const std::vector<std::string>& lease_keys,
+             uint64_t epoch, double timeout_s) {
             check(self.process().check());
             return take(run_whole([&] {
-              return self.establish(connection_id, replies, pool_keys, lease_key, epoch, to_ns(timeout_s));
+              return self.establish(connection_id, replies, pool_keys, lease_keys, epoch, to_ns(timeout_s));
             }));
           },
-          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_key"),
+          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_keys"),
           py::arg("epoch"), py::arg("timeout_s"))
       .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
            py::arg("first_token"), py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"),
@@ -208,7 +208,7 @@ void register_engine(py::module_& m) {
              check(self.process().check());
              for (const TransportAccess& row : self.access()) {
                rows.append(py::make_tuple(row.name, py::bytes(row.address), bytes_list(row.pool_keys),
-                                          py::bytes(row.lease_key), row.refused, row.bounces));
+                                          bytes_list(row.lease_keys), row.refused, row.bounces));
              }
              return rows;
            })
@@ -219,7 +219,7 @@ void register_engine(py::module_& m) {
             check(self.process().check());
             const Accepted accepted = take(self.accept(transport, hellos, takes_keys, caller));
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
-                                  bytes_list(accepted.pool_keys), py::bytes(accepted.lease_key));
+                                  bytes_list(accepted.pool_keys), bytes_list(accepted.lease_keys));
           },
           py::arg("transport"), py::arg("hellos"), py::arg("takes_keys"), py::arg("caller"))
       .def(

@@ -22,6 +22,7 @@
 #include "copy.h"
 #include "fd.h"
 #include "host.h"
+#include "memfd.h"
 #include "queued_endpoint.h"
 #include "transports.h"
 #include "wire.h"
@@ -77,7 +78,7 @@ uint64_t inode_of(int fd) {
   return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 
-/// A lease table mapped out of the owner's descriptors, so that a settle is a store instead of a system call
+/// Peer words mapped out of the owner's descriptors, so that a settle is a store instead of a system call
 /// (0.1 against 2 us). Never read: only the process itself can say that its memory is still there.
 class Mapping {
  public:
@@ -85,7 +86,8 @@ class Mapping {
   Mapping(pid_t pid, uint64_t memfd, uint64_t inode, uint64_t offset, uint64_t bytes) : bytes_(bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd);
     const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    if (!fd || inode_of(fd.get()) != inode) return;  // closed meanwhile, and the number used again
+    // Closed meanwhile, and the number used again; or a store might go where there is no memory.
+    if (!fd || inode_of(fd.get()) != inode || !memfd_holds(fd.get(), offset, bytes)) return;
     void* const at = ::mmap(nullptr, bytes, PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
     if (at != MAP_FAILED) base_ = static_cast<std::byte*>(at);
   }
@@ -173,10 +175,10 @@ class CmaEndpoint : public QueuedEndpoint {
     const uint64_t memfd = from.u64();
     const uint64_t memfd_inode = from.u64();
     const uint64_t memfd_offset = from.u64();
-    if (!from.done() || !ours || access > 1 || bytes > UINT64_MAX - address) {
+    if (!from.done() || !ours || access > kLastAccess || bytes > UINT64_MAX - address) {
       return Status::AccessDenied("not a key of a cma region");
     }
-    const bool mappable = static_cast<Access>(access) == Access::kReadWrite && memfd <= INT32_MAX;
+    const bool mappable = static_cast<Access>(access) == Access::kWriteWords && memfd <= INT32_MAX;
     mappings_.push_back(mappable ? Mapping(owner_.pid(), memfd, memfd_inode, memfd_offset, bytes)
                                  : Mapping());
     return add_remote({address, bytes, static_cast<Access>(access)});

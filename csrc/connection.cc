@@ -36,7 +36,7 @@ std::vector<std::string> Connection::hellos() const {
 struct Connection::Probe {
   std::shared_ptr<Lane> lane;
   std::vector<uint32_t> regions = {};
-  uint32_t lease_region = 0;
+  LeaseRegions leases = {};
   std::shared_ptr<uint64_t[]> words = nullptr;
   ReadOp op = {};
   Segment segment = {};
@@ -65,11 +65,11 @@ Status Connection::Probe::judge(uint64_t epoch) const {
                                                     " asked, " + std::to_string(words[1]) + " running");
 }
 
-Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
+Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
                                                     const std::vector<std::string>& replies,
                                                     const std::vector<std::string>& pool_keys,
-                                                    const std::string& lease_key, uint64_t epoch,
-                                                    int64_t timeout_ns) {
+                                                    const std::vector<std::string>& lease_keys,
+                                                    uint64_t epoch, int64_t timeout_ns) {
   const int64_t deadline = now_ns() + timeout_ns;
   std::lock_guard lock(connecting_);
   if (closed_) return Status::Unreachable("the connection was closed before it was established");
@@ -77,10 +77,14 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
     return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
                                " of " + std::to_string(lanes_.size()) + " lanes");
   }
+  if (lease_keys.size() != 2) {
+    return Status::Unreachable("protocol error: the owner has " + std::to_string(lease_keys.size()) +
+                               " lease regions instead of 2");
+  }
   std::vector<Probe> probes;
   for (size_t index = 0; index < lanes_.size(); ++index) {
     Probe& probe = probes.emplace_back(Probe{.lane = lanes_[index]});
-    probe.status = connect(probe, replies[index], pool_keys, lease_key, deadline - now_ns());
+    probe.status = connect(probe, replies[index], pool_keys, lease_keys, deadline - now_ns());
     probe.pending = probe.status.ok();
   }
   // The operations that endpoints borrow are in place from here on.
@@ -94,6 +98,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
   Status why;
   std::vector<std::shared_ptr<Lane>> alive;
   std::vector<uint32_t> regions;
+  const auto readers = connection_id == 0 ? nullptr : std::make_shared<AnnouncedReaders>(connection_id);
   for (const Probe& probe : probes) {
     if (!probe.status.ok()) {
       why = probe.status;
@@ -106,7 +111,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint64_t connection_id,
     }
     regions = probe.regions;
     alive.push_back(probe.lane);
-    probe.lane->ready(probe.lease_region, connection_id, threads_[(alive.size() - 1) % threads_.size()]);
+    probe.lane->ready(probe.leases, readers, threads_[(alive.size() - 1) % threads_.size()]);
   }
   if (alive.empty()) return why;
   lanes_ = std::move(alive);
@@ -133,7 +138,7 @@ std::shared_ptr<const Crew> Connection::crew() const {
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
-                           const std::string& lease_key, int64_t timeout_ns) {
+                           const std::vector<std::string>& lease_keys, int64_t timeout_ns) {
   if (reply.empty()) return Status::Unreachable("the owner refused this lane; is its port down?");
   Endpoint& endpoint = probe.lane->endpoint();
   if (Status status = endpoint.establish(reply, timeout_ns); !status.ok()) return status;
@@ -142,12 +147,14 @@ Status Connection::connect(Probe& probe, const std::string& reply, const std::ve
     if (!region.ok()) return region.status();
     probe.regions.push_back(*region);
   }
-  Result<uint32_t> lease_region = endpoint.import_region(lease_key);
-  if (!lease_region.ok()) return lease_region.status();
-  probe.lease_region = *lease_region;
+  Result<uint32_t> slots = endpoint.import_region(lease_keys[0]);
+  if (!slots.ok()) return slots.status();
+  Result<uint32_t> words = endpoint.import_region(lease_keys[1]);
+  if (!words.ok()) return words.status();
+  probe.leases = {*slots, *words};
   probe.words = scratch_->take();
   if (!probe.words) return Status::Config("too many pulls at once");
-  probe.op = {0, sizeof(LeaseTableHeader), probe.lease_region, 0, 1};
+  probe.op = {0, sizeof(LeaseTableHeader), probe.leases.slots, 0, 1};
   probe.segment = {reinterpret_cast<std::byte*>(probe.words.get()), sizeof(LeaseTableHeader),
                    scratch_->region()};
   return {};

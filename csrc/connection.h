@@ -37,9 +37,10 @@ class Connection {
   /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
   /// means that this path works and leads to the right process. Lanes that fail are left out as long as one
   /// is left. Returns the region index of each pool key.
-  Result<std::vector<uint32_t>> establish(uint64_t connection_id, const std::vector<std::string>& replies,
+  Result<std::vector<uint32_t>> establish(uint32_t connection_id, const std::vector<std::string>& replies,
                                           const std::vector<std::string>& pool_keys,
-                                          const std::string& lease_key, uint64_t epoch, int64_t timeout_ns);
+                                          const std::vector<std::string>& lease_keys, uint64_t epoch,
+                                          int64_t timeout_ns);
 
   /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
@@ -70,7 +71,7 @@ class Connection {
   std::shared_ptr<const Crew> crew() const;
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
-                 const std::string& lease_key, int64_t timeout_ns);
+                 const std::vector<std::string>& lease_keys, int64_t timeout_ns);
   void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 

@@ -16,8 +16,8 @@
 namespace kvlink {
 namespace {
 
-// While leases are active the owner looks at their slots this often: settled blocks come back within a
-// millisecond, at about a microsecond of CPU per hundred leases.
+// While leases are active the owner looks at their words this often: settled blocks come back within a
+// millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
@@ -91,15 +91,23 @@ Status Engine::lend_pool(Row& row) {
   return all;
 }
 
-Status Engine::lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases) {
+Status Engine::lend_leases(Row& row) {
+  row.access.lease_keys.resize(2);
+  Status status = lend(row, lease_slots_->range(), Access::kReadWords, row.access.lease_keys[0]);
+  return status.ok() ? lend(row, peer_words_->range(), Access::kWriteWords, row.access.lease_keys[1])
+                     : status;
+}
+
+Status Engine::lend_all(Row& row) {
   const Status lent = lend_pool(row);
   if (!lent.ok() && !lands_unlent(row)) return lent;
-  if (Status status = row.transport->register_scratch(scratch); !status.ok()) return status;
+  if (Status status = row.transport->register_scratch(scratch_->memory().range()); !status.ok())
+    return status;
   if (row.stages) {
     const Status staged = row.transport->register_scratch(staging_.memory);
     if (!staged.ok()) staging_refused_ = row.name + ": " + staged.sentence();
   }
-  return lent.ok() ? lend(row, leases, Access::kReadWrite, row.access.lease_key) : lent;
+  return lent.ok() ? lend_leases(row) : lent;
 }
 
 /// Whether reads of a transport that cannot lend the pool may still land in it.
@@ -115,31 +123,42 @@ Status Engine::start() {
   return status;
 }
 
-Status Engine::register_all() {
-  Result<std::shared_ptr<HostMemory>> lease_memory =
-      HostMemory::allocate(uint64_t{options_.num_lease_slots + 1} * sizeof(LeaseSlot), false);
-  if (!lease_memory.ok()) return lease_memory.status();
-  lease_memory_ = *lease_memory;
-  Result<std::shared_ptr<HostMemory>> scratch = HostMemory::allocate(kScratchBytes, false);
+Status Engine::allocate_own() {
+  const uint32_t num_slots = options_.num_lease_slots;
+  auto slots = HostMemory::allocate(LeaseTable::slots_bytes(num_slots), false);
+  if (!slots.ok()) return slots.status();
+  auto words = HostMemory::allocate(LeaseTable::words_bytes(num_slots), false, {}, Access::kWriteWords);
+  if (!words.ok()) return words.status();
+  auto scratch = HostMemory::allocate(kScratchBytes, false);
   if (!scratch.ok()) return scratch.status();
+  lease_slots_ = *slots;
+  peer_words_ = *words;
+  leases_ = std::make_unique<LeaseTable>(
+      std::span(lease_slots_->range().base, LeaseTable::slots_bytes(num_slots)),
+      std::span(peer_words_->range().base, LeaseTable::words_bytes(num_slots)), options_.epoch);
   // The local regions are the pool's, then the scratch lines; every transport numbers them so.
   scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
-  const MemoryRange lease_range = lease_memory_->range();
-  leases_ = std::make_unique<LeaseTable>(
-      std::span(lease_range.base, (options_.num_lease_slots + 1) * sizeof(LeaseSlot)), options_.epoch);
+  return {};
+}
+
+Status Engine::register_all() {
+  if (Status status = allocate_own(); !status.ok()) return status;
   if (on_device()) open_detours();
   for (Row& row : rows_) {
     if (!row.transport) continue;
-    const Status lent = lend_all(row, (*scratch)->range(), lease_range);
+    const Status lent = lend_all(row);
     if (lent.ok()) continue;
     if (lent.code() != Code::kTransportUnavailable) return lent;
     row.access.refused = lent.sentence();
     row.access.pool_keys.clear();
+    row.access.lease_keys.clear();
     row.regions.clear();
     if (!lands_unlent(row)) give_up(row);
   }
   for (Row& row : rows_) {
-    if (row.transport) row.ports = row.transport->ports();
+    if (!row.transport) continue;
+    row.ports = row.transport->ports();
+    announces_ |= row.transport->can_fence() && !row.transport->guards();
   }
   return {};
 }
@@ -195,7 +214,7 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   Row* row = find(transport);
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
-  const uint64_t id = next_connection_id_++;
+  const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
   const bool announces = row->transport->can_fence() && !row->transport->guards();
   Accepted accepted{announces ? id : 0, {}};
   Status why;
@@ -266,6 +285,8 @@ Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64
 }
 
 void Engine::wake_owner() {
+  const std::lock_guard lock(wake_mutex_);
+  if (!wake_fd_) return;
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
 }
@@ -275,7 +296,8 @@ void Engine::serve() {
   while (!closing_) {
     epoll_event events[16];
     owner_asleep_ = true;  // before looking at num_active(), as grant() looks in the other order
-    const int timeout_ms = leases_->num_active() > 0 ? kSweepMs : -1;
+    const bool sweeps = leases_->num_active() > 0 || now_ns() < watch_ended_until_ns_;
+    const int timeout_ms = sweeps ? kSweepMs : -1;
     owner_asleep_ = timeout_ms < 0;
     const int num_events = epoll_wait(epoll_fd_.get(), events, 16, timeout_ms);
     owner_asleep_ = false;
@@ -294,40 +316,6 @@ void Engine::serve() {
     swept = now;
     sweep();
   }
-}
-
-void Engine::sweep() {
-  std::lock_guard whole(sweep_mutex_);  // who asks what has ended waits for a sweep under way
-  std::vector<EndedLease> ended;
-  leases_->sweep(now_ns(), ended);
-  if (ended.empty()) return;
-  cut_off_readers(ended);
-  std::lock_guard lock(mutex_);
-  for (const auto& queue : ended_watchers_) queue->push(ended.front().lease);
-  std::move(ended.begin(), ended.end(), std::back_inserter(ended_));
-}
-
-/// First of all: a block must not be written again while a late reader could still be sent its bytes.
-void Engine::cut_off_readers(std::span<const EndedLease> ended) {
-  const auto settled = [](const EndedLease& lease) { return lease.how == LeaseEnd::kSettled; };
-  if (std::all_of(ended.begin(), ended.end(), settled)) return;
-  for (const Row& row : rows_) {
-    if (row.transport && row.transport->guards()) row.transport->enforce_guards();
-  }
-  for (const EndedLease& lease : ended) {
-    for (const uint64_t reader : lease.readers) fence(reader);
-  }
-}
-
-std::vector<EndedLease> Engine::take_ended() {
-  if (started() && !closing_) sweep();
-  std::lock_guard lock(mutex_);
-  return std::exchange(ended_, {});
-}
-
-void Engine::watch_ended(std::shared_ptr<CompletionQueue> queue) {
-  std::lock_guard lock(mutex_);
-  ended_watchers_.push_back(std::move(queue));
 }
 
 void Engine::close() {
@@ -357,6 +345,20 @@ void Engine::close() {
     revoked.clear();
     if (row.transport) row.transport->close();
   }
+  close_descriptors();
+}
+
+/// Whoever keeps a closed worker keeps none. Its tables stay mapped: late calls may look into them.
+void Engine::close_descriptors() {
+  {
+    const std::lock_guard lock(wake_mutex_);
+    wake_fd_.reset();
+  }
+  epoll_fd_.reset();
+  for (const auto& memory : {lease_slots_, peer_words_}) {
+    if (memory) memory->close_memfd();
+  }
+  if (scratch_) scratch_->memory().close_memfd();
 }
 
 }  // namespace kvlink

@@ -43,17 +43,17 @@ struct EngineOptions {
 struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
-  std::string lease_key;
+  std::vector<std::string> lease_keys;  // of the lease slots and of the peer words
   std::string refused;   // why the pool cannot be lent this way, and the fix; then there are no keys
   bool bounces = false;  // what goes this way to and from the pool is staged in host memory
 };
 
 struct Accepted {
-  uint64_t connection_id = 0;  // 0: nothing to announce, as no reader of this transport is ever fenced
+  uint32_t connection_id = 0;  // 0: nothing to announce, as no reader of this transport is ever fenced
   std::vector<std::string> replies;
   /// Empty: as access() has them. A device that was removed and came back has others.
   std::vector<std::string> pool_keys = {};
-  std::string lease_key = {};
+  std::vector<std::string> lease_keys = {};
 };
 
 class Engine {
@@ -96,10 +96,10 @@ class Engine {
   /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers
   /// fenced.
   std::vector<EndedLease> take_ended();
-  void watch_ended(std::shared_ptr<CompletionQueue> queue);
+  void watch_ended(const std::shared_ptr<CompletionQueue>& queue);
   /// Of all transports. Each change is told to the watchers.
   std::vector<PortState> ports() const;
-  void watch_ports(std::shared_ptr<CompletionQueue> queue);
+  void watch_ports(const std::shared_ptr<CompletionQueue>& queue);
 
   /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
   /// memory. Does nothing in a forked child.
@@ -116,10 +116,13 @@ class Engine {
     std::vector<PortState> ports = {};
   };
 
+  using Watchers = std::vector<std::weak_ptr<CompletionQueue>>;
+
   explicit Engine(const EngineOptions& options) : options_(options) {}
   Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
   Status lend_pool(Row& row);
-  Status lend_all(Row& row, const MemoryRange& scratch, const MemoryRange& leases);
+  Status lend_all(Row& row);
+  Status lend_leases(Row& row);
   void open_detours();
   Status land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared);
   void land_in_staging(Row& row, std::shared_ptr<Landing>& shared);
@@ -132,13 +135,16 @@ class Engine {
   void look_after_ports(Row& row);
   Status check_serving() const;
   Status absent(const std::string& transport) const;
+  Status allocate_own();
   Status register_all();
   Status open_descriptors();
   Status start_threads();
   void serve();
   void sweep();
-  void cut_off_readers(std::span<const EndedLease> ended);
+  void cut_off_readers(const Swept& swept);
+  static void tell(Watchers& watchers, uint64_t token);
   void wake_owner();
+  void close_descriptors();
 
   const ProcessMark process_;
   const EngineOptions options_;
@@ -146,14 +152,17 @@ class Engine {
   std::vector<MemoryRange> pool_;
   StagingOptions staging_;
   std::string staging_refused_;
-  std::shared_ptr<HostMemory> lease_memory_;
+  std::shared_ptr<HostMemory> lease_slots_, peer_words_;
   std::shared_ptr<ScratchPool> scratch_;
   std::unique_ptr<LeaseTable> leases_;
   std::vector<std::shared_ptr<ProgressThread>> progress_;
 
-  std::atomic<uint64_t> next_connection_id_{1};
+  bool announces_ = false;  // readers of some transport do; constant from start() on
+  std::atomic<uint32_t> next_connection_{0};
+  std::atomic<int64_t> watch_ended_until_ns_{0};
   std::atomic<bool> closing_{false};
   std::atomic<bool> owner_asleep_{false};
+  std::mutex wake_mutex_;  // guards wake_fd_
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
 
@@ -161,7 +170,7 @@ class Engine {
   mutable std::mutex mutex_;  // guards what follows, and each row's regions and ports from start() on
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
-  std::vector<std::shared_ptr<CompletionQueue>> ended_watchers_, port_watchers_;
+  Watchers ended_watchers_, port_watchers_;
   bool closed_ = false;
 };
 

@@ -2,6 +2,7 @@
 // What the engine does about devices that come and go.
 #include <algorithm>
 #include <functional>
+#include <iterator>
 
 #include "engine.h"
 
@@ -15,10 +16,11 @@ Status Engine::tell_keys(const Row& row, bool takes_keys, Accepted& accepted) {
     if (closed_) return Status::Unavailable("this worker is closed", {});
     for (const auto& region : row.regions) keys.push_back(region->remote_key());
   }
-  if (keys.size() != pool_.size() + 1) return {};  // it lends nothing
-  std::string lease_key = std::move(keys.back());
-  keys.pop_back();
-  if (keys == row.access.pool_keys && lease_key == row.access.lease_key) return {};
+  if (keys.size() != pool_.size() + 2) return {};  // it lends nothing
+  std::vector<std::string> lease_keys(std::make_move_iterator(keys.end() - 2),
+                                      std::make_move_iterator(keys.end()));
+  keys.resize(pool_.size());
+  if (keys == row.access.pool_keys && lease_keys == row.access.lease_keys) return {};
   if (!takes_keys) {
     return Status::Unavailable("a device of this worker's " + row.name +
                                    " was removed and came back with other keys, of which a "
@@ -26,7 +28,7 @@ Status Engine::tell_keys(const Row& row, bool takes_keys, Accepted& accepted) {
                                "upgrade the reader, or restart this worker");
   }
   accepted.pool_keys = std::move(keys);
-  accepted.lease_key = std::move(lease_key);
+  accepted.lease_keys = std::move(lease_keys);
   return {};
 }
 
@@ -40,7 +42,7 @@ void Engine::look_after_ports(Row& row) {
     if (std::any_of(ports.begin(), ports.end(), std::mem_fn(&PortState::held))) connections = connections_;
     if (ports != row.ports) {
       row.ports = std::move(ports);
-      for (const auto& queue : port_watchers_) queue->push(0);
+      tell(port_watchers_, 0);
     }
   }
   for (const auto& known : connections) {
@@ -55,9 +57,9 @@ std::vector<PortState> Engine::ports() const {
   return all;
 }
 
-void Engine::watch_ports(std::shared_ptr<CompletionQueue> queue) {
+void Engine::watch_ports(const std::shared_ptr<CompletionQueue>& queue) {
   std::lock_guard lock(mutex_);
-  port_watchers_.push_back(std::move(queue));
+  port_watchers_.push_back(queue);
 }
 
 }  // namespace kvlink

@@ -228,6 +228,7 @@ void FdLender::close() {
   invitations_.clear();
   quota_.clear();
   spare_.reset();
+  epoll_.reset();
 }
 
 }  // namespace kvlink

@@ -58,7 +58,7 @@ struct FdOffer {
     bytes = from.u64();
     const uint32_t value = from.u32();
     access = static_cast<Access>(value);
-    return from.ok() && value <= 1 && bytes != 0 && bytes <= UINT64_MAX - offset;
+    return from.ok() && value <= kLastAccess && bytes != 0 && bytes <= UINT64_MAX - offset;
   }
 };
 

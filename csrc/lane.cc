@@ -2,11 +2,9 @@
 #include "lane.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <utility>
 
 #include "clock.h"
-#include "lease_table.h"
 
 namespace kvlink {
 namespace {
@@ -28,13 +26,6 @@ constexpr int32_t kWaitsWithoutSpin = 8;
 // woken would add a scheduler's wake-up or two.
 constexpr int64_t kLaunchSpinNs = 400'000;
 
-uint64_t settled_offset(uint32_t slot) {
-  return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, settled);
-}
-uint64_t reader_offset(uint32_t slot) {
-  return uint64_t{slot} * sizeof(LeaseSlot) + offsetof(LeaseSlot, reader);
-}
-
 void sleep_on(int fd, int64_t ns) {
   pollfd waiting{fd, POLLIN, 0};
   wait_ready({&waiting, fd < 0 ? size_t{0} : size_t{1}}, ns);
@@ -45,11 +36,12 @@ void sleep_on(int fd, int64_t ns) {
 Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index)
     : index_(index), endpoint_(std::move(endpoint)) {}
 
-void Lane::ready(uint32_t lease_region, uint64_t connection_id, std::shared_ptr<LaneDriver> driver) {
+void Lane::ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
+                 std::shared_ptr<LaneDriver> driver) {
   std::lock_guard lock(mutex_);
   driver_ = std::move(driver);
-  lease_region_ = lease_region;
-  connection_id_ = connection_id;
+  leases_ = leases;
+  readers_ = std::move(readers);
   window_ = endpoint_->window();
   ordered_ = endpoint_->ordered();
   order_stalls_ = endpoint_->order_stalls();
@@ -183,7 +175,11 @@ void Lane::drop_stopped(int64_t now) {
     return break_down(why_broken_, now);
   }
   const size_t before = queue_.size();
-  std::erase_if(queue_, [](const auto& transfer) { return transfer->done(); });
+  std::erase_if(queue_, [this](const auto& transfer) {
+    const bool done = transfer->done();
+    if (done) withdraw(*transfer);
+    return done;
+  });
   pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
 }
 
@@ -254,20 +250,14 @@ bool Lane::post_steps(int64_t now) {
 
 Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token) {
   if (step.kind == Step::Kind::kSettle) {
-    return endpoint_->post_write(token, lease_region_, settled_offset(transfer->slot()),
+    return endpoint_->post_write(token, leases_.words, settled_offset(transfer->slot()),
                                  transfer->settle_nonce());
   }
-  if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(lease_region_));
-  if (step.first_op == 0 && connection_id_ != 0) {
-    const uint64_t announced = claim_token(nullptr, {});
-    const Status status =
-        endpoint_->post_write(announced, lease_region_, reader_offset(transfer->slot()), connection_id_);
-    if (!status.ok()) {
-      release(announced);
-      return status;
-    }
+  if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(leases_.slots));
+  if (readers_ && step.first_of_lane) {
+    if (Status status = announce(*transfer); !status.ok()) return status;
   }
-  return endpoint_->post_read(token, transfer->chunk(step, lease_region_));
+  return endpoint_->post_read(token, transfer->chunk(step, leases_.slots));
 }
 
 bool Lane::poll() {
@@ -291,20 +281,6 @@ void Lane::collect(int64_t now) {
   }
   ended_.clear();
   if (num_posted_ == num_awaited_) unsent_.store(false, std::memory_order_release);
-}
-
-bool Lane::settle(uint32_t slot, uint64_t value) {
-  const Hold hold(*this);
-  if (broken()) return false;
-  const uint64_t token = claim_token(nullptr, {});
-  const Status status = endpoint_->post_write(token, lease_region_, settled_offset(slot), value);
-  if (!status.ok()) {
-    release(token);
-    return false;
-  }
-  poll();
-  if (num_posted_ > num_awaited_) unsent_.store(true, std::memory_order_release);
-  return !broken();
 }
 
 Result<int64_t> Lane::time_read(const Chunk& chunk) {
@@ -347,6 +323,7 @@ void Lane::break_down(const Status& why, int64_t now) {
   for (const auto& transfer : std::exchange(queue_, {})) {
     pending_.fetch_sub(1, std::memory_order_acq_rel);
     if (!transfer->done()) transfer->leave(why_broken_, now);
+    if (transfer->done()) withdraw(*transfer);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "announced_readers.h"
 #include "sync.h"
 #include "transfer.h"
 #include "transport.h"
@@ -22,6 +23,11 @@ class LaneDriver {
   virtual void wake() = 0;
   /// As wake(), but a driver that looks again within a millisecond anyhow may sleep on.
   virtual void wake_from_doze() = 0;
+};
+
+/// Of the owner, as the endpoint numbers them.
+struct LeaseRegions {
+  uint32_t slots = 0, words = 0;
 };
 
 /// One thread at a time holds the lane: its driver, or a caller that drives it for a pull, settles or looks.
@@ -40,8 +46,10 @@ class Lane {
   Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index);
   ~Lane() { close("the connection was closed"); }
 
-  /// REQUIRES establish() to have succeeded. Fixes what every later pull needs.
-  void ready(uint32_t lease_region, uint64_t connection_id, std::shared_ptr<LaneDriver> driver);
+  /// REQUIRES establish() to have succeeded. Fixes what every later pull needs. `readers` is null where no
+  /// reader need announce itself.
+  void ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
+             std::shared_ptr<LaneDriver> driver);
   Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
 
   /// Queues a transfer and wakes the driver; any thread.
@@ -108,6 +116,9 @@ class Lane {
   void recall(const std::shared_ptr<Transfer>& transfer, int64_t now);
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
+  Status announce(Transfer& transfer);
+  void withdraw(Transfer& transfer);
+  Status post_word(uint64_t offset, uint64_t value);
   bool poll();  // true: something moved
   void collect(int64_t now);
   void give_up(const Status& why);
@@ -125,8 +136,8 @@ class Lane {
   bool ordered_ = false;
   bool order_stalls_ = false;
   int wake_fd_ = -1;
-  uint32_t lease_region_ = 0;
-  uint64_t connection_id_ = 0;
+  LeaseRegions leases_;
+  std::shared_ptr<AnnouncedReaders> readers_;
   std::shared_ptr<LaneDriver> driver_;
 
   Atomic<uint32_t> pending_{0};  // transfers queued or in the inbox

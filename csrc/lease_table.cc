@@ -15,10 +15,6 @@ namespace {
 
 bool settles(uint64_t settle_nonce, uint64_t settled) { return (settled ^ settle_nonce) <= kMaxSeats; }
 
-uint32_t slots_in(std::span<std::byte> memory) {
-  return static_cast<uint32_t>(memory.size() / sizeof(LeaseSlot));
-}
-
 }  // namespace
 
 Status draw_from_kernel(std::span<uint64_t> words) {
@@ -37,12 +33,18 @@ Status draw_from_kernel(std::span<uint64_t> words) {
   return {};
 }
 
-LeaseTable::LeaseTable(std::span<std::byte> memory, uint64_t epoch, DrawRandom draw)
-    : slots_(reinterpret_cast<LeaseSlot*>(memory.data())), free_(slots_in(memory)), draw_(std::move(draw)) {
-  const uint32_t num_slots = slots_in(memory);
-  new (memory.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, num_slots, {}};
-  lease_of_slot_.resize(num_slots);
-  for (uint32_t index = 1; index < num_slots; ++index) new (&slots_[index]) LeaseSlot{};
+LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
+                       DrawRandom draw)
+    : slots_(reinterpret_cast<LeaseSlot*>(slots.data())),
+      words_(reinterpret_cast<PeerWords*>(words.data())),
+      free_(static_cast<uint32_t>(slots.size() / sizeof(LeaseSlot))),
+      records_(slots.size() / sizeof(LeaseSlot)),
+      draw_(std::move(draw)) {
+  new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
+  for (size_t slot = 1; slot < records_.size(); ++slot) {
+    new (&slots_[slot]) LeaseSlot{};
+    new (&words_[slot]) PeerWords{};
+  }
 }
 
 /// Afterwards take_nonce() may be called `num` times.
@@ -62,18 +64,23 @@ uint64_t LeaseTable::take_nonce() {
   return nonce;
 }
 
-/// Before anything else that takes the time. No lease, nobody sweeps: the time between does not count.
-void LeaseTable::look_at_clock(int64_t now_ns) {
+/// The time by which leases end: it grows by kMostAgeingNs at most between two looks at the clock. Before
+/// anything else that takes the time. No lease, nobody sweeps: the time between does not count.
+int64_t LeaseTable::aged(int64_t now_ns) {
   const int64_t since = now_ns - looked_ns_;
   looked_ns_ = std::max(looked_ns_, now_ns);
-  if (since <= kMostAgeingNs) return;
-  for (auto& [id, lease] : leases_) lease.deadline_ns += since - kMostAgeingNs;
+  if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;
+  return now_ns - stood_still_ns_;
+}
+
+LeaseTable::Lease LeaseTable::make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
+  return {id, {}, now_ns, ttl_ns, aged(now_ns) + ttl_ns, LeaseEnd::kSettled};
 }
 
 Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                                  int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
+  Lease granted = make_lease(lease, ttl_ns, now_ns);
   if (readers == 0) return Status::Config("a lease needs at least one reader");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
   if (readers > free_.size()) {
@@ -82,20 +89,19 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
   if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
     open_seat(granted, seats.back(), ready);
   }
-  add(lease, std::move(granted));
+  add(std::move(granted));
   return seats;
 }
 
 Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
                             int64_t now_ns) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
+  Lease granted = make_lease(lease, ttl_ns, now_ns);
   if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
   for (size_t index = 0; index < seats.size(); ++index) {
@@ -109,29 +115,29 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
                             " is taken or does not exist, or a nonce of it is not random");
     }
   }
-  Lease granted{{}, now_ns, ttl_ns, now_ns + ttl_ns, LeaseEnd::kSettled, {}};
   for (const LeaseSeat& seat : seats) {
     free_.remove(seat.slot);
     open_seat(granted, seat, ready);
   }
-  add(lease, std::move(granted));
+  add(std::move(granted));
   return {};
 }
 
 void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) {
-  LeaseSlot& shared = slot(seat.slot);
-  // A late store of an earlier reader may still hit `settled`: it carries a settle nonce that ended.
-  shared.settled.store(0, std::memory_order_relaxed);
-  shared.reader.store(0, std::memory_order_relaxed);
+  SlotRecord& record = records_[seat.slot];
+  hear_reader(seat.slot);  // a late one of the slot's last lease
+  readers_.take([&seat](uint32_t slot) { return slot == seat.slot; }, to_fence_);
+  words_[seat.slot].settled.store(0, std::memory_order_relaxed);
+  record = {lease.id, lease.deadline_ns, Announcement::tag_of(seat.nonce)};
+  LeaseSlot& shared = slots_[seat.slot];
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
-  lease.seats.push_back({seat.slot, seat.settle_nonce, SeatState::kOpen});
+  lease.seats.push_back({seat.slot, seat.settle_nonce, true});
   ++lease.num_open;
 }
 
-void LeaseTable::add(uint64_t id, Lease lease) {
-  for (const Seat& seat : lease.seats) lease_of_slot_[seat.slot] = id;
-  leases_.emplace(id, std::move(lease));
+void LeaseTable::add(Lease lease) {
+  leases_.emplace(lease.id, std::move(lease));
   num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
   ++counts_.granted;
 }
@@ -141,38 +147,46 @@ bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
   Lease* const lease = open_lease(id);
   if (lease == nullptr) return false;
   for (const Seat& seat : lease->seats) {
-    if (!seat.open()) continue;
-    std::atomic<uint64_t>& shared = slot(seat.slot).ready;
+    if (!seat.open) continue;
+    std::atomic<uint64_t>& shared = slots_[seat.slot].ready;
     if (shared.load(std::memory_order_relaxed) < ready) shared.store(ready, std::memory_order_release);
   }
   return true;
 }
 
+void LeaseTable::set_deadline(Lease& lease, int64_t deadline_ns) {
+  lease.deadline_ns = deadline_ns;
+  for (const Seat& seat : lease.seats) {
+    if (seat.open) records_[seat.slot].deadline_ns = deadline_ns;
+  }
+}
+
 bool LeaseTable::extend(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
+  const int64_t now = aged(now_ns);
   Lease* const lease = open_lease(id);
   if (lease == nullptr) return false;
-  lease->deadline_ns = std::max(lease->deadline_ns, now_ns + ttl_ns);
+  set_deadline(*lease, std::max(lease->deadline_ns, now + ttl_ns));
   return true;
 }
 
 bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
+  const int64_t now = aged(now_ns);
   Lease* const lease = open_lease(id);
   if (lease == nullptr) return false;
   lease->ttl_ns = ttl_ns;
-  lease->deadline_ns = now_ns + ttl_ns;
+  set_deadline(*lease, now + ttl_ns);
   return true;
 }
 
-bool LeaseTable::renew(uint32_t index, uint64_t settle_nonce, int64_t now_ns) {
+bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
-  Lease* const lease = lease_at(index, settle_nonce);
-  if (lease == nullptr) return false;
-  lease->deadline_ns = std::max(lease->deadline_ns, now_ns + lease->ttl_ns);
+  const int64_t now = aged(now_ns);
+  Lease* lease = nullptr;
+  const Seat* const seat = seat_at(slot, settle_nonce, lease);
+  if (seat == nullptr || !seat->open) return false;
+  set_deadline(*lease, std::max(lease->deadline_ns, now + lease->ttl_ns));
   return true;
 }
 
@@ -189,8 +203,10 @@ void LeaseTable::abort_all() {
 
 /// False: its readers had settled before.
 bool LeaseTable::abort(Lease& lease) {
-  end_settled(lease);
-  if (!lease.open()) return false;
+  for (const Seat& seat : lease.seats) {
+    if (seat.open) take_settled(seat.slot);
+  }
+  if (lease.num_open == 0) return false;
   lease.how = LeaseEnd::kAborted;
   for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kAborted);
   return true;
@@ -199,89 +215,105 @@ bool LeaseTable::abort(Lease& lease) {
 /// Null: there is none, or every seat of it has ended.
 LeaseTable::Lease* LeaseTable::open_lease(uint64_t id) {
   const auto found = leases_.find(id);
-  return found != leases_.end() && found->second.open() ? &found->second : nullptr;
+  return found != leases_.end() && found->second.num_open > 0 ? &found->second : nullptr;
 }
 
-bool LeaseTable::settle(uint32_t index, uint64_t settled) {
+bool LeaseTable::settle(uint32_t slot, uint64_t settled) {
   std::lock_guard lock(mutex_);
-  if (lease_at(index, settled) == nullptr) return false;
-  slot(index).settled.store(settled, std::memory_order_release);
+  Lease* lease = nullptr;
+  const Seat* const seat = seat_at(slot, settled, lease);
+  if (seat == nullptr || !seat->open) return false;
+  words_[slot].settled.store(settled, std::memory_order_release);
   return true;
 }
 
-/// The lease with an open seat at the slot that `settled` settles, or null.
-LeaseTable::Lease* LeaseTable::lease_at(uint32_t index, uint64_t settled) {
-  const auto found = leases_.find(index < lease_of_slot_.size() ? lease_of_slot_[index] : 0);
-  if (found == leases_.end()) return nullptr;
-  for (const Seat& seat : found->second.seats) {
-    if (seat.slot == index && seat.open() && settles(seat.settle_nonce, settled)) return &found->second;
-  }
-  return nullptr;
+/// The seat that `settled` settles, of a lease that was not reported yet, and its lease; or null.
+LeaseTable::Seat* LeaseTable::seat_at(uint32_t slot, uint64_t settled, Lease*& lease) {
+  const auto known = slot < records_.size() ? leases_.find(records_[slot].lease) : leases_.end();
+  if (known == leases_.end()) return nullptr;
+  lease = &known->second;
+  const auto found = std::find_if(lease->seats.begin(), lease->seats.end(), [&](const Seat& one) {
+    return one.slot == slot && settles(one.settle_nonce, settled);
+  });
+  return found == lease->seats.end() ? nullptr : &*found;
+}
+
+/// Takes what a reader announced, if it was of the last lease there.
+void LeaseTable::hear_reader(uint32_t slot) {
+  std::atomic<uint64_t>& word = words_[slot].reader;
+  if (word.load(std::memory_order_relaxed) == 0) return;
+  const auto said = Announcement::of(word.exchange(0, std::memory_order_acq_rel));
+  if (said.tag == records_[slot].tag && said.connection != 0) readers_.hear(slot, said);
+}
+
+/// Ends the seat whose reader has settled, and those that it said nobody will take.
+void LeaseTable::take_settled(uint32_t slot) {
+  std::atomic<uint64_t>& word = words_[slot].settled;
+  if (word.load(std::memory_order_relaxed) == 0) return;
+  const uint64_t settled = word.exchange(0, std::memory_order_acq_rel);
+  Lease* lease = nullptr;
+  Seat* const seat = seat_at(slot, settled, lease);
+  if (seat == nullptr) return;
+  if (!seat->open) return readers_.forget(slot);  // it came too late, and reads no more
+  const uint64_t num_readers = settled ^ seat->settle_nonce;
+  end_seat(*lease, *seat, LeaseEnd::kSettled);
+  for (size_t unused = num_readers; num_readers > 0 && unused < lease->seats.size(); ++unused)
+    end_seat(*lease, lease->seats[unused], LeaseEnd::kSettled);
 }
 
 void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
-  if (!seat.open()) return;
-  seat.state = SeatState::kEnded;
-  --lease.num_open;
-  ++lease.num_ended;
-  slot(seat.slot).nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
+  if (!seat.open) return;
+  seat.open = false;
+  records_[seat.slot].deadline_ns = INT64_MAX;
+  ended_slots_.push_back(seat.slot);
+  if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
+  slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  hear_reader(seat.slot);
+  if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // who settled reads no more
 }
 
-/// Ends the seats whose readers have settled, and those that a reader said nobody will take.
-void LeaseTable::end_settled(Lease& lease) {
-  for (Seat& seat : lease.seats) {
-    if (!seat.open()) continue;
-    const uint64_t settled = slot(seat.slot).settled.load(std::memory_order_acquire);
-    if (!settles(seat.settle_nonce, settled)) continue;
-    end_seat(lease, seat, LeaseEnd::kSettled);
-    const uint64_t num_readers = settled ^ seat.settle_nonce;
-    if (num_readers == 0) continue;
-    for (size_t unused = num_readers; unused < lease.seats.size(); ++unused)
-      end_seat(lease, lease.seats[unused], LeaseEnd::kSettled);
-  }
+/// The lease that has the slot.
+void LeaseTable::expire(uint32_t slot) {
+  Lease& lease = leases_.at(records_[slot].lease);
+  lease.how = LeaseEnd::kExpired;
+  for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kExpired);
 }
 
-void LeaseTable::end_expired(Lease& lease) {
-  for (Seat& seat : lease.seats) {
-    if (!seat.open()) continue;
-    lease.how = LeaseEnd::kExpired;
-    const uint64_t reader = slot(seat.slot).reader.load(std::memory_order_acquire);
-    if (reader != 0) lease.readers.push_back(reader);
-    end_seat(lease, seat, LeaseEnd::kExpired);
-  }
-}
-
-/// Slots of seats that have ended may be granted again.
-void LeaseTable::give_slots_back(Lease& lease) {
-  for (Seat& seat : lease.seats) {
-    if (seat.state != SeatState::kEnded) continue;
-    seat.state = SeatState::kGone;
-    free_.push(seat.slot);
-  }
-  lease.num_ended = 0;
-}
-
-void LeaseTable::sweep(int64_t now_ns, std::vector<EndedLease>& ended) {
+void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
   std::lock_guard lock(mutex_);
-  look_at_clock(now_ns);
-  for (auto it = leases_.begin(); it != leases_.end();) {
-    Lease& lease = it->second;
-    end_settled(lease);
-    if (now_ns >= lease.deadline_ns) end_expired(lease);
-    if (lease.num_ended > 0) give_slots_back(lease);
-    if (lease.open()) {
-      ++it;
-      continue;
-    }
-    counts_.settled += lease.how == LeaseEnd::kSettled;
-    counts_.expired += lease.how == LeaseEnd::kExpired;
-    counts_.aborted += lease.how == LeaseEnd::kAborted;
-    counts_.fenced_readers += lease.readers.size();
-    ended.push_back({it->first, lease.how, std::move(lease.readers), now_ns - lease.granted_ns});
-    it = leases_.erase(it);
+  const int64_t now = aged(now_ns);
+  const auto num_slots = static_cast<uint32_t>(records_.size());
+  for (uint32_t slot = 1; slot < num_slots; ++slot) {
+    hear_reader(slot);
+    take_settled(slot);
   }
+  for (uint32_t slot = 1; slot < num_slots; ++slot) {
+    if (now >= records_[slot].deadline_ns) expire(slot);
+  }
+  report(now_ns, swept);
+}
+
+void LeaseTable::report(int64_t now_ns, Swept& swept) {
+  // Behind the tombstones: whoever announced itself before them is cut off before its blocks are given back.
+  for (const uint32_t slot : ended_slots_) hear_reader(slot);
+  readers_.take([this](uint32_t slot) { return !records_[slot].open(); }, to_fence_);
+  counts_.fenced_readers += to_fence_.size();
+  swept.to_fence.insert(swept.to_fence.end(), to_fence_.begin(), to_fence_.end());
+  to_fence_.clear();
+  for (const uint32_t slot : ended_slots_) free_.push(slot);
+  ended_slots_.clear();
+  for (const uint64_t id : ended_leases_) {
+    const auto found = leases_.find(id);
+    const LeaseEnd how = found->second.how;
+    counts_.settled += how == LeaseEnd::kSettled;
+    counts_.expired += how == LeaseEnd::kExpired;
+    counts_.aborted += how == LeaseEnd::kAborted;
+    swept.ended.push_back({id, how, now_ns - found->second.granted_ns});
+    leases_.erase(found);
+  }
+  ended_leases_.clear();
   num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The lease table: why a reader can never take stale bytes for good ones.
 //
-// One slot of 64 bytes per reader of a lease, in memory that peers read (and write `settled`, `reader`)
-// one-sidedly. A lease ends (settle, expiry, abort) by storing a tombstone in place of the nonce and only
+// One slot of 64 bytes per reader of a lease, which peers read one-sidedly, and two words beside it, which
+// peers write. A lease ends (settle, expiry, abort) by storing a tombstone in place of the nonce and only
 // then giving the blocks back. A reader loads the slot after its data: the nonce of its ticket still there
 // means the blocks were pinned during the whole read, a tombstone says why they were not. Only the lease
 // whose nonce stands in a slot stores to it. No clock is ever compared between hosts: the owner alone counts
@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -18,32 +19,11 @@
 #include <vector>
 
 #include "free_slots.h"
+#include "lease_readers.h"
+#include "lease_words.h"
 #include "status.h"
-#include "transport.h"
 
 namespace kvlink {
-
-/// What lies in the shared memory, slot 0 being the header. Little-endian, 8-byte aligned.
-struct LeaseSlot {
-  std::atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again
-  std::atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
-  std::atomic<uint64_t>
-      settled;                   // the reader stores the ticket's settle nonce here; anything else is ignored
-  std::atomic<uint64_t> reader;  // the reader stores its connection id before its first read, for fencing
-  uint64_t reserved[4];
-};
-static_assert(sizeof(LeaseSlot) == 64);
-static_assert(std::atomic<uint64_t>::is_always_lock_free);
-
-/// Slot 0. A reader checks it when it connects, so that a recycled pid or address is noticed at once.
-struct LeaseTableHeader {
-  uint64_t magic;  // kMagic
-  uint64_t epoch;  // of the owner
-  uint64_t num_slots;
-  uint64_t reserved[5];
-  static constexpr uint64_t kMagic = 0x31'65736165'4c564bULL;  // "KVLease1"
-};
-static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
 
 /// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
 /// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
@@ -62,8 +42,14 @@ enum class LeaseEnd : uint8_t { kSettled = 1, kExpired = 2, kAborted = 3, kEvict
 struct EndedLease {
   uint64_t lease = 0;
   LeaseEnd how = LeaseEnd::kSettled;  // kExpired when any seat expired
-  std::vector<uint64_t> readers;      // connection ids to fence: readers of seats that expired unsettled
   int64_t held_ns = 0;
+};
+
+/// What a look at all slots came to.
+struct Swept {
+  std::vector<EndedLease> ended;
+  /// Connections that may still read what was theirs, each once a seat: to be cut off before blocks go back.
+  std::vector<uint64_t> to_fence;
 };
 
 struct LeaseCounts {
@@ -85,8 +71,14 @@ Status draw_from_kernel(std::span<uint64_t> words);
 /// readers said to renew them meanwhile lies in its sockets, unread.
 class LeaseTable {
  public:
-  /// `memory` is zeroed, 64-byte aligned, and outlives the table. REQUIRES memory.size() >= 2 slots.
-  LeaseTable(std::span<std::byte> memory, uint64_t epoch, DrawRandom draw = draw_from_kernel);
+  /// What lies at the start of each region: the header, then one of each per slot.
+  static constexpr uint64_t slots_bytes(uint32_t num_slots) { return slot_offset(num_slots + 1); }
+  static constexpr uint64_t words_bytes(uint32_t num_slots) { return settled_offset(num_slots + 1); }
+
+  /// Both are zeroed, 64-byte aligned, and outlive the table. REQUIRES slots_bytes(n) and words_bytes(n) of
+  /// the same n >= 1.
+  LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
+             DrawRandom draw = draw_from_kernel);
 
   /// Takes one slot per reader, the longest unused first. kConfig when the table is full or the kernel gives
   /// no random numbers (nothing is taken then).
@@ -111,58 +103,67 @@ class LeaseTable {
   void abort_all();
   /// Stores `settled` on behalf of a reader whose data path is gone. False: wrong slot or value.
   bool settle(uint32_t slot, uint64_t settled);
-  /// Ends seats that were settled or ran out and appends the leases all of whose seats have ended.
-  /// On return tombstones stand in their slots: their blocks may be written again (after fencing `readers`).
-  void sweep(int64_t now_ns, std::vector<EndedLease>& ended);
+  /// Ends seats that were settled or ran out, and reports the leases all of whose seats have ended. On return
+  /// tombstones stand in their slots: their blocks may be written again once to_fence has been cut off.
+  void sweep(int64_t now_ns, Swept& swept);
 
   LeaseCounts counts(int64_t now_ns) const;
   uint32_t num_active() const { return num_active_.load(std::memory_order_relaxed); }
 
  private:
-  enum class SeatState : uint8_t {
-    kOpen,   // the slot has the seat's nonce
-    kEnded,  // the slot has a tombstone, and nobody else
-    kGone,   // the slot may be another lease's
-  };
   struct Seat {
     uint32_t slot;
     uint64_t settle_nonce;
-    SeatState state;
-    bool open() const { return state == SeatState::kOpen; }
+    bool open;  // the slot has the seat's nonce
   };
   struct Lease {
+    uint64_t id;
     std::vector<Seat> seats;
-    int64_t granted_ns, ttl_ns, deadline_ns;
+    int64_t granted_ns, ttl_ns;
+    int64_t deadline_ns;  // by aged()
     LeaseEnd how;
-    std::vector<uint64_t> readers;
-    uint32_t num_open = 0, num_ended = 0;  // seats in these states
-    bool open() const { return num_open > 0; }
+    uint32_t num_open = 0;  // seats
+  };
+  /// What the owner alone knows of a slot.
+  struct SlotRecord {
+    uint64_t lease = 0;               // the last one that had it
+    int64_t deadline_ns = INT64_MAX;  // the lease's while its seat is open
+    uint32_t tag = 0;                 // of the last nonce
+    bool open() const { return deadline_ns != INT64_MAX; }
   };
 
   friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
 
-  LeaseSlot& slot(uint32_t index) { return slots_[index]; }
+  int64_t aged(int64_t now_ns);
+  Lease make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns);
   void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
-  void add(uint64_t id, Lease lease);
-  void look_at_clock(int64_t now_ns);
-  void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
-  void end_settled(Lease& lease);
-  void end_expired(Lease& lease);
-  void give_slots_back(Lease& lease);
-  bool abort(Lease& lease);
+  void add(Lease lease);
+  void set_deadline(Lease& lease, int64_t deadline_ns);
   Lease* open_lease(uint64_t id);
-  Lease* lease_at(uint32_t slot, uint64_t settled);
+  Seat* seat_at(uint32_t slot, uint64_t settled, Lease*& lease);
+  void hear_reader(uint32_t slot);
+  void take_settled(uint32_t slot);
+  void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
+  void expire(uint32_t slot);
+  bool abort(Lease& lease);
+  void report(int64_t now_ns, Swept& swept);
   Status draw_nonces(size_t num);
   uint64_t take_nonce();
 
   mutable std::mutex mutex_;
-  LeaseSlot* slots_;
+  LeaseSlot* const slots_;
+  PeerWords* const words_;
   FreeSlots free_;
-  std::vector<uint64_t> lease_of_slot_;  // the last one that had it
+  std::vector<SlotRecord> records_;  // by slot
   std::unordered_map<uint64_t, Lease> leases_;
+  LeaseReaders readers_;               // of open seats
+  std::vector<uint64_t> to_fence_;     // for the next sweep to report, as the next two
+  std::vector<uint32_t> ended_slots_;  // free from then on
+  std::vector<uint64_t> ended_leases_;
   DrawRandom draw_;
   std::vector<uint64_t> random_;  // drawn in batches
   int64_t looked_ns_ = 0;         // when the clock was last looked at
+  int64_t stood_still_ns_ = 0;    // what of the time so far did not age leases
   LeaseCounts counts_;
   std::atomic<uint32_t> num_active_{0};
 };

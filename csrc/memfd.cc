@@ -23,19 +23,20 @@ bool never_shrinks(int memfd) {
   return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
 }
 
-bool holds(int memfd, const FdOffer& offer) {
-  struct stat found{};
-  return never_shrinks(memfd) && ::fstat(memfd, &found) == 0 &&
-         offer.offset + offer.bytes <= static_cast<uint64_t>(found.st_size);
-}
-
 }  // namespace
+
+bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes) {
+  struct stat found{};
+  if (!never_shrinks(memfd) || ::fstat(memfd, &found) != 0) return false;
+  const auto size = static_cast<uint64_t>(found.st_size);
+  return bytes <= size && offset <= size - bytes;
+}
 
 Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access) {
   if (range.memfd < 0) return Status::Unavailable("the pool was not allocated by kvlink", {});
   if (!never_shrinks(range.memfd))
     return Status::Unavailable("its memfd is not sealed against shrinking", {});
-  const bool again = access == Access::kRead;
+  const bool again = access != Access::kWriteWords;
   const std::string path = "/proc/self/fd/" + std::to_string(range.memfd);
   UniqueFd memfd(again ? sys::open_file(path.c_str(), O_RDONLY) : sys::duplicate(range.memfd));
   if (!memfd) {
@@ -52,11 +53,12 @@ Result<MemfdMapping> MemfdMapping::make(FdBorrower& borrower, const FdOffer& off
   const Result<UniqueFd> taken = borrower.take(offer);
   if (!taken.ok()) return taken.status();
   const int memfd = (*taken).get();
-  if (!holds(memfd, offer)) return Status::AccessDenied("the owner's offer of memory is malformed");
+  if (!memfd_holds(memfd, offer.offset, offer.bytes))
+    return Status::AccessDenied("the owner's offer of memory is malformed");
   MemfdMapping mapping;
   mapping.skip_ = offer.offset % static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
   mapping.bytes_ = offer.bytes + mapping.skip_;
-  const int protection = offer.access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  const int protection = offer.access == Access::kWriteWords ? PROT_READ | PROT_WRITE : PROT_READ;
   const int populate = offer.bytes <= kPopulateBytes ? MAP_POPULATE : 0;
   void* const start =
       sys::map_shared(mapping.bytes_, protection, populate, memfd, offer.offset - mapping.skip_);

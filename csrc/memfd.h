@@ -12,9 +12,13 @@
 
 namespace kvlink {
 
-/// Lends `range` to later readers; read-only descriptors for kRead, so that no bug of theirs writes to it.
-/// Refuses (kTransportUnavailable, the reason alone) what is not in a memfd, or in one that could shrink.
+/// Lends `range` to later readers; read-only descriptors for all but kWriteWords, so that no bug of theirs
+/// writes to it. Refuses (kTransportUnavailable, the reason alone) what is not in a memfd, or in one that
+/// could shrink.
 Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access);
+
+/// It has those bytes, and never shrinks.
+bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes);
 
 /// A reader's mapping of what was lent; it need not start on a page.
 class MemfdMapping {

@@ -49,13 +49,17 @@ void ProgressThread::remove(const std::shared_ptr<Lane>& lane) {
 
 void ProgressThread::wake() {
   wakes_.fetch_add(1, std::memory_order_seq_cst);
-  if (asleep_.load(std::memory_order_seq_cst)) set_event(wake_fd_.get());
+  if (!asleep_.load(std::memory_order_seq_cst)) return;
+  std::lock_guard lock(waking_);
+  if (wake_fd_) set_event(wake_fd_.get());
 }
 
 void ProgressThread::stop() {
   if (stopping_.exchange(true)) return;
   wake();
   if (thread_.joinable()) thread_.join();
+  std::lock_guard lock(waking_);
+  wake_fd_.reset();
 }
 
 void ProgressThread::wake_from_doze() {
@@ -79,9 +83,9 @@ void ProgressThread::run() {
       // What is not ours to drive is readable only to tell that its owner hung up.
       const short events = lane->copies_in_poll() ? POLLIN : POLLRDHUP;
       watched.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
-      if (lane->unsent()) last_unsent = now_ns();
       if (lane->idle() && !lane->unsent()) continue;
       const Lane::Driven driven = lane->drive();
+      if (lane->unsent()) last_unsent = now_ns();
       held |= driven.held;
       if (driven.held) continue;
       if (driven.active) watched.back().events = POLLIN;

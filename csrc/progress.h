@@ -25,7 +25,7 @@ class ProgressThread final : public LaneDriver {
   /// Costs nothing while the thread is awake.
   void wake() override;
   void wake_from_doze() override;
-  /// Idempotent; joins.
+  /// Idempotent; joins, and closes the descriptor.
   void stop();
 
  private:
@@ -42,6 +42,7 @@ class ProgressThread final : public LaneDriver {
   Atomic<bool> asleep_{false};
   Atomic<bool> dozing_{false};  // asleep for longer than kTickNs
   Atomic<uint64_t> wakes_{0};
+  Mutex waking_;  // guards wake_fd_ against the end of the thread, which may use it without
   UniqueFd wake_fd_;
   Thread thread_;
 };

@@ -32,6 +32,9 @@ uint32_t Remotes::add(const Remote& remote) {
 Status Remotes::check(const ReadOp& op, const Segment* segments) const {
   if (op.region >= remotes_.size()) return not_imported(op.region);
   const uint64_t region_bytes = remotes_[op.region].bytes;
+  if (remotes_[op.region].access == Access::kWriteWords) {
+    return Status::AccessDenied("region " + std::to_string(op.region) + " was lent for writing only");
+  }
   if (!fits(op.offset, op.bytes, region_bytes)) {
     return out_of_bounds("a read", op.region, op.offset, op.bytes, region_bytes);
   }
@@ -80,7 +83,7 @@ Status Remotes::check_write(uint32_t region, uint64_t offset) const {
   if (region >= remotes_.size()) return not_imported(region);
   const Remote& to = remotes_[region];
   if (!fits(offset, kBytes, to.bytes)) return out_of_bounds("a write", region, offset, kBytes, to.bytes);
-  if (to.access != Access::kReadWrite) {
+  if (to.access != Access::kWriteWords) {
     return Status::AccessDenied("region " + std::to_string(region) + " was lent for reading only");
   }
   if ((to.address + offset) % kBytes != 0) {

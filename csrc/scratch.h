@@ -21,6 +21,7 @@ class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
   /// A line that comes back when the last reference goes; null when all are taken.
   std::shared_ptr<uint64_t[]> take();
   uint32_t region() const { return region_; }
+  HostMemory& memory() const { return *memory_; }
 
  private:
   const ProcessMark process_;

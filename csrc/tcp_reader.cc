@@ -32,10 +32,10 @@ Result<RemoteRegion> parse_key(std::string_view blob) {
   BlobReader reader(blob);
   const RemoteRegion region{.key = reader.u64(), .bytes = reader.u64()};
   const uint32_t access = reader.u32();
-  if (!reader.done() || access > static_cast<uint32_t>(Access::kReadWrite)) {
+  if (!reader.done() || access > kLastAccess) {
     return Status::AccessDenied("the owner's tcp region key is malformed");
   }
-  return RemoteRegion{region.key, region.bytes, access == static_cast<uint32_t>(Access::kReadWrite)};
+  return RemoteRegion{region.key, region.bytes, static_cast<Access>(access) == Access::kWriteWords};
 }
 
 class Reader final : public Endpoint {

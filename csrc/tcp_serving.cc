@@ -172,7 +172,8 @@ ReadStatus ServedConnection::hold_guard(const GuardEntry& entry) {
   if (found == regions_.end()) return ReadStatus::kUnknownKey;
   const LentRegion& region = found->second;
   const std::byte* const word = region.base + entry.offset;
-  if (region.device || !inside(region, entry.offset, sizeof entry.value) || !is_aligned(word)) {
+  if (region.access != Access::kReadWords || !inside(region, entry.offset, sizeof entry.value) ||
+      !is_aligned(word)) {
     return ReadStatus::kOutOfBounds;
   }
   guard_ = {word, entry.value};
@@ -193,12 +194,13 @@ ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte
       key = entry.key;
       region = &found->second;
     }
+    if (region->access == Access::kWriteWords) return ReadStatus::kUnknownKey;
     if (!inside(*region, entry.offset, entry.bytes)) return ReadStatus::kOutOfBounds;
     bytes += entry.bytes;
     std::byte* from = region->base + entry.offset;
     const bool words =
         entry.bytes <= kMaxAtomicBytes && entry.bytes % sizeof(uint64_t) == 0 && is_aligned(from);
-    expects_write_ = words && region->access == Access::kReadWrite;
+    expects_write_ = words && region->access == Access::kReadWords;
     if (words) {
       gather_words(from, entry.bytes);
     } else {
@@ -239,7 +241,7 @@ ServedConnection::Step ServedConnection::store(const RequestHeader& header, cons
   const auto found = regions_.find(entry.key);
   if (found == regions_.end()) return Step::kMalformed;
   const LentRegion& region = found->second;
-  if (region.access != Access::kReadWrite || !inside(region, entry.offset, sizeof(uint64_t)))
+  if (region.access != Access::kWriteWords || !inside(region, entry.offset, sizeof(uint64_t)))
     return Step::kMalformed;
   std::byte* to = region.base + entry.offset;
   if (!is_aligned(to)) return Step::kMalformed;

@@ -157,7 +157,7 @@ Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
           plan_.segments.data(),
           plan_.repeats,
           choice_.staged,
-          {uint64_t{slot_} * sizeof(LeaseSlot), nonce_, lease_region}};
+          {slot_offset(slot_), nonce_, lease_region}};
 }
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
@@ -166,7 +166,7 @@ void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
 }
 
 Chunk Transfer::slot_chunk(uint32_t lease_region) {
-  slot_op_ = {uint64_t{slot_} * sizeof(LeaseSlot), slot_segment_.bytes, lease_region, 0, 1};
+  slot_op_ = {slot_offset(slot_), slot_segment_.bytes, lease_region, 0, 1};
   return {std::span(&slot_op_, 1), &slot_segment_};
 }
 
@@ -198,9 +198,9 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
 Step Transfer::take_reads(const Window& window, uint32_t lane) {
   if (window.depth == 0) return {};
   if (!redo_.empty()) {
-    const Step step = redo_.back();
+    Step step = redo_.back();
     redo_.pop_back();
-    lanes_used_ |= 1ull << lane;
+    step.first_of_lane = use(lane);
     return step;
   }
   Step step{Step::Kind::kNone, next_op_};
@@ -218,8 +218,16 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
   }
   if (step.num_ops == 0) return step;
   step.kind = Step::Kind::kReads;
-  lanes_used_ |= 1ull << lane;
+  step.first_of_lane = use(lane);
   return step;
+}
+
+/// The lane takes reads. True: for the first time.
+bool Transfer::use(uint32_t lane) {
+  const uint64_t bit = 1ull << lane, met = lanes_met_;
+  lanes_used_ |= bit;
+  lanes_met_ |= bit;
+  return (met & bit) == 0;
 }
 
 void Transfer::ended(const Step& step, const Status& status, int64_t now) {
@@ -338,6 +346,7 @@ void Transfer::finish(Status status, int64_t now) {
   for (const auto& [queue, token] : watchers_) queue->push(token);
   watchers_.clear();
   changed_.notify_all();
+  if (announced_ != 0 && !stats_.settled && shared()) crew_->wake();  // the lanes withdraw it
 }
 
 }  // namespace kvlink

@@ -56,7 +56,8 @@ struct Step {
   enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
   Kind kind = Kind::kNone;
   uint32_t first_op = 0, num_ops = 0;
-  uint64_t bytes = 0;  // of kReads
+  uint64_t bytes = 0;          // of kReads
+  bool first_of_lane = false;  // of the lane's reads for this transfer
 };
 
 enum class TransferState : uint8_t {
@@ -124,10 +125,16 @@ class Transfer {
 
   Chunk chunk(const Step& step, uint32_t lease_region) const;
   uint32_t slot() const { return slot_; }
+  uint64_t nonce() const { return nonce_; }
   uint64_t settle_nonce() const { return settle_nonce_; }
   /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
   void set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region);
   Chunk slot_chunk(uint32_t lease_region);
+  /// The lane announces it to the owner as a reader of its lease. True: it is the first to do so.
+  bool begin_announcing(uint32_t lane) { return announced_.fetch_or(1ull << lane) == 0; }
+  bool announced_by(uint32_t lane) const { return (announced_ & 1ull << lane) != 0; }
+  /// True once.
+  bool end_announcing() { return !parted_.exchange(true); }
   void mark_inline() { stats_.ran_inline = true; }
   /// Ends a transfer that was never submitted.
   void refuse(const Status& why, int64_t now_ns);
@@ -137,6 +144,7 @@ class Transfer {
 
   bool take_end(const Step& step, const Status& status, int64_t now_ns);
   Step take_reads(const Window& window, uint32_t lane);
+  bool use(uint32_t lane);
   void choose_way();
   void on_slot(int64_t now_ns);
   void plan_ready(uint64_t ready, int64_t now_ns);
@@ -166,6 +174,8 @@ class Transfer {
 
   Atomic<TransferState> state_{TransferState::kPending};
   Atomic<bool> stopping_{false};
+  Atomic<uint64_t> announced_{0};  // a bit per lane
+  Atomic<bool> parted_{false};
   Atomic<uint32_t> attached_{0};
   Atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
 
@@ -179,6 +189,7 @@ class Transfer {
   std::vector<Step> redo_;
   uint32_t in_flight_ = 0;   // steps of any kind at lanes
   uint64_t lanes_used_ = 0;  // bit per lane that took reads of the current plan
+  uint64_t lanes_met_ = 0;   // the same of any plan
   bool posted_ = false;      // the single slot or settle step of this phase is at a lane
   int64_t peek_backoff_ns_ = 0;
   int64_t phase_started_ns_;

@@ -27,8 +27,13 @@ namespace kvlink {
 class Bounce;
 class Crossover;
 
-/// What peers may do with a region. Block pools are kRead; only the lease table is kReadWrite.
-enum class Access : uint8_t { kRead, kReadWrite };
+/// What peers may do with a region.
+enum class Access : uint8_t {
+  kRead,        // read it: block pools
+  kReadWords,   // read it strictly in order behind what was posted before, word by word: lease slots
+  kWriteWords,  // store whole aligned words: peer words
+};
+inline constexpr uint32_t kLastAccess = static_cast<uint32_t>(Access::kWriteWords);
 
 /// Memory as its owner lends it: valid and unmoved from registration until the transport is closed.
 struct MemoryRange {
@@ -123,7 +128,7 @@ class Endpoint {
   virtual Window window() const = 0;
   /// A post is executed at the owner only after every earlier post of this endpoint has been.
   virtual bool ordered() const = 0;
-  /// It is so for reads of kReadWrite regions alone, and what is posted behind one waits with it.
+  /// It is so for reads of kReadWords regions alone, and what is posted behind one waits with it.
   virtual bool order_stalls() const { return false; }
   /// There is a pull, and what other endpoints fail to bring of it may come here: with nothing under way,
   /// asks the owner now and then whether it is there. True: poll() is to be called.
@@ -143,7 +148,7 @@ class Endpoint {
 
   /// Takes the work; its completion comes from poll() under `token`. A failed post has no completion.
   virtual Status post_read(uint64_t token, const Chunk& chunk) = 0;
-  /// Stores 8 bytes, aligned, into a kReadWrite region. Completes once the source may be forgotten;
+  /// Stores 8 bytes, aligned, into a kWriteWords region. Completes once the source may be forgotten;
   /// the store reaches the owner before any later post of this endpoint does.
   virtual Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) = 0;
   /// Moves posted work on, a bounded slice at a time, and appends what ended.

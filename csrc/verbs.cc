@@ -27,6 +27,18 @@ std::string path_of(const NicAddress& here, const NicAddress& there, const Rail&
   return path.append(" ").append(std::to_string(std::lround(100 * rail.mbps / mbps))).append("%");
 }
 
+Rights rights_of(Access access) {
+  switch (access) {
+    case Access::kRead:
+      return Rights::kPeersRead;
+    case Access::kReadWords:
+      return Rights::kPeersReadWords;
+    case Access::kWriteWords:
+      return Rights::kPeersWriteWords;
+  }
+  return Rights::kLocal;
+}
+
 class Region final : public MemoryRegion {
  public:
   Region(std::shared_ptr<const Ports> ports, size_t region, Access access)
@@ -49,7 +61,7 @@ class VerbsTransport final : public Transport {
   std::string address() const override { return ports_->address().format(); }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
-    const Rights rights = access == Access::kRead ? Rights::kPeersRead : Rights::kPeersReadWrite;
+    const Rights rights = rights_of(access);
     const auto region = ports_->enlist(range, rights);
     if (!region.ok()) return region.status();
     return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));

@@ -150,14 +150,14 @@ Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   for (const ReadOp& op : chunk.ops) {
     if (Status status = check(op, chunk.segments, locals_, remotes_); !status.ok()) return status;
   }
-  const bool fenced = remotes_[chunk.ops.front().region].access == Access::kReadWrite;
+  const bool fenced = remotes_[chunk.ops.front().region].access == Access::kReadWords;
   posts_.push_back({.token = token, .chunk = chunk, .fenced = fenced});
   return {};
 }
 
 Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   if (!broken_.ok()) return broken_;
-  if (region >= remotes_.size() || remotes_[region].access != Access::kReadWrite) {
+  if (region >= remotes_.size() || remotes_[region].access != Access::kWriteWords) {
     return Status::AccessDenied("region " + std::to_string(region) + " was not lent for writing");
   }
   const RemoteRegion& to = remotes_[region];

@@ -13,15 +13,18 @@ constexpr uint64_t kLargestPageBytes = uint64_t{1} << 30;
 
 constexpr size_t kAtATime = 8;  // slices of one NIC; pinning scales with cores until memory is the limit
 
-// The order of stores does not matter to bytes that count only once their completion is polled.
+// The order of accesses does not matter to bytes that count only once their completion is polled. It does to
+// words: a slot is read behind the data that it vouches for.
 int access_flags(Rights rights) {
   switch (rights) {
     case Rights::kLocal:
       return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
     case Rights::kPeersRead:
       return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
-    case Rights::kPeersReadWrite:
-      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+    case Rights::kPeersReadWords:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ;
+    case Rights::kPeersWriteWords:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   }
   return 0;
 }

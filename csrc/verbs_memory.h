@@ -15,9 +15,10 @@ namespace kvlink::verbs {
 inline constexpr uint64_t kSliceBytes = uint64_t{2} << 30;
 
 enum class Rights : uint8_t {
-  kLocal,          // a destination of this process alone
-  kPeersRead,      // block pools
-  kPeersReadWrite  // the lease table
+  kLocal,           // a destination of this process alone
+  kPeersRead,       // block pools
+  kPeersReadWords,  // lease slots
+  kPeersWriteWords  // peer words
 };
 
 /// What byte 0 is called in requests. Congruent to its address, so that the NIC may use large pages, and

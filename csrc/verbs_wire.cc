@@ -152,8 +152,8 @@ std::optional<RemoteKey> RemoteKey::parse(std::string_view blob) {
   key.bytes = from.u64();
   key.slice_bytes = from.u64();
   const uint32_t num_nics = from.u32();
-  if (access > static_cast<uint32_t>(Access::kReadWrite) || key.bytes == 0 || key.slice_bytes == 0 ||
-      key.base > UINT64_MAX - key.bytes || num_nics == 0 || num_nics > kMaxNics) {
+  if (access > kLastAccess || key.bytes == 0 || key.slice_bytes == 0 || key.base > UINT64_MAX - key.bytes ||
+      num_nics == 0 || num_nics > kMaxNics) {
     return {};
   }
   key.access = static_cast<Access>(access);

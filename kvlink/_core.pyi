@@ -130,7 +130,7 @@ class Connection:
         connection_id: int,
         replies: Sequence[bytes],
         pool_keys: Sequence[bytes],
-        lease_key: bytes,
+        lease_keys: Sequence[bytes],
         epoch: int,
         timeout_s: float,
     ) -> list[int]:
@@ -219,11 +219,11 @@ class Engine:
     def staging_refused(self) -> str:
         """After start: why not all of them have it; "" when they do."""
     def start(self) -> None: ...
-    def access(self) -> list[tuple[str, bytes, list[bytes], bytes, str, bool]]:
-        """(transport, address, pool keys, lease key, why refused or "", bounces) of each enabled transport."""
+    def access(self) -> list[tuple[str, bytes, list[bytes], list[bytes], str, bool]]:
+        """(transport, address, pool keys, lease keys, why refused or "", bounces) of each enabled transport."""
     def accept(
         self, transport: str, hellos: Sequence[bytes], takes_keys: bool, caller: int
-    ) -> tuple[int, list[bytes], list[bytes], bytes]: ...
+    ) -> tuple[int, list[bytes], list[bytes], list[bytes]]: ...
     def ports(self) -> list[tuple[str, str, int, bool]]: ...
     def watch_ports(self, queue: CompletionQueue) -> None: ...
     def open(self, transport: str, address: bytes, tally: Tally) -> Connection: ...

@@ -11,7 +11,6 @@ from typing import NamedTuple, cast
 
 from kvlink import _core, errors, transport_names
 from kvlink.bounce import record_placement, warn_of_pool
-from kvlink.closed_core import closed
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
@@ -178,13 +177,13 @@ class Engine:
     def cards(self) -> tuple[TransportCard, ...]:
         """How peers reach this worker, best transport first."""
         return tuple(
-            TransportCard(name, address, tuple(pool_keys), lease_key, refused, bounces)
-            for name, address, pool_keys, lease_key, refused, bounces in self.core.access()
+            TransportCard(name, address, tuple(pool_keys), tuple(lease_keys), refused, bounces)
+            for name, address, pool_keys, lease_keys, refused, bounces in self.core.access()
         )
 
     def accept(
         self, transport: str, hellos: Sequence[bytes], takes_keys: bool, caller: int = 0
-    ) -> tuple[int, list[bytes], list[bytes], bytes]:
+    ) -> tuple[int, list[bytes], list[bytes], list[bytes]]:
         """Admits a reader. Returns its connection id (0: not to be fenced), a reply a lane, pool and lease keys.
 
         The keys are empty while they are those of `cards`; once they are not, who does not take them is refused.
@@ -233,7 +232,7 @@ class Engine:
         """Breaks connections, joins threads, revokes keys. On return no peer can read the pool by network."""
         _live.discard(self)
         if self._core is not None:
-            self._core = closed(self._core)
+            self._core.close()
         with self._ringing:
             self.closed = True
             for queue in self._rung:

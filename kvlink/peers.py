@@ -36,7 +36,7 @@ class Directory(Protocol):
 
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
-    ) -> tuple[int, list[bytes], Sequence[bytes], bytes]:
+    ) -> tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]:
         """Connection id, one reply a lane, pool and lease keys; empty where they are the card's."""
 
 
@@ -172,10 +172,10 @@ class Peers:
         try:
             hellos = connection.hellos()
             with one_path(of_agent=True):
-                number, replies, pool_keys, lease_key = await self.directory.connect(
+                number, replies, pool_keys, lease_keys = await self.directory.connect(
                     card, offered.name, hellos
                 )
-            keys = (pool_keys or offered.pool_keys, lease_key or offered.lease_key)
+            keys = (pool_keys or offered.pool_keys, lease_keys or offered.lease_keys)
             with one_path():
                 regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
             planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)

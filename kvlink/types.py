@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvlink.layout import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when the meaning of a card, a ticket or a slot changes. Peers compare it before anything else."""
 
 
@@ -31,7 +31,8 @@ class TransportCard:
     address: bytes
     pool_keys: tuple[bytes, ...] = field(repr=False)
     """Remote key of each pool region, in region order; empty if `refused`."""
-    lease_key: bytes = field(repr=False)
+    lease_keys: tuple[bytes, ...] = field(repr=False)
+    """Remote keys of the lease slots, which peers read, and of the peer words, which they write."""
     refused: str = ""
     """Why this transport cannot lend the pool; the reader shows it in `explain()`."""
     bounces: bool = False

@@ -33,7 +33,8 @@ _REPORT = WorkerReport(
     num_links=8, links=tuple(LinkReport(f"worker-0-{n}", "verbs", True, 0, 10**6, 10**12) for n in range(8))
 )
 _WAYS = tuple(
-    TransportCard(name, bytes(64), (bytes(64),), bytes(64)) for name in ("shm", "cma", "tcp", "verbs")
+    TransportCard(name, bytes(64), (bytes(64),), (bytes(64), bytes(64)))
+    for name in ("shm", "cma", "tcp", "verbs")
 )
 _CARD = replace(card(0), layout=dense(MODELS["llama-3.1-8b"].geometry(1, 4_096)), transports=_WAYS)
 

@@ -18,7 +18,7 @@ from kvlink.errors import Cancelled
 from kvlink.off_loop import off_loop
 from kvlink.types import WorkerCard
 
-Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], bytes]
+Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]
 Accept = Callable[[str, list[bytes], bool, int], Accepted]
 """(transport, hellos, takes keys, caller) -> (connection id, replies) and where they are not the card's, the keys.
 

@@ -38,6 +38,8 @@ MAX_OPAQUE_BYTES = 64 << 10
 MAX_PLANES = 16_384
 MAX_REGIONS = 4_096
 MAX_TRANSPORTS = 32
+MAX_LEASE_KEYS = 2
+MAX_CONNECTION_ID = (1 << 31) - 1
 MAX_CARD_BYTES = 4 << 20
 MAX_REQUEST_BYTES = 8 << 20
 """The largest message a server takes: one ticket of a million blocks fits."""

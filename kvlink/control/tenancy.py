@@ -141,5 +141,5 @@ def _shown(card: WorkerCard) -> WorkerCard:
     """Observers get no keys."""
     if caller().role is Role.WORKER:
         return card
-    bare = [replace(each, address=b"", pool_keys=(), lease_key=b"") for each in card.transports]
+    bare = [replace(each, address=b"", pool_keys=(), lease_keys=()) for each in card.transports]
     return replace(card, transports=tuple(bare))

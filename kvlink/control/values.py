@@ -197,7 +197,7 @@ class ConnectReply(NamedTuple):
     connection_id: int
     replies: list[bytes]
     pool_keys: Sequence[bytes] = ()
-    lease_key: bytes = b""
+    lease_keys: Sequence[bytes] = ()
 
     def __repr__(self) -> str:
         """Without invitations and keys."""

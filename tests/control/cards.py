@@ -37,8 +37,8 @@ def make_card(
         layout=make_layout(),
         region_bytes=(200 * (32 << 10),),
         transports=(
-            TransportCard("shm", b"address", (b"key",), b"lease"),
-            TransportCard("tcp", b"", (), b"", "no"),
+            TransportCard("shm", b"address", (b"key",), (b"slots", b"words")),
+            TransportCard("tcp", b"", (), (), "no"),
         ),
     )
 

@@ -110,10 +110,10 @@ def test_what_is_shown_in_tracebacks_has_no_secret() -> None:
         Renewal("w", 1, [(3, nonce)]),
         Push(PushKind.SETTLE, 3, nonce),
         HandoffResults(1, 1, [(0, [secret])], []),
-        ConnectReply(1, [secret], (secret,), secret),
+        ConnectReply(1, [secret], (secret,), (secret,)),
         ConnectRequest("w", 1, "tcp", [secret]),
         LeaseSeat(3, nonce, nonce),
-        TransportCard("tcp", b"", (secret,), secret),
+        TransportCard("tcp", b"", (secret,), (secret,)),
     ]
     for value in [*shown, shown]:
         assert "SECRET" not in repr(value)

@@ -24,8 +24,8 @@ from kvlink.control.security.policy import Trust
 class _Apart(Security):
     """Its clients have connections of their own, as those of other processes do."""
 
-    def workers(self) -> Trust:
-        trust = super().workers()
+    def workers(self, tenant: str | None = None) -> Trust:
+        trust = super().workers(tenant)
         return _OwnConnection(trust.security, trust.wanted, trust.tokens, trust.host_tokens)
 
 

@@ -52,7 +52,7 @@ struct Pair {
     connection = *reader.engine->open(transport, access.address);
     const Accepted accepted = *owner.engine->accept(transport, connection->hellos());
     const auto regions = connection->establish(accepted.connection_id, accepted.replies, access.pool_keys,
-                                               access.lease_key, 7, 5 * kSecondNs);
+                                               access.lease_keys, 7, 5 * kSecondNs);
     EXPECT_TRUE(regions.ok()) << regions.status().what();
     planner = *Planner::make(layout(), layout(), {reader.range()}, {kPoolBytes}, *regions, {});
   }

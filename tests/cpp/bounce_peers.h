@@ -44,6 +44,9 @@ struct DeviceReader {
     EXPECT_TRUE(status.ok()) << status.what();
     EXPECT_EQ(*endpoint->import_region(card.pool_key), kPool);
     EXPECT_EQ(*endpoint->import_region(card.table_key), kTable);
+    if (!card.words_key.empty()) {
+      EXPECT_EQ(*endpoint->import_region(card.words_key), kWords);
+    }
   }
 
   /// Sleeps as the engine does, so that what never wakes fails the test. Ends as Reader::wait does.

@@ -70,6 +70,29 @@ TEST(Cma, RefusesAnOwnerThatHasEndedOrClosed) {
   EXPECT_EQ((*transport)->open(closed.card().address, 0).status().code(), Code::kPeerUnreachable);
 }
 
+/// An owner must not kill its readers: a store where a memfd has no memory ends a process by SIGBUS.
+TEST(Cma, StoresNothingBeyondTheOwnersMemory) {
+  Owner owner("cma");
+  auto* const hole =
+      static_cast<std::byte*>(::mmap(nullptr, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  const auto short_one = *HostMemory::allocate(4096, false, {}, Access::kWriteWords);
+  const UniqueFd unsealed(::memfd_create("unsealed", MFD_CLOEXEC));
+  ASSERT_EQ(::ftruncate(unsealed.get(), 1 << 20), 0);
+  for (const int memfd : {short_one->range().memfd, unsealed.get()}) {
+    const auto region = owner.transport->register_memory({hole, 1 << 20, memfd, 0}, Access::kWriteWords);
+    Reader reader("cma", owner.card(),
+                  [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+    const auto index = reader.endpoint->import_region((*region)->remote_key());
+    ASSERT_TRUE(index.ok());
+    if (memfd == unsealed.get()) {
+      ASSERT_EQ(::ftruncate(memfd, 0), 0);
+    }
+    ASSERT_TRUE(reader.endpoint->post_write(9, *index, 8192, 1).ok());
+    EXPECT_EQ(reader.wait(9).code(), Code::kAccessDenied);
+  }
+  ::munmap(hole, 1 << 20);
+}
+
 TEST(Cma, DeniesMemoryThatIsNotThere) {
   Owner owner("cma");
   void* const hole = ::mmap(nullptr, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -31,12 +31,18 @@ namespace kvlink::testing {
 inline constexpr uint64_t kPoolBytes = 8 << 20;
 inline constexpr uint64_t kTableBytes = 64 << 10;
 inline constexpr uint32_t kBlock = 16 << 10;
-inline constexpr uint32_t kPool = 0, kTable = 1;  // as every Reader imports them
+inline constexpr uint32_t kPool = 0, kTable = 1, kWords = 2;  // as every Reader imports them
 inline constexpr std::byte kPoison{0xa5};
 inline constexpr int64_t kSecondNs = 1'000'000'000;
 
 inline std::shared_ptr<HostMemory> allocate(uint64_t bytes) {
   auto memory = HostMemory::allocate(bytes, false);
+  EXPECT_TRUE(memory.ok()) << memory.status().what();
+  return *memory;
+}
+
+inline std::shared_ptr<HostMemory> allocate_words() {
+  auto memory = HostMemory::allocate(kTableBytes, false, {}, Access::kWriteWords);
   EXPECT_TRUE(memory.ok()) << memory.status().what();
   return *memory;
 }
@@ -51,29 +57,34 @@ inline void fill_random(const MemoryRange& range, uint64_t seed) {
 
 /// What an owner says of itself through the control plane.
 struct Card {
-  std::string address, pool_key, table_key;
+  std::string address, pool_key, table_key, words_key;
 };
 
-/// A transport that lends a pool of random bytes (of a seed) and a zeroed table.
+/// A transport that lends a pool of random bytes (of a seed), and a zeroed table and words.
 class Owner {
  public:
   explicit Owner(const std::string& name, uint64_t seed = 1)
-      : pool(allocate(kPoolBytes)), table(allocate(kTableBytes)) {
+      : pool(allocate(kPoolBytes)), table(allocate(kTableBytes)), words(allocate_words()) {
     fill_random(pool->range(), seed);
     auto made = make_transport(name, {});
     EXPECT_TRUE(made.ok()) << made.status().what();
     transport = std::move(*made);
     auto lent_pool = transport->register_memory(pool->range(), Access::kRead);
-    auto lent_table = transport->register_memory(table->range(), Access::kReadWrite);
-    EXPECT_TRUE(lent_pool.ok() && lent_table.ok());
+    auto lent_table = transport->register_memory(table->range(), Access::kReadWords);
+    auto lent_words = transport->register_memory(words->range(), Access::kWriteWords);
+    EXPECT_TRUE(lent_pool.ok() && lent_table.ok() && lent_words.ok());
     pool_region = std::move(*lent_pool);
     table_region = std::move(*lent_table);
+    words_region = std::move(*lent_words);
   }
-  Card card() const { return {transport->address(), pool_region->remote_key(), table_region->remote_key()}; }
+  Card card() const {
+    return {transport->address(), pool_region->remote_key(), table_region->remote_key(),
+            words_region->remote_key()};
+  }
 
-  std::shared_ptr<HostMemory> pool, table;
+  std::shared_ptr<HostMemory> pool, table, words;
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<MemoryRegion> pool_region, table_region;
+  std::unique_ptr<MemoryRegion> pool_region, table_region, words_region;
 };
 
 /// Runs the owner's serve() as the engine's thread would.
@@ -112,7 +123,7 @@ class RemoteOwner {
     }
     ::close(ends[1]);
     control_ = ends[0];
-    card_ = {hear(), hear(), hear()};
+    card_ = {hear(), hear(), hear(), hear()};
   }
   ~RemoteOwner() {
     ::close(control_);
@@ -135,9 +146,9 @@ class RemoteOwner {
     say("f");
     return static_cast<pid_t>(std::stol(hear()));
   }
-  /// The 64-bit word at `offset` of the table, as the owner sees it.
-  uint64_t table_word(uint64_t offset) {
-    std::string order = "t";
+  /// The word at `offset` of those that peers write, as the owner sees it.
+  uint64_t peer_word(uint64_t offset) {
+    std::string order = "w";
     say(order.append(reinterpret_cast<const char*>(&offset), sizeof offset));
     uint64_t word;
     std::memcpy(&word, hear().data(), sizeof word);
@@ -156,7 +167,8 @@ class RemoteOwner {
   static void run(const std::string& name, int control) {
     Owner owner(name);
     const Card card = owner.card();
-    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key}) send_to(control, *blob);
+    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key, &card.words_key})
+      send_to(control, *blob);
     for (bool serving = true;;) {
       std::array<pollfd, 2> work{
           {{control, POLLIN, 0}, {serving ? owner.transport->serve_fd() : -1, POLLIN, 0}}};
@@ -168,10 +180,10 @@ class RemoteOwner {
       if (order[0] == 'a') {
         auto reply = owner.transport->accept(static_cast<unsigned char>(order[1]), order.substr(2));
         send_to(control, reply.ok() ? *reply : "refused");
-      } else if (order[0] == 't') {
+      } else if (order[0] == 'w') {
         uint64_t offset;
         std::memcpy(&offset, order.data() + 1, sizeof offset);
-        send_to(control, {reinterpret_cast<const char*>(owner.table->range().base) + offset, sizeof offset});
+        send_to(control, {reinterpret_cast<const char*>(owner.words->range().base) + offset, sizeof offset});
       } else if (order[0] == 'f') {
         const pid_t child = ::fork();
         if (child == 0) {
@@ -251,7 +263,9 @@ class Reader {
     endpoint = std::move(*opened);
     const Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);
     EXPECT_TRUE(status.ok()) << status.what();
-    for (const auto& [key, index] : {std::pair{card.pool_key, kPool}, std::pair{card.table_key, kTable}}) {
+    for (const auto& [key, index] : {std::pair{card.pool_key, kPool}, std::pair{card.table_key, kTable},
+                                     std::pair{card.words_key, kWords}}) {
+      if (key.empty()) continue;
       auto region = endpoint->import_region(key);
       EXPECT_TRUE(region.ok()) << region.status().what();
       EXPECT_EQ(*region, index);
@@ -272,7 +286,7 @@ class Reader {
     return read(scatter);
   }
   Status write_word(uint64_t offset, uint64_t value) {
-    Status status = endpoint->post_write(9, kTable, offset, value);
+    Status status = endpoint->post_write(9, kWords, offset, value);
     return status.ok() ? wait(9) : status;
   }
   void poison() { std::fill(destination.begin(), destination.end(), kPoison); }

@@ -2,6 +2,9 @@
 // Shared memory and the copies between mappings.
 #include "copy.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+
 #include "copy_peers.h"
 
 namespace kvlink::testing {
@@ -14,6 +17,23 @@ TEST(HostMemory, IsZeroAndSealed) {
       std::all_of(range.base, range.base + range.bytes, [](std::byte byte) { return byte == std::byte{0}; }));
   EXPECT_NE(::ftruncate(range.memfd, 4096), 0);
   EXPECT_NE(::ftruncate(range.memfd, 4 << 20), 0);
+}
+
+/// Whoever has the descriptor: the owner's mapping stays writable, others are so only where peers write.
+TEST(HostMemory, IsWritableToOthersOnlyWherePeersWrite) {
+  for (const Access lent_for : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
+    const auto memory = *HostMemory::allocate(4096, false, {}, lent_for);
+    const MemoryRange range = memory->range();
+    range.base[0] = std::byte{7};
+    void* const other = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, range.memfd, 0);
+    EXPECT_EQ(other != MAP_FAILED, lent_for == Access::kWriteWords);
+    if (other != MAP_FAILED) ::munmap(other, 4096);
+    void* const reading = ::mmap(nullptr, 4096, PROT_READ, MAP_SHARED, range.memfd, 0);
+    ASSERT_NE(reading, MAP_FAILED);
+    EXPECT_EQ(*static_cast<std::byte*>(reading), std::byte{7});
+    ::munmap(reading, 4096);
+    EXPECT_NE(::fcntl(range.memfd, F_ADD_SEALS, F_SEAL_WRITE), 0) << "no more seals";
+  }
 }
 
 TEST(HostMemory, SaysWhatItCouldNotAllocate) {

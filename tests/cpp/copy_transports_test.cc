@@ -99,21 +99,22 @@ TEST_P(CopyTransport, CompletesInOrderOfPosts) {
   for (uint32_t i = 0; i < scatters.size(); ++i) EXPECT_EQ(ended[i].token, i);
 }
 
-TEST_P(CopyTransport, WritesWordsIntoTheTable) {
+TEST_P(CopyTransport, ReadsLeaseSlotsAndWritesPeerWordsAlone) {
   LocalPair pair(GetParam());
-  ASSERT_TRUE(pair.reader.write_word(128, 0x0123'4567'89ab'cdef).ok());
+  const uint64_t word = 0x0123'4567'89ab'cdef;
+  std::memcpy(pair.owner.table->range().base + 128, &word, sizeof word);
+  ASSERT_TRUE(pair.reader.write_word(64, word).ok());
   ASSERT_TRUE(pair.reader.read_at(kTable, 128, 64).ok());
-  uint64_t here, there;
-  std::memcpy(&here, pair.reader.destination.data(), sizeof here);
-  std::memcpy(&there, pair.owner.table->range().base + 128, sizeof there);
-  EXPECT_EQ(here, 0x0123'4567'89ab'cdef);
-  EXPECT_EQ(there, 0x0123'4567'89ab'cdef);
+  EXPECT_EQ(std::memcmp(pair.reader.destination.data(), &word, sizeof word), 0);
+  EXPECT_EQ(std::memcmp(pair.owner.words->range().base + 64, &word, sizeof word), 0);
+  EXPECT_EQ(pair.reader.endpoint->post_write(1, kTable, 128, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(pair.reader.read_at(kWords, 64, 8).code(), Code::kAccessDenied);
 }
 
 TEST_P(RemoteCopyTransport, WritesWordsIntoAnotherProcess) {
   RemotePair pair(GetParam());
   ASSERT_TRUE(pair.reader.write_word(512, 77).ok());
-  EXPECT_EQ(pair.owner.table_word(512), 77);
+  EXPECT_EQ(pair.owner.peer_word(512), 77);
 }
 
 TEST_P(CopyTransport, RefusesWhatLeavesTheRegion) {
@@ -121,14 +122,14 @@ TEST_P(CopyTransport, RefusesWhatLeavesTheRegion) {
   EXPECT_EQ(pair.reader.read_at(kPool, kPoolBytes, 1).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.read_at(kPool, kPoolBytes - 63, 64).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.read_at(kPool, UINT64_MAX - 10, 64).code(), Code::kAccessDenied);
-  EXPECT_EQ(pair.reader.read_at(2, 0, 64).code(), Code::kAccessDenied);
+  EXPECT_EQ(pair.reader.read_at(3, 0, 64).code(), Code::kAccessDenied);
   EXPECT_TRUE(pair.reader.is_poisoned());
   EXPECT_EQ(pair.reader.write_word(kTableBytes, 1).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.write_word(kTableBytes - 4, 1).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.write_word(UINT64_MAX - 3, 1).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.write_word(4, 1).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.endpoint->post_write(1, kPool, 0, 1).code(), Code::kAccessDenied);
-  EXPECT_EQ(pair.reader.endpoint->post_write(1, 2, 0, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(pair.reader.endpoint->post_write(1, 3, 0, 1).code(), Code::kAccessDenied);
   EXPECT_TRUE(pair.reader.read_at(kPool, kPoolBytes - 64, 64).ok());
 }
 

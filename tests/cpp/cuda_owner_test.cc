@@ -27,7 +27,7 @@ class RemoteGpuOwner {
     }
     ::close(ends[1]);
     control_ = ends[0];
-    card = {hear(), hear(), hear()};
+    card = {hear(), hear(), hear(), hear()};
   }
   ~RemoteGpuOwner() {
     kill();
@@ -51,7 +51,7 @@ class RemoteGpuOwner {
     GpuOwner owner(kind);
     Server server(*owner.transport);
     const Card card = owner.card();
-    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key}) {
+    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key, &card.words_key}) {
       ::send(control, blob->data(), blob->size(), MSG_NOSIGNAL);
     }
     std::array<char, 4096> hello;

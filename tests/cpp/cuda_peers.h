@@ -66,22 +66,29 @@ class GpuPool {
 
 /// Lends a pool of random bytes and a zeroed table.
 struct GpuOwner {
-  explicit GpuOwner(GpuPool::Kind kind = GpuPool::Kind::kKvlink) : pool(kind), table(allocate(kTableBytes)) {
+  explicit GpuOwner(GpuPool::Kind kind = GpuPool::Kind::kKvlink)
+      : pool(kind), table(allocate(kTableBytes)), words(allocate_words()) {
     pool.fill(1);
     transport = std::move(*make_transport("cuda", {}));
     auto lent_pool = transport->register_memory(pool.range(), Access::kRead);
-    auto lent_table = transport->register_memory(table->range(), Access::kReadWrite);
+    auto lent_table = transport->register_memory(table->range(), Access::kReadWords);
+    auto lent_words = transport->register_memory(words->range(), Access::kWriteWords);
     EXPECT_TRUE(lent_pool.ok()) << lent_pool.status().what();
     EXPECT_TRUE(lent_table.ok()) << lent_table.status().what();
     pool_region = std::move(*lent_pool);
+    EXPECT_TRUE(lent_words.ok()) << lent_words.status().what();
     table_region = std::move(*lent_table);
+    words_region = std::move(*lent_words);
   }
-  Card card() const { return {transport->address(), pool_region->remote_key(), table_region->remote_key()}; }
+  Card card() const {
+    return {transport->address(), pool_region->remote_key(), table_region->remote_key(),
+            words_region->remote_key()};
+  }
 
   GpuPool pool;
-  std::shared_ptr<HostMemory> table;
+  std::shared_ptr<HostMemory> table, words;
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<MemoryRegion> pool_region, table_region;
+  std::unique_ptr<MemoryRegion> pool_region, table_region, words_region;
 };
 
 /// A connected endpoint, with a poisoned pool to read into. `image`: with it the kernel copies.
@@ -101,7 +108,7 @@ class GpuReader {
     if (!opened.ok()) return opened.status();
     endpoint = std::move(*opened);
     Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);
-    for (const std::string& key : {card.pool_key, card.table_key}) {
+    for (const std::string& key : {card.pool_key, card.table_key, card.words_key}) {
       if (status.ok()) status = endpoint->import_region(key).status();
     }
     return status;

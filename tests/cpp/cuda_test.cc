@@ -131,10 +131,10 @@ TEST_F(Cuda, LooksAtTheTableOnceTheDataHasLanded) {
 
 TEST_F(Cuda, WritesToTheTableAndNowhereElse) {
   GpuPair pair;
-  ASSERT_TRUE(pair.reader.endpoint->post_write(3, kTable, 72, 77).ok());
+  ASSERT_TRUE(pair.reader.endpoint->post_write(3, kWords, 72, 77).ok());
   ASSERT_TRUE(pair.reader.wait(3).ok());
   uint64_t word = 0;
-  std::memcpy(&word, pair.owner.table->range().base + 72, sizeof word);
+  std::memcpy(&word, pair.owner.words->range().base + 72, sizeof word);
   EXPECT_EQ(word, 77u);
   EXPECT_EQ(pair.reader.endpoint->post_write(4, kPool, 0, 1).code(), Code::kAccessDenied);
 }

@@ -53,7 +53,7 @@ TEST_P(Fault, PassesEverythingElse) {
   ASSERT_TRUE(read_data().ok());
   EXPECT_EQ(num_wrong_data(), 0);
   ASSERT_TRUE(reader().write_word(8, 5).ok());
-  EXPECT_EQ(pair_->owner.table->range().base[8], std::byte{5});
+  EXPECT_EQ(pair_->owner.words->range().base[8], std::byte{5});
 }
 
 TEST_P(Fault, DropsTheNthPost) {
@@ -115,10 +115,10 @@ TEST_P(Fault, HangsForGood) {
   connect("hang@2");
   ASSERT_TRUE(read_data().ok());
   const Scatter hung = post_data(5), after = post_data(6);
-  ASSERT_TRUE(reader().endpoint->post_write(8, kTable, 0, 1).ok());
+  ASSERT_TRUE(reader().endpoint->post_write(8, kWords, 0, 1).ok());
   EXPECT_FALSE(completes_soon(5));
   EXPECT_FALSE(completes_soon(6));
-  EXPECT_EQ(pair_->owner.table->range().base[0], std::byte{0});
+  EXPECT_EQ(pair_->owner.words->range().base[0], std::byte{0});
 }
 
 TEST_P(Fault, FailsAndDenies) {

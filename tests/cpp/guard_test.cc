@@ -290,9 +290,9 @@ struct DeviceGuard : ::testing::Test {
     slot() = kNonce;
     ASSERT_TRUE(transport->lend_through(bounce).ok());
     pool_region = std::move(*transport->register_memory(device.range(), Access::kRead));
-    table_region = std::move(*transport->register_memory(table->range(), Access::kReadWrite));
+    table_region = std::move(*transport->register_memory(table->range(), Access::kReadWords));
     server = std::make_unique<Server>(*transport);
-    const Card card{transport->address(), pool_region->remote_key(), table_region->remote_key()};
+    const Card card{transport->address(), pool_region->remote_key(), table_region->remote_key(), {}};
     reader = std::make_unique<Reader>(
         "tcp", card, [this](const std::string& hello) { return *transport->accept(1, hello); });
   }

@@ -21,7 +21,7 @@ constexpr uint32_t kBlockBytes = 1024;
 constexpr uint32_t kNumBlocks = 4096;
 constexpr uint64_t kNonce = 7700;
 constexpr uint32_t kSlot = 1;
-constexpr uint32_t kPool = 0, kLeases = 1;  // regions of the owner
+constexpr uint32_t kPool = 0, kLeases = 1, kWords = 2;  // regions of the owner
 
 /// The owner's memory, which a test may fill.
 struct Owner {
@@ -54,8 +54,11 @@ class FakeEndpoint final : public Endpoint {
                                     chunk.guard.offset != kSlot * sizeof(LeaseSlot));
     return {};
   }
-  Status post_write(uint64_t token, uint32_t, uint64_t, uint64_t) override {
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override {
+    EXPECT_EQ(region, kWords);
     posts_.push_back({token, {}});
+    if (words_.empty()) num_posts_before_word_ = posts_.size() - 1;
+    words_.push_back({offset, value});
     return {};
   }
   PollResult poll(std::vector<Completion>& ended) override {
@@ -81,7 +84,9 @@ class FakeEndpoint final : public Endpoint {
   int64_t asks_at_ns_ = 0;   // 0: it does not ask
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed
   uint32_t num_vain_ = 0;
-  uint32_t num_unguarded_ = 0;  // reads of blocks that do not name their lease
+  std::vector<std::array<uint64_t, 2>> words_;  // stores: where, and what
+  size_t num_posts_before_word_ = 0;            // the first
+  uint32_t num_unguarded_ = 0;                  // reads of blocks that do not name their lease
   size_t num_posts() const { return posts_.size(); }
 
  private:
@@ -134,12 +139,16 @@ struct LaneTest : ::testing::Test {
   std::vector<std::unique_ptr<Lane>> lanes;
   std::array<uint64_t, 2> landed{};
   std::array<bool, 2> broken{};
-  int64_t timeout_ns = 0;  // 0: none
+  std::shared_ptr<AnnouncedReaders> readers;  // null: nobody announces anything
+  uint64_t settle_nonce = 0;                  // 0: the pull does not settle
+  int64_t timeout_ns = 0;                     // 0: none
   int crew_wakes = 0;
 
   void start(std::array<Window, 2> windows, bool submits = true) {
     for (size_t i = 0; i < owner.pool.size(); ++i) owner.pool[i] = static_cast<std::byte>(i * 31 >> 3);
     owner.leases[kSlot * sizeof(LeaseSlot) / sizeof(uint64_t)] = kNonce;
+    owner_blocks.clear();
+    reader_blocks.clear();
     for (uint32_t block = 0; block < kNumBlocks; block += 2) {
       owner_blocks.push_back(block);
       reader_blocks.push_back(kNumBlocks - 1 - block);
@@ -154,6 +163,7 @@ struct LaneTest : ::testing::Test {
     request.tokens = {0, static_cast<uint32_t>(owner_blocks.size())};
     request.slot = kSlot;
     request.nonce = kNonce;
+    request.settle_nonce = settle_nonce;
     request.deadline_ns = timeout_ns > 0 ? now_ns() + timeout_ns : INT64_MAX;
     const auto help = [this](const Transfer& mine, int64_t until) { lanes[0]->help(mine, until); };
     transfer =
@@ -162,7 +172,7 @@ struct LaneTest : ::testing::Test {
     for (uint32_t i = 0; i < 2; ++i) {
       auto endpoint = std::make_unique<FakeEndpoint>(owner, windows[i], landed[i], broken[i]);
       lanes.push_back(std::make_unique<Lane>(std::move(endpoint), i));
-      lanes.back()->ready(kLeases, 0, driver);
+      lanes.back()->ready({kLeases, kWords}, readers, driver);
       if (submits) lanes.back()->submit(transfer);
     }
   }

@@ -25,6 +25,50 @@ TEST_F(LaneTest, LanesShareAPullByTheirWindows) {
   EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
 }
 
+TEST_F(LaneTest, EachLaneAnnouncesThePullBeforeItsFirstReadAndWithdrawsItAtTheEnd) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({window(16 << 10), window(48 << 10)});
+  drive();
+  expect_valid();
+  const std::array<uint64_t, 2> announced{reader_offset(kSlot), readers->announcement(kNonce)};
+  const std::array<uint64_t, 2> withdrawn{reader_offset(kSlot), readers->withdrawal(kNonce)};
+  for (size_t lane = 0; lane < 2; ++lane) {
+    EXPECT_EQ(endpoint(lane).words_, std::vector{announced});
+    EXPECT_EQ(endpoint(lane).num_posts_before_word_, 0u);
+    lanes[lane]->drive();
+    EXPECT_EQ(endpoint(lane).words_, (std::vector{announced, withdrawn}));
+  }
+}
+
+TEST_F(LaneTest, APullThatSettledOrHasSiblingsIsNotWithdrawn) {
+  for (const bool settles : {false, true}) {
+    readers = std::make_shared<AnnouncedReaders>(42);
+    settle_nonce = settles ? kNonce + 1 : 0;
+    lanes.clear();
+    start({window(16 << 10), window(48 << 10)});
+    if (!settles) readers->begin(kNonce);
+    drive();
+    for (const auto& lane : lanes) lane->drive();
+    size_t num_words = 0;
+    for (size_t lane = 0; lane < 2; ++lane) num_words += endpoint(lane).words_.size();
+    EXPECT_EQ(num_words, settles ? 3u : 2u) << "announcements, and a settle";
+    EXPECT_EQ(readers->reads(kNonce), !settles) << "the sibling does";
+  }
+}
+
+TEST_F(LaneTest, ACancelledPullIsWithdrawnOnceItsReadsHaveEnded) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({window(16 << 10), kWhole});
+  lanes[0]->drive();
+  transfer->cancel();
+  lanes[0]->drive();  // its reads are under way, and cannot be called back
+  EXPECT_EQ(endpoint(0).words_.size(), 1u);
+  for (int round = 0; round < 8; ++round) lanes[0]->drive();
+  EXPECT_TRUE(transfer->done());
+  ASSERT_EQ(endpoint(0).words_.size(), 2u);
+  EXPECT_EQ(endpoint(0).words_[1][1], readers->withdrawal(kNonce));
+}
+
 TEST_F(LaneTest, PartsThatAreLargerThanAChunkAreWeighedToo) {
   Window narrow = window(4 << 10), wide = window(12 << 10);
   narrow.depth = wide.depth = 64;

@@ -16,8 +16,9 @@ uint64_t lease_of(int who) { return static_cast<uint64_t>(who) + 1; }
 
 World::Snapshot World::save() const {
   Snapshot snapshot{LeaseTableState::of(table_), {}, next_nonce_, now_, requests_, seats_, readers_, blocks_};
-  for (const LeaseSlot& slot : memory_)
-    snapshot.words.push_back({slot.nonce, slot.ready, slot.settled, slot.reader});
+  for (size_t slot = 0; slot < memory_.size(); ++slot)
+    snapshot.words.push_back(
+        {memory_[slot].nonce, memory_[slot].ready, words_[slot].settled, words_[slot].reader});
   return snapshot;
 }
 
@@ -27,8 +28,8 @@ void World::restore(const Snapshot& snapshot) {
     const auto& [nonce, ready, settled, reader] = snapshot.words[index];
     memory_[index].nonce = nonce;
     memory_[index].ready = ready;
-    memory_[index].settled = settled;
-    memory_[index].reader = reader;
+    words_[index].settled = settled;
+    words_[index].reader = reader;
   }
   next_nonce_ = snapshot.next_nonce;
   now_ = snapshot.now;
@@ -42,10 +43,10 @@ void World::restore(const Snapshot& snapshot) {
 std::string World::key() const {
   std::string key;
   LeaseTableState::of(table_).add_to(key);
-  for (const LeaseSlot& slot : memory_) {
-    for (const uint64_t word :
-         {slot.nonce.load(), slot.ready.load(), slot.settled.load(), slot.reader.load()})
-      key.append(reinterpret_cast<const char*>(&word), 2);  // of the model's values none is longer
+  for (const auto& words : save().words) {
+    for (const uint64_t word : words) {
+      for (const int byte : {0, 1, 3, 4}) key += static_cast<char>(word >> 8 * byte);  // none has others
+    }
   }
   const auto add = [&key](auto... values) { (key.push_back(static_cast<char>(values)), ...); };
   add(now_);
@@ -53,7 +54,7 @@ std::string World::key() const {
     add(one.seat.slot, one.block, one.reports, one.granted, one.written, one.streams, one.back);
   for (const Reader& one : readers_) {
     add(one.phase, one.num_slices, one.got[0], one.got[1], one.compared, one.announced, one.in_time);
-    add(one.withdrew, one.seen, one.cut);
+    add(one.withdrew, one.cut);
   }
   for (int who = 0; who < kNumRequests; ++who) add(blocks_.content[who], blocks_.holder[who]);
   return key;
@@ -115,32 +116,25 @@ bool World::write(int who) {
   return true;
 }
 
-void World::look_at_readers() {
-  for (int who = 0; who < kNumRequests; ++who) {
-    if (!requests_[who].granted || reused(who) || slot_of(who).reader != name_of(who)) continue;
-    if (stands(who)) {
-      readers_[who].seen = true;
-    } else if (rules_.watches_ended) {
-      readers_[who].cut = true;
-    }
-  }
-}
-
+/// As the engine does, which cuts readers off before it reports what has ended.
 void World::sweep() {
-  look_at_readers();
   std::vector<std::array<uint64_t, 2>> before;
   for (const LeaseSlot& slot : memory_) before.push_back({slot.nonce, slot.ready});
-  std::vector<EndedLease> ended;
-  table_.sweep(now_, ended);
+  Swept swept;
+  table_.sweep(now_, swept);
   for (uint32_t index = 1; index < memory_.size(); ++index) {
     if (before[index][1] != memory_[index].ready) violate("(b) a sweep stored to `ready`");
     if (before[index][0] != memory_[index].nonce && before[index][0] < kSmallestNonce)
       violate("(b) a sweep stored to a slot that no lease had");
   }
-  for (const EndedLease& one : ended) {
-    Request& request = requests_[one.lease - 1];
-    if (++request.reports > 1) violate("(d) a lease ended twice");
-    if (!rules_.fences_every_end && one.how != LeaseEnd::kExpired) readers_[one.lease - 1].seen = false;
+  for (const uint64_t connection : swept.to_fence) {
+    Reader& reader = readers_[connection - 1];
+    if (rules_.stores_arrive && reader.in_time && (reader.withdrew || reader.phase == Phase::kSettled))
+      violate("(e) a reader that had ended was cut off");
+    reader.cut = true;
+  }
+  for (const EndedLease& one : swept.ended) {
+    if (++requests_[one.lease - 1].reports > 1) violate("(d) a lease ended twice");
   }
 }
 
@@ -150,7 +144,6 @@ bool World::give_blocks_back(int who) {
   if (one.reports == 0 || one.back) return false;
   if (stands(who)) violate("(d) blocks came back under a lease that stands");
   if (rules_.enforces_guards) readers_[who].compared = false;
-  readers_[who].cut |= readers_[who].seen;
   one.back = true;
   blocks_.holder[one.block] = 0;
   return true;
@@ -173,7 +166,17 @@ bool World::announce(int who) {
   }
   reader.announced = true;
   reader.in_time = stands(who);
-  slot_of(who).reader = name_of(who);
+  words_of(who).reader = Announcement{name_of(who), Announcement::tag_of(requests_[who].seat.nonce)}.word();
+  return true;
+}
+
+bool World::withdraw(int who) {
+  Reader& reader = readers_[who];
+  if (!reader.announced || reader.withdrew || reader.phase != Phase::kFailed) return false;
+  reader.withdrew = true;
+  if (!may_store(who)) return true;
+  words_of(who).reader =
+      Announcement{name_of(who), Announcement::tag_of(requests_[who].seat.nonce), true}.word();
   return true;
 }
 
@@ -257,7 +260,6 @@ bool World::act(Action action) {
       return true;
     case Do::kAbort:
       if (!one.granted) return false;
-      look_at_readers();
       on_behalf_of(who, [&] { return table_.abort(lease_of(who)) && stands(who); });
       return true;
     case Do::kTime:
@@ -281,13 +283,10 @@ bool World::act(Action action) {
     case Do::kSettle:
       if (reader.phase != Phase::kValid) return false;
       reader.phase = Phase::kSettled;
-      if (may_store(who)) slot_of(who).settled = one.seat.settle_nonce;
+      if (may_store(who)) words_of(who).settled = one.seat.settle_nonce;
       return true;
     case Do::kWithdraw:
-      if (!reader.announced || reader.withdrew || reader.phase <= Phase::kReading) return false;
-      reader.withdrew = true;
-      if (may_store(who)) slot_of(who).reader = 0;
-      return true;
+      return withdraw(who);
   }
   return false;
 }

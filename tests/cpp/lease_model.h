@@ -15,37 +15,57 @@
 
 namespace kvlink {
 
-/// All of a table that decides what it does next, apart from the slots' memory.
+/// All of a table that decides what it does next, apart from the memory that it shares.
 struct LeaseTableState {
   FreeSlots free;
-  std::vector<uint64_t> lease_of_slot, random;
+  std::vector<LeaseTable::SlotRecord> records;
   std::unordered_map<uint64_t, LeaseTable::Lease> leases;
+  LeaseReaders readers;
+  std::vector<uint64_t> to_fence, ended_leases, random;
+  std::vector<uint32_t> ended_slots;
   int64_t looked_ns;
   uint32_t num_active;
 
   static LeaseTableState of(const LeaseTable& table) {
-    return {table.free_,   table.lease_of_slot_, table.random_,
-            table.leases_, table.looked_ns_,     table.num_active()};
+    return {table.free_,         table.records_, table.leases_,      table.readers_,   table.to_fence_,
+            table.ended_leases_, table.random_,  table.ended_slots_, table.looked_ns_, table.num_active()};
   }
   void put_into(LeaseTable& table) const {
     table.free_ = free;
-    table.lease_of_slot_ = lease_of_slot;
-    table.random_ = random;
+    table.records_ = records;
     table.leases_ = leases;
+    table.readers_ = readers;
+    table.to_fence_ = to_fence;
+    table.ended_leases_ = ended_leases;
+    table.random_ = random;
+    table.ended_slots_ = ended_slots;
     table.looked_ns_ = looked_ns;
     table.num_active_ = num_active;
   }
   /// Equal for equal states. What is only reported (how long leases were held) does not count.
   void add_to(std::string& key) const {
-    for (FreeSlots left = free; left.size() > 0;) key += static_cast<char>(left.pop());
-    key += static_cast<char>(-1);
-    for (const uint64_t lease : lease_of_slot) key += static_cast<char>(lease);
-    std::map<uint64_t, const LeaseTable::Lease*> sorted;
-    for (const auto& [id, lease] : leases) sorted[id] = &lease;
-    for (const auto& [id, lease] : sorted) {
-      key += {static_cast<char>(id), static_cast<char>(lease->deadline_ns), static_cast<char>(lease->how)};
-      for (const auto& seat : lease->seats) key += static_cast<char>(seat.state);
-      for (const uint64_t reader : lease->readers) key += static_cast<char>(reader);
+    const auto add = [&key](auto value) { key += static_cast<char>(value); };
+    for (FreeSlots left = free; left.size() > 0;) add(left.pop());
+    for (const auto& record : records) {
+      add(record.lease);
+      add(record.deadline_ns);
+      add(record.tag);
+    }
+    for (const auto& [slot, of_slot] : readers.all()) {
+      add(slot);
+      for (const uint64_t reader : of_slot) add(reader);
+    }
+    for (const std::vector<uint64_t>& list : {to_fence, ended_leases}) {
+      add(-1);
+      for (const uint64_t one : list) add(one);
+    }
+    for (const uint32_t slot : ended_slots) add(slot);
+    add(-1);
+    for (const auto& [id, lease] : std::map(leases.begin(), leases.end())) {
+      add(id);
+      add(lease.deadline_ns);
+      add(lease.how);
+      for (const auto& seat : lease.seats) add(seat.open);
     }
   }
 };
@@ -61,11 +81,9 @@ enum class Path : uint8_t {
 /// What the model assumes of the code around the table. Each is a rule that (c) depends on.
 struct Rules {
   Path path = Path::kGuard;
-  bool enforces_guards = true;   // before blocks go back, slices that were compared before the end are gone
-  bool fences_every_end = true;  // not only expired seats
-  bool watches_ended = true;     // a late announcement in an ended slot is fenced
-  bool stores_arrive = true;     // a reader's stores arrive before its slot is granted again
-  uint32_t seats_of_first = 1;   // the first lease's; only one of them has a reader
+  bool enforces_guards = true;  // before blocks go back, slices that were compared before the end are gone
+  bool stores_arrive = true;    // a reader's stores arrive before its slot is granted again
+  uint32_t seats_of_first = 1;  // the first lease's; only one of them has a reader
 };
 
 inline void PrintTo(const Rules& rules, std::ostream* out) {
@@ -108,10 +126,13 @@ class World {
   explicit World(const Rules& rules)
       : rules_(rules),
         memory_(1 + rules.seats_of_first),
-        table_(std::as_writable_bytes(std::span(memory_)), 1, [this](std::span<uint64_t> words) {
-          for (uint64_t& word : words) word = next_nonce_ += 1000;
-          return Status();
-        }) {}
+        words_(memory_.size()),
+        table_(std::as_writable_bytes(std::span(memory_)), std::as_writable_bytes(std::span(words_)), 1,
+               [this](std::span<uint64_t> drawn) {
+                 // Its tag differs from the last one's, too.
+                 for (uint64_t& nonce : drawn) nonce = next_nonce_ += (uint64_t{2} << 32) + 1000;
+                 return Status();
+               }) {}
 
   struct Snapshot;
   Snapshot save() const;
@@ -138,7 +159,6 @@ class World {
     std::array<uint8_t, 2> got{};
     bool compared = false;  // the owner is about to send a slice
     bool announced = false, in_time = false, withdrew = false;
-    bool seen = false;  // by the owner
     bool cut = false;
   };
   struct Blocks {
@@ -146,8 +166,12 @@ class World {
   };
 
   LeaseSlot& slot_of(int who) { return memory_[requests_[who].seat.slot]; }
+  PeerWords& words_of(int who) { return words_[requests_[who].seat.slot]; }
   bool stands(int who) { return requests_[who].granted && slot_of(who).nonce == requests_[who].seat.nonce; }
-  bool reused(int who) { return slot_of(who).nonce >= kSmallestNonce && !stands(who); }
+  /// Its slot was granted again.
+  bool reused(int who) {
+    return who == 0 && requests_[1].granted && requests_[1].seat.slot == requests_[0].seat.slot;
+  }
   bool may_store(int who) { return !rules_.stores_arrive || !reused(who); }
   void violate(const std::string& how) {
     if (violated_.empty()) violated_ = how;
@@ -159,9 +183,9 @@ class World {
   void on_behalf_of(int who, Call call);
   void sweep();
   bool give_blocks_back(int who);
-  void look_at_readers();
   bool start(int who);
   bool announce(int who);
+  bool withdraw(int who);
   bool peek(int who);
   bool compare(int who);
   bool send(int who);
@@ -171,6 +195,7 @@ class World {
   const Rules rules_;
   uint64_t next_nonce_ = 0;
   std::vector<LeaseSlot> memory_;
+  std::vector<PeerWords> words_;
   LeaseTable table_;
   int64_t now_ = 0;
   std::array<Request, kNumRequests> requests_;

@@ -98,12 +98,6 @@ TEST(LeaseModelRules, BlocksGoBackOnlyBehindTheSlicesThatWereCompared) {
   EXPECT_EQ(first_violation({.path = Path::kGuard, .enforces_guards = false}).substr(0, 3), "(c)");
 }
 
-TEST(LeaseModelRules, ReadersOfAbortedLeasesAreFencedToo) {
-  EXPECT_EQ(
-      first_violation({.path = Path::kFence, .fences_every_end = false, .watches_ended = false}).substr(0, 3),
-      "(c)");
-}
-
 TEST(LeaseModelRules, StoresThatArriveAfterTheSlotsReuseHideItsReader) {
   EXPECT_EQ(first_violation({.path = Path::kFence, .stores_arrive = false}).substr(0, 3), "(c)");
 }

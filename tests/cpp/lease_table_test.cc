@@ -1,28 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lease_table.h"
-
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <array>
 #include <vector>
 
+#include "lease_tables.h"
+
 namespace kvlink {
 namespace {
 
-constexpr int64_t kTtl = 1000;
-
-struct LeaseTableTest : ::testing::Test {
-  alignas(64) std::array<LeaseSlot, 5> memory{};  // the header and four slots
-  LeaseTable table{std::as_writable_bytes(std::span(memory)), 7};
-  std::vector<EndedLease> ended;
-
-  std::vector<EndedLease> sweep(int64_t now) {
-    ended.clear();
-    table.sweep(now, ended);
-    return ended;
-  }
-};
+using lease_tests::kTtl;
+using lease_tests::LeaseTableTest;
 
 TEST_F(LeaseTableTest, HeaderNamesTheOwnersEpoch) {
   const auto* header = reinterpret_cast<const LeaseTableHeader*>(memory.data());
@@ -43,7 +30,7 @@ TEST_F(LeaseTableTest, GrantPublishesAFreshNonceAndWhatIsReady) {
 
 TEST_F(LeaseTableTest, SettleEndsTheLeaseAndLeavesATombstone) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
-  memory[seat.slot].settled = seat.settle_nonce;
+  words[seat.slot].settled = seat.settle_nonce;
   const auto gone = sweep(5);
   ASSERT_EQ(gone.size(), 1u);
   EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
@@ -54,42 +41,21 @@ TEST_F(LeaseTableTest, SettleEndsTheLeaseAndLeavesATombstone) {
 
 TEST_F(LeaseTableTest, AGuessedSettleIsIgnored) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
-  memory[seat.slot].settled = seat.nonce;
+  words[seat.slot].settled = seat.nonce;
   EXPECT_TRUE(sweep(5).empty());
   EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
   EXPECT_FALSE(table.settle(seat.slot, seat.nonce));
   EXPECT_FALSE(table.settle(0, 0));
 }
 
-TEST_F(LeaseTableTest, ExpiryNamesTheReadersToFence) {
-  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
-  memory[seat.slot].reader = 42;
-  EXPECT_TRUE(sweep(kTtl - 1).empty());
-  const auto gone = sweep(kTtl);
-  ASSERT_EQ(gone.size(), 1u);
-  EXPECT_EQ(gone[0].how, LeaseEnd::kExpired);
-  EXPECT_EQ(gone[0].readers, std::vector<uint64_t>{42});
-  EXPECT_EQ(table.counts(kTtl).expired, 1u);
-}
-
 TEST_F(LeaseTableTest, BlocksComeBackWhenEveryReaderHasEnded) {
   const auto seats = *table.grant(1, 2, 0, kTtl, 0);
-  memory[seats[0].slot].settled = seats[0].settle_nonce;
+  words[seats[0].slot].settled = seats[0].settle_nonce;
   EXPECT_TRUE(sweep(1).empty());
   EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
   EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
   ASSERT_TRUE(table.settle(seats[1].slot, seats[1].settle_nonce));
   EXPECT_EQ(sweep(2).size(), 1u);
-}
-
-TEST_F(LeaseTableTest, AReaderWhoSettledIsNotFencedWhenTheOtherExpires) {
-  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
-  memory[seats[0].slot].reader = 10;
-  memory[seats[0].slot].settled = seats[0].settle_nonce;
-  memory[seats[1].slot].reader = 11;
-  const auto gone = sweep(kTtl);
-  ASSERT_EQ(gone.size(), 1u);
-  EXPECT_EQ(gone[0].readers, std::vector<uint64_t>{11});
 }
 
 TEST_F(LeaseTableTest, AbortErasesTheNonceAtOnce) {
@@ -114,7 +80,7 @@ TEST_F(LeaseTableTest, ALateSettleOfTheSlotsEarlierReaderChangesNothing) {
   sweep(1);
   for (const LeaseSeat& second : *table.grant(2, 4, 0, kTtl, 1)) {
     EXPECT_NE(second.nonce, first.nonce);
-    memory[second.slot].settled = first.settle_nonce;
+    words[second.slot].settled = first.settle_nonce;
   }
   EXPECT_TRUE(sweep(2).empty());
 }
@@ -129,7 +95,7 @@ TEST_F(LeaseTableTest, ReadyNeverGoesBack) {
 
 TEST_F(LeaseTableTest, ASettledSeatsSlotIsNoLongerItsLeasesToWrite) {
   const auto first = *table.grant(1, 2, 0, kTtl, 0);  // a reader each, and two slots beside
-  memory[first[0].slot].settled = first[0].settle_nonce;
+  words[first[0].slot].settled = first[0].settle_nonce;
   EXPECT_TRUE(sweep(1).empty());
   for (uint64_t lease = 2; lease <= 4; ++lease) ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 1).ok());
   ASSERT_NE(memory[first[0].slot].nonce, 1u) << "its slot is another lease's by now";
@@ -152,7 +118,7 @@ TEST_F(LeaseTableTest, AnEndedLeaseWritesNothingAndSaysSo) {
     EXPECT_FALSE(table.settle(aborted.slot, aborted.settle_nonce));
     EXPECT_EQ(memory[aborted.slot].nonce, 3u);
     EXPECT_EQ(memory[aborted.slot].ready, 2u);
-    memory[settled.slot].settled = settled.settle_nonce;
+    words[settled.slot].settled = settled.settle_nonce;
     sweep(1);
   }
   EXPECT_FALSE(table.set_ready(2, 8));
@@ -162,14 +128,14 @@ TEST_F(LeaseTableTest, AnEndedLeaseWritesNothingAndSaysSo) {
 
 TEST_F(LeaseTableTest, AnAbortAfterTheSettleLeavesItSettled) {
   const auto seats = *table.grant(1, 2, 0, kTtl, 0);
-  memory[seats[0].slot].settled = seats[0].settle_nonce;
+  words[seats[0].slot].settled = seats[0].settle_nonce;
   EXPECT_TRUE(table.abort(1));
   EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
   EXPECT_EQ(memory[seats[1].slot].nonce, 3u);
   EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
 
   const LeaseSeat other = (*table.grant(2, 1, 0, kTtl, 1))[0];
-  memory[other.slot].settled = other.settle_nonce;
+  words[other.slot].settled = other.settle_nonce;
   EXPECT_FALSE(table.abort(2));
   EXPECT_EQ(sweep(2)[0].how, LeaseEnd::kSettled);
 }
@@ -207,11 +173,12 @@ TEST_F(LeaseTableTest, ATombstoneStaysUntilTheSlotIsReused) {
 
 TEST_F(LeaseTableTest, RandomNumbersThatCannotBeHadAreNoLease) {
   bool refuses = true;
-  LeaseTable guarded(std::as_writable_bytes(std::span(memory)), 7, [&](std::span<uint64_t> words) {
-    std::fill(words.begin(), words.end(), 1u << 20);
-    words[0] = kSmallestNonce - 1;  // never handed out
-    return refuses ? Status::Config("getrandom is refused") : Status();
-  });
+  LeaseTable guarded(std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7,
+                     [&](std::span<uint64_t> words) {
+                       std::fill(words.begin(), words.end(), 1u << 20);
+                       words[0] = kSmallestNonce - 1;  // never handed out
+                       return refuses ? Status::Config("getrandom is refused") : Status();
+                     });
   for (int tries = 0; tries < 6; ++tries) {
     EXPECT_EQ(guarded.grant(1, 1, 0, kTtl, 0).status().what(), "getrandom is refused");
   }
@@ -222,18 +189,19 @@ TEST_F(LeaseTableTest, RandomNumbersThatCannotBeHadAreNoLease) {
     ASSERT_TRUE(seats.ok());
     for (const LeaseSeat& seat : *seats) EXPECT_EQ(std::min(seat.nonce, seat.settle_nonce), 1u << 20);
     guarded.abort(1);
-    guarded.sweep(0, ended);
+    Swept swept;
+    guarded.sweep(0, swept);
   }
 }
 
 TEST_F(LeaseTableTest, AReaderSaysHowManyCome) {
   const auto seats = *table.grant(1, 4, 0, kTtl, 0);
-  memory[seats[0].slot].settled = seats[0].settle_nonce ^ 2;
+  words[seats[0].slot].settled = seats[0].settle_nonce ^ 2;
   EXPECT_TRUE(sweep(1).empty());
   EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
   EXPECT_EQ(memory[seats[2].slot].nonce, 1u);
   EXPECT_EQ(memory[seats[3].slot].nonce, 1u);
-  memory[seats[1].slot].settled = seats[1].settle_nonce ^ 2;
+  words[seats[1].slot].settled = seats[1].settle_nonce ^ 2;
   const auto gone = sweep(2);
   ASSERT_EQ(gone.size(), 1u);
   EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
@@ -254,7 +222,7 @@ TEST_F(LeaseTableTest, SeatsThatTheCallerChose) {
   EXPECT_EQ(table.counts(0).granted, 1u);
   for (const LeaseSeat& other : *table.grant(2, 2, 0, kTtl, 0))
     EXPECT_TRUE(other.slot == 2 || other.slot == 4);
-  memory[3].settled = 2000 ^ 1;
+  words[3].settled = 2000 ^ 1;
   EXPECT_EQ(sweep(1).size(), 1u);
   EXPECT_TRUE(table.grant_at(3, seats, 0, kTtl, 2).ok());
   EXPECT_EQ(table.grant_at(4, std::array{LeaseSeat{2, 1000, 2000}}, 0, kTtl, 2).code(), Code::kConfig);

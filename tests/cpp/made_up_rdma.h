@@ -21,7 +21,7 @@ struct Asked {
   std::string what;  // "tell", "ask", "read", "halt"; and what was given back
   uint32_t qpn = 0;
   uint64_t bytes = 0;
-  bool signaled = false;
+  bool signaled = false, fenced = false;
 };
 
 struct Device {
@@ -68,7 +68,8 @@ inline void complete(uint32_t qpn, uint64_t wr_id, ibv_wc_status status) {
 }
 
 inline Asked seen(const ibv_qp& qp, const ibv_send_wr& wr) {
-  Asked asked{"read", qp.qp_num, 0, (wr.send_flags & IBV_SEND_SIGNALED) != 0};
+  Asked asked{"read", qp.qp_num, 0, (wr.send_flags & IBV_SEND_SIGNALED) != 0,
+              (wr.send_flags & IBV_SEND_FENCE) != 0};
   for (int i = 0; i < wr.num_sge; ++i) asked.bytes += wr.sg_list[i].length;
   if (wr.opcode == IBV_WR_RDMA_WRITE) asked.what = wr.num_sge == 0 ? "ask" : "tell";
   return asked;

@@ -30,7 +30,7 @@ struct StagedReader {
     const Status status =
         endpoint->establish(*owner.transport->accept(42, endpoint->hello()), 20 * kSecondNs);
     EXPECT_TRUE(status.ok()) << status.what();
-    for (const std::string& key : {owner.card().pool_key, owner.card().table_key}) {
+    for (const std::string& key : {owner.card().pool_key, owner.card().table_key, owner.card().words_key}) {
       EXPECT_TRUE(endpoint->import_region(key).ok());
     }
   }

@@ -125,6 +125,38 @@ TEST_P(OutOfDescriptors, OfTheKernelIsNamedAndCloseReturns) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, OutOfDescriptors, ::testing::Values("loopback", "shm", "cma", "tcp"));
 
+/// Kept alive: whoever holds a closed worker holds no descriptor of it.
+TEST(SysTest, AClosedEngineHasNoDescriptors) {
+  static_cast<void>(pool());
+  for (const char* const transport : {"loopback", "shm", "cma", "tcp", "fault+tcp"}) {
+    const size_t before = num_fds();
+    const auto engine = start(transport);
+    ASSERT_TRUE(engine.ok());
+    EXPECT_GT(num_fds(), before);
+    (*engine)->close();
+    EXPECT_EQ(num_fds(), before) << transport;
+    EXPECT_FALSE((*engine)->grant(1, 1, 0, 1'000'000).ok());
+    (*engine)->leases().set_ready(1, 1);
+  }
+}
+
+/// Watchers belong to whoever watches.
+TEST(SysTest, AWatcherThatIsGoneIsForgotten) {
+  const auto engine = start("loopback");
+  ASSERT_TRUE(engine.ok());
+  const size_t before = num_fds();
+  auto gone = *CompletionQueue::make();
+  const auto kept = *CompletionQueue::make();
+  (*engine)->watch_ended(gone);
+  (*engine)->watch_ended(kept);
+  gone.reset();
+  EXPECT_EQ(num_fds(), before + 1);
+  ASSERT_TRUE((*engine)->grant(1, 1, 0, 1'000'000'000).ok());
+  (*engine)->leases().abort(1);
+  EXPECT_EQ((*engine)->take_ended().size(), 1u);
+  EXPECT_EQ(kept->drain(), std::vector<uint64_t>{1});
+}
+
 TEST(SysTest, AReaderWithoutDescriptorsHasNoPathAndIsToldWhy) {
   for (const char* const transport : {"shm", "tcp", "fault+tcp"}) {
     const auto owner = start(std::string(transport).substr(std::string(transport).find('+') + 1));
@@ -141,7 +173,7 @@ TEST(SysTest, AReaderWithoutDescriptorsHasNoPathAndIsToldWhy) {
       const Refusing refusing(num_refused == 0 ? "socket" : "epoll_create1", EMFILE);
       const auto regions = (*connection)
                                ->establish(accepted->connection_id, accepted->replies, access.pool_keys,
-                                           access.lease_key, 1, 5'000'000'000);
+                                           access.lease_keys, 1, 5'000'000'000);
       if (num_refused == 2 || !refusing.hit()) break;
       ASSERT_FALSE(regions.ok());
       EXPECT_EQ(regions.status().code(), Code::kTransportUnavailable) << regions.status().sentence();
@@ -163,7 +195,7 @@ TEST(SysTest, AReaderThatTheOwnerCannotWatchIsClosedAtOnce) {
   const int64_t an_hour = 3'600'000'000'000;  // it would be waited for
   const auto regions = (*connection)
                            ->establish(accepted->connection_id, accepted->replies, access.pool_keys,
-                                       access.lease_key, 1, an_hour);
+                                       access.lease_keys, 1, an_hour);
   ASSERT_FALSE(regions.ok());
   EXPECT_EQ(regions.status().code(), Code::kPeerUnreachable) << regions.status().sentence();
 }

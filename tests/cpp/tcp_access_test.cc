@@ -28,8 +28,8 @@ TEST(Tcp, RefusesLocallyWhatNoOwnerGranted) {
   EXPECT_EQ(pair.reader.read_at(kPool, UINT64_MAX - 4, 16).code(), Code::kAccessDenied);
   EXPECT_EQ(pair.reader.read_at(9, 0, 16).code(), Code::kAccessDenied);
   EXPECT_EQ(endpoint.post_write(1, kPool, 0, 1).code(), Code::kAccessDenied);
-  EXPECT_EQ(endpoint.post_write(1, kTable, 12, 1).code(), Code::kAccessDenied);
-  EXPECT_EQ(endpoint.post_write(1, kTable, kTableBytes, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint.post_write(1, kWords, 12, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint.post_write(1, kWords, kTableBytes, 1).code(), Code::kAccessDenied);
   Scatter short_by_one;
   short_by_one.add(kPool, 0, {{pair.reader.destination.data(), 64, 0}});
   short_by_one.ops[0].bytes = 65;
@@ -79,14 +79,15 @@ TEST(Tcp, OwnerRefusesForgedKeysAndServesOn) {
 TEST(Tcp, OwnerCutsOffForgedWrites) {
   const struct {
     const char* what;
-    bool table;
+    std::string Card::* key;
     uint64_t flip, offset;
-  } forgeries[] = {{"read-only", false, 0, 0},
-                   {"no such key", true, 1, 0},
-                   {"outside", true, 0, kTableBytes},
-                   {"half outside", true, 0, kTableBytes - 4},
-                   {"overflow", true, 0, UINT64_MAX - 7},
-                   {"unaligned", true, 0, 4}};
+  } forgeries[] = {{"a pool", &Card::pool_key, 0, 0},
+                   {"a lease slot", &Card::table_key, 0, 64},
+                   {"no such key", &Card::words_key, 1, 0},
+                   {"outside", &Card::words_key, 0, kTableBytes},
+                   {"half outside", &Card::words_key, 0, kTableBytes - 4},
+                   {"overflow", &Card::words_key, 0, UINT64_MAX - 7},
+                   {"unaligned", &Card::words_key, 0, 4}};
   for (const auto& forgery : forgeries) {
     Owner owner("tcp");
     Server server(*owner.transport);
@@ -94,12 +95,14 @@ TEST(Tcp, OwnerCutsOffForgedWrites) {
     RawSocket socket(card.address);
     const auto reply = owner.transport->accept(1, tcp::encode_hello(0));
     ASSERT_EQ(socket.greet(card.address, *reply), tcp::Verdict::kAdmitted);
-    const uint64_t key = key_of(forgery.table ? card.table_key : card.pool_key) ^ forgery.flip;
+    const uint64_t key = key_of(card.*forgery.key) ^ forgery.flip;
     socket.say(write_frame({key, forgery.offset}, 0xdead));
     EXPECT_TRUE(socket.is_closed()) << forgery.what;
     EXPECT_EQ(std::memcmp(owner.pool->range().base, expected_pool().data(), kPoolBytes), 0) << forgery.what;
-    const auto* words = reinterpret_cast<const uint64_t*>(owner.table->range().base);
-    EXPECT_EQ(std::accumulate(words, words + kTableBytes / 8, uint64_t{0}), 0u) << forgery.what;
+    for (const auto& memory : {owner.table, owner.words}) {
+      const auto* words = reinterpret_cast<const uint64_t*>(memory->range().base);
+      EXPECT_EQ(std::accumulate(words, words + kTableBytes / 8, uint64_t{0}), 0u) << forgery.what;
+    }
   }
 }
 

@@ -12,11 +12,13 @@ struct DeviceOwner {
     transport = must_make("tcp");
     EXPECT_TRUE(transport->lend_through(bounce).ok());
     pool_region = std::move(*transport->register_memory(device.range(), Access::kRead));
-    table_region = std::move(*transport->register_memory(table->range(), Access::kReadWrite));
+    table_region = std::move(*transport->register_memory(table->range(), Access::kReadWords));
     server = std::make_unique<Server>(*transport);
   }
   ~DeviceOwner() { device.go_on(); }
-  Card card() const { return {transport->address(), pool_region->remote_key(), table_region->remote_key()}; }
+  Card card() const {
+    return {transport->address(), pool_region->remote_key(), table_region->remote_key(), {}};
+  }
   Reader::Accept accept(uint64_t connection) {
     return [this, connection](const std::string& hello) { return *transport->accept(connection, hello); };
   }

@@ -79,9 +79,9 @@ TEST(Tcp, StoresWordsBeforeLaterReads) {
     uint64_t slot[2] = {};
     Scatter scatter;
     scatter.add(kTable, 128, {{reinterpret_cast<std::byte*>(slot), sizeof slot, 0}});
-    ASSERT_TRUE(pair.reader.endpoint->post_write(1, kTable, 136, value).ok());
+    ASSERT_TRUE(pair.reader.endpoint->post_write(1, kWords, 136, value).ok());
     ASSERT_TRUE(pair.reader.read(scatter, 2).ok());
-    ASSERT_EQ(slot[1], value);
+    ASSERT_EQ(pair.owner.peer_word(136), value);
   }
 }
 
@@ -91,9 +91,9 @@ TEST(Tcp, DeliversASettleThatNothingFollows) {
   for (uint64_t value = 1; value < 20; ++value) {
     ASSERT_TRUE(pair.reader.read_at(kTable, 128, 16).ok());
     ASSERT_TRUE(pair.reader.write_word(144, value).ok());
-    while (pair.owner.table_word(144) != value) std::this_thread::yield();
+    while (pair.owner.peer_word(144) != value) std::this_thread::yield();
     ASSERT_TRUE(pair.reader.write_word(152, value).ok());  // nor does it stay deaf
-    while (pair.owner.table_word(152) != value) std::this_thread::yield();
+    while (pair.owner.peer_word(152) != value) std::this_thread::yield();
   }
 }
 

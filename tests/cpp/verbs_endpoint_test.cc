@@ -41,14 +41,16 @@ class VerbsEndpoint : public ::testing::Test {
     endpoint = *open_endpoint(nic, nullptr, {.path = "here->there"}, {local}, patience);
     const QpAddress owner{.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1};
     ASSERT_TRUE(endpoint->establish(Reply{owner}.format(), 0).ok());
-    const RemoteKey key{Access::kRead, 0, kBytes, kSliceBytes, {{7}}};
-    ASSERT_TRUE(endpoint->import_region(key.format()).ok());
+    for (const Access access : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
+      const RemoteKey key{access, 0, kBytes, kSliceBytes, {{7}}};
+      ASSERT_TRUE(endpoint->import_region(key.format()).ok());
+    }
   }
   /// Reads `count` runs of the owner.
-  void post(uint32_t count, uint32_t bytes) {
+  void post(uint32_t count, uint32_t bytes, uint32_t region = 0) {
     Read& read = reads.emplace_back();
     for (uint32_t i = 0; i < count; ++i) {
-      read.ops.push_back({uint64_t{i} * bytes, bytes, 0, i, 1});
+      read.ops.push_back({uint64_t{i} * bytes, bytes, region, i, 1});
       read.segments.push_back({base + uint64_t{i} * bytes, bytes, 0});
     }
     ASSERT_TRUE(endpoint->post_read(reads.size(), {read.ops, read.segments.data()}).ok());
@@ -121,6 +123,26 @@ TEST_F(VerbsEndpoint, OneThatStandsByGivesUpBeforeItIsHandedAnything) {
   EXPECT_EQ(made_up.all("ask").size(), 1U);
   EXPECT_EQ(why_broken().code(), Code::kPeerUnreachable);
   EXPECT_FALSE(endpoint->stand_by(3 + kTickNs));
+}
+
+// Behind the data on the same queue pair, a slot vouches for it only if the NIC loads it last.
+TEST_F(VerbsEndpoint, ReadsOfLeaseSlotsAreFencedAndThoseOfBlocksAreNot) {
+  post(4, 4096);
+  post(1, 8, 1);
+  post(4, 4096);
+  while (ended.size() < 3) ASSERT_TRUE(poll().ok());
+  std::vector<uint64_t> fenced;
+  for (const testing::Asked& read : made_up.all("read")) {
+    if (read.fenced) fenced.push_back(read.bytes);
+  }
+  EXPECT_EQ(fenced, std::vector<uint64_t>{8});
+}
+
+TEST_F(VerbsEndpoint, StoresGoToPeerWordsAlone) {
+  EXPECT_EQ(endpoint->post_write(1, 0, 64, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint->post_write(1, 1, 64, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint->post_write(1, 2, 60, 1).code(), Code::kAccessDenied);
+  EXPECT_TRUE(endpoint->post_write(1, 2, 64, 1).ok());
 }
 
 TEST_F(VerbsEndpoint, LongWorkGivesSignsOfLifeOnItsWay) {

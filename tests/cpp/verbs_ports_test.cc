@@ -76,7 +76,7 @@ class VerbsPorts : public ::testing::Test {
       return open_nic(at);
     });
     EXPECT_EQ(*ports->enlist({.base = base, .bytes = 4096}, Rights::kPeersRead), 0U);
-    EXPECT_EQ(*ports->enlist({.base = base, .bytes = 64}, Rights::kPeersReadWrite), 1U);
+    EXPECT_EQ(*ports->enlist({.base = base, .bytes = 64}, Rights::kPeersReadWords), 1U);
   }
   ~VerbsPorts() override {
     ports.reset();
@@ -85,7 +85,7 @@ class VerbsPorts : public ::testing::Test {
   }
 
   std::vector<uint32_t> rkeys() const {
-    return {ports->key(0, Access::kRead).rkeys[0][0], ports->key(1, Access::kReadWrite).rkeys[0][0]};
+    return {ports->key(0, Access::kRead).rkeys[0][0], ports->key(1, Access::kReadWords).rkeys[0][0]};
   }
   PortState state() const { return ports->states().front(); }
 

@@ -73,7 +73,7 @@ Reply make(Random& random) {
 
 template <>
 RemoteKey make(Random& random) {
-  RemoteKey key{.access = random() % 2 == 0 ? Access::kRead : Access::kReadWrite,
+  RemoteKey key{.access = static_cast<Access>(random() % (kLastAccess + 1)),
                 .base = random() >> 1,
                 .bytes = 1 + random() % (uint64_t{1} << 40),
                 .slice_bytes = 0,
@@ -108,7 +108,7 @@ bool in_bounds(const Reply& reply) { return in_bounds(reply.owner); }
 bool in_bounds(const RemoteKey& key) {
   if (key.bytes == 0 || key.slice_bytes == 0 || key.rkeys.empty() || key.rkeys.size() > kMaxNics)
     return false;
-  if (key.access != Access::kRead && key.access != Access::kReadWrite) return false;
+  if (static_cast<uint32_t>(key.access) > kLastAccess) return false;
   const uint64_t slices = key.bytes / key.slice_bytes + (key.bytes % key.slice_bytes != 0);
   return slices <= kMaxSlices && key.base + key.bytes >= key.base &&
          std::all_of(key.rkeys.begin(), key.rkeys.end(),
@@ -214,8 +214,8 @@ TEST(VerbsWireFormat, HelloAndReply) {
 }
 
 TEST(VerbsWireFormat, RemoteKey) {
-  const RemoteKey key{Access::kReadWrite, 0x1000, 100, 40, {{1, 2, 3}, {4, 5, 6}}};
-  EXPECT_EQ(key.format(), "kvk1" + words({1}) + raw(uint64_t{0x1000}) + raw(uint64_t{100}) +
+  const RemoteKey key{Access::kWriteWords, 0x1000, 100, 40, {{1, 2, 3}, {4, 5, 6}}};
+  EXPECT_EQ(key.format(), "kvk1" + words({2}) + raw(uint64_t{0x1000}) + raw(uint64_t{100}) +
                               raw(uint64_t{40}) + words({2, 1, 2, 3, 4, 5, 6}));
 }
 
@@ -280,7 +280,7 @@ TEST(VerbsWireBounds, Regions) {
   EXPECT_FALSE(RemoteKey::parse(key_blob(0, 0, UINT64_MAX, 1, 2)));
   EXPECT_FALSE(RemoteKey::parse(key_blob(0, 100, 0, 1, 1)));
   EXPECT_TRUE(RemoteKey::parse(key_blob(0, 100, UINT64_MAX, 1, 1)));
-  EXPECT_FALSE(RemoteKey::parse(with(key_blob(0, 100, 40, 1, 3), 4, 2)));  // no such access
+  EXPECT_FALSE(RemoteKey::parse(with(key_blob(0, 100, 40, 1, 3), 4, 3)));  // no such access
 
   EXPECT_TRUE(RemoteKey::parse(key_blob(UINT64_MAX - 100, 100, 100, 1, 1)));
   EXPECT_FALSE(RemoteKey::parse(key_blob(UINT64_MAX - 99, 100, 100, 1, 1)));

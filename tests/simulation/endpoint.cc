@@ -60,11 +60,13 @@ SimulatedEndpoint::SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Obs
 bool SimulatedEndpoint::faulty(uint32_t percent) { return num_posted_ > 1 && random().chance(percent); }
 
 /// When a post that leaves now is answered; INT64_MAX: never.
-int64_t SimulatedEndpoint::due_ns() {
+/// No post overtakes a store.
+int64_t SimulatedEndpoint::due_ns(bool of_store) {
   const int64_t now = Scheduler::the().now();
   int64_t due = now + random().between(plan_.delay_ns / 2, 2 * plan_.delay_ns);
   if (random().chance(5)) due += random().between(0, 10 * plan_.delay_ns);
-  if (plan_.ordered) due = last_due_ns_ = std::max(due, last_due_ns_ + 1);
+  due = std::max(due, last_due_ns_ + 1);
+  if (plan_.ordered || of_store) last_due_ns_ = due;
   return due < plan_.silent_at_ns ? due : INT64_MAX;
 }
 
@@ -119,7 +121,7 @@ void SimulatedEndpoint::watch(uint64_t number) {
 
 void SimulatedEndpoint::send(Post& post) {
   post.sent = true;
-  const int64_t due = due_ns();
+  const int64_t due = due_ns(post.pieces.empty());
   if (due == INT64_MAX) return;
   Scheduler& scheduler = Scheduler::the();
   if (plan_.manner == Manner::kStream && post.pieces.empty()) {  // on its way, whatever the reader does next

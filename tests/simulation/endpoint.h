@@ -100,7 +100,7 @@ class SimulatedEndpoint final : public Endpoint {
   void tell(State& state);
   void watch(uint64_t number);
   bool faulty(uint32_t percent);
-  int64_t due_ns();
+  int64_t due_ns(bool of_store);
 
   Owner& owner_;
   const EndpointPlan plan_;
@@ -109,7 +109,7 @@ class SimulatedEndpoint final : public Endpoint {
   int fd_ = -1;
   uint32_t num_regions_ = 0;
   uint64_t num_posted_ = 0;
-  int64_t last_due_ns_ = 0;
+  int64_t last_due_ns_ = 0;  // of what later posts must not overtake
   bool inside_ = false;
 };
 

@@ -39,17 +39,25 @@ const std::byte* Owner::at(uint32_t region, uint64_t offset, uint64_t bytes) con
 }
 
 void Owner::store(uint32_t region, uint64_t offset, uint64_t value) {
-  if (region != kLeaseRegion || offset % sizeof value != 0 || offset >= sizeof leases_) {
-    fail("a write leaves the lease table");
+  const auto slot = static_cast<uint32_t>(offset / sizeof(PeerWords));
+  if (region != kWordRegion || offset % sizeof value != 0 || slot == 0 || slot > kSlots) {
+    fail("a write leaves the peer words");
   }
-  leases_[offset / sizeof value] = value;
   stored_.insert(value);
+  if (offset != reader_offset(slot)) return;
+  const Announcement said = Announcement::of(value);
+  if (said.tag != Announcement::tag_of(nonces_[slot])) fail("a reader announces itself for another lease");
+  readers_.hear(slot, said);
+  if (Scheduler::the().traces()) {
+    Scheduler::the().trace((said.withdrawn ? "withdraws from slot " : "announces slot ") +
+                           std::to_string(slot));
+  }
 }
 
 uint32_t Owner::grant(uint64_t nonce, uint64_t ready) {
   if (num_granted_ == kSlots) fail("the simulation grants more leases than there are slots");
   const uint32_t slot = ++num_granted_;
-  word(slot, offsetof(LeaseSlot, nonce)) = nonce;
+  word(slot, offsetof(LeaseSlot, nonce)) = nonces_[slot] = nonce;
   word(slot, offsetof(LeaseSlot, ready)) = ready;
   return slot;
 }

@@ -72,6 +72,10 @@ class Atomic {
     T& value = at_a_point();
     return std::exchange(value, value + more);
   }
+  T fetch_or(T bits, std::memory_order = {}) {
+    T& value = at_a_point();
+    return std::exchange(value, value | bits);
+  }
   T fetch_sub(T less, std::memory_order = {}) { return fetch_add(0 - less); }
 
  private:

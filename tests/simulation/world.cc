@@ -139,7 +139,7 @@ void World::make_peer() {
                                                  std::make_shared<Tally>());
   const auto regions =
       peer.connection->establish(chance(50) ? 77 : 0, std::vector<std::string>(num_lanes, "reply"), {"pool"},
-                                 "leases", kEpoch, 100'000'000);
+                                 {"slots", "words"}, kEpoch, 100'000'000);
   if (!regions.ok() && peer.healthy()) fail("a connection is not established: " + regions.status().what());
   if (!regions.ok()) close(peer);
 }
@@ -190,6 +190,9 @@ void World::check_pulls() {
       const bool settled = pull->transfer->state() == TransferState::kSettled;
       if (peers_[pull->peer] == peer && settled && !peer->owner.has(pull->settle_nonce)) {
         fail("a settle did not reach the owner");
+      }
+      if (peers_[pull->peer] == peer && !settled && peer->owner.has_readers(pull->slot)) {
+        fail("a pull that did not settle stays announced");
       }
     }
   }

@@ -17,7 +17,12 @@ from kvlink.errors import AccessDenied, StaleBlocks
 
 try:
     from softroce.meeting import SEED, TIMEOUT_S, Meeting, expected, offer, rdma_devices
-    from softroce.pyverbs_peer.formats import TABLE_MAGIC
+    from softroce.pyverbs_peer.formats import (
+        ABORTED_TOMBSTONE,
+        EXPIRED_TOMBSTONE,
+        SETTLED_TOMBSTONE,
+        TABLE_MAGIC,
+    )
     from softroce.pyverbs_peer.nic import WorkRefused
     from softroce.pyverbs_peer.reader import Reader
 except ImportError as error:
@@ -71,7 +76,7 @@ def test_pyverbs_reads_validates_and_settles(meeting: Meeting, spec: PoolSpec, n
     assert peer.slot(ticket) == (ticket.seats[0][1], 3)
     peer.settle(ticket)
     assert kvlink.fate_of(ticket.request_id) == "settled"
-    assert peer.slot(ticket)[0] == 0
+    assert peer.slot(ticket)[0] == SETTLED_TOMBSTONE
 
 
 def test_every_port_of_an_owner_has_its_own_keys(meeting: Meeting) -> None:
@@ -116,7 +121,9 @@ def test_the_nic_refuses_what_no_key_allows(meeting: Meeting) -> None:
     assert refused(read_by_wrong_key) == "IBV_WC_REM_ACCESS_ERR"
     assert refused(lambda p: p.fetch(p.pool[0], p.pool[0].num_bytes - 32, 64)) == "IBV_WC_REM_ACCESS_ERR"
     assert refused(lambda p: p.store(p.pool[0], 0, 1)) == "IBV_WC_REM_ACCESS_ERR"
-    assert refused(lambda p: p.store(p.leases, p.leases.num_bytes, 1)) == "IBV_WC_REM_ACCESS_ERR"
+    assert refused(lambda p: p.store(p.leases, 64, 1)) == "IBV_WC_REM_ACCESS_ERR"
+    assert refused(lambda p: p.fetch(p.words, 16, 16)) == "IBV_WC_REM_ACCESS_ERR"
+    assert refused(lambda p: p.store(p.words, p.words.num_bytes, 1)) == "IBV_WC_REM_ACCESS_ERR"
     peer = meeting.reader(kvlink)
     assert np.array_equal(peer.blocks(ticket), expected(wide(4), ticket))
 
@@ -128,7 +135,7 @@ def test_after_an_abort_the_nonce_has_gone(meeting: Meeting) -> None:
     peer.announce(ticket)
     assert peer.slot(ticket)[0] == ticket.seats[0][1]
     kvlink.do("abort", request_id=ticket.request_id)
-    assert peer.slot(ticket)[0] == 0
+    assert peer.slot(ticket)[0] == ABORTED_TOMBSTONE
 
 
 def test_after_expiry_the_nonce_has_gone_and_the_reader_that_said_its_name_is_cut_off(
@@ -142,7 +149,36 @@ def test_after_expiry_the_nonce_has_gone_and_the_reader_that_said_its_name_is_cu
     assert kvlink.fate_of(ticket.request_id) == "expired"
     with pytest.raises(WorkRefused, match="IBV_WC_WR_FLUSH_ERR"):
         late.blocks(ticket)
-    assert bystander.slot(ticket)[0] == 0
+    assert bystander.slot(ticket)[0] == EXPIRED_TOMBSTONE
+
+
+def test_a_reader_of_an_aborted_lease_is_cut_off_and_one_that_withdrew_is_not(meeting: Meeting) -> None:
+    kvlink = meeting.worker(wide(4))
+    late, withdrawn = meeting.reader(kvlink), meeting.reader(kvlink)
+    ticket = offer(kvlink, [1])
+    late.announce(ticket)
+    time.sleep(0.1)  # many times what the owner takes to look
+    withdrawn.announce(ticket)
+    time.sleep(0.1)
+    withdrawn.withdraw(ticket)
+    kvlink.do("abort", request_id=ticket.request_id)
+    assert kvlink.fate_of(ticket.request_id) == "aborted"
+    with pytest.raises(WorkRefused, match="IBV_WC_WR_FLUSH_ERR"):
+        late.blocks(ticket)
+    assert withdrawn.slot(ticket)[0] == ABORTED_TOMBSTONE
+
+
+def test_a_reader_that_comes_after_the_end_is_cut_off(meeting: Meeting) -> None:
+    kvlink = meeting.worker(wide(4))
+    ticket = offer(kvlink, [1])
+    first, again = meeting.reader(kvlink), meeting.reader(kvlink)
+    first.settle(ticket)
+    assert kvlink.fate_of(ticket.request_id) == "settled"
+    again.announce(ticket)
+    time.sleep(0.1)
+    with pytest.raises(WorkRefused, match="IBV_WC_WR_FLUSH_ERR"):
+        again.blocks(ticket)
+    assert first.slot(ticket)[0] == SETTLED_TOMBSTONE
 
 
 def test_an_idle_reader_stays_connected(meeting: Meeting) -> None:
@@ -188,6 +224,7 @@ def test_an_ended_lease_is_stale(meeting: Meeting) -> None:
     with pytest.raises(StaleBlocks):
         kvlink.do("pull", ticket=ticket.pack(), into=[0], timeout_s=TIMEOUT_S)
     assert not peer.is_settled(ticket)
+    eventually(lambda: peer.is_withdrawn(ticket))
 
 
 def test_a_wrong_key_is_refused(meeting: Meeting) -> None:

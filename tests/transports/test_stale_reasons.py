@@ -66,7 +66,7 @@ def test_a_made_up_seat_is_refused_and_nothing_lands(pair: list[Worker]) -> None
     owner.pool.numpy()[:] = 0xEE
     ticket = owner.offer("r", [1])
     reader.pool.numpy()[:] = 0
-    header = LeaseSeat(0, int.from_bytes(b"KVLease1", "little"), 0)
+    header = LeaseSeat(0, int.from_bytes(b"KVLease2", "little"), 0)
     for seat in header, LeaseSeat(2, 0, 0), LeaseSeat(2, 0, 1 << 40), LeaseSeat(2, 255, 1 << 40):
         forged = dataclasses.replace(ticket)
         object.__setattr__(forged, "seats", (seat,))  # the core refuses it by itself

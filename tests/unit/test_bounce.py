@@ -16,9 +16,9 @@ from kvlink.types import TransportCard
 
 LAYOUT = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=2), Order.NHD, Regions.ONE)
 POOL = BlockPool([Region(1 << 47, LAYOUT.region_bytes()[0], None, None, gpu=3)], LAYOUT)
-VERBS = TransportCard("verbs", b"", (b"key",), b"lease")
-TCP = TransportCard("tcp", b"", (b"key",), b"lease", bounces=True)
-SHM = TransportCard("shm", b"", (), b"", "nobody reaches in", bounces=True)
+VERBS = TransportCard("verbs", b"", (b"key",), (b"slots", b"words"))
+TCP = TransportCard("tcp", b"", (b"key",), (b"slots", b"words"), bounces=True)
+SHM = TransportCard("shm", b"", (), (), "nobody reaches in", bounces=True)
 
 
 def test_the_ends_are_named() -> None:

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.control.codec import CARD, AgentCalls, Codec, CoordinatorCalls, Method
-from kvlink.control.limits import MAX_BATCH_OPS, MAX_HELLOS, MAX_NAME_BYTES, MAX_OPAQUE_BYTES
+from kvlink.control.limits import (
+    MAX_BATCH_OPS,
+    MAX_CONNECTION_ID,
+    MAX_HELLOS,
+    MAX_LEASE_KEYS,
+    MAX_NAME_BYTES,
+    MAX_OPAQUE_BYTES,
+)
 from kvlink.control.overview import (
     MAX_LINKS,
     Beat,
@@ -97,6 +104,9 @@ def claims(draw: st.DrawFn) -> Claim:
     return Claim(draw(NAMES), draw(st.floats(0, 3600)), draw(st.integers(0, readers - 1)), readers)
 
 
+LEASE_KEYS = st.lists(BLOBS, max_size=MAX_LEASE_KEYS).map(tuple)
+
+
 @st.composite
 def cards(draw: st.DrawFn) -> WorkerCard:
     layout = dense(
@@ -110,9 +120,8 @@ def cards(draw: st.DrawFn) -> WorkerCard:
         ),
         draw(st.sampled_from(Order)),
     )
-    transports = st.builds(
-        TransportCard, NAMES, BLOBS, st.lists(BLOBS, max_size=3).map(tuple), BLOBS, NAMES, st.booleans()
-    )
+    keys = st.lists(BLOBS, max_size=3).map(tuple)
+    transports = st.builds(TransportCard, NAMES, BLOBS, keys, LEASE_KEYS, NAMES, st.booleans())
     return WorkerCard(
         worker_id=draw(NAMES),
         epoch=draw(U64),
@@ -167,7 +176,13 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     ),
     (
         AgentCalls.CONNECT.reply,
-        st.builds(ConnectReply, U64, st.lists(BLOBS, min_size=1, max_size=8), st.tuples(BLOBS, BLOBS), BLOBS),
+        st.builds(
+            ConnectReply,
+            st.integers(0, MAX_CONNECTION_ID),
+            st.lists(BLOBS, min_size=1, max_size=8),
+            st.tuples(BLOBS, BLOBS),
+            LEASE_KEYS,
+        ),
     ),
     (AgentCalls.SETTLE_SEAT.request, SETTLES),
     (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
@@ -284,7 +299,7 @@ def test_a_batch_of_too_many_operations_is_not_taken() -> None:
 def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
-        ConfigError, match=r"worker 'prefill' speaks protocol version 9, this process 1; run releases"
+        ConfigError, match=r"worker 'prefill' speaks protocol version 9, this process 2; run releases"
     ):
         CARD.decode(blob)
 

@@ -149,14 +149,14 @@ def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:
 def test_another_protocol_version_says_both_numbers() -> None:
     blob = bytearray(TICKET.to_bytes())
     blob[6] = 9
-    with pytest.raises(ConfigError, match="version 9, this process speaks 1"):
+    with pytest.raises(ConfigError, match="version 9, this process speaks 2"):
         Ticket.from_bytes(bytes(blob))
 
 
 @pytest.mark.parametrize(
     "made_up",
     [
-        LeaseSeat(0, int.from_bytes(b"KVLease1", "little"), 2**63),  # the lease table's header
+        LeaseSeat(0, int.from_bytes(b"KVLease2", "little"), 2**63),  # the lease table's header
         LeaseSeat(1234, 0, 0),
         LeaseSeat(1234, 3, 2**63),  # the tombstone of an aborted lease
         LeaseSeat(1234, SMALLEST_NONCE - 1, 2**63),

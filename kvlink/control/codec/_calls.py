@@ -141,18 +141,20 @@ def _write_connected(reply: ConnectReply) -> agent.ConnectReply:
         connection_id=reply.connection_id,
         replies=reply.replies,
         pool_keys=reply.pool_keys,
-        lease_key=reply.lease_key,
+        lease_keys=reply.lease_keys,
     )
 
 
 def _read_connected(message: agent.ConnectReply) -> ConnectReply:
     reply = ConnectReply(
-        message.connection_id, list(message.replies), tuple(message.pool_keys), message.lease_key
+        message.connection_id, list(message.replies), tuple(message.pool_keys), tuple(message.lease_keys)
     )
     check_within("number of replies", len(reply.replies), 1, limits.MAX_HELLOS)
     check_within("number of pool keys", len(reply.pool_keys), 0, limits.MAX_REGIONS)
     check_opaque("a reply", *reply.replies)
-    check_opaque("a key", *reply.pool_keys, reply.lease_key)
+    check_within("number of lease keys", len(reply.lease_keys), 0, limits.MAX_LEASE_KEYS)
+    check_within("connection_id", reply.connection_id, 0, limits.MAX_CONNECTION_ID)
+    check_opaque("a key", *reply.pool_keys, *reply.lease_keys)
     return reply
 
 
@@ -183,6 +185,7 @@ _HELLOS: Bounds = {4: Repeated("hellos", limits.MAX_HELLOS)}
 _REPLIES: Bounds = {
     2: Repeated("replies", limits.MAX_HELLOS),
     3: Repeated("pool keys", limits.MAX_REGIONS),
+    4: Repeated("lease keys", limits.MAX_LEASE_KEYS),
 }
 _SEATS: Bounds = {
     3: Repeated("seats", limits.MAX_BATCH_OPS, packed=True),

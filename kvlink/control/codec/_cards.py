@@ -16,10 +16,14 @@ from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
+_KEYS: Bounds = {
+    3: Repeated("pool keys", limits.MAX_REGIONS),
+    4: Repeated("lease keys", limits.MAX_LEASE_KEYS),
+}
 _BOUNDS: Bounds = {
     6: Single({12: Repeated("planes", limits.MAX_PLANES)}),
     7: Repeated("regions", limits.MAX_REGIONS, packed=True),
-    8: Repeated("transports", limits.MAX_TRANSPORTS, {3: Repeated("pool keys", limits.MAX_REGIONS)}),
+    8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS),
 }
 _LAYOUT_FIELDS = tuple(field.name for field in pb.KVLayout.DESCRIPTOR.fields if field.name != "planes")
 _HOST_FIELDS = tuple(field.name for field in pb.HostIdentity.DESCRIPTOR.fields)
@@ -82,10 +86,11 @@ def _check_card(card: WorkerCard) -> None:
     check_printable("a name in the card", *texts)
     for transport in card.transports:
         check_within("number of pool keys", len(transport.pool_keys), 0, limits.MAX_REGIONS)
+        check_within("number of lease keys", len(transport.lease_keys), 0, limits.MAX_LEASE_KEYS)
         check_opaque("a transport's name or address", transport.name, transport.address)
         check_printable("a transport's name", transport.name)
         check_printable("why a transport is refused", transport.refused.replace("\n", " "))
-        check_opaque("a key", *transport.pool_keys, transport.lease_key, transport.refused)
+        check_opaque("a key", *transport.pool_keys, *transport.lease_keys, transport.refused)
 
 
 def _write_layout(layout: KVLayout) -> pb.KVLayout:
@@ -103,7 +108,7 @@ def _write_transport(card: TransportCard) -> pb.TransportCard:
         name=card.name,
         address=card.address,
         pool_keys=card.pool_keys,
-        lease_key=card.lease_key,
+        lease_keys=card.lease_keys,
         refused=card.refused,
         bounces=card.bounces,
     )
@@ -114,7 +119,7 @@ def _read_transport(message: pb.TransportCard) -> TransportCard:
         message.name,
         message.address,
         tuple(message.pool_keys),
-        message.lease_key,
+        tuple(message.lease_keys),
         message.refused,
         message.bounces,
     )

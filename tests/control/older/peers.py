@@ -13,7 +13,7 @@ from control.older.tape import Tape
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-_VARIES = ("timeout_s", "uptime_s")
+_VARIES = ("timeout_s", "uptime_s", "claim_id")
 RECORDED = sorted(Path(__file__).parent.glob("peer_*.json"))
 
 

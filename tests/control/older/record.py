@@ -3,7 +3,7 @@
 
     git worktree add /tmp/older COMMIT
     cd /tmp/older && python -m grpc_tools.protoc -Iprotos --python_out=. protos/kvlink/v1/*.proto
-    python tests/control/older/record.py /tmp/older tests/control/older/peer_COMMIT.json
+    python tests/control/older/record.py /tmp/older tests/control/older/peer_protocolN.json
 
 The checkout needs no extension built: the control plane does without.
 """
@@ -44,13 +44,16 @@ async def recorded() -> dict[str, object]:
     from control.older import scenario
     from control.older.tape import Recorder, serving
 
-    from kvlink.control import Coordinator, WorkerAgent
+    from kvlink.control import Coordinator, Security, WorkerAgent
 
-    coordinator, agent = Coordinator(), WorkerAgent(scenario.accept, scenario.settle)
+    coordinator, agent = (
+        Coordinator(),
+        WorkerAgent(scenario.accept, scenario.settle, lambda slot, nonce: False),
+    )
     tapes = {}
     plays = (("coordinator", coordinator, scenario.with_coordinator), ("agent", agent, scenario.with_agent))
     for name, server, play in plays:
-        recorder = Recorder(await server.start())
+        recorder = Recorder(Security().coordinators().dial(await server.start(), ()))
         agent.publish(scenario.make_card())
         relay, address = await serving(recorder.relay)
         await play(address)

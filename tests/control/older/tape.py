@@ -72,11 +72,11 @@ async def serving(serve: Callable[[str, AsyncIterator[bytes], Any], Any]) -> tup
 
 
 class Recorder:
-    """Relays to `address` and writes down what passes."""
+    """Relays to the other end of `channel` and writes down what passes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self.tape = Tape()
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = channel
         self._num_calls = 0
 
     async def relay(self, method: str, blobs: AsyncIterator[bytes], context: Any) -> None:

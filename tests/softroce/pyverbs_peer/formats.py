@@ -4,15 +4,19 @@
     address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, u32 Mb/s, GID)
     hello    "kvh1" | u32 port of the owner, counted in its address | queue pair
     reply    "kvr1" | queue pair
-    key      "kvk1" | u32 writable? | u64 base, bytes, bytes of a slice | u32 ports | ports x slices x u32 rkey
+    key      "kvk1" | u32 access | u64 base, bytes, bytes of a slice | u32 ports | ports x slices x u32 rkey
+    access: 0 read, 1 read words, 2 write words
     queue pair: u32 number, first PSN, LID, MTU (1: 256 … 5: 4096), reads it starts, reads it answers, GID
     GID      u32 16 | 16 bytes in network order
 
 Both ends use the lesser of their MTUs, and of what one starts and the other answers. A reader's queue pair allows
 remote writes: the owner makes sure that it lives by empty ones, and cuts it off by one of 8 bytes under key 0.
 
-Slots of the lease table, slot 0 being its header, are of 64 bytes: u64 nonce, ready, settled, reader, reserved.
-A reader settles by storing the settle nonce, or that xor the number of readers (1 … 255) when seats will stay empty.
+Slots of the lease table, which peers read, are of 64 bytes: u64 nonce, ready, reserved; slot 0 is its header. Peer
+words, which peers write, are of 16 bytes a slot: u64 settled, reader. Before its first read a reader stores in
+`reader` the number of its connection (u32) and the upper half of the nonce with its lowest bit set (u32); the highest
+bit of the first says that it reads no more. It settles by storing the settle nonce, or that xor the number of readers
+(1 … 255) when seats will stay empty.
 """
 
 from __future__ import annotations
@@ -24,9 +28,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SLOT_BYTES = 64
-NONCE, READY, SETTLED, READER = 0, 8, 16, 24
+NONCE, READY = 0, 8
 """Offsets in a slot."""
-TABLE_MAGIC = int.from_bytes(b"KVLease1", "little")
+WORDS_BYTES = 16
+SETTLED, READER = 0, 8
+"""Offsets in the peer words of a slot."""
+SETTLED_TOMBSTONE, EXPIRED_TOMBSTONE, ABORTED_TOMBSTONE = 1, 2, 3
+"""What stands in place of the nonce of a lease that has ended."""
+WITHDRAWN = 1 << 31
+TABLE_MAGIC = int.from_bytes(b"KVLease2", "little")
 
 _GID = struct.Struct("<I16s")
 _QP = struct.Struct("<6I")
@@ -56,6 +66,11 @@ class QueuePair(NamedTuple):
         gid_bytes, gid = _GID.unpack_from(blob, _QP.size)
         assert (gid_bytes, len(blob)) == (16, _QP.size + _GID.size)
         return cls(*_QP.unpack_from(blob), gid)
+
+
+def announcement(connection_id: int, nonce: int) -> int:
+    """What a reader stores before it reads."""
+    return (nonce >> 32 | 1) << 32 | connection_id
 
 
 def pack_hello(owner_port: int, reader: QueuePair) -> bytes:

@@ -24,7 +24,7 @@ from softroce.pyverbs_peer.formats import Port, QueuePair
 
 __all__ = [
     "PEERS_READ",
-    "PEERS_READ_WRITE",
+    "PEERS_WRITE",
     "Connection",
     "Memory",
     "Nic",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PEERS_READ = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_READ
-PEERS_READ_WRITE = PEERS_READ | e.IBV_ACCESS_REMOTE_WRITE
+PEERS_WRITE = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 
 _DEPTH = 64  # work requests under way on one queue pair
 _STATUS = {

@@ -12,15 +12,19 @@ from typing import Any
 import grpc
 import numpy as np
 from softroce.pyverbs_peer.formats import (
+    ABORTED_TOMBSTONE,
     SLOT_BYTES,
     TABLE_MAGIC,
+    WITHDRAWN,
+    WORDS_BYTES,
     Key,
     Ticket,
+    announcement,
     pack_address,
     pack_reply,
     unpack_hello,
 )
-from softroce.pyverbs_peer.nic import PEERS_READ, PEERS_READ_WRITE, Connection, Memory, Nic
+from softroce.pyverbs_peer.nic import PEERS_READ, PEERS_WRITE, Connection, Memory, Nic
 
 from kvlink.v1 import agent_pb2, card_pb2
 
@@ -48,9 +52,11 @@ class Owner:
         self._nic = nic
         self._pool = Memory(nic, contents.size, PEERS_READ, slice_bytes)
         self._pool.bytes[:] = contents
-        self._table = Memory(nic, _NUM_SLOTS * SLOT_BYTES, PEERS_READ_WRITE)
+        self._table = Memory(nic, _NUM_SLOTS * SLOT_BYTES, PEERS_READ)
         self._slots = self._table.words().reshape(_NUM_SLOTS, -1)
         self._slots[0, :3] = TABLE_MAGIC, _EPOCH, _NUM_SLOTS
+        self._words = Memory(nic, _NUM_SLOTS * WORDS_BYTES, PEERS_WRITE)
+        self._said = self._words.words().reshape(_NUM_SLOTS, -1)
         self._lanes: list[Connection] = []
         self._num_offers = 0
         self.num_connects = 0
@@ -69,8 +75,8 @@ class Owner:
     def offer(self, block_ids: Sequence[int], block_tokens: int, ready: int | None = None) -> Ticket:
         """All tokens of these blocks, for one reader, until `end`. `ready`: blocks already written, or all."""
         self._num_offers += 1
-        slot, nonce, settle_nonce = self._num_offers, secrets.randbits(63) + 1, secrets.randbits(63) + 1
-        self._slots[slot] = 0
+        slot, nonce, settle_nonce = self._num_offers, secrets.randbits(63) + 256, secrets.randbits(63) + 256
+        self._said[slot] = 0
         ready = len(block_ids) if ready is None else ready
         self._slots[slot, 1] = ready
         self._slots[slot, 0] = nonce
@@ -83,15 +89,21 @@ class Owner:
     def is_settled(self, ticket: Ticket) -> bool:
         """The reader has written what the ticket says."""
         slot, _, settle_nonce = ticket.seats[0]
-        return int(self._slots[slot, 2]) == settle_nonce
+        return int(self._said[slot, 0]) == settle_nonce
 
     def is_announced(self, ticket: Ticket) -> bool:
         """The reader has said who it is."""
-        return int(self._slots[ticket.seats[0][0], 3]) == _CONNECTION_ID
+        slot, nonce, _ = ticket.seats[0]
+        return int(self._said[slot, 1]) == announcement(_CONNECTION_ID, nonce)
+
+    def is_withdrawn(self, ticket: Ticket) -> bool:
+        """The reader has said that it reads no more."""
+        slot, nonce, _ = ticket.seats[0]
+        return int(self._said[slot, 1]) == announcement(_CONNECTION_ID | WITHDRAWN, nonce)
 
     def end(self, ticket: Ticket) -> None:
         """What is read from now on does not count."""
-        self._slots[ticket.seats[0][0], 0] = 0
+        self._slots[ticket.seats[0][0], 0] = ABORTED_TOMBSTONE
 
     def cut(self) -> None:
         """Fences every reader."""
@@ -140,10 +152,10 @@ class Owner:
                     name="verbs",
                     address=pack_address([self._nic.port()]),
                     pool_keys=[pool.pack()],
-                    lease_key=_key(self._table, 1).pack(),
+                    lease_keys=[_key(self._table, 1).pack(), _key(self._words, 2).pack()],
                 )
             ],
-            protocol_version=1,
+            protocol_version=2,
         ).SerializeToString()
 
 

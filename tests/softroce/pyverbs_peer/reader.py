@@ -15,8 +15,11 @@ from softroce.pyverbs_peer.formats import (
     READER,
     SETTLED,
     SLOT_BYTES,
+    WITHDRAWN,
+    WORDS_BYTES,
     Key,
     Ticket,
+    announcement,
     pack_hello,
     unpack_address,
     unpack_reply,
@@ -58,7 +61,7 @@ class Reader:
         for lane, blob in zip(self._lanes, reply.replies, strict=True):
             lane.connect(unpack_reply(blob))
         self.pool = [Key.unpack(blob) for blob in self._way.pool_keys]
-        self.leases = Key.unpack(self._way.lease_key)
+        self.leases, self.words = (Key.unpack(blob) for blob in self._way.lease_keys)
 
     def header(self) -> tuple[int, int, int]:
         """Magic, epoch and number of slots, of the lease table."""
@@ -67,7 +70,14 @@ class Reader:
 
     def announce(self, ticket: Ticket) -> None:
         """Before the first read: so that the owner can cut us off when the lease runs out."""
-        self.store(self.leases, self._slot(ticket) + READER, self.connection_id)
+        self.store(
+            self.words, self._words(ticket) + READER, announcement(self.connection_id, ticket.seats[0][1])
+        )
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """After the last read, where the lease is not settled."""
+        word = announcement(self.connection_id | WITHDRAWN, ticket.seats[0][1])
+        self.store(self.words, self._words(ticket) + READER, word)
 
     def blocks(self, ticket: Ticket) -> np.ndarray:
         """Every row of the request's tokens, shape [planes, tokens, heads, row_bytes]."""
@@ -88,7 +98,7 @@ class Reader:
         return int(nonce), int(ready)
 
     def settle(self, ticket: Ticket) -> None:
-        self.store(self.leases, self._slot(ticket) + SETTLED, ticket.seats[0][2])
+        self.store(self.words, self._words(ticket) + SETTLED, ticket.seats[0][2])
 
     def store(self, key: Key, offset: int, value: int) -> None:
         """8 bytes. Raises WorkRefused."""
@@ -106,6 +116,9 @@ class Reader:
 
     def _slot(self, ticket: Ticket) -> int:
         return ticket.seats[0][0] * SLOT_BYTES
+
+    def _words(self, ticket: Ticket) -> int:
+        return ticket.seats[0][0] * WORDS_BYTES
 
     def _fetch(self, key: Key, offset: int, num_bytes: int) -> np.ndarray:
         into = Memory(self._nic, num_bytes, e.IBV_ACCESS_LOCAL_WRITE)

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// The words through which an owner and its readers tell each other about leases. They lie in two regions of
+// the owner: slots, which peers may only read, and peer words, which peers may only write.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+namespace kvlink {
+
+/// One reader's part of a lease, slot 0 being the header. Little-endian, 8-byte aligned.
+struct LeaseSlot {
+  std::atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again
+  std::atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
+  uint64_t reserved[6];
+};
+static_assert(sizeof(LeaseSlot) == 64);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+/// Slot 0. A reader checks it when it connects, so that a recycled pid or address is noticed at once.
+struct LeaseTableHeader {
+  uint64_t magic;  // kMagic
+  uint64_t epoch;  // of the owner
+  uint64_t num_slots;
+  uint64_t reserved[5];
+  static constexpr uint64_t kMagic = 0x32'65736165'4c564bULL;  // "KVLease2"
+};
+static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
+
+/// What a reader stores, by the number of its slot. The owner takes a word that it has seen, and leaves 0.
+struct PeerWords {
+  std::atomic<uint64_t> settled;  // the ticket's settle nonce; anything else is ignored
+  std::atomic<uint64_t> reader;   // an Announcement
+};
+static_assert(sizeof(PeerWords) == 16);
+
+constexpr uint64_t slot_offset(uint32_t slot) { return uint64_t{slot} * sizeof(LeaseSlot); }
+constexpr uint64_t settled_offset(uint32_t slot) { return uint64_t{slot} * sizeof(PeerWords); }
+constexpr uint64_t reader_offset(uint32_t slot) { return settled_offset(slot) + sizeof(uint64_t); }
+
+/// "This connection reads under the lease with this nonce", stored before the first read, or that it no
+/// longer does.
+struct Announcement {
+  uint32_t connection = 0;  // 1 to kLastConnection
+  uint32_t tag = 0;         // of the nonce: the words of a slot outlive its leases
+  bool withdrawn = false;
+
+  static constexpr uint32_t kLastConnection = std::numeric_limits<int32_t>::max();
+  /// Never 0, which is that of slots never granted.
+  static constexpr uint32_t tag_of(uint64_t nonce) { return static_cast<uint32_t>(nonce >> 32) | 1; }
+
+  constexpr uint64_t word() const { return uint64_t{tag} << 32 | uint64_t{withdrawn} << 31 | connection; }
+  static constexpr Announcement of(uint64_t word) {
+    const auto low = static_cast<uint32_t>(word);
+    return {low & kLastConnection, static_cast<uint32_t>(word >> 32), low > kLastConnection};
+  }
+};
+
+}  // namespace kvlink
