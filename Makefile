@@ -141,6 +141,12 @@ test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit, the st
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
 	pytest -m "slow and not netns and not softroce" || [ $$? -eq 5 ]
 
+# SECONDS=3600: for so long. SEED=N: the same decisions as an earlier run; what the machine does with them differs.
+SECONDS ?= 600
+.PHONY: soak
+soak: build ## owners and readers that are killed and stopped, every byte compared; ten minutes, not in CI
+	PYTHONPATH=tests python -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 .PHONY: test-netns
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns

@@ -46,6 +46,7 @@ LANES = {
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
     "slow": Lane("make test-slow", 3),
+    "soak": Lane("make soak", 3),
 }
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.
@@ -53,7 +54,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"csrc/(verbs|device_presence)", ("transports", "sanitizers", "rdma")),
     (r"csrc/(cuda|bounce|landing|staging|crossover|device)", ("transports", "sanitizers", "gpu")),
     (r"csrc/bindings", ("transports",)),
-    (r"csrc/|CMakeLists\.txt", ("transports", "sanitizers", "instructions")),
+    (r"csrc/|CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak")),
     (r"kvlink/control/(server|host|client|channel|session)", ("transports", "processes", "netns", "deploy")),
     (r"kvlink/control/|protos/", ("processes", "deploy")),
     (r"kvlink/(status_page|metrics|cli|doctor)", ("processes", "deploy")),
@@ -75,6 +76,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/engines/", ("engines",)),
     (r"tests/gpu/", ("gpu",)),
     (r"tests/cpp/", ("sanitizers",)),
+    (r"tests/soak/", ("soak",)),
     (r"tests/(smoke|unit)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy")),

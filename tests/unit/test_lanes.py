@@ -27,7 +27,7 @@ def lanes() -> ModuleType:
     ("path", "names"),
     [
         ("csrc/verbs_qp.cc", ["transports", "sanitizers", "rdma"]),
-        ("csrc/lane.cc", ["transports", "instructions", "sanitizers"]),
+        ("csrc/lane.cc", ["transports", "instructions", "sanitizers", "soak"]),
         ("csrc/cuda_copy.cc", ["transports", "sanitizers", "gpu"]),
         ("kvlink/control/store/etcd/sync.py", ["processes", "deploy"]),
         ("kvlink/worker.py", ["transports", "processes"]),

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the pulls of a soak, and whether that may be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BAD = ("wrong", "foreign", "late", "leaked", "hung", "innocent")
+
+
+@dataclass(slots=True)
+class Excuses:
+    """What was done to a pull, to its lease or to its owner, until it ended."""
+
+    may_be_stale: bool = False
+    """Its lease is short, aborted, or settled by another pull. It is valid until the owner looks."""
+    short_deadline: bool = False
+    cancelled: bool = False
+    owner_killed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one pull. `error` is the name of an exception, and empty when all is valid."""
+
+    error: str = ""
+    why: str = ""
+    """Of stale blocks, in lower case."""
+    message: str = ""
+    settled: bool = False
+    differences: Mapping[str, int] = field(default_factory=dict)
+    """Words of a valid pull that are not what was offered."""
+    restarted: bool = False
+    transport: str = ""
+    bytes_of_others: int = 0
+    """That a pull brought which failed, and so were dropped."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of one soak."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def pulled(self, outcome: Outcome, excuses: Excuses, about: str) -> None:
+        """A pull has ended."""
+        name, is_fine = _named(outcome, excuses)
+        self.counts[name] += 1
+        self.counts["restarted"] += outcome.restarted
+        if outcome.bytes_of_others:
+            self.note(f"dropped KiB of others: {outcome.transport}", about, outcome.bytes_of_others >> 10)
+        if not is_fine:
+            self.note("innocent", f"{about}: {outcome.error} {outcome.why}: {outcome.message}")
+        if not outcome.error:
+            for kind, number in outcome.differences.items():
+                if number:
+                    self.note(kind, f"{about}: {number} words of a valid pull, with {excuses}")
+
+    def note(self, kind: str, example: str, number: int = 1) -> None:
+        """Something that is counted apart; the first examples of each kind are shown."""
+        self.counts[kind] += number
+        self.examples.setdefault(kind, example)
+
+    def at_rest(self, about: str, held: Mapping[str, int]) -> None:
+        """What is still held, by kind, when nothing is under way any more."""
+        for kind, number in held.items():
+            if number:
+                self.note("leaked", f"{about}: {number} {kind}", number)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing happened that must not."""
+        return not any(self.counts[kind] for kind in BAD) and self.counts["good"] > 0
+
+    def lines(self) -> list[str]:
+        """For people."""
+        counts = {kind: self.counts[kind] for kind in ("good", *BAD)} | dict(sorted(self.counts.items()))
+        return [
+            *(f"{kind:28}{number:10}" for kind, number in counts.items()),
+            *(f"first {kind}: {example}" for kind, example in self.examples.items()),
+        ]
+
+
+def _named(outcome: Outcome, excuses: Excuses) -> tuple[str, bool]:
+    """How it is counted, and whether it may be."""
+    match outcome.error:
+        case "":
+            return "good", True
+        case "StaleBlocks":
+            return f"stale: {outcome.why}", excuses.may_be_stale or excuses.owner_killed
+        case "TransferTimeout":
+            return "timed out", excuses.short_deadline or excuses.owner_killed
+        case "Cancelled" | "CancelledError":
+            return "cancelled", excuses.cancelled
+        case "PeerUnreachable" | "TransportUnavailable" | "CoordinatorUnavailable":
+            return "unreachable", excuses.owner_killed
+    return f"failed: {outcome.error}", False
