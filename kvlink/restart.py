@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvlink.engine import FAILED, failure
-from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
+from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.peers import Peers
 from kvlink.starting import Part, Starting, Starts, Want, connect_all
 
@@ -64,7 +64,8 @@ class Restart:
 
     def failed(self, error: KVLinkError) -> KVLinkError:
         """What a pull fails with that could not start. One that was cut before failed because of that, unless the owner
-        has restarted."""
+        has restarted or the deadline passed."""
         if not self.cut or isinstance(error, StaleBlocks):
             return error
-        return PeerUnreachable(f"{'; '.join(self.cut.values())}; it could not begin again: {error}")
+        kind = TransferTimeout if isinstance(error, TransferTimeout) else PeerUnreachable
+        return kind(f"{'; '.join(self.cut.values())}; it could not begin again: {error}")

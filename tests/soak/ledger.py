@@ -53,7 +53,9 @@ class Ledger:
         if outcome.bytes_of_others:
             self.note(f"dropped KiB of others: {outcome.transport}", about, outcome.bytes_of_others >> 10)
         if not is_fine:
-            self.note("innocent", f"{about}: {outcome.error} {outcome.why}: {outcome.message}")
+            self.note(
+                "innocent", f"{about}: {outcome.error} {outcome.why}: {outcome.message}, with {excuses}"
+            )
         if not outcome.error:
             for kind, number in outcome.differences.items():
                 if number:

@@ -18,7 +18,14 @@ from waiting import eventually, until
 from kvlink import Ticket, Worker, WorkerConfig, decode
 from kvlink.decode import Pull, PullStats
 from kvlink.engine import FAILED, RUNNING, SETTLED, VALID
-from kvlink.errors import AccessDenied, ConfigError, KVLinkError, PeerUnreachable, StaleBlocks
+from kvlink.errors import (
+    AccessDenied,
+    ConfigError,
+    KVLinkError,
+    PeerUnreachable,
+    StaleBlocks,
+    TransferTimeout,
+)
 from kvlink.restart import Restart
 from kvlink.starting import Part, Starting
 
@@ -292,7 +299,10 @@ async def test_it_is_cancelled_when_it_has_begun_again(monkeypatch: pytest.Monke
     assert len(starts.asked) == 1
 
 
-@pytest.mark.parametrize(("error", "kind"), [(ConfigError, PeerUnreachable), (StaleBlocks, StaleBlocks)])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ConfigError, PeerUnreachable), (StaleBlocks, StaleBlocks), (TransferTimeout, TransferTimeout)],
+)
 def test_what_it_fails_with_when_it_could_not_begin_again(
     error: type[KVLinkError], kind: type[KVLinkError]
 ) -> None:
