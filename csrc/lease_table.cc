@@ -39,6 +39,7 @@ LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, u
       words_(reinterpret_cast<PeerWords*>(words.data())),
       free_(static_cast<uint32_t>(slots.size() / sizeof(LeaseSlot))),
       records_(slots.size() / sizeof(LeaseSlot)),
+      deadlines_ns_(records_.size(), kNobodys),
       draw_(std::move(draw)) {
   new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
   for (size_t slot = 1; slot < records_.size(); ++slot) {
@@ -128,11 +129,12 @@ void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) 
   hear_reader(seat.slot);  // a late one of the slot's last lease
   readers_.take([&seat](uint32_t slot) { return slot == seat.slot; }, to_fence_);
   words_[seat.slot].settled.store(0, std::memory_order_relaxed);
-  record = {lease.id, lease.deadline_ns, Announcement::tag_of(seat.nonce)};
+  record = {lease.id, seat.settle_nonce, Announcement::tag_of(seat.nonce)};
+  deadlines_ns_[seat.slot] = lease.deadline_ns;
   LeaseSlot& shared = slots_[seat.slot];
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
-  lease.seats.push_back({seat.slot, seat.settle_nonce, true});
+  lease.seats.push_back({seat.slot, true});
   ++lease.num_open;
 }
 
@@ -157,7 +159,7 @@ bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
 void LeaseTable::set_deadline(Lease& lease, int64_t deadline_ns) {
   lease.deadline_ns = deadline_ns;
   for (const Seat& seat : lease.seats) {
-    if (seat.open) records_[seat.slot].deadline_ns = deadline_ns;
+    if (seat.open) deadlines_ns_[seat.slot] = deadline_ns;
   }
 }
 
@@ -183,10 +185,9 @@ bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
 bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {
   std::lock_guard lock(mutex_);
   const int64_t now = aged(now_ns);
-  Lease* lease = nullptr;
-  const Seat* const seat = seat_at(slot, settle_nonce, lease);
-  if (seat == nullptr || !seat->open) return false;
-  set_deadline(*lease, std::max(lease->deadline_ns, now + lease->ttl_ns));
+  if (!is_settled_by(slot, settle_nonce) || !is_open(slot)) return false;
+  Lease& lease = leases_.at(records_[slot].lease);
+  set_deadline(lease, std::max(lease.deadline_ns, now + lease.ttl_ns));
   return true;
 }
 
@@ -220,22 +221,14 @@ LeaseTable::Lease* LeaseTable::open_lease(uint64_t id) {
 
 bool LeaseTable::settle(uint32_t slot, uint64_t settled) {
   std::lock_guard lock(mutex_);
-  Lease* lease = nullptr;
-  const Seat* const seat = seat_at(slot, settled, lease);
-  if (seat == nullptr || !seat->open) return false;
+  if (!is_settled_by(slot, settled) || !is_open(slot)) return false;
   words_[slot].settled.store(settled, std::memory_order_release);
   return true;
 }
 
-/// The seat that `settled` settles, of a lease that was not reported yet, and its lease; or null.
-LeaseTable::Seat* LeaseTable::seat_at(uint32_t slot, uint64_t settled, Lease*& lease) {
-  const auto known = slot < records_.size() ? leases_.find(records_[slot].lease) : leases_.end();
-  if (known == leases_.end()) return nullptr;
-  lease = &known->second;
-  const auto found = std::find_if(lease->seats.begin(), lease->seats.end(), [&](const Seat& one) {
-    return one.slot == slot && settles(one.settle_nonce, settled);
-  });
-  return found == lease->seats.end() ? nullptr : &*found;
+/// There is a seat at the slot, maybe ended, and `settled` settles it.
+bool LeaseTable::is_settled_by(uint32_t slot, uint64_t settled) const {
+  return slot < records_.size() && records_[slot].tag != 0 && settles(records_[slot].settle_nonce, settled);
 }
 
 /// Takes what a reader announced, if it was of the last lease there.
@@ -251,20 +244,21 @@ void LeaseTable::take_settled(uint32_t slot) {
   std::atomic<uint64_t>& word = words_[slot].settled;
   if (word.load(std::memory_order_relaxed) == 0) return;
   const uint64_t settled = word.exchange(0, std::memory_order_acq_rel);
-  Lease* lease = nullptr;
-  Seat* const seat = seat_at(slot, settled, lease);
-  if (seat == nullptr) return;
-  if (!seat->open) return readers_.forget(slot);  // it came too late, and reads no more
-  const uint64_t num_readers = settled ^ seat->settle_nonce;
-  end_seat(*lease, *seat, LeaseEnd::kSettled);
-  for (size_t unused = num_readers; num_readers > 0 && unused < lease->seats.size(); ++unused)
-    end_seat(*lease, lease->seats[unused], LeaseEnd::kSettled);
+  if (!is_settled_by(slot, settled)) return;
+  if (!is_open(slot)) return readers_.forget(slot);  // it came too late, and reads no more
+  Lease& lease = leases_.at(records_[slot].lease);
+  const uint64_t num_readers = settled ^ records_[slot].settle_nonce;
+  for (size_t index = 0; index < lease.seats.size(); ++index) {
+    Seat& seat = lease.seats[index];
+    if (seat.slot == slot || (num_readers > 0 && index >= num_readers))
+      end_seat(lease, seat, LeaseEnd::kSettled);
+  }
 }
 
 void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   if (!seat.open) return;
   seat.open = false;
-  records_[seat.slot].deadline_ns = INT64_MAX;
+  deadlines_ns_[seat.slot] = kNobodys;
   ended_slots_.push_back(seat.slot);
   if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
   slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
@@ -286,11 +280,14 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
   const int64_t now = aged(now_ns);
   const auto num_slots = static_cast<uint32_t>(records_.size());
   for (uint32_t slot = 1; slot < num_slots; ++slot) {
+    const PeerWords& words = words_[slot];
+    if ((words.settled.load(std::memory_order_relaxed) | words.reader.load(std::memory_order_relaxed)) == 0)
+      continue;
     hear_reader(slot);
     take_settled(slot);
   }
   for (uint32_t slot = 1; slot < num_slots; ++slot) {
-    if (now >= records_[slot].deadline_ns) expire(slot);
+    if (now >= deadlines_ns_[slot]) expire(slot);
   }
   report(now_ns, swept);
 }
@@ -298,7 +295,7 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
 void LeaseTable::report(int64_t now_ns, Swept& swept) {
   // Behind the tombstones: whoever announced itself before them is cut off before its blocks are given back.
   for (const uint32_t slot : ended_slots_) hear_reader(slot);
-  readers_.take([this](uint32_t slot) { return !records_[slot].open(); }, to_fence_);
+  readers_.take([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
   counts_.fenced_readers += to_fence_.size();
   swept.to_fence.insert(swept.to_fence.end(), to_fence_.begin(), to_fence_.end());
   to_fence_.clear();

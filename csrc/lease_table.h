@@ -113,7 +113,6 @@ class LeaseTable {
  private:
   struct Seat {
     uint32_t slot;
-    uint64_t settle_nonce;
     bool open;  // the slot has the seat's nonce
   };
   struct Lease {
@@ -126,11 +125,11 @@ class LeaseTable {
   };
   /// What the owner alone knows of a slot.
   struct SlotRecord {
-    uint64_t lease = 0;               // the last one that had it
-    int64_t deadline_ns = INT64_MAX;  // the lease's while its seat is open
-    uint32_t tag = 0;                 // of the last nonce
-    bool open() const { return deadline_ns != INT64_MAX; }
+    uint64_t lease = 0;         // the last one that had it
+    uint64_t settle_nonce = 0;  // of the last seat, as the next
+    uint32_t tag = 0;           // of its nonce
   };
+  static constexpr int64_t kNobodys = INT64_MAX;  // a deadline
 
   friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
 
@@ -140,7 +139,8 @@ class LeaseTable {
   void add(Lease lease);
   void set_deadline(Lease& lease, int64_t deadline_ns);
   Lease* open_lease(uint64_t id);
-  Seat* seat_at(uint32_t slot, uint64_t settled, Lease*& lease);
+  bool is_open(uint32_t slot) const { return deadlines_ns_[slot] != kNobodys; }
+  bool is_settled_by(uint32_t slot, uint64_t settled) const;
   void hear_reader(uint32_t slot);
   void take_settled(uint32_t slot);
   void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
@@ -154,7 +154,8 @@ class LeaseTable {
   LeaseSlot* const slots_;
   PeerWords* const words_;
   FreeSlots free_;
-  std::vector<SlotRecord> records_;  // by slot
+  std::vector<SlotRecord> records_;    // by slot
+  std::vector<int64_t> deadlines_ns_;  // by slot: the lease's while its seat is open, else kNobodys
   std::unordered_map<uint64_t, Lease> leases_;
   LeaseReaders readers_;               // of open seats
   std::vector<uint64_t> to_fence_;     // for the next sweep to report, as the next two

@@ -19,6 +19,7 @@ namespace kvlink {
 struct LeaseTableState {
   FreeSlots free;
   std::vector<LeaseTable::SlotRecord> records;
+  std::vector<int64_t> deadlines_ns;
   std::unordered_map<uint64_t, LeaseTable::Lease> leases;
   LeaseReaders readers;
   std::vector<uint64_t> to_fence, ended_leases, random;
@@ -27,12 +28,14 @@ struct LeaseTableState {
   uint32_t num_active;
 
   static LeaseTableState of(const LeaseTable& table) {
-    return {table.free_,         table.records_, table.leases_,      table.readers_,   table.to_fence_,
-            table.ended_leases_, table.random_,  table.ended_slots_, table.looked_ns_, table.num_active()};
+    return {table.free_,        table.records_,   table.deadlines_ns_, table.leases_,
+            table.readers_,     table.to_fence_,  table.ended_leases_, table.random_,
+            table.ended_slots_, table.looked_ns_, table.num_active()};
   }
   void put_into(LeaseTable& table) const {
     table.free_ = free;
     table.records_ = records;
+    table.deadlines_ns_ = deadlines_ns;
     table.leases_ = leases;
     table.readers_ = readers;
     table.to_fence_ = to_fence;
@@ -48,9 +51,9 @@ struct LeaseTableState {
     for (FreeSlots left = free; left.size() > 0;) add(left.pop());
     for (const auto& record : records) {
       add(record.lease);
-      add(record.deadline_ns);
       add(record.tag);
     }
+    for (const int64_t deadline_ns : deadlines_ns) add(deadline_ns);
     for (const auto& [slot, of_slot] : readers.all()) {
       add(slot);
       for (const uint64_t reader : of_slot) add(reader);
