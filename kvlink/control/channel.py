@@ -190,6 +190,11 @@ class Channel:
         if self._closed:
             raise CoordinatorError(f"this client of the {self._what} at {self.address} is closed")
 
+    def leave(self, address: str) -> None:
+        """The next calls do not go to `address`, if they would and there is another."""
+        if self.asks == address:
+            self._leave(self._ends[0])
+
     def _leave(self, end: _End) -> None:
         """The next calls go elsewhere, where there is an elsewhere."""
         if self._ends[0] is end:

@@ -178,10 +178,14 @@ class CoordinatorClient(_Client):
             turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_choice else left_s
             turn_ends = time.monotonic() + turn_s
             claim = Claim(request_id, turn_s, reader, num_readers, claim_id)
+            asked = self._channel.asks
             try:
                 return await self._channel.attempt(CoordinatorCalls.CLAIM, claim, turn_s + _CLAIM_SLACK_S)
             except UnknownRequest:
-                if turn_s == left_s or time.monotonic() < turn_ends:
+                is_over = turn_s > 0.0 and time.monotonic() >= turn_ends
+                if is_over:
+                    self._channel.leave(asked)  # it may have lost its store
+                if turn_s == left_s or not is_over:
                     raise
             except CoordinatorUnavailable:
                 delay_s = backoff.delay_s()

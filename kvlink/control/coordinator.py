@@ -18,6 +18,7 @@ from kvlink.control.incumbents import Incumbents
 from kvlink.control.limits import Limits
 from kvlink.control.members import BEATS_PER_LEASE
 from kvlink.control.overview import Beat, Overview
+from kvlink.control.readiness import Readiness
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.reports import Reports
 from kvlink.control.security import Gate, Security, caller, coordinator_gate
@@ -38,7 +39,6 @@ from kvlink.control.values import (
     Push,
     PushKind,
     SettleOrder,
-    StoreHealth,
     Watch,
     WorkerChanges,
     WorkerEpoch,
@@ -80,6 +80,7 @@ class Coordinator:
         self._incumbents = Incumbents(self._store, security)
         self.counts = self._host.counts
         """Of calls and their refusals."""
+        self.readiness = Readiness(self._host.say_ready, self._store.health, lambda: self._leaving)
         self._add_calls(self._host)
         self.address = ""
 
@@ -91,6 +92,7 @@ class Coordinator:
         """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
         await self._store.start()
         self.address = await self._host.start(host, port)
+        self.readiness.start()
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
 
@@ -102,7 +104,7 @@ class Coordinator:
         nobody is left waiting here.
         """
         self._leaving = True
-        await self._host.unready()
+        await self.readiness.look()
         for answer in self._claims:
             answer.cancel()
         await self._host.stop(_LAST_WORDS_S)
@@ -110,6 +112,7 @@ class Coordinator:
     async def close(self) -> None:
         """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
         self._leaving = True
+        await self.readiness.close()
         await self._store.close()
         await self._host.stop(_LAST_WORDS_S)
 
@@ -213,14 +216,6 @@ class Coordinator:
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""
         return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
-
-    def health(self) -> StoreHealth:
-        """How well its store serves it."""
-        return self._store.health()
-
-    def why_not_ready(self) -> str:
-        """Why new callers should go elsewhere; "": they need not. A store that is full is full for all replicas."""
-        return "ending" if self._leaving else ""
 
     async def overview(self) -> Overview:
         """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""

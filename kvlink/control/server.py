@@ -155,12 +155,13 @@ class Host:
         if admission is not None:
             admission.port = bound
         await self._server.start()
-        await self._say(health_pb2.HealthCheckResponse.SERVING)
+        await self.say_ready(True)
         return f"{address}:{bound}"
 
-    async def unready(self) -> None:
-        """Tells health checks to send nobody here any more."""
-        await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def say_ready(self, ready: bool) -> None:
+        """Tells health checks whether to send anybody here."""
+        status = health_pb2.HealthCheckResponse
+        await self._say(status.SERVING if ready else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls and ends streams at once; cancels what still runs after `grace_s`. Idempotent."""

@@ -224,11 +224,15 @@ class StoreHealth(NamedTuple):
 
     is_full: bool = False
     """It refuses new tickets, claims and joins."""
+    is_lost: bool = False
+    """What the coordinator knows is too old to serve claims and watches."""
+    stale_s: float = 0.0
+    """For how long it has not been known that the coordinator is up to date; 0: it is."""
 
     @property
     def is_healthy(self) -> bool:
         """Whether it does all that it is for."""
-        return not self.is_full
+        return not self.is_full and not self.is_lost
 
     @classmethod
     def worst(cls, of: Iterable[StoreHealth]) -> StoreHealth:

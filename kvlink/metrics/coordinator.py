@@ -62,8 +62,10 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
 
 
 def _add_health(families: Families, health: StoreHealth) -> None:
-    healthy = "1: the store does what it is for. 0: it is full."
+    healthy = "1: the store does what it is for. 0: it is full, or does not answer."
+    stale = "For how long the store has not confirmed that this coordinator is up to date."
     families.gauge(f"{_PREFIX}_store_healthy", healthy, health.is_healthy, {})
+    families.gauge(f"{_PREFIX}_store_stale_seconds", stale, health.stale_s, {})
 
 
 def _add_calls(families: Families, calls: CallCounts) -> None:

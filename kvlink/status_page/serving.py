@@ -70,11 +70,11 @@ def _application(coordinator: Coordinator) -> web.Application:
         return web.Response(text=await figures_now.text(), content_type="application/json", headers=_NO_STORE)
 
     async def metrics(_: web.Request) -> web.Response:
-        text = exposition(await coordinator.status(), coordinator.counts, coordinator.health())
+        text = exposition(await coordinator.status(), coordinator.counts, coordinator.readiness.health())
         return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
 
     async def ready(_: web.Request) -> web.Response:
-        why = coordinator.why_not_ready()
+        why = coordinator.readiness.why_not()
         return web.Response(text=f"{why or 'ready'}\n", status=503 if why else 200, headers=_NO_STORE)
 
     app = web.Application(client_max_size=1024)

@@ -86,12 +86,12 @@ class FakeEtcd:
     def go_away(self) -> None:
         """Refuses connections and ends those that stand, until `is_away` is False."""
         self.is_away = True
-        self._cut()
+        self.cut()
 
     def wipe(self, cluster_id: int | None = None) -> None:
         """Restarts it with nothing."""
         self.data = _Data(cluster_id or self.data.cluster_id)
-        self._cut()
+        self.cut()
 
     def snapshot(self) -> _Data:
         return copy.deepcopy(self.data)
@@ -99,13 +99,14 @@ class FakeEtcd:
     def restore(self, snapshot: _Data) -> None:
         """Restarts it with what it had."""
         self.data = copy.deepcopy(snapshot)
-        self._cut()
+        self.cut()
 
     def put(self, *pairs: tuple[bytes, bytes]) -> None:
         """By another client, in one revision."""
         self._write([_put(pair) for pair in pairs])
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Ends the connections that stand."""
         for watch in self._watches:
             watch.end(grpc.StatusCode.UNAVAILABLE, "connection reset")
         self._watches.clear()

@@ -211,7 +211,7 @@ async def test_health_follows_the_state(coordinator: Coordinator) -> None:
         for service in ("", "kvlink.v1.Coordinator"):
             answer = await check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        await coordinator._host.unready()
+        await coordinator._host.say_ready(False)
         answer = await check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 

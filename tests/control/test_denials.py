@@ -77,7 +77,7 @@ async def test_metrics_say_when_the_certificate_ends(tmp_path: Path) -> None:
     ends = security.keyring.current().expires_at
     coordinator = Coordinator(security=security)
     await coordinator.start()
-    text = exposition(await coordinator.status(), coordinator.counts, coordinator.health()).decode()
+    text = exposition(await coordinator.status(), coordinator.counts, coordinator.readiness.health()).decode()
     await coordinator.close()
     (value,) = [
         line.split()[1]
@@ -86,7 +86,7 @@ async def test_metrics_say_when_the_certificate_ends(tmp_path: Path) -> None:
     ]
     assert float(value) == ends
     plain = Coordinator()
-    assert b"certificate" not in exposition(await plain.status(), plain.counts, plain.health())
+    assert b"certificate" not in exposition(await plain.status(), plain.counts, plain.readiness.health())
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "w\x1b]0;title\x07", "w\n", "w\u202e", "w\x9b1m", "\ud800"])

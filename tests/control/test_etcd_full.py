@@ -74,7 +74,7 @@ async def test_it_is_refused_shown_and_mended(
         for number in range(50):
             with pytest.raises(Overloaded):
                 await client.offer(make_offer(f"r{number}"))
-        assert not coordinator.health().is_healthy
+        assert not coordinator.readiness.health().is_healthy
         assert len([line for line in caplog.messages if "etcd is full" in line]) == 1
         assert not [record for record in caplog.records if record.exc_info]
         await until(lambda: not store._mirror.requests)  # what is over is deleted all the same
@@ -85,7 +85,7 @@ async def test_it_is_refused_shown_and_mended(
         assert small_etcd.control("alarm", "list") == ""
         await client.offer(make_offer("after"))
         assert await client.claim("after", timeout_s=10.0) == [make_offer("after").ticket]
-        assert coordinator.health().is_healthy
+        assert coordinator.readiness.health().is_healthy
         assert await fill(session) * len(_TICKET) > _QUOTA / 2, "defragmenting has freed it"
         await session.close()
     await coordinator.close()

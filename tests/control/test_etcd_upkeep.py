@@ -118,7 +118,7 @@ async def test_a_full_etcd_is_compacted_all_the_same(store: EtcdStore, etcd: Fak
 async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, etcd: FakeEtcd) -> None:
     etcd.put((b"/old/1", b""), (b"/old/2", b""))
     etcd.is_full = True
-    commits = Commits(store._etcd, store._sync.reached)
+    commits = Commits(store._etcd, store._sync.written)
     ops = {b"/old/1": delete, b"/new": lambda key: put(key, b""), b"/old/2": delete}
     done = [commits.submit(pb.TxnRequest(success=[make(key)]), key) for key, make in ops.items()]
     results = await asyncio.gather(*done, return_exceptions=True)

@@ -128,6 +128,14 @@ def store_changes(what: str, tries: int) -> Refused:
     )
 
 
+def store_is_lost(store: str) -> Refused:
+    """What a coordinator knows is too old."""
+    return Refused(
+        Reason.NOT_READY,
+        f"the coordinator has lost its store, {store}, and does not know what was offered since; ask another",
+    )
+
+
 def closing() -> Refused:
     """The coordinator ends."""
     return Refused(Reason.NOT_READY, "the coordinator is shutting down; ask again in a moment")

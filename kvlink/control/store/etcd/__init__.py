@@ -68,7 +68,7 @@ class EtcdStore:
         self._etcd = etcd = Etcd(addresses, trust, clock)
         self._mirror = mirror = Mirror(layout, limits)
         self._sync = sync = Sync(etcd, layout, mirror, self._take_news, self._is_awaited, clock)
-        self._commits = commits = Commits(etcd, sync.reached)
+        self._commits = commits = Commits(etcd, sync.written)
         self._members = members = Membership(etcd, layout, mirror, sync, lease_s, limits)
         self._offering = Offering(layout, mirror, sync, members, commits, limits)
         self._claiming = Claiming(etcd, layout, mirror, sync, commits, limits)
@@ -79,6 +79,7 @@ class EtcdStore:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._closed = False
+        etcd.health.on_doubt = self._arm
 
     async def start(self) -> None:
         """Returns when etcd has been read, or in a while: until it has, calls are refused (NOT_READY)."""
@@ -106,6 +107,7 @@ class EtcdStore:
 
     async def watch(self) -> Feed[WorkerChanges]:
         cards = await self.workers()
+        self._check_not_lost()
         feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.discard(feed))
         feed.put([WorkerChange(Joined.UP, card) for card in cards])
         self._watchers.add(feed)
@@ -123,6 +125,7 @@ class EtcdStore:
         try:
             if self._closed:
                 raise sentences.closing()
+            self._check_not_lost()
             self._claiming.claim(claim, answer, self._clock())
         except Refused as refused:
             answer.set_exception(refused)
@@ -176,18 +179,36 @@ class EtcdStore:
     def tick(self) -> None:
         """Ends what is due by the clock. Runs by itself."""
         self._timer_due = math.inf
+        if self._etcd.health.expire():
+            self._send_elsewhere()
         self._offering.collect(self._clock())
         self._claiming.give_up(self._clock())
         self._arm()
 
     def _arm(self) -> None:
-        due = min(self._mirror.due.next(), self._offering.next_deadline(), self._claiming.next_deadline())
+        due = min(
+            self._mirror.due.next(),
+            self._offering.next_deadline(),
+            self._claiming.next_deadline(),
+            self._etcd.health.next_deadline(),
+        )
         if due >= self._timer_due or self._closed:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = due
         self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
+
+    def _send_elsewhere(self) -> None:
+        """Ends what could only be answered out of a mirror that is too old."""
+        why = sentences.store_is_lost(repr(self._etcd))
+        self._claiming.refuse_all(why)
+        for feed in list(self._watchers):
+            feed.close(Refused(why.reason, why.sentence))
+
+    def _check_not_lost(self) -> None:
+        if self._etcd.health.is_lost:
+            raise sentences.store_is_lost(repr(self._etcd))
 
     def _is_awaited(self) -> bool:
         return bool(self._watchers) or len(self._claiming) > 0

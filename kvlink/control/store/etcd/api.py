@@ -82,6 +82,7 @@ class Etcd:
             reply = await self._channel.call(method, request, self._patience_s)
         except CoordinatorUnavailable:
             self._patience_s = _PATIENCE_WHEN_AWAY_S
+            self.health.doubt()
             raise
         except CoordinatorError as error:
             if _NO_SPACE not in str(error):
@@ -172,7 +173,11 @@ class Etcd:
 
         try:
             await asyncio.wait_for(exchange(), _ATTEMPT_S)
+        except CoordinatorUnavailable:
+            self.health.doubt()
+            raise
         except asyncio.TimeoutError:
+            self.health.doubt()
             stream.leave()
             raise CoordinatorUnavailable(
                 f"{self._channel!r} did not renew leases in {_ATTEMPT_S} s"

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import named
+from kvlink.control.refusal import Refused, named
 from kvlink.control.store import sentences
 from kvlink.control.store.etcd.api import Etcd, after, put, unchanged
 from kvlink.control.store.etcd.commits import Commits
@@ -46,9 +46,7 @@ class Claiming:
 
     async def close(self) -> None:
         """Refuses who waits. Idempotent."""
-        for waiter in self._waiting.all():
-            if not waiter.answer.done():
-                waiter.answer.set_exception(sentences.closing())
+        self.refuse_all(sentences.closing())
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()
@@ -74,6 +72,12 @@ class Claiming:
         """Refuses who has waited long enough."""
         for waiter in self._waiting.due(now):
             self._refuse(waiter)
+
+    def refuse_all(self, why: Refused) -> None:
+        """Sends who waits elsewhere."""
+        for waiter in self._waiting.all():
+            if not waiter.answer.done():
+                waiter.answer.set_exception(Refused(why.reason, why.sentence))
 
     def pump(self, request_id: str) -> None:
         """Serves who waits for a request, one after the other."""

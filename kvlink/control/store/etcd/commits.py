@@ -30,12 +30,12 @@ class _Waiting(NamedTuple):
 class Commits:
     """Transactions that name a common key never go in one batch, as etcd compares before it writes.
 
-    A write counts as done when `reached(revision)` returns: then this coordinator knows of it, too.
+    A write counts as done when `written(revision)` returns: then this coordinator knows of it, too.
     """
 
-    def __init__(self, etcd: Etcd, reached: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(self, etcd: Etcd, written: Callable[[int], Awaitable[None]]) -> None:
         self._etcd = etcd
-        self._reached = reached
+        self._written = written
         self._waiting: deque[_Waiting] = deque()
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -97,7 +97,7 @@ class Commits:
                 reply = await self._etcd.commit(pb.TxnRequest(success=[nested(of.txn) for of in batch]))
                 replies = [response.response_txn for response in reply.responses]
             if any(answer.succeeded for answer in replies):
-                await self._reached(reply.header.revision)
+                await self._written(reply.header.revision)
         except CoordinatorUnavailable as error:
             _fail(batch, error)
         except StoreFull as error:

@@ -23,7 +23,7 @@ from kvlink.v1 import etcd_pb2 as pb
 
 _log = logging.getLogger("kvlink.control")
 
-_PULSE_S = 2.0
+_PULSE_S = 1.0
 _IDLE_PULSE_S = 30.0
 """While nobody waits for anything here."""
 _STALE_S = 1.5
@@ -70,6 +70,7 @@ class Sync:
 
     def start(self) -> None:
         """Once."""
+        self._etcd.health.doubt()
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._beat())]
 
     async def close(self) -> None:
@@ -80,10 +81,10 @@ class Sync:
         for _, _, done in self._awaited:
             done.cancel()
 
-    async def reached(self, revision: int) -> None:
-        """Returns when the mirror has what was written at `revision`, or another member is being asked for it."""
+    async def reached(self, revision: int) -> bool:
+        """True: the mirror has what was written at `revision`. False: another member is being asked for it."""
         if self._revision >= revision:
-            return
+            return True
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._awaited, (revision, next(self._numbers), done))
         await asyncio.wait([done], timeout=_STALE_S)
@@ -91,11 +92,18 @@ class Sync:
             done.cancel()
             _log.warning("the watch is behind revision=%d seen=%d", revision, self._revision)
             self._restart()
+        return self._revision >= revision
+
+    async def written(self, revision: int) -> None:
+        """As `reached`, of what was written just now: that it came back proves that the mirror is up to date."""
+        if await self.reached(revision) and self.loaded.is_set():
+            self._etcd.health.proved()
 
     async def pulse(self) -> None:
         """Returns when everything written before has reached the mirror. Raises CoordinatorUnavailable."""
+        self._etcd.health.doubt()
         done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
-        await self.reached(done.header.revision)
+        await self.written(done.header.revision)
         self._history.append((self._now(), done.header.revision))
 
     def _restart(self) -> None:
@@ -143,6 +151,7 @@ class Sync:
             self._on_news(self._mirror.replace_all(kvs, self._now()))
             self._advance(revision, [])
             self.loaded.set()
+            self._etcd.health.proved()
             overlap, start = [], revision + 1
         stream = await self._etcd.watch(self._layout.prefix, start)
         self._leave_member = stream.leave
@@ -166,6 +175,7 @@ class Sync:
                 self._take(revisions)
         finally:
             stream.cancel()
+            self._etcd.health.doubt()
 
     def _take(self, revisions: list[list[pb.Event]]) -> None:
         for events in revisions:
@@ -190,7 +200,8 @@ class Sync:
         pulsed = time.monotonic()
         while True:
             await asyncio.sleep(_PULSE_S)
-            if not self._is_awaited() and time.monotonic() - pulsed < _IDLE_PULSE_S:
+            is_needed = self._is_awaited() or self._etcd.health.is_doubted
+            if not is_needed and time.monotonic() - pulsed < _IDLE_PULSE_S:
                 continue
             pulsed = time.monotonic()
             await self.tend()
@@ -212,6 +223,7 @@ class Sync:
         except StoreFull:
             reply = await self._etcd.read(self._layout.pulse)
             self._history.append((self._now(), reply.header.revision))
+            self._etcd.health.proved()  # as far as that is possible: a watch shows writes only
 
     async def _compact(self) -> None:
         oldest, now = 0, self._now()
