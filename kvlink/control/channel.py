@@ -36,6 +36,7 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
     ("grpc.keepalive_time_ms", 10_000),  # notices a peer that vanished without closing
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # without it gRPC waits for a minute
     # A ping for every message that comes, to learn how large windows should be, takes the other end a third of the CPU
     # that sending a change to many watchers does. Lists, the largest replies, are a megabyte or two.
     ("grpc.http2.bdp_probe", 0),

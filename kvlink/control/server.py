@@ -45,9 +45,12 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it gRPC waits for a minute
     ("grpc.keepalive_permit_without_calls", 1),  # also those that have no call open
     ("grpc.http2.bdp_probe", 0),  # requests are small: see channel.py
+    # Clients ask every 10 s. What they asked while this process stood still comes at once, and is no flood.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 8),
 ]
 
 Send = Callable[[R], Awaitable[None]]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from pathlib import Path
 
 import grpc
@@ -13,8 +11,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.certificates import Pki
 
-from kvlink.addresses import split_address
-from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder, server
+from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder
 from kvlink.control.denials import DenialLog
 from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind
@@ -119,39 +116,6 @@ def test_what_is_shown_in_tracebacks_has_no_secret() -> None:
         assert "SECRET" not in repr(value)
         assert str(nonce) not in repr(value)
     assert repr(shown[1]) == "SettleOrder('w' epoch 1, slot 3)"
-
-
-_PING, _SETTINGS, _ACK = 6, 4, 1
-
-
-def _frame(kind: int, flags: int = 0) -> bytes:
-    return bytes([0, 0, 0, kind, flags, 0, 0, 0, 0])
-
-
-def _until_ping(peer: socket.socket) -> bool:
-    """Answers settings, as gRPC does not go on otherwise."""
-    file = peer.makefile("rb")
-    while head := file.read(9):
-        size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-        file.read(size)
-        if kind == _PING and not flags & _ACK:
-            return True
-        if kind == _SETTINGS and not flags & _ACK:
-            peer.sendall(_frame(_SETTINGS, _ACK))
-    return False
-
-
-@pytest.mark.verify
-async def test_peers_without_a_call_are_asked_whether_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {**dict(server._OPTIONS), "grpc.keepalive_time_ms": 200}
-    monkeypatch.setattr(server, "_OPTIONS", list(options.items()))
-    coordinator = Coordinator()
-    address = split_address(await coordinator.start())
-    with await asyncio.to_thread(socket.create_connection, address) as peer:
-        peer.settimeout(30)
-        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS))
-        assert await asyncio.to_thread(_until_ping, peer)
-    await coordinator.close()
 
 
 async def test_failures_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
