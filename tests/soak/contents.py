@@ -60,15 +60,19 @@ def differences(seen: Words, owner: int, request: int, first: int) -> Counter[st
     differ = seen != written(owner, request, first, len(seen))
     found: Counter[str] = Counter()
     if differ.any():
-        found["foreign"] = num_of_others(seen[differ], owner, request)
+        found["foreign"] = sum(of_others(seen[differ], owner, request).values())
         found["wrong"] = int(differ.sum()) - found["foreign"]
     return found
 
 
-def num_of_others(seen: Words, owner: int, request: int) -> int:
-    """Words that were written for another request."""
+def of_others(seen: Words, owner: int, request: int) -> Counter[tuple[int, int]]:
+    """How many words were written for which other request, by owner and request. A lone word is half of what was there
+    before and half of what came: nobody's."""
     theirs = seen * _UNSCRAMBLE
     whose = theirs >> _REQUEST
     is_written = (theirs & np.uint64((1 << 18) - 1)) < np.uint64(BLOCK_WORDS)
     is_somebodys = whose & np.uint64(MAX_REQUESTS - 1) != np.uint64(NOBODY)
-    return int((is_written & is_somebodys & (whose != np.uint64(owner << 24 | request))).sum())
+    is_theirs = is_written & is_somebodys & (whose != np.uint64(owner << 24 | request))
+    found, numbers = np.unique(whose[is_theirs], return_counts=True)
+    rows = zip(found.tolist(), numbers.tolist(), strict=True)
+    return Counter({(who >> 24, who % MAX_REQUESTS): number for who, number in rows if number > 1})

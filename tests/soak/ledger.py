@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BAD = ("wrong", "foreign", "late", "leaked", "hung", "innocent")
+BAD = ("wrong", "foreign", "late", "unguarded", "leaked", "hung", "innocent")
+"""Unguarded: bytes that tcp sent after their lease had ended."""
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class Outcome:
     """Words of a valid pull that are not what was offered."""
     restarted: bool = False
     transport: str = ""
-    bytes_of_others: int = 0
-    """That a pull brought which failed, and so were dropped."""
+    words_of_others: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """That a pull brought which failed, and so were dropped, by owner and request."""
 
 
 @dataclass(slots=True)
@@ -50,8 +51,12 @@ class Ledger:
         name, is_fine = _named(outcome, excuses)
         self.counts[name] += 1
         self.counts["restarted"] += outcome.restarted
-        if outcome.bytes_of_others:
-            self.note(f"dropped KiB of others: {outcome.transport}", about, outcome.bytes_of_others >> 10)
+        if outcome.words_of_others:
+            kind = f"dropped KiB of others: {outcome.transport} {outcome.why or outcome.error}"
+            words = sum(outcome.words_of_others.values())
+            self.note(kind, f"{about}: {outcome.words_of_others}, with {excuses}", words >> 7)
+            if outcome.transport == "tcp":
+                self.note("unguarded", f"{about}: {outcome.words_of_others}, with {excuses}")
         if not is_fine:
             self.note(
                 "innocent", f"{about}: {outcome.error} {outcome.why}: {outcome.message}, with {excuses}"
@@ -81,7 +86,7 @@ class Ledger:
         """For people."""
         counts = {kind: self.counts[kind] for kind in ("good", *BAD)} | dict(sorted(self.counts.items()))
         return [
-            *(f"{kind:28}{number:10}" for kind, number in counts.items()),
+            *(f"{kind:40}{number:10}" for kind, number in counts.items()),
             *(f"first {kind}: {example}" for kind, example in self.examples.items()),
         ]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from soak.contents import POISON, differences, layout, num_of_others, words_of
+from soak.contents import POISON, differences, layout, of_others, words_of
 from soak.ledger import Outcome
 from soak.messages import AtRest, Ending, Finish, Late, Pulled, PullThis, Release
 from soak.owner import MAX_BLOCKS, tokens
@@ -34,6 +34,7 @@ class _Destination:
         pool = BlockPool.allocate(layout(_PLACES * MAX_BLOCKS), huge_pages=False)
         self.words = words_of(pool)
         self.places = Places(self.words, MAX_BLOCKS)
+        self.pulled: dict[tuple[int, int], None] = {}
         config = WorkerConfig(transports=f"fault+{transport}" if fault else transport, fault=fault)
         self.worker = Worker(pool, f"{name}-{transport}", config=config)
 
@@ -90,6 +91,7 @@ class Reader:
     def _outcome(self, destination: _Destination, order: PullThis, first: int) -> Outcome:
         offered = order.offered
         restarted = False
+        destination.pulled[offered.owner, offered.request] = None
         try:
             pull = destination.worker.pull(
                 offered.ticket,
@@ -103,8 +105,10 @@ class Reader:
         except (KVLinkError, *_ENDED) as error:
             landed = destination.words[first : first + MAX_BLOCKS]
             landed = landed[landed != POISON]
-            of_others = 8 * num_of_others(landed, offered.owner, offered.request)
-            return replace(_failed(error), transport=order.transport, bytes_of_others=of_others)
+            others = of_others(landed, offered.owner, offered.request)
+            # One tcp connection carries several pulls: what follows a refused response is moved on to where it belongs.
+            unknown = {whose: words for whose, words in others.items() if whose not in destination.pulled}
+            return replace(_failed(error), transport=order.transport, words_of_others=unknown)
         begin, end = first + order.first, first + order.first + order.num_blocks
         found = differences(destination.words[begin:end], offered.owner, offered.request, order.first)
         beside = (destination.words[first:begin], destination.words[end : first + MAX_BLOCKS])

@@ -12,7 +12,7 @@ from soak.contents import (
     NOBODY,
     POISON,
     differences,
-    num_of_others,
+    of_others,
     written,
 )
 from soak.ledger import BAD, Excuses, Ledger, Outcome
@@ -30,7 +30,7 @@ def test_what_was_offered_is_right(owner: int, request_: int) -> None:
 def test_a_wrong_byte_is_found() -> None:
     seen = written(1, 7, 0, 2)
     seen.view(np.uint8)[1, 100] ^= 1
-    assert sum(differences(seen, 1, 7, 0).values()) == 1
+    assert differences(seen, 1, 7, 0)["wrong"] == 1
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,9 @@ def test_a_block_of_somebody_else_is_found(theirs: np.ndarray, kind: str) -> Non
 
 def test_words_of_others_are_counted_among_all_that_landed() -> None:
     seen = np.concatenate([written(1, 7, 0, 1), written(1, 8, 0, 2), written(1, NOBODY, 0, 1)])
-    assert num_of_others(seen, 1, 7) == 2 * BLOCK_WORDS
-    assert num_of_others(seen[seen != seen], 1, 7) == 0
+    assert of_others(seen, 1, 7) == {(1, 8): 2 * BLOCK_WORDS}
+    assert not of_others(seen[:0], 1, 7)
+    assert not of_others(written(1, 8, 0, 1)[0, :1], 1, 7), "a word that was written in part"
 
 
 def test_a_late_byte_is_found_once() -> None:
@@ -106,6 +107,16 @@ STALE = Outcome("StaleBlocks", "settled")
         (STALE, Excuses(may_be_stale=True), {"stale: settled": 1}),
         (STALE, Excuses(owner_killed=True), {"stale: settled": 1}),
         (STALE, Excuses(short_deadline=True, cancelled=True), {"stale: settled": 1, "innocent": 1}),
+        (
+            Outcome("StaleBlocks", "aborted", transport="shm", words_of_others={(1, 8): 1024}),
+            Excuses(may_be_stale=True),
+            {"stale: aborted": 1, "dropped KiB of others: shm aborted": 8},
+        ),
+        (
+            Outcome("StaleBlocks", "aborted", transport="tcp", words_of_others={(1, 8): 1024}),
+            Excuses(may_be_stale=True),
+            {"stale: aborted": 1, "dropped KiB of others: tcp aborted": 8, "unguarded": 1},
+        ),
         (Outcome("TransferTimeout"), Excuses(short_deadline=True), {"timed out": 1}),
         (Outcome("TransferTimeout"), Excuses(may_be_stale=True), {"timed out": 1, "innocent": 1}),
         (Outcome("Cancelled"), Excuses(cancelled=True), {"cancelled": 1}),
