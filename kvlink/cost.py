@@ -36,13 +36,17 @@ class FittedCost:
     """A prior whose rate follows the pulls seen. Any thread; a sample lost to a race is harmless."""
 
     prior: Cost
-    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    _ratios: dict[int, deque[float]] = field(default_factory=dict)
+    """By size: small pulls miss the prior by other factors than large ones."""
 
     def predict_us(self, num_ops: int, num_bytes: int) -> float:
-        """The prior, scaled by the median of measured / predicted over the last pulls."""
-        scale = sorted(self._ratios)[len(self._ratios) // 2] if self._ratios else 1.0
-        return self.prior.predict_us(num_ops, num_bytes) * scale
+        """The prior, scaled by the median of measured / predicted over the last pulls of the nearest size."""
+        size = num_bytes.bit_length()
+        nearest = min([*self._ratios], key=lambda seen: abs(seen - size), default=None)
+        ratios = sorted(self._ratios[nearest]) if nearest is not None else [1.0]
+        return self.prior.predict_us(num_ops, num_bytes) * ratios[len(ratios) // 2]
 
     def learn(self, num_ops: int, num_bytes: int, measured_us: float) -> None:
         """Adds one finished pull."""
-        self._ratios.append(measured_us / self.prior.predict_us(num_ops, num_bytes))
+        ratios = self._ratios.setdefault(num_bytes.bit_length(), deque(maxlen=32))
+        ratios.append(measured_us / self.prior.predict_us(num_ops, num_bytes))

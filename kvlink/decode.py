@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvlink.engine import FAILED, SETTLED, failure
 from kvlink.errors import Cancelled, ConfigError, KVLinkError
-from kvlink.explain import PathTaken, path_taken
+from kvlink.explain import PathTaken, paths_taken
 from kvlink.restart import Restart
 from kvlink.starting import Part, Starting, settling, stop
 from kvlink.timeouts import checked
@@ -242,7 +242,7 @@ class Pull(Awaited[PullStats]):
     def explain(self) -> list[PathTaken]:
         """The path to each owner, why better ones were refused, and predicted against measured time."""
         cut = {} if self._restart is None else self._restart.cut
-        return [path_taken(part, cut.get(part[0].worker_id, "")) for part in self._started(0) or []]
+        return paths_taken(self._started(0) or [], cut)
 
     def _started(self, timeout_s: float | None) -> list[Part] | None:
         """The parts, none if it could not start, or None while it is starting."""

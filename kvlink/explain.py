@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from kvlink.peer import Refusal
 from kvlink.starting import Part
@@ -44,19 +45,25 @@ class PathTaken:
         """Whether the bytes crossed a network, where none of kvlink's transports encrypts them."""
         return self.transport.removeprefix("fault+") in _NETWORKED
 
+    @property
+    def was_predicted(self) -> bool:
+        """Whether the prediction is within a factor of two: the first pulls from an owner teach it, others miss it."""
+        return self.measured_us <= 2 * self.predicted_us and self.predicted_us <= 2 * self.measured_us
+
     def __str__(self) -> str:
-        """One sentence for a log."""
+        """One sentence for a log. A prediction that missed is left out; it stands in `predicted_us`."""
         lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
         lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
         lanes += self._staging
         lanes += ", not encrypted" if self.in_clear else ""
         lanes += ", inline" if self.ran_inline else ""
+        predicted = f"predicted {self.predicted_us:.0f} us, " if self.was_predicted else ""
         restarted = f"; read again after: {self.restarted}" if self.restarted else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
         refusals += "".join(f"; not {nic}" for nic in self.nics_left_out)
         return (
             f"{self.worker_id} over {self.transport} ({lanes}): {self.num_ops} operations, {self.num_bytes} "
-            f"bytes, predicted {self.predicted_us:.0f} us, took {self.measured_us:.0f} us{restarted}{refusals}"
+            f"bytes, {predicted}took {self.measured_us:.0f} us{restarted}{refusals}"
         )
 
     @property
@@ -67,6 +74,22 @@ class PathTaken:
             ("direct", self.predicted_direct_us) if self.staged else ("staged", self.predicted_staged_us)
         )
         return f", {'staged on the GPU' if self.staged else 'direct'}, {other} predicted {us:.0f} us"
+
+
+def paths_taken(parts: Iterable[Part], restarted: Mapping[str, str]) -> list[PathTaken]:
+    """Of one pull. `restarted`: as PathTaken has it, by owner. What several owners have in common, a transport refused
+    for the same reason or a NIC left out, stands with the first of them alone."""
+    refused: set[Refusal] = set()
+    nics: set[str] = set()
+    paths = []
+    for part in parts:
+        path = path_taken(part, restarted.get(part[0].worker_id, ""))
+        own = tuple(each for each in path.refused if each not in refused)
+        left_out = tuple(each for each in path.nics_left_out if each not in nics)
+        refused.update(own)
+        nics.update(left_out)
+        paths.append(replace(path, refused=own, nics_left_out=left_out))
+    return paths
 
 
 def path_taken(part: Part, restarted: str = "") -> PathTaken:

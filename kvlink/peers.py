@@ -19,6 +19,7 @@ from kvlink.errors import (
 )
 from kvlink.layout import Assignment, assign
 from kvlink.off_loop import off_loop
+from kvlink.path_log import PathLog
 from kvlink.peer import PathRefusedError, Peer, Refusal, Refusals, one_path
 from kvlink.shared_connect import SharedConnects
 from kvlink.traffic import Path
@@ -49,6 +50,7 @@ class Peers:
     connects: SharedConnects = field(init=False)
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
+    _path_log: PathLog = field(default_factory=PathLog)
 
     def __post_init__(self) -> None:
         """In a forked child there are no peers: their connections are the parent's."""
@@ -199,6 +201,7 @@ class Peers:
             if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
                 self._retire(self._peers.pop(known).connection)
         self._peers[key] = peer
+        self._path_log.taken(peer)
 
     def _retire(self, connection: Connection) -> None:
         """Closes it once the pulls end that its other lanes still carry."""

@@ -17,6 +17,7 @@ from kvlink.engine import Engine
 from kvlink.errors import ConfigError
 from kvlink.histogram import Durations
 from kvlink.host import this_host
+from kvlink.path_log import log_start
 from kvlink.ports import PortLog
 from kvlink.reachability import advertised_host, at_advertised, only_this_host
 from kvlink.ticket import Ticket
@@ -101,6 +102,7 @@ class Presence:
             )
             card = self._session.card
         self._agent.publish(card)
+        log_start(worker_id, card.agent, card.transports)
         self._leave_ports()
         self._ports = PortLog(engine, worker_id)
         return card

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -10,8 +11,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from kvlink.demo.cluster import Cluster
 from kvlink.demo.router import STEPS, Route
-from kvlink.demo.table import Row, failed, print_json, print_table
-from kvlink.demo.transports import choose
+from kvlink.demo.table import Row, failed, print_json, print_table, print_verdict
+from kvlink.demo.transports import absent_here, choose
 
 
 def show(names: Sequence[str] | None, json: bool, patience: float, device: str) -> int:
@@ -22,6 +23,8 @@ def show(names: Sequence[str] | None, json: bool, patience: float, device: str) 
         rows = _try_all(chosen, progress, json, patience, device)
     if not json:
         print_table(rows, Console())
+        absent = {} if names is not None else absent_here(device)
+        print_verdict(rows, absent, Console())
     return 0 if all(row.good for row in rows) else 1
 
 
@@ -29,11 +32,18 @@ def _try_all(
     chosen: dict[str, str], progress: Progress, json: bool, patience: float, device: str
 ) -> list[Row]:
     rows = []
+    quiet = not json and not progress.console.is_terminal
+    if quiet:
+        print(
+            "starting coordinator, prefill, decode and the single-process run …", file=sys.stderr, flush=True
+        )
     task = progress.add_task("starting coordinator, prefill, decode and the single-process run", total=None)
     with Cluster(patience, device) as cluster:
         coordinator = cluster.wait_ready()
         progress.update(task, total=len(chosen) * STEPS)
         for done, (transport, why_not) in enumerate(chosen.items()):
+            if quiet:
+                print(f"{transport} …", file=sys.stderr, flush=True)
             progress.update(task, description=transport, completed=done * STEPS)
             hosts = cluster.hosts(transport)
             route = Route(transport, *hosts, lambda: progress.advance(task), patience, device)

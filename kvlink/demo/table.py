@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -49,6 +49,26 @@ def failed(transport: str, error: str) -> Row:
 def print_json(row: Row) -> None:
     """One JSON object on one line of stdout."""
     print(json.dumps(asdict(row)), flush=True)
+
+
+def print_verdict(rows: Sequence[Row], absent: Mapping[str, str], console: Console) -> None:
+    """What it comes to, and the command that goes on from here."""
+    for transport, reason in absent.items():
+        console.print(f"not on this machine: {transport}: {escape(reason)}", highlight=False, soft_wrap=True)
+    bad = [row.transport for row in rows if not row.good]
+    if bad:
+        console.print(
+            f"[bold red]FAILED[/] over {', '.join(bad)}. Next: kvlink doctor", highlight=False, soft_wrap=True
+        )
+        return
+    fastest = max(rows, key=lambda row: row.gib_per_s)
+    console.print(
+        f"[bold green]OK[/]: {sum(row.tokens for row in rows)} tokens, each as in the single-process run, over "
+        f"{len(rows)} transport{'s' if len(rows) > 1 else ''}.\n"
+        f"Next: kvlink bench pull --transport {fastest.transport}, or kvlink doctor for what would be faster here",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:

@@ -19,3 +19,9 @@ def choose(names: Sequence[str] | None, device: str = "cpu") -> dict[str, str]:
         return {name: "" for name, reason in why_not.items() if not reason}
     chosen = select(",".join(names), list(why_not))
     return {name: why_not[name.removeprefix("fault+")] for name in chosen}
+
+
+def absent_here(device: str = "cpu") -> dict[str, str]:
+    """Transports that this machine cannot use, and why."""
+    everywhere = transports_here() if device != "cpu" else host_transports()
+    return {name: reason for name, reason in everywhere.items() if reason}

@@ -90,6 +90,8 @@ def test_corrupted_transfers_are_a_bad_row_and_a_bad_exit_code() -> None:
     assert failures[0].startswith("fault+shm failed: other bytes than were offered for 'less than a block'")
     assert "other bytes than were offered in 20 of 20 timed pulls" in failures[0]
     assert re.search(r"^shm +shm +2 .* yes, 160 *$", result.stdout, re.MULTILINE)
+    assert result.stdout.endswith("FAILED over fault+shm. Next: kvlink doctor\n")
+    assert "shm …" in result.stderr, "without a terminal it says what it does"
 
 
 def test_unknown_transports_are_bad_usage() -> None:

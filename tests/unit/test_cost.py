@@ -25,3 +25,12 @@ def test_old_pulls_are_forgotten() -> None:
     for _ in range(32):
         cost.learn(1, 2**30, 1e6)
     assert cost.predict_us(1, 2**30) == pytest.approx(1e6)
+
+
+def test_small_pulls_do_not_spoil_the_prediction_of_large_ones() -> None:
+    cost = FittedCost(Cost(0, 0, 1))
+    for _ in range(9):
+        cost.learn(1, 1 << 10, 50 * cost.prior.predict_us(1, 1 << 10))
+    cost.learn(1, 1 << 24, 2 * cost.prior.predict_us(1, 1 << 24))
+    assert cost.predict_us(1, 1 << 24) == pytest.approx(2 * cost.prior.predict_us(1, 1 << 24))
+    assert cost.predict_us(1, 1 << 11) == pytest.approx(50 * cost.prior.predict_us(1, 1 << 11))
