@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlink.control.client import AgentClient
+from kvlink.control.now import now
 from kvlink.control.security import Security
 from kvlink.forks import check_grpc
 
@@ -28,7 +28,7 @@ class AgentClients:
     forked child of a process in which kvlink ran.
     """
 
-    def __init__(self, security: Security | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, security: Security | None = None, clock: Callable[[], float] = now) -> None:
         check_grpc()
         self._security = security
         self._clock = clock

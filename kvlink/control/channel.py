@@ -7,7 +7,6 @@ import asyncio
 import math
 import random
 import re
-import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from kvlink import tracing
 from kvlink.control.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.now import now
 from kvlink.control.open_ends import opened
 from kvlink.control.refusal import REASON_TRAILER, error_of
 from kvlink.control.security import Security, Trust
@@ -129,20 +129,20 @@ class Channel:
 
         Raises CoordinatorUnavailable, ConfigError for a malformed request, or what the far end refused with.
         """
-        start = time.monotonic()
+        start = now()
         deadline = start + timeout_s
         backoff = Backoff()
         known: CoordinatorUnavailable | None = None
         try:
             while True:
-                left_s = deadline - time.monotonic()
+                left_s = deadline - now()
                 try:
                     return await self.attempt(method, request, max(0.001, min(left_s, self._attempt_s)))
                 except CoordinatorUnavailable as error:
                     if known is None or error.telling >= known.telling:
                         known = error
                     delay_s = backoff.delay_s()
-                    if time.monotonic() + delay_s >= min(deadline, start + self._patience_s):
+                    if now() + delay_s >= min(deadline, start + self._patience_s):
                         raise known from None
                 await asyncio.sleep(delay_s)
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
@@ -19,6 +18,7 @@ from kvlink.control.backoff import Backoff
 from kvlink.control.channel import Channel
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.handoff_stream import HandoffStream
+from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
 from kvlink.control.security import Security
 from kvlink.control.stream import Stream
@@ -170,26 +170,26 @@ class CoordinatorClient(_Client):
         Asked again of another replica, or after a lost reply, it brings the same tickets.
         Raises UnknownRequest, or LeaseExpired when it was offered and not claimed in time.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = now() + timeout_s
         backoff = Backoff()
         claim_id = os.urandom(16)
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, deadline - now())
             turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_choice else left_s
-            turn_ends = time.monotonic() + turn_s
+            turn_ends = now() + turn_s
             claim = Claim(request_id, turn_s, reader, num_readers, claim_id)
             asked = self._channel.asks
             try:
                 return await self._channel.attempt(CoordinatorCalls.CLAIM, claim, turn_s + _CLAIM_SLACK_S)
             except UnknownRequest:
-                is_over = turn_s > 0.0 and time.monotonic() >= turn_ends
+                is_over = turn_s > 0.0 and now() >= turn_ends
                 if is_over:
                     self._channel.leave(asked)  # it may have lost its store
                 if turn_s == left_s or not is_over:
                     raise
             except CoordinatorUnavailable:
                 delay_s = backoff.delay_s()
-                if time.monotonic() + delay_s >= deadline:
+                if now() + delay_s >= deadline:
                     raise
                 await asyncio.sleep(delay_s)
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from kvlink.control.handoffs import HandoffServer
 from kvlink.control.incumbents import Incumbents
 from kvlink.control.limits import Limits
 from kvlink.control.members import BEATS_PER_LEASE
+from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
 from kvlink.control.readiness import Readiness
 from kvlink.control.refusal import Reason, Refused
@@ -72,9 +72,9 @@ class Coordinator:
         if security.keyring and not isinstance(self._store, TenantStores):
             raise ConfigError("under TLS a coordinator's store is made by kvlink.control.tenancy.stores")
         self._lease_s = lease_s
-        self._started = time.monotonic()
+        self._started = now()
         self._leaving = False
-        self._claims: set[asyncio.Future[list[bytes]]] = set()
+        self._claims: dict[asyncio.Future[list[bytes]], None] = {}
         self._host = Host("coordinator", reflect, security, gate)
         self._reports = Reports()
         self._incumbents = Incumbents(self._store, security)
@@ -188,14 +188,14 @@ class Coordinator:
     async def _claim(self, claim: Claim) -> list[bytes]:
         self._check_not_leaving()
         answer = self._store.claim(claim)
-        self._claims.add(answer)
+        self._claims[answer] = None
         try:
             return await answer
         except asyncio.CancelledError:
             self._check_not_leaving()
             raise
         finally:
-            self._claims.discard(answer)
+            del self._claims[answer]
 
     def _check_not_leaving(self) -> None:
         if self._leaving:
@@ -215,7 +215,7 @@ class Coordinator:
 
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""
-        return (await self._store.status())._replace(uptime_s=time.monotonic() - self._started)
+        return (await self._store.status())._replace(uptime_s=now() - self._started)
 
     async def overview(self) -> Overview:
         """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""

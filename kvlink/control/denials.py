@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+
+from kvlink.control.now import now
 
 _log = logging.getLogger("kvlink.control")
 
@@ -18,9 +19,7 @@ _MAX_SHOWN = 200
 class LogQuota:
     """Allows at most `lines` lines in `per_s` seconds, and counts those that are left out."""
 
-    def __init__(
-        self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
         self._most = lines
         self._per_s = per_s
         self._clock = clock
@@ -44,9 +43,7 @@ class LogQuota:
 class DenialLog:
     """Logs denied calls at a bounded rate; the next line after a silence says how many there were in between."""
 
-    def __init__(
-        self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
         self._quota = LogQuota(lines, per_s, clock)
 
     def note(self, method: str, peer: str, why: str) -> None:

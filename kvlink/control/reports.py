@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from kvlink.control.feed import Feed
+from kvlink.control.now import now
 from kvlink.control.overview import (
     MAX_LINKS,
     MAX_VIEWED_LINKS,
@@ -34,7 +34,7 @@ class _Told(NamedTuple):
 class Reports:
     """The last two reports of each worker of each tenant. One whose worker's stream ends here is forgotten."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
         self._told: dict[tuple[str, str, int], _Told] = {}
         """By tenant, worker and epoch."""

@@ -79,9 +79,9 @@ class Host:
         self._reflect = reflect
         self._gate = gate if self._security.keyring else None
         self._services: dict[str, dict[str, _Handler]] = {}
-        self._streams: set[asyncio.Future[None]] = set()
+        self._streams: dict[asyncio.Future[None], None] = {}
         self._health = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
+        self._server: Any = None
 
     def unary(self, method: Method[Q, R], handle: Callable[[Q], Awaitable[R]]) -> None:
         """One request, one reply."""
@@ -138,7 +138,7 @@ class Host:
         verifier = self._security.verifier(host)
         admission = Admission(verifier, self._what, self._denied) if verifier else None
         use_grpc()
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[admission] if admission else None)
+        self._server = self._security.server(_OPTIONS, [admission] if admission else [])
         opened(self)
         for service, handlers in self._services.items():
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -206,7 +206,7 @@ class Host:
             await run()
 
         stream = asyncio.ensure_future(admitted())
-        self._streams.add(stream)
+        self._streams[stream] = None
         try:
             await asyncio.wait([stream])
             if stream.cancelled():
@@ -215,7 +215,7 @@ class Host:
         except Exception as error:
             await self._refuse(context, method, error)
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
             stream.cancel()
 
     async def _refuse(

@@ -15,6 +15,7 @@ from kvlink.control.backoff import Backoff
 from kvlink.control.beats import Beats
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.deadlines import Deadlines
+from kvlink.control.now import now
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import NotJoined, Replaced
 from kvlink.control.stream import Stream
@@ -55,7 +56,7 @@ class Session:
     ) -> None:
         self._client = client
         self._membership = membership
-        self._beats = Beats(membership, _now())
+        self._beats = Beats(membership, now())
         self._on_settle = on_settle
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
@@ -91,13 +92,13 @@ class Session:
 
         After CoordinatorUnavailable it is not published yet, and will be once the coordinator is back.
         """
-        now = _now()
-        for expired in self._deadlines.due(now):
+        at = now()
+        for expired in self._deadlines.due(at):
             self._offers.pop(expired, None)
-        self._offers[offer.request_id] = (offer, now + offer.ttl_s)
-        self._deadlines.set(offer.request_id, now + offer.ttl_s)
+        self._offers[offer.request_id] = (offer, at + offer.ttl_s)
+        self._deadlines.set(offer.request_id, at + offer.ttl_s)
         try:
-            await self._publish(offer, now + timeout_s)
+            await self._publish(offer, at + timeout_s)
         except CoordinatorUnavailable:
             self._rejoin_soon()
             raise
@@ -130,14 +131,14 @@ class Session:
             if not self._joined.is_set():
                 self._doubt.set()
             try:
-                await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - _now()))
+                await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - now()))
             except asyncio.TimeoutError:
                 raise CoordinatorUnavailable(
                     f"request {offer.request_id!r} not offered yet: {self!r} does not reach its coordinator"
                 ) from None
             self._check_usable()
             try:
-                await self._client.offer(offer, timeout_s=max(0.001, deadline - _now()))
+                await self._client.offer(offer, timeout_s=max(0.001, deadline - now()))
                 return
             except NotJoined:  # the coordinator restarted and nobody beat since
                 self._rejoin_soon()
@@ -181,7 +182,7 @@ class Session:
         """
         if self._client.has_choice:
             return
-        delay_s = random.uniform(0.0, self._beats.spread_s(_now()))
+        delay_s = random.uniform(0.0, self._beats.spread_s(now()))
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._doubt.wait(), delay_s)
 
@@ -198,8 +199,8 @@ class Session:
         _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
     async def _offer_again(self) -> None:
-        now = _now()
-        live = [offer._replace(ttl_s=due - now) for offer, due in self._offers.values() if due > now + 0.001]
+        at = now()
+        live = [offer._replace(ttl_s=due - at) for offer, due in self._offers.values() if due > at + 0.001]
         if not live:
             return
         async with self._client.handoffs() as stream:
@@ -211,7 +212,7 @@ class Session:
     async def _keep_alive(self, backoff: Backoff) -> None:
         """Beats until the coordinator is gone (raises) or may not know us any more (returns)."""
         stream = self._client.keep_alive()
-        beats = self._beats = Beats(self._membership, _now())
+        beats = self._beats = Beats(self._membership, now())
         tasks = [
             asyncio.ensure_future(job)
             for job in (
@@ -223,8 +224,9 @@ class Session:
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            for task in tasks:
+                if task in done:
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -233,13 +235,13 @@ class Session:
 
     async def _beat(self, stream: Stream[Beat, Push], beats: Beats) -> None:
         while True:
-            beats.sent(_now())
+            beats.sent(now())
             await stream.send(Beat(self.card.worker_id, self.card.epoch, self._report()))
             await asyncio.sleep(self._membership.keep_alive_s)
 
     async def _give_up(self, stream: Stream[Beat, Push], beats: Beats) -> None:
         """Raises CoordinatorUnavailable when beats stay unanswered, although the connection stands."""
-        while (left_s := beats.give_up_at() - _now()) > 0:
+        while (left_s := beats.give_up_at() - now()) > 0:
             await asyncio.sleep(min(left_s, self._membership.keep_alive_s))
         stream.leave()
         raise CoordinatorUnavailable(
@@ -256,7 +258,3 @@ class Session:
             else:
                 beats.answered()
                 backoff.reset()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -142,6 +142,14 @@ class Security:
         """For clients of what is not kvlink's, as etcd: certificates as elsewhere, but plaintext on loopback."""
         return Trust(self, "")
 
+    def server(self, options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> Any:
+        """A grpc.aio.Server, or what serves as one."""
+        return grpc.aio.server(options=options, interceptors=interceptors)
+
+    def channel(self, address: str, options: Options) -> Any:
+        """A grpc.aio.Channel in plaintext, or what serves as one. `Trust.dial` says when."""
+        return grpc.aio.insecure_channel(address, options=options)
+
     def allow_plaintext(self, host: str, what: str) -> None:
         """Raises ConfigError where plaintext needs to be asked for."""
         if is_loopback(host):
@@ -171,7 +179,7 @@ class Trust:
         host = plain_host(address.rpartition(":")[0])
         if ring is None or (not self.wanted and is_loopback(host)):
             self.security.allow_plaintext(host, f"calling {address}")
-            plain = grpc.aio.insecure_channel(address, options=options)
+            plain = self.security.channel(address, options)
             if self.host_tokens is None or not is_loopback(host):
                 return plain
             return ProvingChannel(plain, Prover(self.host_tokens, int(address.rpartition(":")[2])))

@@ -46,7 +46,7 @@ class MemoryStore:
         self._members = Members(lease_s, self._limits)
         self._offers: Offers[Prompt[list[bytes]]] = Offers(self._limits)
         self._totals = _Totals()
-        self._watchers: set[Feed[WorkerChanges]] = set()
+        self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
@@ -85,9 +85,9 @@ class MemoryStore:
         return list(self._members.cards())
 
     async def watch(self) -> Feed[WorkerChanges]:  # noqa: D102
-        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.discard(feed))
+        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.pop(feed, None))
         feed.put([WorkerChange(Joined.UP, card) for card in self._members.cards()])
-        self._watchers.add(feed)
+        self._watchers[feed] = None
         return feed
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102

@@ -74,7 +74,7 @@ class EtcdStore:
         self._claiming = Claiming(etcd, layout, mirror, sync, commits, limits)
         self._ordering = Ordering(layout, mirror, members, commits, limits)
         self._totals = _Totals()
-        self._watchers: set[Feed[WorkerChanges]] = set()
+        self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._pending: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
@@ -108,9 +108,9 @@ class EtcdStore:
     async def watch(self) -> Feed[WorkerChanges]:
         cards = await self.workers()
         self._check_not_lost()
-        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.discard(feed))
+        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.pop(feed, None))
         feed.put([WorkerChange(Joined.UP, card) for card in cards])
-        self._watchers.add(feed)
+        self._watchers[feed] = None
         return feed
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:

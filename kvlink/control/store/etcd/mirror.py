@@ -40,7 +40,7 @@ class News:
     """What changed and others wait for."""
 
     workers: WorkerChanges = field(default_factory=list)
-    requests: set[str] = field(default_factory=set)
+    requests: dict[str, None] = field(default_factory=dict)
     orders: list[tuple[bytes, SettleOrder]] = field(default_factory=list)
 
 
@@ -118,10 +118,10 @@ class Mirror:
         elif key.kind == keys.WORKERS:
             self._note_worker(key.name, event, news)
         elif key.kind == keys.TICKETS:
-            news.requests.add(key.name)
+            news.requests[key.name] = None
             self._note_ticket(key.name, int(key.part), event, now)
         elif key.kind == keys.CLAIMS:
-            news.requests.add(key.name)
+            news.requests[key.name] = None
             self._note_claim(key.name, event, now)
         else:
             self._note_order(key.name, event, news)

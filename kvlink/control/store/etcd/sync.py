@@ -8,11 +8,11 @@ import heapq
 import itertools
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 from kvlink.control.backoff import Backoff
+from kvlink.control.now import now
 from kvlink.control.store.etcd.api import Etcd, put
 from kvlink.control.store.etcd.errors import StoreFull
 from kvlink.control.store.etcd.history import same
@@ -46,14 +46,14 @@ class Sync:
         mirror: Mirror,
         on_news: Callable[[News], None],
         is_awaited: Callable[[], bool],
-        now: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._etcd = etcd
         self._layout = layout
         self._mirror = mirror
         self._on_news = on_news
         self._is_awaited = is_awaited
-        self._now = now
+        self._clock = clock
         self._revision = 0
         self._last: list[pb.Event] = []
         """The events of `_revision`; none after a listing."""
@@ -104,11 +104,11 @@ class Sync:
         self._etcd.health.doubt()
         done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
         await self.written(done.header.revision)
-        self._history.append((self._now(), done.header.revision))
+        self._history.append((self._clock(), done.header.revision))
 
     def _restart(self) -> None:
         """Unless that has just been done, for another who waited."""
-        if self._following is not None and time.monotonic() - self._following_since > _STALE_S:
+        if self._following is not None and now() - self._following_since > _STALE_S:
             self._leave_member()
             self._following.cancel()
 
@@ -126,7 +126,7 @@ class Sync:
     async def _run(self) -> None:
         backoff = Backoff()
         while True:
-            self._following_since = time.monotonic()
+            self._following_since = now()
             self._following = asyncio.create_task(self._follow(backoff))
             try:
                 await asyncio.wait([self._following])
@@ -148,7 +148,7 @@ class Sync:
             overlap, start = self._last, self._revision
         else:
             revision, kvs = await self._etcd.load(self._layout.prefix)
-            self._on_news(self._mirror.replace_all(kvs, self._now()))
+            self._on_news(self._mirror.replace_all(kvs, self._clock()))
             self._advance(revision, [])
             self.loaded.set()
             self._etcd.health.proved()
@@ -181,7 +181,7 @@ class Sync:
         for events in revisions:
             revision = events[0].kv.mod_revision
             if revision > self._revision:
-                self._on_news(self._mirror.apply(events, self._now()))
+                self._on_news(self._mirror.apply(events, self._clock()))
                 self._advance(revision, events)
 
     def _advance(self, revision: int, events: list[pb.Event]) -> None:
@@ -197,13 +197,13 @@ class Sync:
                 done.set_result(None)
 
     async def _beat(self) -> None:
-        pulsed = time.monotonic()
+        pulsed = now()
         while True:
             await asyncio.sleep(_PULSE_S)
             is_needed = self._is_awaited() or self._etcd.health.is_doubted
-            if not is_needed and time.monotonic() - pulsed < _IDLE_PULSE_S:
+            if not is_needed and now() - pulsed < _IDLE_PULSE_S:
                 continue
-            pulsed = time.monotonic()
+            pulsed = now()
             await self.tend()
 
     async def tend(self) -> None:
@@ -222,11 +222,11 @@ class Sync:
             await self.pulse()
         except StoreFull:
             reply = await self._etcd.read(self._layout.pulse)
-            self._history.append((self._now(), reply.header.revision))
+            self._history.append((self._clock(), reply.header.revision))
             self._etcd.health.proved()  # as far as that is possible: a watch shows writes only
 
     async def _compact(self) -> None:
-        oldest, now = 0, self._now()
+        oldest, now = 0, self._clock()
         while self._history and self._history[0][0] < now - _KEPT_S:
             oldest = self._history.popleft()[1]
         if oldest and now - self._compacted_at > _KEPT_S / 2:
