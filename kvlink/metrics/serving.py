@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -14,13 +15,17 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from kvlink.control.denials import LogQuota
 from kvlink.errors import ConfigError
 from kvlink.figures import Counted
 from kvlink.metrics.worker import WorkerCollector
 
+_log = logging.getLogger("kvlink.http")
+_MAX_SHOWN = 200
 MAX_VISITORS = 16
-"""At a time; further ones are hung up on."""
+"""At a time; for further ones the oldest makes room."""
 _SILENCE_S = 5.0
+_LEAVING_S = 1.0
 _VISIT_S = 15.0
 """Of a visitor who never falls silent: question and answer together."""
 
@@ -65,15 +70,25 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family, self._room = found[0][0], threading.BoundedSemaphore(MAX_VISITORS)
         self._visits: dict[socket.socket, float] = {}  # open, and when they must be over
         self._visits_lock = threading.Lock()
+        self._quota = LogQuota()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            with self._visits_lock:
-                self._visits[request] = time.monotonic() + _VISIT_S
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        if not self._room.acquire(blocking=False):
+            self._hang_up_on_the_oldest()
+            if not self._room.acquire(timeout=_LEAVING_S):
+                self.shutdown_request(request)
+                return
+        with self._visits_lock:
+            self._visits[request] = time.monotonic() + _VISIT_S
+        super().process_request(request, client_address)
+
+    def _hang_up_on_the_oldest(self) -> None:
+        """Its thread ends at once. Slow clients keep nobody out who asks and goes."""
+        with self._visits_lock:
+            if (oldest := next(iter(self._visits), None)) is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
         """Twice a second, on the thread that accepts: hangs up on those who take too long."""
@@ -90,8 +105,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Strangers who fall silent, or hang up, are no news."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError) and (unsaid := self._quota.take()) is not None:
+            _log.warning("bad request for metrics error=%s unsaid=%d", repr(error)[:_MAX_SHOWN], unsaid)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

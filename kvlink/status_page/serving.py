@@ -20,6 +20,7 @@ from kvlink.control.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.metrics.coordinator import exposition
 from kvlink.overview import plain
+from kvlink.status_page.complaints import request_log
 from kvlink.status_page.visitors import Visitors
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -31,7 +32,8 @@ _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 @asynccontextmanager
 async def showing(coordinator: Coordinator, host: str, port: int) -> AsyncIterator[str]:
     """Serves until left; yields the URL. Raises ConfigError when the port cannot be had."""
-    runner = web.AppRunner(_application(coordinator), access_log=None, shutdown_timeout=1.0)
+    application = _application(coordinator)
+    runner = web.AppRunner(application, access_log=None, logger=request_log(), shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None
     try:

@@ -16,7 +16,11 @@ _LOOK_EVERY_S = 1.0
 
 
 class Visitors:
-    """Makes the protocols of a listening socket, for `loop.create_server`. Lives on one event loop until `close`."""
+    """Makes the protocols of a listening socket, for `loop.create_server`. Lives on one event loop until `close`.
+
+    When there are too many, the oldest connection makes room. An answer takes milliseconds, so slow clients keep nobody
+    out.
+    """
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
@@ -25,7 +29,10 @@ class Visitors:
 
     def __call__(self) -> asyncio.Protocol:
         """For one connection."""
-        return _Full() if len(self._server.connections) >= MAX_CONNECTIONS else self._server()
+        open_now = self._server.connections
+        for each in open_now[: max(0, len(open_now) + 1 - MAX_CONNECTIONS)]:
+            _hang_up(each)
+        return self._server()
 
     def close(self) -> None:
         """Idempotent."""
@@ -37,10 +44,10 @@ class Visitors:
             now = time.monotonic()
             self._came = {each: self._came.get(each, now) for each in self._server.connections}
             for each, came in self._came.items():
-                if now - came >= CONNECTION_S and each.transport is not None:
-                    each.transport.abort()
+                if now - came >= CONNECTION_S:
+                    _hang_up(each)
 
 
-class _Full(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+def _hang_up(visitor: RequestHandler) -> None:
+    if visitor.transport is not None:
+        visitor.transport.abort()

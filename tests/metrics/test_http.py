@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of the coordinator's HTTP port that send nonsense, or nothing: what is logged, and who is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from aiohttp import ClientSession
+
+from kvlink.control import Coordinator
+from kvlink.log import JsonFormatter
+from kvlink.status_page import visitors
+from kvlink.status_page.serving import showing
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    coordinator = Coordinator()
+    await coordinator.start()
+    async with showing(coordinator, "127.0.0.1", 0) as url:
+        yield url
+    await coordinator.close()
+
+
+Visit = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def visit(url: str) -> AsyncIterator[Visit]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    yield reader, writer
+    writer.close()
+
+
+async def said(url: str, request: bytes) -> bytes:
+    async with visit(url) as (reader, writer):
+        writer.write(request)
+        return (await reader.readline()).split(b" ")[1]
+
+
+async def test_bad_requests_are_a_few_lines_of_json_without_tracebacks(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+    for _ in range(30):
+        assert await said(url, long) == b"400"
+    assert len(caplog.records) == 10
+    lines = [JsonFormatter().format(record) for record in caplog.records]
+    assert max(map(len, lines)) < 600
+    for line in map(json.loads, lines):
+        assert (line["logger"], line["level"], line["event"]) == ("kvlink.http", "warning", "bad request")
+        assert line["status"] == 400
+    assert "Traceback" not in "".join(lines)
+    assert caplog.records[0].exc_info is None
+
+
+async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Coordinator):
+        async def status(self):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError
+
+    coordinator = Broken()
+    await coordinator.start()
+    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+        for _ in range(20):
+            assert (await session.get("/metrics")).status == 500
+    await coordinator.close()
+    assert len(caplog.records) == 10
+    assert all(record.exc_info and record.levelno == logging.ERROR for record in caplog.records)
+
+
+async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visitors, "MAX_CONNECTIONS", 3)
+    async with visit(url) as oldest, visit(url) as second, visit(url) as third:
+        for _, writer in (oldest, second, third):
+            writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+            await writer.drain()
+        assert await said(url, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") == b"200"
+        with suppress(ConnectionError):
+            assert await oldest[0].read() == b"", "hung up on"
+        third[1].write(b"x\r\nHost: x\r\n\r\n")
+        assert (await third[0].readline()).split(b" ")[1] == b"200", "the others may go on"
