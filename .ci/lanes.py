@@ -80,7 +80,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/(smoke|unit)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy")),
-    (r"docs/|[^/]*\.md$|LICENSE|\.git|\.clang-format", ()),
+    (r"docs/|[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
 )
 
 _COUNTS = (

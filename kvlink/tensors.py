@@ -133,7 +133,7 @@ def _as_torch(tensor: Any) -> torch.Tensor:
     try:
         from torch.utils import dlpack
     except ImportError:
-        raise ConfigError("GPU memory is taken over DLPack by torch: pip install torch") from None
+        raise ConfigError("GPU memory is taken over DLPack by torch: pip install 'kvlink[torch]'") from None
     return dlpack.from_dlpack(tensor)
 
 

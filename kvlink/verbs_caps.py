@@ -14,7 +14,10 @@ from kvlink.topology import RdmaDevice
 
 # Where distributions install it; a virtual environment does not look there.
 _DISTRIBUTION = "/usr/lib/python3/dist-packages"
-_FIX = "apt-get install python3-pyverbs (it loads in the distribution's own Python version only)"
+INSTALL = (
+    "apt-get install python3-pyverbs (it loads in the distribution's own Python version only), or compile it: "
+    "PIP_CONSTRAINT=FILE pip install 'kvlink[rdma]', where FILE says cython==3.0.12"
+)
 _OPEN_FIX = "check that /dev/infiniband/uverbs* is there and may be opened"
 
 
@@ -57,7 +60,7 @@ def query(devices: Iterable[RdmaDevice]) -> VerbsReport:
         pyverbs = _import("pyverbs.device")
         enums = _import("pyverbs.enums")
     except ImportError as error:
-        return VerbsReport((), problem=f"pyverbs cannot be imported ({error})", fix=_FIX)
+        return VerbsReport((), problem=f"pyverbs cannot be imported ({error})", fix=INSTALL)
     answers = {device.name: _try(pyverbs, enums, device) for device in devices}
     caps = tuple(answer for answer in answers.values() if isinstance(answer, VerbsCaps))
     silent: dict[str, list[str]] = {}

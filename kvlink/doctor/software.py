@@ -11,6 +11,7 @@ from types import ModuleType
 
 from kvlink import env_names
 from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
+from kvlink.doctor.extras import extras
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.sysfs import read
@@ -29,6 +30,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield options(env, names)
     yield torch()
     yield gpu(root)
+    yield extras()
 
 
 def extension() -> tuple[ModuleType | None, Check]:

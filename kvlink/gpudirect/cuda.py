@@ -16,7 +16,7 @@ from kvlink.errors import TransportUnavailable
 from kvlink.gpudirect.driver import Allocation, Gpu, Kind, Ordering
 from kvlink.topology import normalize
 
-_INSTALL = "pip install cuda-bindings (its major version is that of the driver's CUDA, see nvidia-smi)"
+_INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12, see nvidia-smi)"
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _FLUSH_FROM_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _MAPPING_TYPE_PCIE = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE

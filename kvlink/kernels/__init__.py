@@ -22,7 +22,7 @@ from kvlink.gpudirect import CudaDriver
 _log = logging.getLogger("kvlink.kernels")
 
 SOURCE = Path(__file__).with_name("gather.cu")
-_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"
+_INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)"
 _DIGEST_BYTES = 32
 
 

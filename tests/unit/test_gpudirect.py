@@ -268,4 +268,4 @@ def test_the_real_driver_without_cuda_python(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportUnavailable, match="cuda-python is not installed") as caught:
         CudaDriver()
-    assert caught.value.fix.startswith("pip install cuda-bindings")
+    assert caught.value.fix.startswith("pip install 'kvlink[cuda]'")

@@ -53,7 +53,7 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.nvrtc", None)
     with pytest.raises(TransportUnavailable, match="cuda-python is not installed") as caught:
         compiled(SOURCE.read_bytes(), "sm_90")
-    assert "nvidia-cuda-nvrtc" in caught.value.fix
+    assert "kvlink[cuda]" in caught.value.fix
 
 
 @pytest.fixture

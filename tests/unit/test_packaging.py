@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvlink
+from kvlink.doctor import extras
+from kvlink.doctor.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
@@ -88,7 +91,12 @@ def test_the_metadata_is_complete() -> None:
     found = distribution("kvlink")
     assert found.version == kvlink.__version__
     assert found.metadata["License-Expression"] == "Apache-2.0"
-    assert found.metadata.get_all("License-File") == ["LICENSE"]
+    assert found.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert found.metadata["Author"] == "The kvlink authors"
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
+        found.metadata.get_all("Classifier") or ()
+    )
+    assert "RDMA" in (found.metadata["Keywords"] or "")
     commands = {entry.name: entry.value for entry in found.entry_points.select(group="kvlink.commands")}
     assert commands == {
         "bench": "kvlink.benchmarks:app",
@@ -99,6 +107,34 @@ def test_the_metadata_is_complete() -> None:
     }
     (script,) = found.entry_points.select(group="console_scripts")
     assert callable(script.load())
+
+
+def test_the_doctor_knows_every_extra() -> None:
+    provided = set(distribution("kvlink").metadata.get_all("Provides-Extra") or ())
+    assert {extra.name for extra in EXTRAS} == provided - {"all", "cuda12"}
+
+
+def test_all_means_every_extra_that_has_wheels() -> None:
+    needs = [line for line in distribution("kvlink").requires or [] if re.search(r"extra == .all.", line)]
+    found = re.search(r"kvlink\[([\w,]+)\]", " ".join(needs))
+    assert found
+    assert set(found[1].split(",")) == {extra.name for extra in EXTRAS} - {"rdma"}
+
+
+def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("matplotlib", "pyverbs") else name)
+    check = extras.extras()
+    assert check.evidence.startswith(
+        "torch, cuda, demo, router, metrics, certs, otel; for limits of RDMA devices"
+    )
+    assert "apt-get install python3-pyverbs" in check.evidence
+    assert check.evidence.endswith("; for `kvlink report`: pip install 'kvlink[report]'")
+
+    def without_parent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(extras, "find_spec", without_parent)
+    assert extras.extras().evidence.startswith("none; for pools of tensors: pip install 'kvlink[torch]'")
 
 
 def test_extras_are_not_required() -> None:

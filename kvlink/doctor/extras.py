@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What parts of kvlink need beyond its own requirements, and the extra that brings it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from kvlink.doctor.verdict import Check, Verdict
+from kvlink.verbs_caps import INSTALL as PYVERBS
+
+
+class Extra(NamedTuple):
+    """`modules` must all be there."""
+
+    name: str
+    modules: tuple[str, ...]
+    purpose: str
+    how: str = ""
+    """How to get it, where `pip install 'kvlink[name]'` is not the whole of it."""
+
+
+EXTRAS = (
+    Extra("torch", ("torch",), "pools of tensors"),
+    Extra(
+        "cuda",
+        ("cuda.bindings", "cuda.bindings.nvrtc"),
+        "pools in GPU memory: GPUDirect, and the kernel that gathers blocks",
+        "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)",
+    ),
+    Extra("rdma", ("pyverbs",), "limits of RDMA devices in `kvlink topology` and `kvlink doctor`", PYVERBS),
+    Extra("demo", ("torch", "transformers"), "`kvlink demo`"),
+    Extra("router", ("aiohttp",), "`kvlink router`"),
+    Extra("metrics", ("aiohttp", "prometheus_client"), "/metrics and the status page"),
+    Extra("certs", ("cryptography",), "`kvlink certs`"),
+    Extra("otel", ("opentelemetry.sdk", "opentelemetry.exporter.otlp"), "spans"),
+    Extra("report", ("matplotlib",), "`kvlink report`"),
+)
+
+
+def extras() -> Check:
+    """Names what is missing with what it is for. Nothing is imported but the packages around it."""
+    there = [extra.name for extra in EXTRAS if all(map(_is_there, extra.modules))]
+    missing = [
+        f"; for {extra.purpose}: " + (extra.how or f"pip install 'kvlink[{extra.name}]'")
+        for extra in EXTRAS
+        if extra.name not in there
+    ]
+    evidence = (", ".join(there) or "none") + "".join(missing)
+    return Check("extras", Verdict.PASS, evidence)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is missing, or blocked
+        return False
