@@ -65,11 +65,10 @@ class Fitted:
 
 
 def _width(console: Console, options: ConsoleOptions, column: Column) -> int:
-    header = max(map(len, str(column.header).split()), default=0)
-    return max(header, min(_natural(console, options, column), _MOST))
+    return max(len(str(column.header)), min(_natural(console, options, column), _MOST))
 
 
 def _natural(console: Console, options: ConsoleOptions, column: Column) -> int:
-    """Of the widest cell; a header may be broken at blanks."""
+    """Of the widest cell."""
     wide = options.update(width=10_000)
     return max((Measurement.get(console, wide, cell).maximum for cell in column.cells), default=0)

@@ -122,7 +122,7 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Fitted:
 
 
 def _head(name: str) -> str:
-    words = name.replace("_per_", "/").replace("_", " ").split(" ")
+    words = name.replace("_us_95", "_us (95%)").replace("_per_", "/").replace("_", " ").split(" ")
     return " ".join(word.replace("gib", "GiB").replace("gb/", "GB/") for word in words)
 
 

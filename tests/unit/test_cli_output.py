@@ -113,6 +113,23 @@ def test_the_least_important_columns_are_left_out_and_named() -> None:
     assert [letter for letter in "abcd" if letter * 20 in shown(fitted, 20)] == ["d"]
 
 
+def test_nothing_is_cut_off_at_any_width() -> None:
+    cells = {
+        "worker": "prefill-0",
+        "of limit": "0.82",
+        "a longer head": "1",
+        "limit": "non-temporal copy",
+        "p50": "11,170",
+    }
+    table = plain_table(*cells)
+    table.add_row(*cells.values())
+    for width in range(9, 90):
+        heads, _, values, *_ = shown(Fitted(table, ("worker", "p50")), width).splitlines()
+        named = re.split(r"\s{2,}", heads.strip())
+        assert re.split(r"\s{2,}", values.strip()) == [cells[name] for name in named], width
+        assert max(len(heads.rstrip()), len(values.rstrip())) <= width
+
+
 def test_words_are_broken_between_and_not_within() -> None:
     table = plain_table("id", "why")
     table.add_row("worker-1", "this sentence is longer than what a line of this terminal has room for")
