@@ -211,7 +211,7 @@ class Coordinator:
                 self.counts.refused(Calls.HANDOFFS.name, refused.reason)
             await send(results)
 
-        await HandoffServer(self._store, counted).serve(batches)
+        await HandoffServer(self._store, counted, self._host.failures).serve(batches)
 
     async def status(self) -> CoordinatorStatus:
         """Counts of the caller's tenant; of all, when this process asks."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvlink import tracing
 from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.denials import LogQuota
 from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, refusal_of
 from kvlink.control.store import Store
@@ -25,14 +26,19 @@ from kvlink.control.values import (
 
 _log = logging.getLogger("kvlink.control")
 _Answer = Prompt[list[bytes]]
+
 _Operation = Offer | SettleOrder | Claim
 
 
 class HandoffServer:
     """Serves one stream. Results gather while a message is being sent."""
 
-    def __init__(self, store: Store, send: Callable[[HandoffResults], Awaitable[None]]) -> None:
+    def __init__(
+        self, store: Store, send: Callable[[HandoffResults], Awaitable[None]], failures: LogQuota
+    ) -> None:
+        """`failures`: of the lines about failed operations."""
         self._store = store
+        self._failures = failures
         self._send = send
         self._num_offers = self._num_settles = self._num_claims = 0
         self._told = (0, 0)
@@ -107,9 +113,11 @@ class HandoffServer:
 
     def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)
-        if refused.reason is Reason.FAILED:
+        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
             request_id = getattr(operation, "request_id", "")
-            _log.error("%s failed request=%s", kind.name.lower(), request_id, exc_info=error)
+            _log.error(
+                "%s failed request=%s unsaid=%d", kind.name.lower(), request_id, unsaid, exc_info=error
+            )
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 
     async def _tell_news(self) -> None:

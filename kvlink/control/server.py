@@ -74,7 +74,8 @@ class Host:
         if ring := self._security.keyring:
             self.counts.certificate_expires_at = lambda: ring.current().expires_at
         self._denials = DenialLog()
-        self._failures = LogQuota()
+        self.failures = LogQuota()
+        """Of the lines about failed calls."""
         self._what = what
         self._reflect = reflect
         self._gate = gate if self._security.keyring else None
@@ -225,7 +226,7 @@ class Host:
         self.counts.refused(method.name, refused.reason.name)
         if refused.reason is Reason.DENIED:
             self._denials.note(method.path, context.peer(), refused.sentence)
-        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
+        if refused.reason is Reason.FAILED and (unsaid := self.failures.take()) is not None:
             _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
         await context.abort(
             grpc.StatusCode[refused.reason.status],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ from control.certificates import Pki
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder
 from kvlink.control.denials import DenialLog
+from kvlink.control.prompt import Prompt
 from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError
@@ -118,11 +120,29 @@ def test_what_is_shown_in_tracebacks_has_no_secret() -> None:
     assert repr(shown[1]) == "SettleOrder('w' epoch 1, slot 3)"
 
 
-async def test_failures_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(MemoryStore):
-        async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
-            raise ZeroDivisionError
+class Broken(MemoryStore):
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
+        raise ZeroDivisionError
 
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
+        answer: Prompt[list[bytes]] = Prompt()
+        answer.set_exception(ZeroDivisionError())
+        return answer
+
+
+async def test_failures_in_streams_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(Broken())
+    async with CoordinatorClient(await coordinator.start()) as client:
+        for _ in range(2):
+            async with client.handoffs() as stream:
+                claims = [stream.claim(Claim(f"r{number}")) for number in range(30)]
+                results = await asyncio.gather(*claims, return_exceptions=True)
+                assert all(isinstance(result, CoordinatorError) for result in results)
+    await coordinator.close()
+    assert len([record for record in caplog.records if record.exc_info]) == 10
+
+
+async def test_failures_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator(Broken())
     async with CoordinatorClient(await coordinator.start()) as client:
         for number in range(50):
