@@ -152,6 +152,8 @@ async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) 
     about = {"kvlink.request_id": tickets[0].request_id}
     with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
         found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
+        if any(peer is not None and peer.connection.broken for peer in found):  # since it was looked at
+            found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
     connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
     if not connected:
         raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")

@@ -58,9 +58,9 @@ class Ledger:
             if outcome.transport == "tcp":
                 self.note("unguarded", f"{about}: {outcome.words_of_others}, with {excuses}")
         if not is_fine:
-            self.note(
-                "innocent", f"{about}: {outcome.error} {outcome.why}: {outcome.message}, with {excuses}"
-            )
+            which = "second attempt" if outcome.restarted else "first attempt"
+            error = f"{which}: {outcome.error} {outcome.why}: {outcome.message}"
+            self.note("innocent", f"{about}: {error}, with {excuses}")
         if not outcome.error:
             for kind, number in outcome.differences.items():
                 if number:
@@ -103,5 +103,5 @@ def _named(outcome: Outcome, excuses: Excuses) -> tuple[str, bool]:
         case "Cancelled" | "CancelledError":
             return "cancelled", excuses.cancelled
         case "PeerUnreachable" | "TransportUnavailable" | "CoordinatorUnavailable":
-            return "unreachable", excuses.owner_killed
+            return "unreachable", excuses.owner_killed or excuses.cancelled  # cut first, and not read again
     return f"failed: {outcome.error}", False

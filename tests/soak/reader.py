@@ -89,8 +89,7 @@ class Reader:
             self._send(Late(transport, late))
 
     def _outcome(self, destination: _Destination, order: PullThis, first: int) -> Outcome:
-        offered = order.offered
-        restarted = False
+        offered, pull = order.offered, None
         destination.pulled[offered.owner, offered.request] = None
         try:
             pull = destination.worker.pull(
@@ -101,19 +100,23 @@ class Reader:
                 timeout_s=order.timeout_s,
             )
             self._wait(pull, order)
-            restarted = any(path.restarted for path in pull.explain())
         except (KVLinkError, *_ENDED) as error:
             landed = destination.words[first : first + MAX_BLOCKS]
             landed = landed[landed != POISON]
             others = of_others(landed, offered.owner, offered.request)
             # One tcp connection carries several pulls: what follows a refused response is moved on to where it belongs.
             unknown = {whose: words for whose, words in others.items() if whose not in destination.pulled}
-            return replace(_failed(error), transport=order.transport, words_of_others=unknown)
+            return replace(
+                _failed(error),
+                restarted=_began_again(pull),
+                transport=order.transport,
+                words_of_others=unknown,
+            )
         begin, end = first + order.first, first + order.first + order.num_blocks
         found = differences(destination.words[begin:end], offered.owner, offered.request, order.first)
         beside = (destination.words[first:begin], destination.words[end : first + MAX_BLOCKS])
         found["wrong"] += sum(int((words != POISON).sum()) for words in beside)
-        return Outcome(settled=pull.stats.settled, differences=found, restarted=restarted)
+        return Outcome(settled=pull.stats.settled, differences=found, restarted=_began_again(pull))
 
     def _wait(self, pull: Pull, order: PullThis) -> None:
         match order.ending:
@@ -153,6 +156,10 @@ async def _await(pull: Pull, ending: Ending, after_s: float) -> None:
                 raise TimeoutError
         case _:
             await pull
+
+
+def _began_again(pull: Pull | None) -> bool:
+    return pull is not None and any(path.restarted for path in pull.explain())
 
 
 def _failed(error: BaseException) -> Outcome:

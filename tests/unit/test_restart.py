@@ -27,7 +27,7 @@ from kvlink.errors import (
     TransferTimeout,
 )
 from kvlink.restart import Restart
-from kvlink.starting import Part, Starting
+from kvlink.starting import Part, Starting, connect_all
 
 CUT_ONCE = ["fail-data@1", "break-data@1", "fail-slot@2", "break-slot@2"]
 INTO = [7, 6, 5]
@@ -236,6 +236,24 @@ def test_nothing_begins_again_after_the_deadline() -> None:
     starts = Starts()
     assert restart(starts, began=-1e12).begin("request", [part("a", FAILED)]) is None
     assert starts.num_restarts == 0
+
+
+class Peers:
+    """Connections of which the first one breaks before anything is read."""
+
+    def __init__(self) -> None:
+        self.num_connects = 0
+
+    async def connect(self, *_: object) -> Any:
+        self.num_connects += 1
+        return SimpleNamespace(connection=SimpleNamespace(broken=self.num_connects == 1))
+
+
+async def test_a_connection_that_breaks_before_the_start_is_replaced() -> None:
+    peers, ticket = Peers(), SimpleNamespace(request_id="r", worker_id="w", epoch=1, agent="", trace=None)
+    connected = await connect_all(cast(Any, peers), [cast(Ticket, ticket)], deadline=1e12)
+    assert [peer.connection.broken for _, peer in connected] == [False]
+    assert peers.num_connects == 2
 
 
 class Waiter:

@@ -122,6 +122,7 @@ STALE = Outcome("StaleBlocks", "settled")
         (Outcome("Cancelled"), Excuses(cancelled=True), {"cancelled": 1}),
         (Outcome("Cancelled"), Excuses(), {"cancelled": 1, "innocent": 1}),
         (Outcome("PeerUnreachable"), Excuses(owner_killed=True), {"unreachable": 1}),
+        (Outcome("PeerUnreachable"), Excuses(cancelled=True), {"unreachable": 1}),
         (Outcome("PeerUnreachable"), Excuses(may_be_stale=True), {"unreachable": 1, "innocent": 1}),
         (Outcome("AccessDenied"), Excuses(owner_killed=True), {"failed: AccessDenied": 1, "innocent": 1}),
     ],
