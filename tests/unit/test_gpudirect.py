@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from descriptors import descriptors, opened_since
 from fake_cuda import HOPPER, FakeCuda, at
 from fake_root import GPU, FakeRoot, bars
 from hypothesis import given
@@ -243,11 +244,11 @@ def test_the_bounce_buffer_touches_nothing(root: FakeRoot) -> None:
 def test_a_descriptor_does_not_outlive_a_failure(root: FakeRoot) -> None:
     cuda = FakeCuda(HOPPER, at(0x1000000, MIB))
     cuda.refuses_sync = True
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     with pytest.raises(TransportUnavailable, match="cuPointerSetAttribute"):
         lend(cuda, 0x1000000, MIB, root=root.path)
     assert len(cuda.exported) == 1
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not opened_since(before)
 
 
 @pytest.mark.parametrize("offered", [True, False])
