@@ -170,12 +170,13 @@ def status(
     coordinator: Annotated[
         str, typer.Option(help="host:port; without it KVLINK_COORDINATOR, then the default port here.")
     ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Workers in the table; 0: all.")] = 100,
     as_json: Json = False,
 ) -> None:
     """Show the workers of a coordinator, and its counts."""
     from kvlink.cli.status import show
 
-    show(coordinator, as_json)
+    show(coordinator, as_json, limit)
 
 
 @app.command()

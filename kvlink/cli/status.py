@@ -14,38 +14,55 @@ from kvlink.cli.tables import print_json, show_rows
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
-from kvlink.overview import plain
+from kvlink.overview import plain, worker_row
 from kvlink.types import WorkerCard
 
 Row = dict[str, Any]
 
 
-def show(address: str, as_json: bool) -> None:
-    """Asks `address`, else KVLINK_COORDINATOR, else the default port here. Raises CoordinatorUnavailable."""
+def show(address: str, as_json: bool, limit: int = 0) -> None:
+    """Asks `address`, else KVLINK_COORDINATOR, else the default port here. Raises CoordinatorUnavailable.
+
+    A table has at most `limit` workers; 0: all. JSON has all.
+    """
     address = address_of(address)
-    status, cards, figures = asyncio.run(_ask(address))
-    rows = [
-        _row(card, figures.get(card.agent, {}), as_json)
-        for card in sorted(cards, key=lambda card: card.worker_id)
-    ]
+    status, rows = asyncio.run(_ask(address, as_json, limit))
     if as_json:
         print_json({"coordinator": address, **status._asdict()})
     else:
         print(_sentence(address, status))
     if rows or as_json:
         show_rows(rows, as_json, "workers")
+    if len(rows) < status.workers:
+        print(f"and {status.workers - len(rows)} more: --limit 0 or --json shows all of them")
 
 
-async def _ask(address: str) -> tuple[CoordinatorStatus, list[WorkerCard], dict[str, Row]]:
+async def _ask(address: str, as_json: bool, limit: int) -> tuple[CoordinatorStatus, list[Row]]:
     async with CoordinatorClient(address) as client:
-        status, cards = await client.status(), await client.workers()
+        status = await client.status()
+        if limit and status.workers > limit and not as_json:
+            return status, await _first(client, limit)
+        cards = await client.workers()
         try:
             overview = await client.overview()
         except CoordinatorUnavailable:
             raise
         except CoordinatorError:  # an older coordinator
-            return status, cards, {}
-        return status, cards, {row["agent"]: row for row in plain(status, overview)["workers"]}
+            figures = {}
+        else:
+            figures = {row["agent"]: row for row in plain(status, overview)["workers"]}
+    cards.sort(key=lambda card: card.worker_id)
+    return status, [_row(card, figures.get(card.agent, {}), as_json) for card in cards]
+
+
+async def _first(client: CoordinatorClient, limit: int) -> list[Row]:
+    """Of a large fleet, without the cards: to list ten thousand of them takes seconds."""
+    return [
+        _shown(view.worker_id, view.epoch, view.agent, ",".join(view.transports), view.pool_bytes, figures)
+        | {"worker": figures["worker"]}
+        for view in (await client.overview()).workers[:limit]
+        for figures in [worker_row(view)]
+    ]
 
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:
@@ -61,8 +78,6 @@ def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
     pool_bytes = sum(card.region_bytes)
     transports = ",".join(way.name for way in card.transports if not way.refused)
     refused = "; ".join(f"{way.name}: {way.refused}" for way in card.transports if way.refused)
-    leases = figures.get("leases") or {}
-    rate = figures.get("bytes_per_s")
     if as_json:
         return {
             "worker": card.worker_id,
@@ -72,18 +87,25 @@ def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
             "pool_bytes": pool_bytes,
             "transports": transports,
             "refused": refused,
-            "bytes_per_s": rate,
-            "leases": leases or None,
+            "bytes_per_s": figures.get("bytes_per_s"),
+            "leases": figures.get("leases") or None,
         }
+    shown = _shown(card.worker_id, card.epoch, card.agent, transports, pool_bytes, figures)
+    return shown | {"pid": str(card.host.pid), "refused": refused}
+
+
+def _shown(
+    worker_id: str, epoch: int, agent: str, transports: str, pool_bytes: int, figures: Mapping[str, Any]
+) -> Row:
+    leases = figures.get("leases") or {}
+    rate = figures.get("bytes_per_s")
     return {
-        "worker": card.worker_id,
-        "agent": card.agent,
+        "worker": worker_id,
+        "agent": agent,
         "transports": transports,
         "leases": str(leases.get("active_leases", "")),
         "expired": str(leases.get("expired", "")),
         "receives": "" if rate is None else f"{bytes_text(rate)}/s",
-        "started": f"{age_text(time.time() - card.epoch / 1e9)} ago",  # an epoch is when the worker started, in ns
+        "started": f"{age_text(time.time() - epoch / 1e9)} ago",  # an epoch is when the worker started, in ns
         "pool_bytes": pool_bytes,
-        "pid": str(card.host.pid),
-        "refused": refused,
     }

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink status` of a fleet, small or large."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from control.cards import make_card
+
+from kvlink.cli.status import Row, _ask, show
+from kvlink.control import Coordinator
+from kvlink.control.store.memory import MemoryStore
+from kvlink.control.values import CoordinatorStatus
+
+NAMES = [f"w{number:05}" for number in range(10_000)]
+
+
+async def serving(num_workers: int) -> Coordinator:
+    store = MemoryStore(lease_s=3600.0)
+    coordinator = Coordinator(store)
+    await coordinator.start()
+    for number, name in enumerate(NAMES[:num_workers]):
+        card = replace(make_card(name, process=number + 1), agent=f"127.0.0.1:{number + 1}")
+        await store.join(card, rejoin=False)
+    return coordinator
+
+
+async def asked(coordinator: Coordinator, as_json: bool, limit: int) -> tuple[CoordinatorStatus, list[str]]:
+    counts, rows = await _ask(coordinator.address, as_json, limit)
+    return counts, [row["worker"] for row in rows]
+
+
+async def test_a_table_is_limited_and_json_is_not() -> None:
+    coordinator = await serving(7)
+    assert (await asked(coordinator, False, 3))[1] == NAMES[:3]
+    for as_json, limit in ((False, 7), (False, 0), (True, 3)):
+        assert (await asked(coordinator, as_json, limit))[1] == NAMES[:7]
+    await coordinator.close()
+
+
+async def test_rows_of_a_large_fleet_look_as_those_of_a_small_one() -> None:
+    coordinator = await serving(2)
+    (_, whole), (_, first) = [await _ask(coordinator.address, False, limit) for limit in (0, 1)]
+    await coordinator.close()
+    assert {**first[0], "started": ""}.items() <= {**whole[0], "started": ""}.items()
+    assert set(whole[0]) - set(first[0]) == {"pid", "refused"}
+
+
+def test_it_says_how_many_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answer(*_: object) -> tuple[CoordinatorStatus, list[Row]]:
+        return CoordinatorStatus(workers=12), [{"worker": "w0"}]
+
+    monkeypatch.setattr(sys.modules["kvlink.cli.status"], "_ask", answer)
+    show("127.0.0.1:1", False, 1)
+    assert "and 11 more: --limit 0 or --json shows all of them" in capsys.readouterr().out
+
+
+@pytest.mark.verify
+async def test_ten_thousand_workers_are_shown_within_three_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    coordinator = await serving(10_000)
+    began = time.monotonic()
+    await asyncio.to_thread(show, coordinator.address, False, 100)
+    took_s = time.monotonic() - began
+    await coordinator.close()
+    shown = capsys.readouterr().out
+    assert "10000 workers" in shown
+    assert "and 9900 more" in shown
+    assert took_s < 3.0
+    print(f"{took_s:.2f} s", end=" ")
