@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+PROTOCOL_VERSION = 2
 SLOT_BYTES = 64
 NONCE, READY = 0, 8
 """Offsets in a slot."""
@@ -169,7 +170,7 @@ class Ticket(NamedTuple):
         )  # fmt: skip
         body += b"".join(_SEAT.pack(*seat) for seat in self.seats) + b"".join(names)
         body += struct.pack(f"<{num_blocks}I", *self.block_ids)
-        blob = _TICKET.pack(b"KVT1", _TICKET_HEADER.size, 1, zlib.crc32(body)) + body
+        blob = _TICKET.pack(b"KVT1", _TICKET_HEADER.size, PROTOCOL_VERSION, zlib.crc32(body)) + body
         return base64.urlsafe_b64encode(blob).decode()
 
     @classmethod
@@ -177,7 +178,7 @@ class Ticket(NamedTuple):
         blob = base64.urlsafe_b64decode(text)
         magic, header_bytes, version, checksum = _TICKET.unpack_from(blob)
         body = blob[_TICKET.size :]
-        assert (magic, version, checksum) == (b"KVT1", 1, zlib.crc32(body))
+        assert (magic, version, checksum) == (b"KVT1", PROTOCOL_VERSION, zlib.crc32(body))
         epoch, num_tokens, num_blocks, ready, _, num_seats, _, _, *sizes, _ = _TICKET_HEADER.unpack_from(body)
         at = header_bytes + num_seats * _SEAT.size
         seats = tuple(_SEAT.iter_unpack(body[header_bytes:at]))

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 from softroce.pyverbs_peer.formats import (
     ABORTED_TOMBSTONE,
+    PROTOCOL_VERSION,
     SLOT_BYTES,
     TABLE_MAGIC,
     WITHDRAWN,
@@ -155,7 +156,7 @@ class Owner:
                     lease_keys=[_key(self._table, 1).pack(), _key(self._words, 2).pack()],
                 )
             ],
-            protocol_version=2,
+            protocol_version=PROTOCOL_VERSION,
         ).SerializeToString()
 
 

@@ -12,6 +12,7 @@ import pyverbs.enums as e
 from softroce.pyverbs_peer.admitted import shown_token
 from softroce.pyverbs_peer.formats import (
     NONCE,
+    PROTOCOL_VERSION,
     READER,
     SETTLED,
     SLOT_BYTES,
@@ -53,6 +54,7 @@ class Reader:
                     epoch=self.card.epoch,
                     transport="verbs",
                     hellos=[pack_hello(port, lane.address()) for lane in self._lanes],
+                    protocol_version=PROTOCOL_VERSION,
                 ),
                 timeout=_CALL_S,
                 metadata=shown_token(),
