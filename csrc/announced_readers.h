@@ -28,15 +28,15 @@ class AnnouncedReaders {
     const std::lock_guard lock(mutex_);
     ++pulls_[nonce];
   }
-  /// One of them has ended.
-  void end(uint64_t nonce) {
+  /// One of them has ended. `is_first()`: no lane has said so before. True: nobody reads under the lease any
+  /// more, whichever lane asks.
+  template <typename IsFirst>
+  bool end(uint64_t nonce, IsFirst is_first) {
     const std::lock_guard lock(mutex_);
     const auto found = pulls_.find(nonce);
-    if (found != pulls_.end() && --found->second == 0) pulls_.erase(found);
-  }
-  bool reads(uint64_t nonce) {
-    const std::lock_guard lock(mutex_);
-    return pulls_.contains(nonce);
+    if (found == pulls_.end()) return true;
+    if (is_first() && --found->second == 0) pulls_.erase(found);
+    return !pulls_.contains(nonce);
   }
 
  private:

@@ -22,8 +22,8 @@ Status Lane::announce(Transfer& transfer) {
 /// each lane that announced it, behind what it announced.
 void Lane::withdraw(Transfer& transfer) {
   if (!readers_ || !transfer.announced_by(index_)) return;
-  if (transfer.end_announcing()) readers_->end(transfer.nonce());
-  if (transfer.state() == TransferState::kSettled || broken() || readers_->reads(transfer.nonce())) return;
+  const bool last = readers_->end(transfer.nonce(), [&transfer] { return transfer.end_announcing(); });
+  if (!last || transfer.state() == TransferState::kSettled || broken()) return;
   const Status posted = post_word(reader_offset(transfer.slot()), readers_->withdrawal(transfer.nonce()));
   if (posted.ok()) unsent_.store(true, std::memory_order_release);
 }

@@ -70,12 +70,13 @@ void ProgressThread::wake_from_doze() {
 void ProgressThread::run() {
   int64_t last_progress = 0, last_unsent = 0;
   while (!stopping_) {
+    // Before anything that a wake() may be about is looked at, the lanes among it.
+    const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
     std::vector<std::shared_ptr<Lane>> lanes;
     {
       std::lock_guard lock(mutex_);
       lanes = lanes_;
     }
-    const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
     std::vector<pollfd> watched{{wake_fd_.get(), POLLIN, 0}};
     bool progressed = false, copying = false, held = false;
     int64_t wake_at = INT64_MAX;

@@ -131,12 +131,15 @@ void Transfer::cancel() {
 }
 
 void Transfer::expire(int64_t now) {
-  std::lock_guard lock(mutex_);
-  if (done()) return;
-  stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
-                       " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) +
-                       " bytes landed"));
-  finish_if_stopped(now);
+  {
+    std::lock_guard lock(mutex_);
+    if (done() || stopping_) return;
+    stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
+                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) +
+                         " bytes landed"));
+    finish_if_stopped(now);
+  }
+  if (!done() && shared()) crew_->wake();  // another lane may have looked just before, and go to sleep
 }
 
 void Transfer::detach(const Status& why, int64_t now) {

@@ -75,6 +75,7 @@ Pull* World::start_pull() {
   if (!pull.transfer) return nullptr;
   pulls_.push_back(&pull);
   check_by(pull.deadline_ns, pull, "a pull does not end by its deadline");
+  check_withdrawn(pull);
   check_under_way(peer);
   return &pull;
 }

@@ -72,6 +72,7 @@ class World {
 
   // Checks that run later.
   void check_by(int64_t ns, const Pull& pull, const char* what);
+  void check_withdrawn(const Pull& pull);
   void check_under_way(Peer& peer);
   void on_landing(const std::byte* at);
 

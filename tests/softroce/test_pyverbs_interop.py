@@ -132,7 +132,6 @@ def test_after_an_abort_the_nonce_has_gone(meeting: Meeting) -> None:
     kvlink = meeting.worker(wide(4))
     ticket = offer(kvlink, [1])
     peer = meeting.reader(kvlink)
-    peer.announce(ticket)
     assert peer.slot(ticket)[0] == ticket.seats[0][1]
     kvlink.do("abort", request_id=ticket.request_id)
     assert peer.slot(ticket)[0] == ABORTED_TOMBSTONE
