@@ -77,9 +77,9 @@ def _of_module(module: ast.Module, folder: str, path: str) -> Iterator[Finding]:
 
 
 def _is_virtual(module: ast.Module) -> bool:
-    """Whether its event loops are those of virtual_time.py, whose clock no machine moves."""
-    imports = [node.module for node in module.body if isinstance(node, ast.ImportFrom)]
-    return "virtual_time" in imports
+    """Whether its event loops are those of virtual_time.py, whose clock no machine moves, or of the simulation."""
+    imports = [node.module or "" for node in module.body if isinstance(node, ast.ImportFrom)]
+    return any(name == "virtual_time" or name.startswith("control_simulation.") for name in imports)
 
 
 def _of_body(body: ast.AST, path: str, function: str, virtual: bool) -> Iterator[Finding]:

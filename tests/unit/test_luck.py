@@ -49,6 +49,13 @@ def test_what_is_no_luck_or_outside_the_gate_is_not_found(tmp_path: Path, source
     assert list(findings(tmp_path)) == []
 
 
+def test_the_simulation_of_the_control_plane_has_a_virtual_clock(tmp_path: Path) -> None:
+    sleeps = "async def test_x():\n    await asyncio.sleep(1)\n"
+    write(tmp_path / "unit" / "test_x.py", f"from control_simulation.world import World\n{sleeps}")
+    write(tmp_path / "unit" / "test_y.py", f"from control.cards import make_card\n{sleeps}")
+    assert [each.path for each in findings(tmp_path)] == ["unit/test_y.py"]
+
+
 def test_real_clocks_are_found_beside_virtual_ones(tmp_path: Path) -> None:
     source = "from virtual_time import run\ndef test_x():\n    time.sleep(1)\n    time.monotonic()\n"
     write(tmp_path / "unit" / "test_x.py", source)

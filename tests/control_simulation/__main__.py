@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs seeds of the simulation, as `make simulate SEEDS="7 100-200 random:50"` does."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+
+from control_simulation.running import simulate
+
+
+def seeds(given: Iterable[str]) -> Iterator[int]:
+    """Of "7", "100-200" and "random:50"."""
+    for word in given:
+        kind, _, count = word.partition(":")
+        first, _, last = word.partition("-")
+        if kind == "random":
+            yield from (random.SystemRandom().randrange(1 << 31) for _ in range(int(count)))
+        else:
+            yield from range(int(first), int(last or first) + 1)
+
+
+def main(given: list[str]) -> int:
+    """Prints a line for each seed that fails; for a single seed also what was logged last."""
+    chosen = list(seeds(given or ["random:20"]))
+    failed, virtual_s = 0, 0.0
+    for seed in chosen:
+        outcome = simulate(seed)
+        virtual_s += outcome.virtual_s
+        failed += bool(outcome.violations)
+        if len(chosen) == 1:
+            print(*outcome.world.lines.tail, *outcome.faults, f"trace {outcome.trace}", sep="\n")
+        if outcome.violations:
+            print(outcome)
+    print(f"{len(chosen) - failed} passed, {failed} failed, {virtual_s:,.0f} virtual seconds")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one seed: rounds of faults, each followed by two leases of peace and a look at everything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from control_simulation import faults, workers
+from control_simulation.faults import Fault
+from control_simulation.processes import SimulatedLoop
+from control_simulation.workers import CLAIM_S
+from control_simulation.world import LEASE_S, World
+
+_NUM_ROUNDS = 5
+
+
+class Outcome(NamedTuple):
+    """Of one seed."""
+
+    violations: list[str]
+    trace: str
+    virtual_s: float
+    faults: list[str]
+    world: World
+    seed: int
+
+    def __str__(self) -> str:
+        """What went wrong, after what, and how to see it again."""
+        lines = [
+            *self.violations[:10],
+            f"after {', '.join(self.faults)}",
+            f"again: make simulate SEEDS={self.seed}",
+        ]
+        return "\n".join([f"seed {self.seed}:", *lines])
+
+
+def simulate(seed: int) -> Outcome:
+    """The same outcome for each seed each time."""
+    return _in_virtual_time(seed, lambda chance: _run(seed, chance))
+
+
+async def _run(seed: int, chance: random.Random) -> Outcome:
+    loop = asyncio.get_running_loop()
+    world, kinds = World(chance), faults.ALONE
+    loop.set_exception_handler(lambda _, context: world.ledger.violated(f"nobody took care of {context}"))
+    inflicted: list[str] = []
+    with _listening(world):
+        await asyncio.sleep(LEASE_S)
+        for _ in range(_NUM_ROUNDS):
+            chosen = chance.choices(kinds, k=chance.choice((1, 1, 2, 3)))
+            inflicted.append(f"{loop.time():.0f} s: {'+'.join(fault.name for fault in chosen)}")
+            await _round(world, chosen)
+            if world.ledger.violations:
+                break
+    return Outcome(world.ledger.violations, world.network.trace, loop.time(), inflicted, world, seed)
+
+
+async def _round(world: World, chosen: Sequence[Fault]) -> None:
+    chance = world.chance
+    world.victim = chance.randrange(len(world.seats))
+    spares_members = all(fault.spares_members for fault in chosen)
+    world.failures_count = chosen[0].spares_hand_offs if len(chosen) == 1 else spares_members
+    before = {worker: worker.num_rejoins for worker in world.running()}
+    traffic = asyncio.ensure_future(world.traffic())
+
+    async def later(fault: Fault) -> None:
+        await asyncio.sleep(chance.uniform(2.0, 12.0))
+        await fault.inflict(world)
+
+    await asyncio.gather(*map(later, chosen))
+    await asyncio.sleep(2 * LEASE_S)
+    world.check_settled()
+    if spares_members:
+        for worker, num_rejoins in before.items():
+            if not worker.is_joined or worker.num_rejoins != num_rejoins:
+                world.ledger.violated(f"{worker} lost its membership")
+    world.bury()
+    traffic.cancel()
+    await asyncio.sleep(CLAIM_S + 2.0)
+    world.failures_count = False
+    await world.check_hand_offs()
+    await world.check_bounds()
+
+
+@contextmanager
+def _listening(world: World) -> Iterator[None]:
+    log = logging.getLogger("kvlink.control")
+    before = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(world.lines)
+    try:
+        yield
+    finally:
+        log.removeHandler(world.lines)
+        log.level, log.propagate = before
+
+
+def _in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, Outcome]]) -> Outcome:
+    """All randomness of this process comes from the seed meanwhile."""
+    chance = random.Random(seed)
+    workers.restart_numbers()
+    before = random.getstate()
+    random.seed(chance.random())
+    loop = SimulatedLoop()
+    try:
+        with mock.patch.object(os, "urandom", random.randbytes):
+            return loop.run_until_complete(main(chance))
+    finally:
+        random.setstate(before)
+        _end(loop)
+        loop.close()
+
+
+def _end(loop: SimulatedLoop) -> None:
+    """Cancels everything."""
+    loop.set_exception_handler(lambda *_: None)
+    loop.end_processes()
+    log = logging.getLogger("kvlink.control")
+    log.disabled = True
+    for _ in range(10):
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=5.0))
+    log.disabled = False

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet in virtual time: real coordinators, sessions and agents on a simulated network, driven by one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from functools import partial
+
+from control_simulation.invariants import MOST_LOG_LINES_PER_S, MOST_MESSAGES_PER_S, Ledger, Lines
+from control_simulation.network import Network
+from control_simulation.processes import Process, State
+from control_simulation.serving import SimulatedSecurity
+from control_simulation.workers import Watcher, Worker
+
+from kvlink.control import Coordinator
+from kvlink.control.store import Store
+from kvlink.control.store.memory import MemoryStore
+
+LEASE_S = 10.0
+_PORT = 7400
+
+
+class CoordinatorSeat:
+    """Where one coordinator runs, and runs again."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.host = f"10.0.0.{number + 1}"
+        self.address = f"{self.host}:{_PORT}"
+        self._world = world
+        self._number = number
+        self.one_at_a_time = asyncio.Lock()
+        """For what happens to the process."""
+        self.store: Store
+        self.coordinator: Coordinator
+        self.start()
+
+    def start(self) -> None:
+        self.process = Process(f"c{self._number}", self.host)
+        self.process.start(self._serve())
+
+    async def _serve(self) -> None:
+        security = SimulatedSecurity(network=self._world.network, process=self.process)
+        self.store = self._world.make_store(security)
+        self.coordinator = Coordinator(self.store, LEASE_S, security=security)
+        await self.coordinator.start(self.host, _PORT)
+
+    def kill(self) -> None:
+        self._world.network.kill(self.process)
+
+    async def terminate(self) -> None:
+        """As SIGTERM does."""
+        ending = self.process.start(self._end())
+        await asyncio.wait([ending], timeout=2.0)
+        self.kill()
+
+    async def _end(self) -> None:
+        await self.coordinator.hand_over()
+        await self.coordinator.close()
+
+
+class World:
+    """Everything of one run. Make it on a SimulatedLoop."""
+
+    def __init__(self, chance: random.Random, num_workers: int = 4, num_coordinators: int = 1) -> None:
+        self.chance = chance
+        self.network = Network(random.Random(chance.random()))
+        self.ledger = Ledger()
+        self.lines = Lines(self.ledger)
+        self.victim = 0
+        """The coordinator that something happens to."""
+        self.failures_count = False
+        """No hand-off may be in vain."""
+        self.under_way: dict[str, list[Worker]] = {}
+        """Hand-offs, with who waits for the tickets."""
+        self._requests = itertools.count()
+        self._hosts = itertools.count(1)
+        self._workers: list[Worker] = []
+        self._num_loud = self._num_messages = 0
+        self._since = 0.0
+        self.seats = [CoordinatorSeat(self, number) for number in range(num_coordinators)]
+        self.coordinators = ",".join(seat.address for seat in self.seats)
+        self.names = [f"w{number}" for number in range(num_workers)]
+        for name in self.names:
+            self.start_worker(name)
+        self.watchers = [
+            Watcher(self.network, f"watcher{pause_s:g}", f"10.0.2.{number}", self.coordinators, pause_s)
+            for number, pause_s in enumerate((0.0, 0.5))
+        ]
+
+    def make_store(self, security: SimulatedSecurity) -> Store:
+        """For a coordinator that starts: it has all in its memory."""
+        self.ledger.era += 1
+        return MemoryStore(LEASE_S, clock=asyncio.get_running_loop().time)
+
+    def start_worker(self, worker_id: str) -> Worker:
+        """One more process of the name, at a host of its own."""
+        host = f"10.0.1.{next(self._hosts)}"
+        worker = Worker(self.network, self.ledger, worker_id, host, self.coordinators)
+        self._workers.append(worker)
+        return worker
+
+    def workers(self) -> list[Worker]:
+        """Those that were not killed."""
+        return [worker for worker in self._workers if worker.process.state is not State.DEAD]
+
+    def running(self) -> list[Worker]:
+        """Those that can hand over."""
+        return [
+            worker
+            for worker in self.workers()
+            if worker.process.runs and worker.session is not None and not worker.is_replaced
+        ]
+
+    def bury(self) -> None:
+        """Kills the processes that have lost their worker_id to another one, or never got it."""
+        for worker in self.workers():
+            if not worker.is_joined:
+                self.network.kill(worker.process)
+
+    def hand_over(self, owner: Worker, reader: Worker, rival: Worker | None = None) -> str:
+        """Begins one hand-off; `under_way` has it until a reader has its ticket."""
+        request_id = f"r{next(self._requests)}"
+        waiting = [reader] if rival is None else [reader, rival]
+        self.under_way[request_id] = waiting
+
+        def ended(by: Worker, well: bool) -> None:
+            waiting.remove(by)
+            if well:
+                self.under_way.pop(request_id, None)
+                owner.forget(request_id)  # the reader has settled in the owner's memory
+            elif not waiting and self.under_way.pop(request_id, None) is not None:
+                self.ledger.done["in vain"] += 1
+                if self.failures_count:
+                    self.ledger.violated(f"{request_id} from {owner!r} to {reader!r} was in vain")
+
+        owner.offer(request_id)
+        for each in list(waiting):
+            each.claim(request_id, self.chance.random() < 0.3, partial(ended, each))
+        return request_id
+
+    async def traffic(self, pause_s: float = 2.0) -> None:
+        """Hand-offs between any two, until cancelled."""
+        while True:
+            await asyncio.sleep(self.chance.uniform(0.0, 2 * pause_s))
+            running = self.running()
+            if len(running) < 2:
+                continue
+            owner, reader = self.chance.sample(running, 2)
+            rival = self.chance.choice(running) if self.chance.random() < 0.2 else None
+            self.hand_over(owner, reader, rival)
+            if self.chance.random() < 0.1:
+                reader.settle(owner, self.chance.randrange(1000))
+
+    def check_settled(self) -> None:
+        """Two leases after the last fault."""
+        joined = {worker.worker_id: worker for worker in self.workers() if worker.is_joined}
+        for name in self.names:
+            of_name = [worker for worker in self.workers() if worker.worker_id == name]
+            if [worker.is_joined for worker in of_name].count(True) != 1:
+                self.ledger.violated(f"not exactly one process has joined as {name}: {of_name}")
+        epochs = {name: worker.session.card.epoch for name, worker in joined.items() if worker.session}
+        for watcher in self.watchers:
+            if watcher.known != epochs:
+                self.ledger.violated(f"{watcher.process} sees {watcher.known} instead of {epochs}")
+
+    async def check_hand_offs(self) -> None:
+        """Each worker to the next."""
+        ring = self.running()
+        for owner, reader in zip(ring, [*ring[1:], *ring[:1]], strict=True):
+            self.hand_over(owner, reader)
+        await asyncio.sleep(5.0)
+        for request_id, waiting in self.under_way.items():
+            if any(worker.process.runs for worker in waiting):
+                self.ledger.violated(f"{request_id} is under way long after the last fault")
+        self.under_way.clear()
+
+    async def check_bounds(self) -> None:
+        """When nothing is under way."""
+        for seat in self.seats:
+            status = await seat.process.start(seat.store.status())
+            if status.waiting_claims:
+                self.ledger.violated(
+                    f"{status.waiting_claims} claims wait at {seat.process}, and nobody for them"
+                )
+            if status.workers != len(self.names):
+                self.ledger.violated(f"{seat.process} knows {status.workers} of {len(self.names)} workers")
+        open_calls = sum(len(connection.calls) for connection in self.network.connections)
+        if open_calls > 10 * (len(self.names) + 5):
+            self.ledger.violated(f"{open_calls} calls are open")
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        """Since the last time."""
+        now = asyncio.get_running_loop().time()
+        for what, count, before, most in (
+            ("lines logged", self.lines.num_loud, self._num_loud, MOST_LOG_LINES_PER_S),
+            ("messages", self.network.num_messages, self._num_messages, MOST_MESSAGES_PER_S),
+        ):
+            if (rate := (count - before) / (now - self._since)) > most:
+                self.ledger.violated(f"{rate:.1f} {what} a second")
+            self.ledger.peak(what, rate)
+        self._since = now
+        self._num_loud, self._num_messages = self.lines.num_loud, self.network.num_messages
