@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any, TypeVar
 
 from kvlink.control.codec import BatchWriter
+from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import error_of
 from kvlink.control.stream import Stream
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, Offer, SettleOrder
@@ -57,10 +58,15 @@ class HandoffStream:
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
         """The tickets of all ranks, once all have offered. Claims are answered in any order.
 
-        With a `claim_id` it may be sent again on another stream when this one breaks.
+        With a `claim_id` it may be sent again on another stream when this one breaks. Cancel the future to stop
+        waiting: the tickets go to others then, unless they are on their way already.
         """
         self._batch(claim).add_claim(claim)
-        return self._submitted(HandoffKind.CLAIM)
+        number = self._sent[HandoffKind.CLAIM]
+        future: Prompt[list[bytes]] = Prompt(loop=self._loop)
+        future.on_cancel = lambda _: self._withdraw(number)
+        self._submitted(HandoffKind.CLAIM, future)
+        return future
 
     async def close(self) -> None:
         """Fails what is unanswered. Idempotent."""
@@ -70,15 +76,20 @@ class HandoffStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._stream.cancel()
 
-    def _batch(self, operation: Offer | SettleOrder | Claim) -> BatchWriter:
+    def _withdraw(self, number: int) -> None:
+        if self._pending[HandoffKind.CLAIM].pop(number, None) is not None and self._broken is None:
+            self._batch(None).add_withdrawn(number)
+            self._work.set()
+
+    def _batch(self, operation: Offer | SettleOrder | Claim | None) -> BatchWriter:
         if self._broken is not None:
             raise self._broken
         if not self._batches[-1].takes(operation):
             self._batches.append(BatchWriter())
         return self._batches[-1]
 
-    def _submitted(self, kind: HandoffKind) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = self._loop.create_future()
+    def _submitted(self, kind: HandoffKind, future: asyncio.Future[Any] | None = None) -> asyncio.Future[Any]:
+        future = future or self._loop.create_future()
         self._pending[kind][self._sent[kind]] = future
         self._sent[kind] += 1
         self._work.set()

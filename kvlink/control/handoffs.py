@@ -45,6 +45,8 @@ class HandoffServer:
         self._claimed: list[tuple[int, list[bytes]]] = []
         self._refused: list[RefusedHandoff] = []
         self._waiting: dict[_Answer, tuple[int, Claim]] = {}
+        self._answers: dict[int, _Answer] = {}
+        """Those of `_waiting` by their numbers."""
         self._news = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
@@ -72,9 +74,15 @@ class HandoffServer:
         settles = [self._store.settle(order) for order in batch.settles]
         await self._note_refused(HandoffKind.SETTLE, self._num_settles, batch.settles, settles)
         self._num_settles += len(settles)
-        for claim in batch.claims:
-            self._claim(claim, self._num_claims)
-            self._num_claims += 1
+        withdrawn = set(batch.withdrawn)
+        for number, claim in enumerate(batch.claims, self._num_claims):
+            if number not in withdrawn:
+                self._claim(claim, number)
+        self._num_claims += len(batch.claims)
+        for number in withdrawn:
+            if answer := self._answers.pop(number, None):
+                del self._waiting[answer]
+                answer.cancel()
 
     async def _note_refused(
         self,
@@ -99,10 +107,13 @@ class HandoffServer:
             self._note_answer(number, claim, answer)
         else:
             self._waiting[answer] = number, claim
+            self._answers[number] = answer
             answer.on_answer = self._answered
 
     def _answered(self, answer: _Answer) -> None:
-        self._note_answer(*self._waiting.pop(answer), answer)
+        number, claim = self._waiting.pop(answer)
+        del self._answers[number]
+        self._note_answer(number, claim, answer)
         self._news.set()
 
     def _note_answer(self, number: int, claim: Claim, answer: _Answer) -> None:

@@ -143,6 +143,8 @@ class HandoffBatch(NamedTuple):
     offers: list[Offer]
     settles: list[SettleOrder]
     claims: list[Claim]
+    withdrawn: Sequence[int] = ()
+    """Numbers of claims of the stream that nobody waits for any more."""
 
 
 class HandoffKind(Enum):

@@ -98,6 +98,30 @@ async def test_cancelled_operations_do_not_confuse_the_others(client: Coordinato
         assert await wanted == [make_offer("s").ticket]
 
 
+async def test_cancelled_claims_leave_and_their_tickets_go_to_others(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as given_up, client.handoffs() as wanted:
+        claims = [given_up.claim(Claim(f"r{number}", 30.0)) for number in range(10_000)]
+        await until(lambda: holds(client, "waiting_claims", 10_000))
+        for claim in claims[1:]:
+            claim.cancel()
+        await until(lambda: holds(client, "waiting_claims", 1))
+        await asyncio.gather(*(wanted.offer(make_offer(f"r{number}")) for number in range(100)))
+        for number in range(1, 100):
+            assert await wanted.claim(Claim(f"r{number}", 5.0)) == [make_offer(f"r{number}").ticket]
+        assert await claims[0] == [make_offer("r0").ticket]
+        assert repr(given_up) == "HandoffStream(open, 0 operations pending)"
+
+
+async def test_a_claim_that_is_cancelled_before_it_is_sent_takes_nothing(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as stream:
+        stream.claim(Claim("r", 30.0)).cancel()
+        claimed = stream.claim(Claim("r", 30.0))
+        await stream.offer(make_offer("r"))
+        assert await claimed == [make_offer("r").ticket]
+
+
 class Broken(MemoryStore):
     """With a bug in its claims."""
 

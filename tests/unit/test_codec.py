@@ -154,7 +154,11 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (CoordinatorCalls.SETTLE.request, SETTLES),
     (
         CoordinatorCalls.HANDOFFS.request,
-        st.builds(HandoffBatch, *(st.lists(of, max_size=4) for of in (offers(), SETTLES, claims()))),
+        st.builds(
+            HandoffBatch,
+            *(st.lists(of, max_size=4) for of in (offers(), SETTLES, claims())),
+            st.lists(U64, max_size=4).map(tuple),
+        ),
     ),
     (
         CoordinatorCalls.HANDOFFS.reply,

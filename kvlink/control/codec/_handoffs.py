@@ -53,7 +53,12 @@ _write_settle, _read_settle = plain(SettleOrder, pb.SettleRequest, _check_settle
 _OVERHEAD = 160
 """Of an operation: its numbers, a claim's id, and what tells them apart."""
 _OPERATION = Repeated("operations in a batch", limits.MAX_BATCH_OPS)
-_BATCH: Bounds = {1: _OPERATION, 2: _OPERATION, 3: _OPERATION}
+_BATCH: Bounds = {
+    1: _OPERATION,
+    2: _OPERATION,
+    3: _OPERATION,
+    4: Repeated("operations in a batch", limits.MAX_BATCH_OPS, packed=True),
+}
 _RESULTS: Bounds = {
     3: Repeated("claims answered", limits.MAX_LISTED, {2: Repeated("tickets", limits.MAX_TP_SIZE)}),
     4: Repeated("refusals", limits.MAX_LISTED),
@@ -68,8 +73,8 @@ class BatchWriter:
         self._bytes = 0
         self.num_ops = 0
 
-    def takes(self, operation: Offer | SettleOrder | Claim) -> bool:
-        """Whether there is room. An operation that is too large for a batch goes alone."""
+    def takes(self, operation: Offer | SettleOrder | Claim | None) -> bool:
+        """Whether there is room; None: for a withdrawal. An operation that is too large for a batch goes alone."""
         if self.num_ops >= limits.MAX_BATCH_OPS:
             return False
         return not self.num_ops or self._bytes + _most_bytes(operation) <= limits.MAX_BATCH_BYTES
@@ -83,6 +88,11 @@ class BatchWriter:
     def add_claim(self, claim: Claim) -> None:
         self._add(self._batch.claims, _write_claim, claim)
 
+    def add_withdrawn(self, number: int) -> None:
+        """A claim, by its number in the stream."""
+        self._batch.withdrawn.append(number)
+        self.num_ops += 1
+
     def _add(self, to: Any, write: Write[Any, Any], value: Any) -> None:
         to.append(encoding(write, value))
         self.num_ops += 1
@@ -92,20 +102,23 @@ class BatchWriter:
         return self._batch.SerializeToString()
 
 
-def _most_bytes(operation: Offer | SettleOrder | Claim) -> int:
+def _most_bytes(operation: Offer | SettleOrder | Claim | None) -> int:
     """That it takes in a batch; texts count as if each character had four bytes."""
+    if operation is None:
+        return _OVERHEAD
     if isinstance(operation, Offer):
         return _OVERHEAD + 4 * (len(operation.request_id) + len(operation.worker_id)) + len(operation.ticket)
     return _OVERHEAD + 4 * len(operation[0])
 
 
 def _read_batch(message: pb.HandoffBatch) -> HandoffBatch:
-    num_ops = len(message.offers) + len(message.settles) + len(message.claims)
+    num_ops = len(message.offers) + len(message.settles) + len(message.claims) + len(message.withdrawn)
     check_within("number of operations in a batch", num_ops, 0, limits.MAX_BATCH_OPS)
     return HandoffBatch(
         [_read_offer(offer) for offer in message.offers],
         [_read_settle(order) for order in message.settles],
         [_read_claim(claim) for claim in message.claims],
+        tuple(message.withdrawn),
     )
 
 
@@ -114,6 +127,7 @@ def _write_batch(batch: HandoffBatch) -> pb.HandoffBatch:
         offers=[_write_offer(offer) for offer in batch.offers],
         settles=[_write_settle(order) for order in batch.settles],
         claims=[_write_claim(claim) for claim in batch.claims],
+        withdrawn=batch.withdrawn,
     )
 
 
