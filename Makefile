@@ -147,6 +147,13 @@ SECONDS ?= 600
 soak: build ## owners and readers that are killed and stopped, every byte compared; ten minutes, not in CI
 	PYTHONPATH=tests python -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
+# SEEDS="7 100-200": these. SEEDS=random:1000: so many, which KVLINK_TEST_SEED decides where it is set.
+SEEDS ?= random:100
+.PHONY: simulate
+simulate: export PYTHONHASHSEED := 0
+simulate: build ## the control plane in virtual time, under faults that seeds decide; a failing seed says how to replay it
+	PYTHONPATH=tests python -m control_simulation $(SEEDS)
+
 .PHONY: test-netns
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns

@@ -24,6 +24,7 @@ _CLOCK_OWNERS = {"time", *_LOOPS}
 # "file" or "file:function", below tests/, and why it may.
 _ALLOWED = {
     "control/fleet.py": "load for tests outside the gate",
+    "control_simulation/__main__.py:main": "says how long the seeds took; it judges nothing by that",
     "integrations/batching_peer.py": "the peers of test_transformers.py, which is outside the gate",
     "integrations/sglang_stand_in.py": "reads the clock as the class that it stands for does; no test waits for it",
     "metrics/conftest.py:free_port": "of tests outside the gate",

@@ -23,14 +23,14 @@ class Fault(NamedTuple):
         return self.inflict.__name__
 
 
-async def _wait(world: World, least_s: float, most_s: float) -> None:
+async def pause(world: World, least_s: float, most_s: float) -> None:
     await asyncio.sleep(world.chance.uniform(least_s, most_s))
 
 
-async def _stopped(world: World, process: Process, least_s: float, most_s: float) -> None:
+async def stopped(world: World, process: Process, least_s: float, most_s: float) -> None:
     process.stop()
     world.network.look()
-    await _wait(world, least_s, most_s)
+    await pause(world, least_s, most_s)
     process.go_on()
     world.network.look()
 
@@ -53,7 +53,7 @@ async def cut(
     chosen = world.chance.choice([ways + back, ways, back])
     for way in chosen:
         world.network.cut(*way)
-    await _wait(world, least_s, most_s)
+    await pause(world, least_s, most_s)
     for way in chosen:
         world.network.restore(*way)
 
@@ -61,12 +61,12 @@ async def cut(
 async def worker_killed(world: World) -> None:
     worker = world.chance.choice(world.workers())
     world.network.kill(worker.process, silently=world.chance.random() < 0.3)
-    await _wait(world, 0.0, 15.0)
+    await pause(world, 0.0, 15.0)
     world.start_worker(worker.worker_id)
 
 
 async def worker_stopped(world: World) -> None:
-    await _stopped(world, world.chance.choice(world.workers()).process, 1.0, 40.0)
+    await stopped(world, world.chance.choice(world.workers()).process, 1.0, 40.0)
 
 
 async def worker_cut_off(world: World) -> None:
@@ -75,24 +75,24 @@ async def worker_cut_off(world: World) -> None:
 
 async def duplicate(world: World) -> None:
     world.start_worker(world.chance.choice(world.workers()).worker_id)
-    await _wait(world, 5.0, 20.0)
+    await pause(world, 5.0, 20.0)
 
 
 async def slow_network(world: World) -> None:
     world.network.loss, world.network.slowness = 0.05, 40.0
-    await _wait(world, 5.0, 30.0)
+    await pause(world, 5.0, 30.0)
     world.network.loss, world.network.slowness = 0.0, 1.0
 
 
 async def watcher_stopped(world: World) -> None:
-    await _stopped(world, world.chance.choice(world.watchers).process, 5.0, 60.0)
+    await stopped(world, world.chance.choice(world.watchers).process, 5.0, 60.0)
 
 
 async def coordinator_killed(world: World) -> None:
     seat = _victim(world)
     async with seat.one_at_a_time:
         seat.kill()
-        await _wait(world, 0.0, 4.0)
+        await pause(world, 0.0, 4.0)
         seat.start()
 
 
@@ -100,14 +100,14 @@ async def coordinator_terminated(world: World) -> None:
     seat = _victim(world)
     async with seat.one_at_a_time:
         await seat.terminate()
-        await _wait(world, 0.0, 2.0)
+        await pause(world, 0.0, 2.0)
         seat.start()
 
 
 async def coordinator_stopped(world: World) -> None:
     seat = _victim(world)
     async with seat.one_at_a_time:
-        await _stopped(world, seat.process, 1.0, 40.0)
+        await stopped(world, seat.process, 1.0, 40.0)
 
 
 async def coordinator_cut_off(world: World) -> None:

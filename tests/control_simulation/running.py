@@ -9,16 +9,20 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
-from control_simulation import faults, workers
+from control_simulation import etcd_faults, faults, workers
 from control_simulation.faults import Fault
 from control_simulation.processes import SimulatedLoop
 from control_simulation.workers import CLAIM_S
 from control_simulation.world import LEASE_S, World
 
+T = TypeVar("T")
+
 _NUM_ROUNDS = 5
+_KINDS = {0: faults.ALONE, 1: etcd_faults.SINGLE, 3: etcd_faults.REPLICATED}
+"""By the number of etcd's members."""
 
 
 class Outcome(NamedTuple):
@@ -43,14 +47,15 @@ class Outcome(NamedTuple):
 
 def simulate(seed: int) -> Outcome:
     """The same outcome for each seed each time."""
-    return _in_virtual_time(seed, lambda chance: _run(seed, chance))
+    return in_virtual_time(seed, lambda chance: _run(seed, chance))
 
 
 async def _run(seed: int, chance: random.Random) -> Outcome:
     loop = asyncio.get_running_loop()
-    world, kinds = World(chance), faults.ALONE
+    num_members = chance.choice((0, 0, 1, 1, 3))
+    world, kinds = World(chance, num_members), _KINDS[num_members]
     loop.set_exception_handler(lambda _, context: world.ledger.violated(f"nobody took care of {context}"))
-    inflicted: list[str] = []
+    inflicted = [f"{num_members} members of etcd"]
     with _listening(world):
         await asyncio.sleep(LEASE_S)
         for _ in range(_NUM_ROUNDS):
@@ -65,10 +70,12 @@ async def _run(seed: int, chance: random.Random) -> Outcome:
 async def _round(world: World, chosen: Sequence[Fault]) -> None:
     chance = world.chance
     world.victim = chance.randrange(len(world.seats))
-    spares_members = all(fault.spares_members for fault in chosen)
-    world.failures_count = chosen[0].spares_hand_offs if len(chosen) == 1 else spares_members
+    if world.etcd is not None:
+        world.store_victim = chance.randrange(len(world.etcd.members))
+    world.spares_members = all(fault.spares_members for fault in chosen)
+    world.failures_count = chosen[0].spares_hand_offs if len(chosen) == 1 else world.spares_members
     before = {worker: worker.num_rejoins for worker in world.running()}
-    traffic = asyncio.ensure_future(world.traffic())
+    beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones())]
 
     async def later(fault: Fault) -> None:
         await asyncio.sleep(chance.uniform(2.0, 12.0))
@@ -77,14 +84,15 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     await asyncio.gather(*map(later, chosen))
     await asyncio.sleep(2 * LEASE_S)
     world.check_settled()
-    if spares_members:
+    if world.spares_members:
         for worker, num_rejoins in before.items():
-            if not worker.is_joined or worker.num_rejoins != num_rejoins:
+            if not worker.is_joined or (world.etcd is None and worker.num_rejoins != num_rejoins):
                 world.ledger.violated(f"{worker} lost its membership")
     world.bury()
-    traffic.cancel()
+    for task in beside:
+        task.cancel()
     await asyncio.sleep(CLAIM_S + 2.0)
-    world.failures_count = False
+    world.spares_members = world.failures_count = False
     await world.check_hand_offs()
     await world.check_bounds()
 
@@ -103,7 +111,7 @@ def _listening(world: World) -> Iterator[None]:
         log.level, log.propagate = before
 
 
-def _in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, Outcome]]) -> Outcome:
+def in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, T]]) -> T:
     """All randomness of this process comes from the seed meanwhile."""
     chance = random.Random(seed)
     workers.restart_numbers()

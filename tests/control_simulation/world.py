@@ -8,6 +8,7 @@ import itertools
 import random
 from functools import partial
 
+from control_simulation.etcd import SimulatedEtcd
 from control_simulation.invariants import MOST_LOG_LINES_PER_S, MOST_MESSAGES_PER_S, Ledger, Lines
 from control_simulation.network import Network
 from control_simulation.processes import Process, State
@@ -16,10 +17,13 @@ from control_simulation.workers import Watcher, Worker
 
 from kvlink.control import Coordinator
 from kvlink.control.store import Store
+from kvlink.control.store.etcd import EtcdStore
 from kvlink.control.store.memory import MemoryStore
 
 LEASE_S = 10.0
 _PORT = 7400
+_NUM_WORKERS = 4
+_STALE_S = 5.0
 
 
 class CoordinatorSeat:
@@ -37,6 +41,7 @@ class CoordinatorSeat:
         self.start()
 
     def start(self) -> None:
+        self.is_serving = False
         self.process = Process(f"c{self._number}", self.host)
         self.process.start(self._serve())
 
@@ -45,6 +50,7 @@ class CoordinatorSeat:
         self.store = self._world.make_store(security)
         self.coordinator = Coordinator(self.store, LEASE_S, security=security)
         await self.coordinator.start(self.host, _PORT)
+        self.is_serving = True
 
     def kill(self) -> None:
         self._world.network.kill(self.process)
@@ -63,15 +69,18 @@ class CoordinatorSeat:
 class World:
     """Everything of one run. Make it on a SimulatedLoop."""
 
-    def __init__(self, chance: random.Random, num_workers: int = 4, num_coordinators: int = 1) -> None:
+    def __init__(self, chance: random.Random, num_members: int = 0) -> None:
+        """`num_members` of an etcd, for two coordinators; 0: one that has all in its memory."""
         self.chance = chance
         self.network = Network(random.Random(chance.random()))
         self.ledger = Ledger()
         self.lines = Lines(self.ledger)
         self.victim = 0
         """The coordinator that something happens to."""
-        self.failures_count = False
-        """No hand-off may be in vain."""
+        self.store_victim = 0
+        """Likewise, of etcd's members."""
+        self.spares_members = self.failures_count = False
+        """No worker may lose its lease; no hand-off may be in vain."""
         self.under_way: dict[str, list[Worker]] = {}
         """Hand-offs, with who waits for the tickets."""
         self._requests = itertools.count()
@@ -79,9 +88,12 @@ class World:
         self._workers: list[Worker] = []
         self._num_loud = self._num_messages = 0
         self._since = 0.0
-        self.seats = [CoordinatorSeat(self, number) for number in range(num_coordinators)]
+        self.etcd = SimulatedEtcd(self.network, num_members) if num_members else None
+        if self.etcd is not None:
+            self.etcd.on_expired = self._note_expired
+        self.seats = [CoordinatorSeat(self, number) for number in range(2 if num_members else 1)]
         self.coordinators = ",".join(seat.address for seat in self.seats)
-        self.names = [f"w{number}" for number in range(num_workers)]
+        self.names = [f"w{number}" for number in range(_NUM_WORKERS)]
         for name in self.names:
             self.start_worker(name)
         self.watchers = [
@@ -90,9 +102,25 @@ class World:
         ]
 
     def make_store(self, security: SimulatedSecurity) -> Store:
-        """For a coordinator that starts: it has all in its memory."""
-        self.ledger.era += 1
-        return MemoryStore(LEASE_S, clock=asyncio.get_running_loop().time)
+        """For a coordinator that starts."""
+        clock = asyncio.get_running_loop().time
+        if self.etcd is None:
+            self.ledger.era += 1
+            return MemoryStore(LEASE_S, clock=clock)
+        return EtcdStore(
+            f"etcd://{self.etcd.addresses}/fleet", LEASE_S, clock=clock, trust=security.services()
+        )
+
+    @property
+    def store(self) -> SimulatedEtcd:
+        """The etcd."""
+        assert self.etcd is not None
+        return self.etcd
+
+    def _note_expired(self, keys: list[bytes]) -> None:
+        lost = [key for key in keys if b"/workers/" in key]
+        if lost and self.spares_members:
+            self.ledger.violated(f"the lease of {lost} ran out")
 
     def start_worker(self, worker_id: str) -> Worker:
         """One more process of the name, at a host of its own."""
@@ -152,6 +180,18 @@ class World:
             self.hand_over(owner, reader, rival)
             if self.chance.random() < 0.1:
                 reader.settle(owner, self.chance.randrange(1000))
+
+    async def look_for_stale_ones(self) -> None:
+        """Coordinators that have lost their store keep nobody who could ask another, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            for seat in self.seats:
+                if seat.process.runs and seat.is_serving and seat.store.health().stale_s > _STALE_S:
+                    num_waiting = (await seat.process.start(seat.store.status())).waiting_claims
+                    if num_waiting or seat.coordinator.counts.feeds:
+                        self.ledger.violated(
+                            f"{seat.process} has lost its store: {num_waiting} claims wait there"
+                        )
 
     def check_settled(self) -> None:
         """Two leases after the last fault."""

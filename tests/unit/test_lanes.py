@@ -29,7 +29,7 @@ def lanes() -> ModuleType:
         ("csrc/verbs_qp.cc", ["transports", "sanitizers", "rdma"]),
         ("csrc/lane.cc", ["transports", "instructions", "sanitizers", "soak"]),
         ("csrc/cuda_copy.cc", ["transports", "sanitizers", "gpu"]),
-        ("kvlink/control/store/etcd/sync.py", ["processes", "deploy"]),
+        ("kvlink/control/store/etcd/sync.py", ["processes", "simulate", "deploy"]),
         ("kvlink/worker.py", ["transports", "processes"]),
         ("integrations/vllm/loads.py", ["processes", "engines"]),
         ("integrations/deploy/operators-guide.md", []),
