@@ -17,6 +17,11 @@ SlotRing::Slot SlotRing::take() {
   return {slot, {this}};
 }
 
+size_t SlotRing::num_free() {
+  std::lock_guard lock(mutex_);
+  return free_.size();
+}
+
 void SlotRing::give_back(std::byte* slot) {
   std::lock_guard lock(mutex_);
   free_.push_back(slot);

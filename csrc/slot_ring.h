@@ -27,6 +27,7 @@ class SlotRing {
   using Slot = std::unique_ptr<std::byte, Return>;
   /// Null when all are taken.
   Slot take();
+  size_t num_free();
 
  private:
   void give_back(std::byte* slot);

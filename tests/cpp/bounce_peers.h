@@ -111,11 +111,4 @@ inline Scatter whole(const FakeDevice& device, uint32_t bytes, uint32_t piece = 
   return scatter;
 }
 
-/// The slots that nobody holds.
-inline size_t num_free(SlotRing& ring) {
-  std::vector<SlotRing::Slot> taken;
-  for (SlotRing::Slot slot = ring.take(); slot; slot = ring.take()) taken.push_back(std::move(slot));
-  return taken.size();
-}
-
 }  // namespace kvlink::testing

@@ -326,7 +326,7 @@ TEST_F(DeviceGuard, WhatWasCopiedAfterTheEndIsNotSent) {
   const Status status = reader->wait(1);
   EXPECT_EQ(status.code(), Code::kStaleBlocks) << status.what();
   EXPECT_EQ(count(reader->destination, kAfter), 0u);
-  EXPECT_EQ(num_free(bounce->sending()), kSlots);
+  EXPECT_EQ(bounce->sending().num_free(), kSlots);
   device.fill(kBefore);
   slot() = kNonce;
   EXPECT_TRUE(read_guarded(*reader, pool).ok()) << "the connection goes on";
@@ -335,11 +335,11 @@ TEST_F(DeviceGuard, WhatWasCopiedAfterTheEndIsNotSent) {
 TEST_F(DeviceGuard, AReaderThatStallsKeepsNoSlotOnceTheGuardIsEnforced) {
   const Scatter pool = whole_pool(*reader);
   post(pool, 16);  // more than the sockets take
-  while (num_free(bounce->sending()) == kSlots) std::this_thread::yield();
+  while (bounce->sending().num_free() == kSlots) std::this_thread::yield();
   slot() = kTombstone;
   transport->enforce_guards();
   // A copy of the device that is under way keeps its slot until it has ended.
-  while (num_free(bounce->sending()) != kSlots) std::this_thread::yield();
+  while (bounce->sending().num_free() != kSlots) std::this_thread::yield();
   device.fill(kAfter);
   EXPECT_EQ(reader->wait(16).code(), Code::kStaleBlocks);
   // A reader receives ahead into the next read's memory: frames, whose ids have any value, pass through it.

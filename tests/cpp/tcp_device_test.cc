@@ -66,7 +66,7 @@ TEST(TcpDevice, SendsEveryByteInItsPlace) {
     const Status status = reader.wait(scatters.size() - 1);
     ASSERT_TRUE(status.ok()) << status.what();
     ASSERT_TRUE(reader.destination == wanted);
-    ASSERT_EQ(num_free(owner.bounce->sending()), kSlots);
+    ASSERT_EQ(owner.bounce->sending().num_free(), kSlots);
   }
 }
 
@@ -159,7 +159,7 @@ TEST(TcpDevice, NorFromAClosedTransport) {
   owner.server.reset();
   go_on_once(owner.device, [&] { owner.transport->close(); });
   EXPECT_EQ(reader.wait(1).code(), Code::kPeerUnreachable);
-  EXPECT_EQ(num_free(owner.bounce->sending()), kSlots);
+  EXPECT_EQ(owner.bounce->sending().num_free(), kSlots);
 }
 
 TEST(TcpDevice, AReaderThatStallsHoldsSlotsUntilItIsFenced) {
@@ -171,7 +171,7 @@ TEST(TcpDevice, AReaderThatStallsHoldsSlotsUntilItIsFenced) {
     ASSERT_TRUE(stalled.endpoint->post_read(token, pool.chunk()).ok());
   }
   ASSERT_TRUE(stalled.endpoint->poll(ended).status.ok());
-  while (num_free(owner.bounce->sending()) > 0) std::this_thread::yield();
+  while (owner.bounce->sending().num_free() > 0) std::this_thread::yield();
   Scatter block;
   block.add(kPool, 0, {{other.destination.data(), 4096, 0}});
   ASSERT_TRUE(other.endpoint->post_read(1, block.chunk()).ok());
