@@ -45,7 +45,8 @@ class Readiness:
         why = self.why_not()
         if self._said != (not why):
             self._said = not why
-            _log.warning("health: %s", why or "ready again")
+            level = logging.INFO if self._is_leaving() else logging.WARNING
+            _log.log(level, "not ready: %s" if why else "ready again%s", why)
             await self._say(self._said)
 
     async def _look_on(self) -> None:
