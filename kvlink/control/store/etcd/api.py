@@ -104,7 +104,7 @@ class Etcd:
         began = self.history.mark()
         reply = await self._call(_TXN, txn)
         self.history.note(reply.header, began)
-        if self.health.is_full and writes(txn):
+        if self.health.is_full and _room_counts(txn):
             self.health.note_room()
         return reply
 
@@ -232,6 +232,11 @@ def writes(txn: pb.TxnRequest) -> bool:
     """Whether it may need room: deletions do not."""
     ops = (*txn.success, *txn.failure)
     return any(op.HasField("request_put") or writes(op.request_txn) for op in ops)
+
+
+def _room_counts(txn: pb.TxnRequest) -> bool:
+    """Whether etcd looks at its quota. It does not for nested puts, which it takes when it is full, too."""
+    return any(op.HasField("request_put") for op in (*txn.success, *txn.failure))
 
 
 def nested(txn: pb.TxnRequest) -> pb.RequestOp:
