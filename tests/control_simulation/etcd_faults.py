@@ -11,7 +11,7 @@ from control_simulation.etcd_data import Refusal
 from control_simulation.faults import Fault, cut, pause, stopped
 from control_simulation.world import World
 
-_FULL_S = 260.0
+_FULL_S = 320.0
 """Longer than coordinators keep history for each other, and until they compact."""
 
 
@@ -83,7 +83,8 @@ async def etcd_full(world: World) -> None:
     """The operator waits until coordinators have compacted it, then takes the alarm back."""
     async with world.store.one_at_a_time:
         data = world.store.data
-        data.quota_bytes, quota_bytes = data.num_bytes + 1_000, data.quota_bytes
+        quota_bytes = data.quota_bytes
+        data.quota_bytes = data.num_bytes + 12_000  # more than is alive at one time
         await asyncio.sleep(_FULL_S)
         world.store.disarm()
         await asyncio.sleep(5.0)

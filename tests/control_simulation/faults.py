@@ -19,6 +19,11 @@ class Fault(NamedTuple):
     spares_hand_offs: bool = False
 
     @property
+    def cuts_coordinators(self) -> bool:
+        """From workers: one that cannot ask whoever has a worker_id takes him for dead, and lets a duplicate in."""
+        return self.inflict is coordinator_cut_off
+
+    @property
     def name(self) -> str:
         return self.inflict.__name__
 

@@ -9,14 +9,8 @@ from typing import NamedTuple
 
 from kvlink.control.now import now
 
-MOST_LOG_LINES_PER_S = 2.0
-"""Of warnings and errors, of the whole fleet, over a round."""
-MOST_MESSAGES_PER_S = 100.0
-"""Over the network."""
-
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
+MOST_PER_S = {"lines": 1.0, "messages": 150.0, "store calls": 40.0}
+"""Warnings and errors that are logged, messages on the network, calls that etcd answers: over a round, of the fleet."""
 
 
 class _Grant(NamedTuple):

@@ -72,7 +72,10 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     world.victim = chance.randrange(len(world.seats))
     if world.etcd is not None:
         world.store_victim = chance.randrange(len(world.etcd.members))
-    world.spares_members = all(fault.spares_members for fault in chosen)
+    world.spares_members = all(fault.spares_members for fault in chosen) and not (
+        any(fault.cuts_coordinators for fault in chosen)
+        and any(fault.inflict is faults.duplicate for fault in chosen)
+    )
     world.failures_count = chosen[0].spares_hand_offs if len(chosen) == 1 else world.spares_members
     before = {worker: worker.num_rejoins for worker in world.running()}
     beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones())]

@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter, deque
 from functools import partial
 
 from control_simulation.etcd import SimulatedEtcd
-from control_simulation.invariants import MOST_LOG_LINES_PER_S, MOST_MESSAGES_PER_S, Ledger, Lines
+from control_simulation.invariants import MOST_PER_S, Ledger, Lines
 from control_simulation.network import Network
 from control_simulation.processes import Process, State
 from control_simulation.serving import SimulatedSecurity
-from control_simulation.workers import Watcher, Worker
+from control_simulation.workers import TTL_S, Watcher, Worker
 
 from kvlink.control import Coordinator
+from kvlink.control.now import now
 from kvlink.control.store import Store
 from kvlink.control.store.etcd import EtcdStore
 from kvlink.control.store.memory import MemoryStore
@@ -24,6 +26,9 @@ LEASE_S = 10.0
 _PORT = 7400
 _NUM_WORKERS = 4
 _STALE_S = 5.0
+_KEPT_S = TTL_S + 25.0
+"""Tickets that are over are deleted a little later, and again when that failed."""
+_FEW = 8
 
 
 class CoordinatorSeat:
@@ -86,7 +91,9 @@ class World:
         self._requests = itertools.count()
         self._hosts = itertools.count(1)
         self._workers: list[Worker] = []
-        self._num_loud = self._num_messages = 0
+        self._begun: deque[float] = deque()
+        """When hand-offs began whose tickets may still be kept."""
+        self._counts = Counter[str]()
         self._since = 0.0
         self.etcd = SimulatedEtcd(self.network, num_members) if num_members else None
         if self.etcd is not None:
@@ -152,6 +159,7 @@ class World:
         request_id = f"r{next(self._requests)}"
         waiting = [reader] if rival is None else [reader, rival]
         self.under_way[request_id] = waiting
+        self._begun.append(now())
 
         def ended(by: Worker, well: bool) -> None:
             waiting.remove(by)
@@ -226,20 +234,37 @@ class World:
                 )
             if status.workers != len(self.names):
                 self.ledger.violated(f"{seat.process} knows {status.workers} of {len(self.names)} workers")
+            self._check_store(seat)
         open_calls = sum(len(connection.calls) for connection in self.network.connections)
         if open_calls > 10 * (len(self.names) + 5):
             self.ledger.violated(f"{open_calls} calls are open")
         self._check_rates()
 
+    def _check_store(self, seat: CoordinatorSeat) -> None:
+        """What it holds, of requests that can still matter to anybody."""
+        while self._begun and self._begun[0] < now() - _KEPT_S:
+            self._begun.popleft()
+        store = seat.store
+        if isinstance(store, EtcdStore):
+            num_held = len(store._mirror.requests)
+            busy = len(store._pending) + len(store._claiming._under_way) + len(store._sync._awaited)
+        else:
+            assert isinstance(store, MemoryStore)
+            num_held, busy = store._offers.num_tickets + len(store._offers._claimed), 0
+        if num_held > len(self._begun):
+            self.ledger.violated(f"{seat.process} holds {num_held} requests of the last {len(self._begun)}")
+        behind = max(map(len, seat.coordinator.counts.feeds), default=0)
+        if busy + behind > _FEW:
+            self.ledger.violated(f"{seat.process} is busy: {busy} calls, {behind} changes not watched")
+
     def _check_rates(self) -> None:
         """Since the last time."""
-        now = asyncio.get_running_loop().time()
-        for what, count, before, most in (
-            ("lines logged", self.lines.num_loud, self._num_loud, MOST_LOG_LINES_PER_S),
-            ("messages", self.network.num_messages, self._num_messages, MOST_MESSAGES_PER_S),
-        ):
-            if (rate := (count - before) / (now - self._since)) > most:
-                self.ledger.violated(f"{rate:.1f} {what} a second")
+        counts = Counter({"lines": self.lines.num_loud, "messages": self.network.num_messages})
+        if self.etcd is not None:
+            counts["store calls"] = self.etcd.num_calls
+        for what, most in MOST_PER_S.items():
+            rate = (counts[what] - self._counts[what]) / (now() - self._since)
             self.ledger.peak(what, rate)
-        self._since = now
-        self._num_loud, self._num_messages = self.lines.num_loud, self.network.num_messages
+            if rate > most:
+                self.ledger.violated(f"{rate:.1f} {what} a second")
+        self._since, self._counts = now(), counts
