@@ -7,9 +7,11 @@ REQUIRE_LANES=unit,netns makes the run fail when one of these lanes ran no test 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -73,6 +75,16 @@ def _markers(item: pytest.Item) -> set[str]:
     if not markers and not own and is_outside(lane, (), fixtures):
         markers = {"verify"}
     return markers
+
+
+@pytest.fixture(autouse=True)
+def _log_as_found() -> Iterator[None]:
+    """What a test sets up of the library's log is gone after it: tests that count lines would see more."""
+    log = logging.getLogger("kvlink")
+    found = log.level, log.propagate, log.handlers[:]
+    yield
+    level, log.propagate, log.handlers[:] = found
+    log.setLevel(level)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -71,8 +71,9 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
         for _ in range(20):
             assert (await session.get("/metrics")).status == 500
     await coordinator.close()
-    assert len(caplog.records) == 10
-    assert all(record.exc_info and record.levelno == logging.ERROR for record in caplog.records)
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 10
+    assert all(record.exc_info and record.levelno == logging.ERROR for record in said)
 
 
 async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
