@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang hands requests over through kvlink: `--disaggregation-transfer-backend kvlink`. See integrations/sglang.md.
+"""SGLang hands requests over through kvlink: `--disaggregation-transfer-backend kvlink`. See docs/servers/sglang.md.
 
 backend        SGLang's classes for it, derived from their common ones
 outgoing       prefill's side: pages of requests, offered chunk by chunk

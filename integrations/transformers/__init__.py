@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hands requests over between processes that run continuous batching of Hugging Face transformers.
 
-See integrations/transformers.md for how to use it and what each failure looks like.
+See docs/servers/transformers.md for how to use it and what each failure looks like.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from kvlink.control.store.etcd import EtcdStore
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
 
-_GUIDE = Path(__file__).parents[2] / "integrations" / "deploy" / "operators-guide.md"
+_GUIDE = Path(__file__).parents[2] / "docs" / "operate" / "coordinator.md"
 _QUOTA = 8 << 20
 _TICKET = bytes(100_000)
 

@@ -14,7 +14,9 @@ import yaml
 
 from kvlink.cli import app
 
-DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "integrations" / "deploy"
+DOCS = ROOT / "docs" / "operate"
 CHART = DEPLOY / "chart"
 CONTAINERFILE = DEPLOY / "image" / "Containerfile"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
@@ -22,7 +24,7 @@ UNIT = DEPLOY / "systemd" / "kvlink-coordinator.service"
 DROP_IN = DEPLOY / "systemd" / "kvlink-worker.conf"
 DOCTOR = CHART / "files" / "doctor.sh"
 WORKER_POD = DEPLOY / "kubernetes" / "worker-pod.yaml"
-GUIDES = ("operators-guide.md", "monitoring.md", "security.md")
+GUIDES = ("coordinator.md", "monitoring.md", "security.md")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
@@ -79,5 +81,5 @@ def others() -> dict[str, list[str]]:
 
 def code_blocks(guide: str) -> list[list[str]]:
     """Each `kvlink …` of a guide's indented lines, without comments and what is not written out."""
-    lines = re.findall(r"^    (?:\S+=\S+ )*kvlink (.*)$", (DEPLOY / guide).read_text(), re.MULTILINE)
+    lines = re.findall(r"^    (?:\S+=\S+ )*kvlink (.*)$", (DOCS / guide).read_text(), re.MULTILINE)
     return [[word for word in shlex.split(line, comments=True) if word != "…"] for line in lines]

@@ -81,18 +81,18 @@ def test_every_variable_in_the_files_is_an_option() -> None:
             assert used <= KNOWN, path
 
 
-@pytest.mark.parametrize("guide", commands.GUIDES)
+@pytest.mark.parametrize("guide", sorted(path.name for path in commands.DOCS.glob("*.md")))
 def test_guides_name_metrics_alerts_and_files_that_there_are(guide: str) -> None:
-    text = (commands.DEPLOY / guide).read_text()
+    text = (commands.DOCS / guide).read_text()
     rules = (commands.DEPLOY / "prometheus" / "kvlink.rules.yml").read_text()
     assert set(re.findall(r"\bKVLink[A-Z]\w+", text)) <= set(re.findall(r"alert: (\w+)", rules))
     listed = set(
-        re.findall(r"^\| `(kvlink_\w+)` \|", (commands.DEPLOY / "monitoring.md").read_text(), re.MULTILINE)
+        re.findall(r"^\| `(kvlink_\w+)` \|", (commands.DOCS / "monitoring.md").read_text(), re.MULTILINE)
     )
     exported = set(re.findall(r"(?<![\w:])kvlink_[a-z_]*[a-z]", text)) - NOT_METRICS
     assert exported <= listed
-    for name in re.findall(r"`((?:image|compose|systemd|chart|kubernetes|prometheus|tests)/[\w/.-]*)`", text):
-        assert (commands.DEPLOY / name).exists() or (commands.DEPLOY.parents[1] / name).exists(), name
+    for name in re.findall(r"`((?:integrations|kvlink|protos|tests)/[\w/.-]*)`", text):
+        assert (commands.ROOT / name).exists(), name
 
 
 def test_a_hand_over_fits_into_the_time_to_stop() -> None:

@@ -27,7 +27,7 @@ from kvlink.metrics.worker import WorkerCollector
 DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
 RULES = DEPLOY / "prometheus" / "kvlink.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "kvlink.json"
-MANUAL = (DEPLOY / "monitoring.md").read_text()
+MANUAL = (DEPLOY.parents[1] / "docs" / "operate" / "monitoring.md").read_text()
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -118,7 +118,7 @@ def test_the_manual_explains_every_metric_and_no_other(exported: set[str]) -> No
 
 def test_the_manual_has_a_section_for_every_alert_and_no_other() -> None:
     alerts = re.findall(r"alert: (\w+)", RULES.read_text())
-    runbooks = re.findall(r'runbook: "monitoring\.md#(\w+)"', RULES.read_text())
+    runbooks = re.findall(r'runbook: "docs/operate/monitoring\.md#(\w+)"', RULES.read_text())
     assert [alert.lower() for alert in alerts] == runbooks
     assert re.findall(r"^### (KVLink\w+)$", MANUAL, re.MULTILINE) == alerts
 
