@@ -22,7 +22,7 @@ from kvlink.control.store.etcd import EtcdStore
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
 
-_GUIDE = Path(__file__).parents[2] / "docs" / "operate" / "coordinator.md"
+_GUIDE = Path(__file__).parents[2] / "docs" / "operate" / "runbook.md"
 _QUOTA = 8 << 20
 _TICKET = bytes(100_000)
 
@@ -37,7 +37,7 @@ def small_etcd() -> Iterator[EtcdCluster]:
 
 def follow_the_guide(etcd: EtcdCluster) -> str:
     """Runs what the section has, with the addresses of this etcd."""
-    section = _GUIDE.read_text().partition("### etcd is full\n")[2].partition("\n### ")[0]
+    section = _GUIDE.read_text().partition("## etcd is full\n")[2].partition("\n## ")[0]
     commands = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0]
     commands, replaced = re.subn(r"ETCDCTL_ENDPOINTS=\S+", f"ETCDCTL_ENDPOINTS={etcd.addresses}", commands)
     assert replaced == 1

@@ -24,7 +24,7 @@ UNIT = DEPLOY / "systemd" / "kvlink-coordinator.service"
 DROP_IN = DEPLOY / "systemd" / "kvlink-worker.conf"
 DOCTOR = CHART / "files" / "doctor.sh"
 WORKER_POD = DEPLOY / "kubernetes" / "worker-pod.yaml"
-GUIDES = ("coordinator.md", "monitoring.md", "security.md")
+GUIDES = ("coordinator.md", "runbook.md", "monitoring.md", "security.md")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_the_pod_by_hand_has_the_templates_variables() -> None:
 @pytest.fixture
 def serving(tmp_path: Path) -> Path:
     """The chart of an inference server that the guide shows, kvlink's in it."""
-    guide = (commands.DOCS / "coordinator.md").read_text()
+    guide = (commands.DOCS / "kubernetes.md").read_text()
     (example,) = re.findall(r"^```yaml\n# (templates/\S+)\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
     chart = tmp_path / "serving"
     (chart / "templates").mkdir(parents=True)

@@ -2,7 +2,7 @@
 """etcd's v3 API, as much of it as the store uses: calls, and small makers of what goes into a transaction.
 
 Calls go over kvlink's own Channel, so members fail over as coordinators do. Why no client library: see
-docs/operate/coordinator.md.
+docs/operate/etcd.md.
 """
 
 from __future__ import annotations
