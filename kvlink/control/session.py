@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
@@ -61,6 +61,8 @@ class Session:
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
+        self._refused: set[str] = set()
+        """Request ids of offers that the coordinator had no room for when they were sent again."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._doubt = asyncio.Event()
@@ -191,23 +193,43 @@ class Session:
         if membership.epoch != self.card.epoch:
             raise Replaced(f"the coordinator grants epoch {membership.epoch}")
         self._membership = membership
-        await self._offer_again()
+        self._refused = await self._offer_again(self._offers)
         self.num_rejoins += 1
         self.state = SessionState.JOINED
         self._doubt.clear()
         self._joined.set()
         _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
-    async def _offer_again(self) -> None:
+    async def _offer_again(self, request_ids: Iterable[str]) -> set[str]:
+        """Sends offers that have neither ended nor expired. Returns those that may be accepted later."""
         at = now()
-        live = [offer._replace(ttl_s=due - at) for offer, due in self._offers.values() if due > at + 0.001]
+        known = [self._offers[request_id] for request_id in request_ids if request_id in self._offers]
+        live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + 0.001]
         if not live:
-            return
+            return set()
         async with self._client.handoffs() as stream:
             results = await asyncio.gather(*map(stream.offer, live), return_exceptions=True)
-        for result in results:
+        refused = set()
+        for offer, result in zip(live, results, strict=True):
             if isinstance(result, CoordinatorUnavailable):
                 raise result
+            if isinstance(result, KVLinkError) and result.retryable:
+                refused.add(offer.request_id)
+        return refused
+
+    async def _offer_refused(self) -> None:
+        """Sends the refused offers until each is accepted or expires. Raises when the coordinator is gone."""
+        backoff = Backoff()
+        if self._refused:
+            _log.warning(
+                "offers refused for now, sending them again worker=%s offers=%d",
+                self.card.worker_id,
+                len(self._refused),
+            )
+        while self._refused:
+            await asyncio.sleep(backoff.delay_s())
+            self._refused = await self._offer_again(self._refused)
+        await self._doubt.wait()
 
     async def _keep_alive(self, backoff: Backoff) -> None:
         """Beats until the coordinator is gone (raises) or may not know us any more (returns)."""
@@ -219,6 +241,7 @@ class Session:
                 self._beat(stream, beats),
                 self._listen(stream, beats, backoff),
                 self._give_up(stream, beats),
+                self._offer_refused(),
                 self._doubt.wait(),
             )
         ]

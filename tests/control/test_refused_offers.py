@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers that a coordinator refuses for now are sent again until it accepts them or they expire. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+from control.cards import make_card, make_offer
+from virtual_time import run
+
+from kvlink.control import CoordinatorClient, Offer, Session, SessionState
+from kvlink.control.overview import Beat
+from kvlink.control.refusal import Overloaded
+from kvlink.control.values import Membership, Push, PushKind
+from kvlink.errors import ConfigError
+from kvlink.types import WorkerCard
+
+
+class _Beats:
+    def __init__(self) -> None:
+        self._pushes: asyncio.Queue[Push] = asyncio.Queue()
+
+    async def send(self, beat: Beat) -> None:
+        self._pushes.put_nowait(Push(PushKind.ACK))
+
+    async def receive(self) -> Push:
+        return await self._pushes.get()
+
+    def cancel(self) -> None:
+        pass
+
+
+class Coordinator:
+    """As CoordinatorClient and its hand-off stream. Refuses offers with `refuses` while that is set."""
+
+    address = "simulated"
+    has_choice = True
+
+    def __init__(self) -> None:
+        self.refuses: Exception | None = None
+        self.attempts: list[tuple[float, str]] = []
+        self.accepted: dict[str, Offer] = {}
+
+    async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:
+        return Membership(1, 10.0, 2.5)
+
+    def keep_alive(self) -> _Beats:
+        return _Beats()
+
+    async def leave(self, worker_id: str, epoch: int, timeout_s: float = 1.0) -> None:
+        pass
+
+    def handoffs(self) -> Coordinator:
+        return self
+
+    async def __aenter__(self) -> Coordinator:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def offer(self, offer: Offer, timeout_s: float = 5.0) -> None:
+        self.attempts.append((asyncio.get_running_loop().time(), offer.request_id))
+        if self.refuses is not None:
+            raise self.refuses
+        self.accepted[offer.request_id] = offer
+
+
+async def rejoined(coordinator: Coordinator, refuses: Exception, **ttls: float) -> Session:
+    """A worker whose coordinator forgot its offers, and refuses them when they are sent again."""
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    for request_id, ttl_s in ttls.items():
+        await session.offer(make_offer(request_id, ttl_s=ttl_s))
+    coordinator.accepted.clear()
+    coordinator.attempts.clear()
+    coordinator.refuses = refuses
+    session._rejoin_soon()
+    await asyncio.sleep(1.0)
+    assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
+    return session
+
+
+def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await rejoined(coordinator, Overloaded("full"), short=5.0, ended=600.0, long=600.0)
+        session.forget("ended")
+        await asyncio.sleep(30.0)
+        last = {
+            name: max(at for at, of in coordinator.attempts if of == name)
+            for name in ("short", "ended", "long")
+        }
+        assert last["ended"] <= 1.0
+        assert 1.0 < last["short"] <= 5.0, "never after its time"
+        assert 28.0 < last["long"] <= 31.0
+        assert len(coordinator.attempts) < 70, "at most every second, after a few quick ones"
+        coordinator.refuses = None
+        await asyncio.sleep(2.0)
+        (accepted,) = coordinator.accepted.values()
+        assert accepted.request_id == "long"
+        assert 600.0 - 33.0 <= accepted.ttl_s <= 600.0 - 31.0, "it keeps the time that it had"
+        num_attempts = len(coordinator.attempts)
+        await asyncio.sleep(60.0)
+        assert (len(coordinator.attempts), session.num_rejoins) == (num_attempts, 1)
+        await session.close()
+
+    run(main)
+    (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert line == "offers refused for now, sending them again worker=prefill offers=3"
+
+
+def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await rejoined(coordinator, ConfigError("malformed"), r=600.0)
+        await asyncio.sleep(60.0)
+        assert len(coordinator.attempts) == 1
+        await session.close()
+
+    run(main)
+
+
+def test_a_session_ends_while_offers_are_refused() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await rejoined(coordinator, Overloaded("full"), r=600.0)
+        await session.close()
+        num_attempts = len(coordinator.attempts)
+        await asyncio.sleep(60.0)
+        assert len(coordinator.attempts) == num_attempts
+
+    run(main)
