@@ -23,7 +23,7 @@ _SUMMARIES = {
     "kvlink.benchmarks.prediction.command:app": "Predict a request's move: time, bottleneck, what GPUDirect saves.",
     "kvlink.benchmarks.report.command:app": "Draw results of the benchmarks on one page.",
     "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, held against real pulls.",
-    "kvlink.cli.router:app": "Route completions between prefill and decode servers, for demos and tests.",
+    "kvlink.cli.router:app": "A demo, not for production: a router between prefill and decode servers.",
 }
 
 

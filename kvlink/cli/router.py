@@ -31,10 +31,12 @@ def router(
         ),
     ] = None,
 ) -> None:
-    """Route completions through a prefill and a decode server, until SIGTERM or SIGINT.
+    """A demo, not for production: complete through a prefill and a decode server, until SIGTERM or SIGINT.
 
-    For demos and tests: it takes servers in turn and knows who is up, no more. Production has llm-d, NVIDIA Dynamo
-    and vLLM's production stack; servers with kvlink run behind those unchanged.
+    It also is the reference for what a router and servers with kvlink say to each other. It takes servers in turn, asks
+    the next one when one is gone, and refuses bodies above 256 MiB. It balances no load, bounds neither requests nor
+    their time, speaks plain HTTP and asks nobody for a key. For production take vLLM's router, llm-d, NVIDIA Dynamo or
+    vLLM's production stack; servers with kvlink run behind those unchanged.
     """
     import asyncio
 

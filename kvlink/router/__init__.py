@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small prefill/decode router for demos and tests: OpenAI's API in front of servers that hand requests over.
+"""A demo of a prefill/decode router, and the reference for its messages: OpenAI's API in front of servers.
 
-Needs the extra `kvlink[router]`. Production has llm-d, Dynamo and vLLM's production stack, which also balance load,
-know prefix caches and scale; all of them treat the hand-off as this one does, as a dictionary to carry along.
+Not for production, which has vLLM's router, llm-d, Dynamo and vLLM's production stack: they also balance load, know
+prefix caches and scale, and carry the hand-off as this one does, as a dictionary. What is missing here, and why:
+docs/design/decisions/router.md. Needs the extra `kvlink[router]`.
 """

@@ -77,6 +77,9 @@ class Proxy:
         """
         try:
             body = await request.json()
+        except web.HTTPRequestEntityTooLarge:
+            most_mib = request.client_max_size >> 20
+            return _error(413, f"the body is above {most_mib} MiB, the most that this router takes")
         except ValueError as error:
             return _error(400, f"the body is not JSON: {error}")
         if not isinstance(body, dict):

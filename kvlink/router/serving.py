@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +15,8 @@ from kvlink.errors import KVLinkError
 from kvlink.router.choice import Ring
 from kvlink.router.proxy import DECODE_ALONE, Proxy
 from kvlink.router.upstream import Upstream
+
+_log = logging.getLogger("kvlink.router")
 
 _MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, images in a chat
 _PROBE_EVERY_S = 2.0
@@ -34,6 +37,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with routing(prefill, decode, host, port, recompute, streaming_from) as address:
+        _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
         await stop.wait()
 

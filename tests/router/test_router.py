@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError, ClientSession
 from fake_engine import HANDOFF, FakeEngine, events
 
-from kvlink.router import choice
+from kvlink.router import choice, serving
 from kvlink.router.serving import routing
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
@@ -245,3 +246,34 @@ async def test_a_body_that_is_no_request(place: Place, body: str) -> None:
     async with place.client.post("/v1/completions", data=body) as answer:
         assert answer.status == 400
         assert "body" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("sent_in_pieces", [False, True])
+async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, sent_in_pieces: bool
+) -> None:
+    monkeypatch.setattr(serving, "_MOST_BODY_BYTES", 1 << 20)
+    place = await Place(stack).start()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"1" * (1 << 19)
+
+    body = pieces() if sent_in_pieces else io.BytesIO(b"1" * ((1 << 20) + 1))
+    async with place.client.post("/v1/completions", data=body) as answer:
+        assert answer.status == 413
+        said = (await answer.json())["error"]["message"]
+    assert said == "the body is above 1 MiB, the most that this router takes"
+    assert [engine.asked for engine in (*place.prefill, *place.decode)] == [[], [], [], []]
+
+
+async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> None:
+    ready = asyncio.Event()
+    serve = serving.serve([], [], "127.0.0.1", 0, True, None, lambda url: ready.set())
+    running = asyncio.create_task(serve)
+    await ready.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "this router is a demo, not for production"
+    ]
