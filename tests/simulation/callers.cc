@@ -3,7 +3,7 @@
 // others.
 #include <algorithm>
 
-#include "completion.h"
+#include "base/completion_queue.h"
 #include "simulated_sync.h"
 #include "world.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A simulated endpoint: how long its owner takes, in which order it answers, whether it answers at all and
-// when the connection breaks are drawn from the seed. It checks the contract of transport.h from the other
-// side.
+// when the connection breaks are drawn from the seed. It checks the contract of transport_api/transport.h
+// from the other side.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 #include "owner.h"
 #include "scheduler.h"
-#include "transport.h"
+#include "transport_api/transport.h"
 
 namespace kvlink::simulation {
 

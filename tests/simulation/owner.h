@@ -8,7 +8,7 @@
 #include <set>
 #include <vector>
 
-#include "lease_table.h"
+#include "lease/lease_table.h"
 
 namespace kvlink::simulation {
 

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "fd.h"
+#include "base/status.h"
+#include "base/unique_fd.h"
 #include "scheduler.h"
-#include "status.h"
 
 namespace kvlink {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "connection.h"
 #include "endpoint.h"
+#include "engine/connection.h"
 
 namespace kvlink::simulation {
 

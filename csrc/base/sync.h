@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the reader's engine locks, waits and counts with: the standard types and the kernel's descriptors. The
+// simulation (tests/simulation) compiles the same code with types of its own, under a scheduler that a seed
+// decides.
+#pragma once
+
+#ifdef KVLINK_SIMULATED_SYNC
+#include "simulated_sync.h"
+#else
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/status.h"
+#include "base/sys.h"
+#include "base/unique_fd.h"
+
+namespace kvlink {
+
+using Mutex = std::mutex;
+using CondVar = std::condition_variable;
+using Thread = std::thread;
+template <typename T>
+using Atomic = std::atomic<T>;
+
+/// `doing` begins the sentence of a failure, here and below.
+inline Result<UniqueFd> open_event(const std::string& doing) { return sys::event_fd(doing); }
+
+inline Result<Thread> start_thread(const std::string& doing, const char* name, std::function<void()> body) {
+  return sys::start_thread(doing, name, std::move(body));
+}
+
+inline void yield_thread() { std::this_thread::yield(); }
+
+/// Makes an eventfd readable. Cannot fail: the counter is far from its limit.
+inline void set_event(int fd) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(fd, &one, sizeof(one));
+}
+
+/// Makes an eventfd unreadable.
+inline void clear_event(int fd) {
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = ::read(fd, &count, sizeof(count));
+}
+
+/// ppoll() without a signal mask: how many are ready, 0 after `ns`, -1 with errno.
+inline int wait_ready(std::span<pollfd> fds, int64_t ns) {
+  const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
+  return ::ppoll(fds.data(), fds.size(), &timeout, nullptr);
+}
+
+}  // namespace kvlink
+
+#endif

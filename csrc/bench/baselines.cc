@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/baselines.h"
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvlink {
+namespace {
+
+std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
+
+void copy(const FloorPiece& piece) { std::memcpy(address(piece.to), address(piece.from), piece.bytes); }
+
+#if defined(__x86_64__)
+
+constexpr size_t kLineBytes = 64;
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kPagesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
+constexpr size_t kTurnBytes = 256;
+
+/// Whole lines of at most a page each, and what is left of the pieces before and after them.
+struct Cut {
+  std::vector<FloorPiece> pages, odds;
+};
+
+void keep(std::vector<FloorPiece>& kept, const FloorPiece& piece, uint64_t at, uint64_t bytes) {
+  if (bytes > 0) kept.push_back({piece.from + at, piece.to + at, bytes});
+}
+
+Cut cut(FloorPieces pieces) {
+  Cut cut;
+  for (const FloorPiece& piece : pieces) {
+    const uint64_t head = std::min(piece.bytes, -piece.to % kLineBytes);
+    const uint64_t tail = (piece.bytes - head) % kLineBytes;
+    const uint64_t end = piece.bytes - tail;
+    keep(cut.odds, piece, 0, head);
+    for (uint64_t at = head; at < end; at += kPageBytes)
+      keep(cut.pages, piece, at, std::min(end - at, kPageBytes));
+    keep(cut.odds, piece, end, tail);
+  }
+  return cut;
+}
+
+__attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at,
+                                                                        size_t end) {
+#pragma GCC unroll 4
+  for (; at < end; at += kLineBytes) {
+    const auto* const from = reinterpret_cast<const __m256i*>(page.from + at);
+    auto* const to = reinterpret_cast<__m256i*>(page.to + at);
+    const __m256i low = _mm256_loadu_si256(from);
+    const __m256i high = _mm256_loadu_si256(from + 1);
+    _mm256_stream_si256(to, low);
+    _mm256_stream_si256(to + 1, high);
+  }
+}
+
+__attribute__((target("avx2"))) void stream_in_turns(FloorPieces pages) {
+  uint64_t common = kPageBytes;
+  for (const FloorPiece& page : pages) {
+    __builtin_prefetch(address(page.from));
+    __builtin_prefetch(address(page.from + kLineBytes));
+    common = std::min(common, page.bytes - page.bytes % kTurnBytes);
+  }
+  for (size_t at = 0; at < common; at += kTurnBytes) {
+    for (const FloorPiece& page : pages) stream_lines(page, at, at + kTurnBytes);
+  }
+  for (const FloorPiece& page : pages) stream_lines(page, common, page.bytes);
+}
+
+int64_t stream(FloorPieces pieces) {
+  const Cut work = cut(pieces);
+  const FloorPieces pages = work.pages;
+  const int64_t start = now_ns();
+  for (size_t first = 0; first < pages.size(); first += kPagesInTurns) {
+    stream_in_turns(pages.subspan(first, std::min(kPagesInTurns, pages.size() - first)));
+  }
+  for (const FloorPiece& odd : work.odds) copy(odd);
+  _mm_sfence();
+  return now_ns() - start;
+}
+
+#endif
+
+}  // namespace
+
+int64_t floor_memcpy(FloorPieces pieces) {
+  const int64_t start = now_ns();
+  for (const FloorPiece& piece : pieces) copy(piece);
+  return now_ns() - start;
+}
+
+int64_t floor_streamed_copy(FloorPieces pieces) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return stream(pieces);
+#endif
+  return floor_memcpy(pieces);
+}
+
+Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces) {
+  std::vector<iovec> local, remote;
+  for (const FloorPiece& piece : pieces) {
+    local.push_back({address(piece.to), piece.bytes});
+    remote.push_back({address(piece.from), piece.bytes});
+  }
+  uint64_t missing = 0;
+  for (const FloorPiece& piece : pieces) missing += piece.bytes;
+  const int64_t start = now_ns();
+  for (size_t first = 0; first < local.size(); first += size_t{IOV_MAX}) {
+    const size_t count = std::min(size_t{IOV_MAX}, local.size() - first);
+    const ssize_t got = ::process_vm_readv(pid, &local[first], count, &remote[first], count, 0);
+    if (got < 0)
+      return Status::Unreachable(std::string("the bare process_vm_readv: ") + std::strerror(errno));
+    missing -= static_cast<uint64_t>(got);
+  }
+  const int64_t took = now_ns() - start;
+  if (missing > 0) return Status::AccessDenied("the bare process_vm_readv copied less than it was asked for");
+  return took;
+}
+
+}  // namespace kvlink

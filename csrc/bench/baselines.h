@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this machine does without kvlink: bare copies here, bare sockets in bench/tcp_baseline.h, for
+// benchmarks to put beside a pull. Shares no code with the transports, so that a slow transport cannot lower
+// the limit it is compared with. Every time is of the bare work alone: lists are prepared before the clock
+// starts.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "base/status.h"
+
+namespace kvlink {
+
+/// One contiguous move. `from` is an address of the process that is read, `to` one of this process.
+struct FloorPiece {
+  uint64_t from, to, bytes;
+};
+using FloorPieces = std::span<const FloorPiece>;
+
+/// glibc's memcpy, piece after piece. Returns ns.
+int64_t floor_memcpy(FloorPieces pieces);
+/// Non-temporal stores, eight pages in turns. Returns ns.
+int64_t floor_streamed_copy(FloorPieces pieces);
+/// process_vm_readv out of process `pid`, 1,024 pieces a call. Returns ns.
+Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces);
+
+}  // namespace kvlink

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The physical limits that benchmarks compare with, and the cost of posting.
+#include "bindings/bindings.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "bench/baselines.h"
+#include "bench/bounce_baseline.h"
+#include "bench/cuda_baseline.h"
+#include "bench/posting_cost.h"
+#include "bench/tcp_baseline.h"
+#include "device/cuda_memory.h"
+#include "memory/host_memory.h"
+#include "plan/planner.h"
+
+namespace kvlink {
+namespace {
+
+FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) {
+  if (rows.ndim() != 2 || rows.shape(1) != 3) raise(Status::Config("pieces are rows of from, to and bytes"));
+  return {reinterpret_cast<const FloorPiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
+}
+
+}  // namespace
+
+void register_bench(py::module_& m) {
+  using Pieces = py::array_t<uint64_t, py::array::c_style>;
+  m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
+  const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
+    m.def(
+        name,
+        [copy](const Pieces& pieces) {
+          const FloorPieces found = floor_pieces(pieces);
+          py::gil_scoped_release release;
+          return copy(found);
+        },
+        py::arg("pieces"));
+  };
+  copying("floor_memcpy", &floor_memcpy);
+  copying("floor_streamed_copy", &floor_streamed_copy);
+  const auto answering = [](const Pieces& pieces, auto copy) {
+    const FloorPieces found = floor_pieces(pieces);
+    Result<int64_t> took = [&] {
+      py::gil_scoped_release release;
+      return copy(found);
+    }();
+    return take(std::move(took));
+  };
+  m.def(
+      "floor_process_vm_readv",
+      [answering](int pid, const Pieces& pieces) {
+        return answering(pieces, [pid](FloorPieces found) { return floor_process_vm_readv(pid, found); });
+      },
+      py::arg("pid"), py::arg("pieces"));
+  m.def(
+      "floor_cuda_copies",
+      [answering](const Pieces& pieces) { return answering(pieces, &floor_cuda_copies); }, py::arg("pieces"));
+  m.def(
+      "time_bounce",
+      [](const CudaMemory& memory, uint32_t piece_bytes, bool to_device, const std::string& image) {
+        const Result<BounceTimes> times = [&] {
+          py::gil_scoped_release release;
+          return time_bounce(memory.range(), piece_bytes, to_device ? CopyTo::kDevice : CopyTo::kSlot, image);
+        }();
+        check(times.status());
+        return py::make_tuple(times->bounced_ns, times->plain_ns);
+      },
+      py::arg("memory"), py::arg("piece_bytes"), py::arg("to_device"), py::arg("image"));
+  py::class_<FloorSource>(m, "FloorSource")
+      .def(py::init([](const HostMemory& memory) {
+             return take(FloorSource::make(memory.range().base, memory.range().bytes));
+           }),
+           py::arg("memory"), py::keep_alive<1, 2>())
+      .def_property_readonly("port", &FloorSource::port)
+      .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
+  py::class_<FloorSink>(m, "FloorSink")
+      .def(py::init([](uint16_t port) { return take(FloorSink::connect(port)); }), py::arg("port"))
+      .def(
+          "read",
+          [answering](FloorSink& self, const Pieces& pieces) {
+            return answering(pieces, [&self](FloorPieces found) { return self.read(found); });
+          },
+          py::arg("pieces"));
+#ifndef KVLINK_NO_VERBS
+  m.def(
+      "post_ns", [](const Plan& plan, uint32_t rounds) { return take(time_posting(plan, rounds)); },
+      py::arg("plan"), py::arg("rounds"));
+#endif
+}
+
+}  // namespace kvlink

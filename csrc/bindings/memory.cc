@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that kvlink allocates.
+#include "bindings/bindings.h"
+#include "bindings/wait.h"
+#include "device/cuda_memory.h"
+#include "memory/host_memory.h"
+
+namespace kvlink {
+namespace {
+
+template <typename Memory>
+uintptr_t address_of(const Memory& memory) {
+  return reinterpret_cast<uintptr_t>(memory.range().base);
+}
+
+template <typename Memory>
+uint64_t bytes_of(const Memory& memory) {
+  return memory.range().bytes;
+}
+
+/// Raises with the GIL, which `allocate` runs without.
+template <typename Allocate>
+auto allocated(const Allocate& allocate) {
+  auto memory = [&] {
+    py::gil_scoped_release release;
+    return allocate();
+  }();
+  if (PyErr_Occurred()) throw py::error_already_set();  // a signal handler raised it
+  return take(std::move(memory));
+}
+
+/// Runs Python's signal handlers, on the main thread; false: one raised.
+std::function<bool()> handles_signals() {
+  if (!on_main_thread()) return {};
+  return [] {
+    py::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() == 0;
+  };
+}
+
+}  // namespace
+
+void register_memory(py::module_& m) {
+  py::class_<HostMemory, std::shared_ptr<HostMemory>>(m, "HostMemory")
+      .def(py::init([](uint64_t bytes, bool huge_pages) {
+             return allocated([=] { return HostMemory::allocate(bytes, huge_pages, handles_signals()); });
+           }),
+           py::arg("bytes"), py::arg("huge_pages") = true)
+      .def_property_readonly("address", &address_of<HostMemory>)
+      .def_property_readonly("bytes", &bytes_of<HostMemory>);
+  py::class_<CudaMemory, std::shared_ptr<CudaMemory>>(m, "CudaMemory")
+      .def(py::init([](uint64_t bytes, int gpu) {
+             return allocated([=] { return CudaMemory::allocate(bytes, gpu); });
+           }),
+           py::arg("bytes"), py::arg("gpu"))
+      .def_property_readonly("address", &address_of<CudaMemory>)
+      .def_property_readonly("bytes", &bytes_of<CudaMemory>);
+}
+
+}  // namespace kvlink

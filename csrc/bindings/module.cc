@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments in, Status out as an exception of kvlink.errors, the GIL released around what may wait.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "base/clock.h"
+#include "bindings/bindings.h"
+#include "bindings/plan.h"
+#include "bindings/wait.h"
+#include "device/cuda_memory.h"
+#include "engine/engine.h"
+#include "transports/registry.h"
+
+namespace kvlink {
+namespace {
+
+void register_transfer(py::module_& m) {
+  py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
+      .def(py::init([] { return take(CompletionQueue::make()); }))
+      .def("fileno", &CompletionQueue::fd)
+      .def("drain", &CompletionQueue::drain)
+      .def("close", &CompletionQueue::close);
+  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
+      .def_property_readonly("state",
+                             [](const Transfer& self) {
+                               check(self.check_process());
+                               return static_cast<int>(self.state());
+                             })
+      .def_property_readonly("started_ns", &Transfer::started_ns)
+      .def("done",
+           [](const Transfer& self) {
+             check(self.check_process());
+             return self.done();
+           })
+      .def(
+          "wait",
+          [](Transfer& self, double timeout_s) {
+            check(self.check_process());
+            return self.done() || wait_for(to_ns(timeout_s), [&self](int64_t ns) { return self.wait(ns); });
+          },
+          py::arg("timeout_s"))
+      .def("failure",
+           [](const Transfer& self) -> py::object {
+             const Status status = self.status();
+             if (status.ok()) return py::none();
+             return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
+                                   static_cast<int>(status.stale()));
+           })
+      .def("cancel",
+           [](Transfer& self) {
+             check(self.check_process());
+             py::gil_scoped_release release;
+             self.cancel();
+           })
+      .def(
+          "notify",
+          [](Transfer& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+            check(self.check_process());
+            return self.notify(std::move(queue), token);
+          },
+          py::arg("queue"), py::arg("token"))
+      .def("stats", [](const Transfer& self) {
+        const TransferStats stats = self.stats();
+        return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.post_ns,
+                              stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns,
+                              stats.ran_inline, stats.staged, stats.predicted.direct_us,
+                              stats.predicted.staged_us);
+      });
+}
+
+std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
+                               py::handle reader_blocks, uint32_t first_token, uint32_t end_token,
+                               uint32_t first_layer, uint32_t end_layer, uint32_t slot, uint64_t nonce,
+                               uint64_t settle_nonce, int stream, double timeout_s) {
+  check(self.process().check());
+  const BlockIds owner(owner_blocks), reader(reader_blocks);
+  PullRequest request;
+  request.planner = planner.planner;
+  request.owner_blocks = owner;
+  request.reader_blocks = reader;
+  request.tokens = {first_token, end_token};
+  request.layers = {first_layer, end_layer};
+  request.stream = static_cast<StreamUnit>(stream);
+  request.slot = slot;
+  request.nonce = nonce;
+  request.settle_nonce = settle_nonce;
+  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
+  // A few microseconds of copying are cheaper than giving the GIL away and queueing for it again.
+  const uint64_t bytes = request.planner->bytes(end_token - first_token, request.layers);
+  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
+  py::gil_scoped_release release;
+  return self.pull(request);
+}
+
+void register_connection(py::module_& m) {
+  py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection")
+      .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
+      .def(
+          "establish",
+          [](Connection& self, uint32_t connection_id, const std::vector<std::string>& replies,
+             const std::vector<std::string>& pool_keys, const std::vector<std::string>& lease_keys,
+             uint64_t epoch, double timeout_s) {
+            check(self.process().check());
+            return take(run_whole([&] {
+              return self.establish(connection_id, replies, pool_keys, lease_keys, epoch, to_ns(timeout_s));
+            }));
+          },
+          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_keys"),
+          py::arg("epoch"), py::arg("timeout_s"))
+      .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
+           py::arg("first_token"), py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"),
+           py::arg("slot"), py::arg("nonce"), py::arg("settle_nonce"), py::arg("stream"),
+           py::arg("timeout_s"))
+      .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
+      .def_property_readonly("broken", own(&Connection::broken))
+      .def_property_readonly("idle", own(&Connection::idle))
+      .def_property_readonly("pending", own(&Connection::pending))
+      .def(
+          "time_read",
+          [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
+            check(self.process().check());
+            const Segment segment{reinterpret_cast<std::byte*>(local), bytes, 0};
+            return take(self.time_read({offset, bytes, region, 0, 1}, segment));
+          },
+          py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
+      .def(
+          "mend_after", [](Connection& self, double seconds) { self.mend_after(to_ns(seconds)); },
+          py::arg("seconds"))
+      .def("why_broken", own(&Connection::why_broken))
+      .def("paths", own(&Connection::paths))
+      .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });
+}
+
+py::tuple durations(const Durations& durations) {
+  return py::make_tuple(durations.sum_ns, py::cast(durations.buckets));
+}
+
+void register_tally(py::module_& m) {
+  py::class_<Tally, std::shared_ptr<Tally>>(m, "Tally")
+      .def(py::init<>())
+      .def("counts", [](const Tally& self) {
+        const TallyCounts counts = self.counts();
+        py::dict failed;
+        for (size_t code = 1; code < counts.failed.size(); ++code) {
+          if (counts.failed[code] > 0) failed[name_of(static_cast<Code>(code))] = counts.failed[code];
+        }
+        return py::make_tuple(counts.valid, counts.bytes, counts.num_ops, counts.num_segments,
+                              counts.unsettled, counts.redone, failed, durations(counts.plan),
+                              durations(counts.read), durations(counts.validate), durations(counts.settle),
+                              durations(counts.total));
+      });
+}
+
+LeaseTable& leases_of(Engine& engine) {
+  check(engine.process().check());
+  if (!engine.started()) raise(Status::Config("this worker has not started"));
+  return engine.leases();
+}
+
+void register_engine(py::module_& m) {
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
+                       uint16_t port, const std::string& fault, uint32_t num_lease_slots,
+                       uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
+                       const std::vector<std::pair<std::string, uint32_t>>& nics,
+                       const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class,
+                       const std::string& cuda_image) {
+             TransportOptions how{host, port, fault, {}, rdma_connect, rdma_traffic_class, cuda_image};
+             for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
+             auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
+                                            inline_bytes, num_lanes, bounce_bytes}));
+             return std::shared_ptr<Engine>(made.release(), DeleteOwn());
+           }),
+           py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
+           py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
+           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0,
+           py::arg("rdma_traffic_class") = 0, py::arg("cuda_image") = "")
+      .def(
+          "add_pool_region",
+          [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
+          py::arg("memory"), py::keep_alive<1, 2>())
+      .def(
+          "add_foreign_region",
+          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, bool device, int dmabuf,
+             uint64_t offset) {
+            auto* const base = reinterpret_cast<std::byte*>(address);
+            return take(self.add_pool_region({base, bytes, -1, 0, dmabuf, offset, device}));
+          },
+          py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
+          py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
+      .def("refuse", &Engine::refuse, py::arg("transport"), py::arg("why"))
+      .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
+      .def(
+          "stage",
+          [](Engine& self, const CudaMemory& memory, bool always, int dmabuf, uint64_t offset) {
+            MemoryRange range = memory.range();
+            range.dmabuf_fd = dmabuf;
+            range.dmabuf_offset = offset;
+            self.stage({range, always});
+          },
+          py::arg("memory"), py::arg("always"), py::arg("dmabuf_fd"), py::arg("dmabuf_offset"),
+          py::keep_alive<1, 2>())
+      .def("staging_refused", &Engine::staging_refused)
+      .def("start", [](Engine& self) { check(self.start()); })
+      .def("access",
+           [](const Engine& self) {
+             py::list rows;
+             check(self.process().check());
+             for (const TransportAccess& row : self.access()) {
+               rows.append(py::make_tuple(row.name, py::bytes(row.address), bytes_list(row.pool_keys),
+                                          bytes_list(row.lease_keys), row.refused, row.bounces));
+             }
+             return rows;
+           })
+      .def(
+          "accept",
+          [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos,
+             bool takes_keys, uint64_t caller) {
+            check(self.process().check());
+            const Accepted accepted = take(self.accept(transport, hellos, takes_keys, caller));
+            return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
+                                  bytes_list(accepted.pool_keys), bytes_list(accepted.lease_keys));
+          },
+          py::arg("transport"), py::arg("hellos"), py::arg("takes_keys"), py::arg("caller"))
+      .def(
+          "open",
+          [](Engine& self, const std::string& transport, const std::string& address,
+             std::shared_ptr<Tally> tally) {
+            check(self.process().check());
+            return take(self.open(transport, address, std::move(tally)));
+          },
+          py::arg("transport"), py::arg("address"), py::arg("tally"), py::keep_alive<0, 1>())
+      .def(
+          "grant",
+          [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
+            check(self.process().check());
+            py::list seats;
+            for (const LeaseSeat& seat : take(self.grant(lease, readers, ready, to_ns(ttl_s)))) {
+              seats.append(py::make_tuple(seat.slot, seat.nonce, seat.settle_nonce));
+            }
+            return seats;
+          },
+          py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "grant_at",
+          [](Engine& self, uint64_t lease, const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& seats,
+             uint64_t ready, double ttl_s) {
+            check(self.process().check());
+            std::vector<LeaseSeat> chosen;
+            for (const auto& [slot, nonce, settle_nonce] : seats)
+              chosen.push_back({slot, nonce, settle_nonce});
+            check(self.grant_at(lease, chosen, ready, to_ns(ttl_s)));
+          },
+          py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "set_ready",
+          [](Engine& self, uint64_t lease, uint64_t ready) {
+            return leases_of(self).set_ready(lease, ready);
+          },
+          py::arg("lease"), py::arg("ready"))
+      .def(
+          "extend",
+          [](Engine& self, uint64_t lease, double ttl_s) {
+            return leases_of(self).extend(lease, to_ns(ttl_s), now_ns());
+          },
+          py::arg("lease"), py::arg("ttl_s"))
+      .def(
+          "set_ttl",
+          [](Engine& self, uint64_t lease, double ttl_s) {
+            return leases_of(self).set_ttl(lease, to_ns(ttl_s), now_ns());
+          },
+          py::arg("lease"), py::arg("ttl_s"))
+      .def(
+          "renew",
+          [](Engine& self, uint32_t slot, uint64_t nonce) {
+            return leases_of(self).renew(slot, nonce, now_ns());
+          },
+          py::arg("slot"), py::arg("settle_nonce"))
+      .def(
+          "abort", [](Engine& self, uint64_t lease) { return leases_of(self).abort(lease); },
+          py::arg("lease"))
+      .def(
+          "settle_own",
+          [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).settle(slot, nonce); },
+          py::arg("slot"), py::arg("settle_nonce"))
+      .def("take_ended",
+           [](Engine& self) {
+             check(self.process().check());
+             py::list rows;
+             for (const EndedLease& lease : self.take_ended()) {
+               rows.append(py::make_tuple(lease.lease, static_cast<int>(lease.how),
+                                          static_cast<double>(lease.held_ns) / 1e9));
+             }
+             return rows;
+           })
+      .def("watch_ended", own(&Engine::watch_ended), py::arg("queue"))
+      .def("ports",
+           [](const Engine& self) {
+             check(self.process().check());
+             py::list rows;
+             for (const PortState& port : self.ports())
+               rows.append(py::make_tuple(port.name, port.away, port.times_away, port.held));
+             return rows;
+           })
+      .def("watch_ports", own(&Engine::watch_ports), py::arg("queue"))
+      .def("lease_counts",
+           [](Engine& self) {
+             const LeaseCounts counts = leases_of(self).counts(now_ns());
+             return py::make_tuple(counts.active, counts.granted, counts.settled, counts.expired,
+                                   counts.aborted, counts.fenced_readers,
+                                   static_cast<double>(counts.oldest_ns) / 1e9);
+           })
+      .def("close", [](Engine& self) { run_whole([&self] { self.close(); }); });
+}
+
+}  // namespace
+}  // namespace kvlink
+
+PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
+  using namespace kvlink;
+  m.doc() = "The data plane of kvlink; kvlink.engine is the way in.";
+  m.def("transports", [] {
+    py::list rows;
+    for (const TransportInfo& info : transports()) {
+      const Status probed = info.probe();
+      rows.append(py::make_tuple(info.name, info.summary, info.default_lanes, probed.what(), probed.fix()));
+    }
+    return rows;
+  });
+  register_memory(m);
+  register_plan(m);
+  register_transfer(m);
+  register_tally(m);
+  register_connection(m);
+  register_engine(m);
+  register_bench(m);
+}

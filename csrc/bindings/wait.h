@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Waiting without the GIL. Only the main thread runs Python's signal handlers, so it must not wait for long
+// in one piece: a Ctrl-C would have no effect until the deadline.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <future>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/sys.h"
+#include "bindings/bindings.h"
+
+namespace kvlink {
+
+inline constexpr int64_t kSignalsNs = 20'000'000;  // between two looks for signals
+
+/// Python's main thread is the one that the process, or a forked child, began with.
+inline bool on_main_thread() { return ::gettid() == ::getpid(); }
+
+/// Calls `wait(ns)` until it answers true or `timeout_ns` have passed (negative: never), which it then
+/// answers with false. Throws what a signal handler raised. Nothing is asked of Python before kSignalsNs have
+/// passed.
+template <typename Wait>
+bool wait_for(int64_t timeout_ns, const Wait& wait) {
+  const auto piece = [&wait](int64_t ns) {
+    py::gil_scoped_release release;
+    return wait(ns);
+  };
+  const int64_t until = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+  for (;;) {
+    const int64_t left = timeout_ns < 0 ? INT64_MAX : std::max<int64_t>(until - now_ns(), 0);
+    if (left <= kSignalsNs) return piece(left);
+    if (piece(kSignalsNs)) return true;
+    if (!on_main_thread()) return piece(timeout_ns < 0 ? -1 : std::max<int64_t>(until - now_ns(), 0));
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+/// Runs `call`, which cannot be left half done, without the GIL. The main thread has another one do it, and
+/// runs signal handlers meanwhile; what they raise is thrown when `call` has returned.
+template <typename Call>
+auto run_whole(Call call) {
+  const auto here = [&call] {
+    py::gil_scoped_release release;
+    return call();
+  };
+  if (!on_main_thread()) return here();
+  std::packaged_task<decltype(call())()> task(call);
+  auto done = task.get_future();
+  Result<std::thread> thread =
+      sys::start_thread("cannot wait beside a call", "kvlink-call", [&task] { task(); });
+  if (!thread.ok()) return here();
+  std::optional<py::error_already_set> raised;
+  const auto ended = [&done](int64_t ns) {
+    py::gil_scoped_release release;
+    return done.wait_for(std::chrono::nanoseconds(ns)) == std::future_status::ready;
+  };
+  while (!ended(kSignalsNs)) {
+    if (PyErr_CheckSignals() == 0) continue;
+    py::error_already_set error;
+    if (!raised) raised.emplace(std::move(error));
+  }
+  thread->join();
+  if (raised) throw py::error_already_set(*raised);
+  return done.get();
+}
+
+}  // namespace kvlink

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// A GPU, and a stream of it whose work ends under a number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "base/process_mark.h"
+#include "base/status.h"
+#include "device/cuda_api.h"
+
+namespace kvlink::cuda {
+
+inline Address address_of(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
+
+/// A GPU's primary context, which is also torch's, kept alive. Any thread.
+class Device {
+ public:
+  /// The one that `memory` is on.
+  static Result<std::shared_ptr<const Device>> of(const std::byte* memory);
+  /// By CUDA's number in this process.
+  static Result<std::shared_ptr<const Device>> at(int ordinal);
+  Device(const Api& api, int ordinal, int device, Context context, const Uuid& uuid)
+      : api(api), ordinal(ordinal), device(device), context(context), uuid(uuid) {}
+  ~Device() {
+    if (!process.inherited()) api.primary_context_release(device);
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  const ProcessMark process;
+  const Api& api;
+  const int ordinal, device;
+  const Context context;
+  const Uuid uuid;
+};
+
+/// Makes the context current on this thread, whose own comes back.
+class Current {
+ public:
+  explicit Current(const Device& device)
+      : api_(device.api), status_(api_.check(api_.context_push(device.context), "cuCtxPushCurrent")) {}
+  ~Current() {
+    Context popped;
+    if (status_.ok()) api_.context_pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  const Status& status() const { return status_; }
+
+ private:
+  const Api& api_;
+  const Status status_;
+};
+
+/// A non-blocking stream, so it waits for nobody's kernels: who offers blocks has waited for theirs. Not
+/// thread safe, and not tied to a thread. All but done() of an ended number want the device to be Current.
+class MarkedStream {
+ public:
+  static Result<std::unique_ptr<MarkedStream>> open(std::shared_ptr<const Device> device);
+  /// Waits for what is under way.
+  ~MarkedStream();
+  MarkedStream(const MarkedStream&) = delete;
+  MarkedStream& operator=(const MarkedStream&) = delete;
+
+  const Device& device() const { return *device_; }
+  Stream get() const { return stream_; }
+  /// All that was started so far, under one number. When it fails, nothing is under way.
+  Result<uint64_t> mark();
+  /// Whether that has ended: for the CPU, and for what the device starts from now on. Never blocks. Not ok:
+  /// the device is lost.
+  Result<bool> done(uint64_t number);
+  /// Blocks until nothing is under way.
+  void drain();
+
+ private:
+  MarkedStream(std::shared_ptr<const Device> device, Stream stream)
+      : device_(std::move(device)), api_(device_->api), stream_(stream) {}
+  Status record();
+
+  const std::shared_ptr<const Device> device_;
+  const Api& api_;
+  const Stream stream_;
+  uint64_t num_done_ = 0;      // a stream ends what it was given in order
+  std::deque<Event> pending_;  // of what was started after that
+  std::vector<Event> spare_;
+};
+
+}  // namespace kvlink::cuda

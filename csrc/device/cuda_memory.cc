@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/cuda_memory.h"
+
+#include <string>
+
+namespace kvlink {
+namespace {
+
+using cuda::Api;
+
+Status check(const Api& api, int result, const char* call, uint64_t bytes, int ordinal) {
+  const Status status = api.check(result, call);
+  if (status.ok()) return status;
+  return {Code::kConfig,
+          "cannot allocate " + std::to_string(bytes) + " bytes on cuda:" + std::to_string(ordinal) + ": " +
+              status.what(),
+          "ask for fewer blocks; nvidia-smi shows what is free"};
+}
+
+cuda::AllocationProperties properties(const cuda::Device& device) {
+  cuda::AllocationProperties wanted{};
+  wanted.type = cuda::kPinnedAllocation;
+  wanted.handle_types = cuda::kPosixFd;
+  wanted.location = {cuda::kOnDevice, device.ordinal};
+  int rdma = 0;
+  const int asked = device.api.device_get_attribute(&rdma, cuda::kRdmaWithVmm, device.device);
+  wanted.rdma_capable = asked == cuda::kSuccess && rdma != 0 ? 1 : 0;
+  return wanted;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<CudaMemory>> CudaMemory::allocate(uint64_t bytes, int ordinal) {
+  if (bytes == 0) return Status::Config("cannot allocate 0 bytes of GPU memory");
+  Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::at(ordinal);
+  if (!device.ok()) return device.status();
+  const cuda::Current current(**device);
+  if (!current.status().ok()) return current.status();
+  std::shared_ptr<CudaMemory> memory(new CudaMemory(std::move(*device), bytes));
+  if (Status status = memory->map(); !status.ok()) return status;
+  return memory;
+}
+
+Status CudaMemory::map() {
+  const Api& api = device_->api;
+  const int ordinal = device_->ordinal;
+  const cuda::AllocationProperties wanted = properties(*device_);
+  size_t granularity = 0;
+  const int asked = api.get_granularity(&granularity, &wanted, cuda::kRecommended);
+  Status status = check(api, asked, "cuMemGetAllocationGranularity", bytes_, ordinal);
+  if (!status.ok()) return status;
+  const uint64_t whole = (bytes_ + granularity - 1) / granularity * granularity;
+  cuda::Allocation allocation = 0;
+  status = check(api, api.allocation_create(&allocation, whole, &wanted, 0), "cuMemCreate", bytes_, ordinal);
+  if (!status.ok()) return status;
+  const int reserved = api.address_reserve(&address_, whole, granularity, 0, 0);
+  status = check(api, reserved, "cuMemAddressReserve", bytes_, ordinal);
+  if (status.ok()) {
+    reserved_ = whole;
+    status = check(api, api.memory_map(address_, whole, 0, allocation, 0), "cuMemMap", bytes_, ordinal);
+  }
+  api.allocation_release(allocation);  // the mapping keeps it
+  if (!status.ok()) return status;
+  mapped_ = whole;
+  const cuda::AccessDescription access{{cuda::kOnDevice, ordinal}, cuda::kReadWrite};
+  status = check(api, api.memory_set_access(address_, whole, &access, 1), "cuMemSetAccess", bytes_, ordinal);
+  return status.ok() ? check(api, api.memory_set(address_, 0, whole), "cuMemsetD8", bytes_, ordinal) : status;
+}
+
+CudaMemory::~CudaMemory() {
+  if (process_.inherited()) return;  // CUDA does not survive a fork
+  const cuda::Current current(*device_);
+  if (mapped_ != 0) device_->api.memory_unmap(address_, mapped_);
+  if (reserved_ != 0) device_->api.address_free(address_, reserved_);
+}
+
+MemoryRange CudaMemory::range() const {
+  return {.base = reinterpret_cast<std::byte*>(address_), .bytes = bytes_, .device = true};
+}
+
+}  // namespace kvlink

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/gather.h"
+
+#include <vector>
+
+namespace kvlink {
+namespace {
+
+constexpr unsigned kThreads = 128;  // of one block
+// Of them a whole block takes a piece: two 16-byte loads each for 4 KiB. Of pieces no larger than this on
+// average a warp does, one such load each.
+constexpr unsigned kWarp = 32, kWarpBytes = 512;
+constexpr uint32_t kFew = 4;  // copied one by one: cheaper than to fill and send a table
+
+/// Every piece as often as it is listed: visit(from, to, bytes).
+template <typename Visit>
+Status for_each(const CudaTables::Table& table, const GatherList& list, Visit&& visit) {
+  const auto* const repeats = reinterpret_cast<const GatherRepeat*>(table.pieces + list.num_pieces);
+  for (uint32_t turn = 0; turn <= list.num_repeats; ++turn) {
+    const GatherRepeat shift = turn == 0 ? GatherRepeat{} : repeats[turn - 1];
+    for (uint32_t i = 0; i < list.num_pieces; ++i) {
+      const GatherPiece& piece = table.pieces[i];
+      if (Status status = visit(piece.from + shift.from, piece.to + shift.to, piece.bytes); !status.ok()) {
+        return status;
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<CudaGather>> CudaGather::make(std::shared_ptr<const cuda::Device> device,
+                                                     std::string_view image) {
+  const cuda::Current current(*device);
+  if (!current.status().ok()) return current.status();
+  std::shared_ptr<CudaGather> gather(new CudaGather(std::move(device)));
+  if (Status status = gather->load(image); !status.ok()) return status;
+  return gather;
+}
+
+CudaGather::~CudaGather() {
+  const cuda::Current current(*device_);
+  if (module_) device_->api.module_unload(module_);
+}
+
+Status CudaGather::load(std::string_view image) {
+  if (image.empty()) return {};
+  const cuda::Api& api = device_->api;
+  const Status status = api.check(api.module_load(&module_, image.data()), "cuModuleLoadData");
+  if (!status.ok()) return status;
+  return api.check(api.module_get_function(&function_, module_, "kvlink_gather"), "cuModuleGetFunction");
+}
+
+GatherBy CudaGather::by(uint64_t piece_bytes) const {
+  const bool batch = piece_bytes < kLargePiece ? batch_small_ : batch_large_;
+  if (function_ && !batch) return GatherBy::kKernel;
+  return device_->api.copy_batch ? GatherBy::kBatch : GatherBy::kCopies;
+}
+
+Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
+  if (list.num_copies() <= kFew) return copy_each(table, list, stream);
+  return start_by(by(list.bytes / list.num_pieces), table, list, stream);
+}
+
+Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const GatherList& list,
+                            cuda::Stream stream) const {
+  if (by == GatherBy::kKernel) return launch(table, list, stream);
+  return by == GatherBy::kBatch ? copy_batch(table, list, stream) : copy_each(table, list, stream);
+}
+
+Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
+  const cuda::Api& api = device_->api;
+  const uint64_t bytes = list.num_pieces * sizeof(GatherPiece) + list.num_repeats * sizeof(GatherRepeat);
+  const int sent = api.copy(table.on_device, cuda::address_of(table.pieces), bytes, stream);
+  if (Status status = api.check(sent, "cuMemcpyAsync"); !status.ok()) return status;
+  cuda::Address pieces = table.on_device;
+  unsigned num_pieces = list.num_pieces;
+  unsigned lanes = list.bytes <= uint64_t{num_pieces} * kWarpBytes ? kWarp : kThreads;
+  const unsigned at_a_time = kThreads / lanes;
+  void* arguments[] = {&pieces, &num_pieces, &lanes};
+  const int launched = api.launch(function_, (num_pieces + at_a_time - 1) / at_a_time, 1 + list.num_repeats,
+                                  1, kThreads, 1, 1, 0, stream, arguments, nullptr);
+  return api.check(launched, "cuLaunchKernel");
+}
+
+Status CudaGather::copy_batch(const CudaTables::Table& table, const GatherList& list,
+                              cuda::Stream stream) const {
+  std::vector<cuda::Address> to, from;
+  std::vector<size_t> bytes;
+  const Status listed = for_each(table, list, [&](uint64_t source, uint64_t target, uint32_t size) {
+    from.push_back(source);
+    to.push_back(target);
+    bytes.push_back(size);
+    return Status{};
+  });
+  if (!listed.ok()) return listed;
+  cuda::CopyAttributes attributes{cuda::kInStreamOrder, {}, {}, 0};
+  size_t first = 0;
+  const cuda::Api& api = device_->api;
+  const int result =
+      api.copy_batch(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, stream);
+  return api.check(result, "cuMemcpyBatchAsync");
+}
+
+Status CudaGather::copy_each(const CudaTables::Table& table, const GatherList& list,
+                             cuda::Stream stream) const {
+  const cuda::Api& api = device_->api;
+  return for_each(table, list, [&](uint64_t from, uint64_t to, uint32_t bytes) {
+    return api.check(api.copy(to, from, bytes, stream), "cuMemcpyAsync");
+  });
+}
+
+}  // namespace kvlink

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lists of pieces, as a GPU is given them: filled in pinned host memory, sent to their copy on the device.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "device/cuda_device.h"
+#include "memory/host_memory.h"
+
+namespace kvlink {
+
+/// As kvlink_gather in gather.cu takes it.
+struct GatherPiece {
+  uint64_t from = 0, to = 0;
+  uint32_t bytes = 0, unused = 0;
+};
+static_assert(sizeof(GatherPiece) == 24);
+
+/// All pieces once more, elsewhere: what is added to both ends of each.
+struct GatherRepeat {
+  uint64_t from = 0, to = 0;
+};
+static_assert(sizeof(GatherRepeat) == 16);
+
+/// A set number of tables of one size. Any thread.
+class CudaTables {
+ public:
+  static Result<std::shared_ptr<CudaTables>> make(std::shared_ptr<const cuda::Device> device,
+                                                  uint32_t num_tables, uint32_t pieces_each);
+  ~CudaTables();
+  CudaTables(const CudaTables&) = delete;
+  CudaTables& operator=(const CudaTables&) = delete;
+
+  struct Table {
+    GatherPiece* pieces = nullptr;  // and behind them the repeats
+    cuda::Address on_device = 0;
+  };
+  struct Return {
+    CudaTables* tables;
+    void operator()(Table* table) const { tables->give_back(table); }
+  };
+  /// To be kept until what it lists has been copied.
+  using Loan = std::unique_ptr<Table, Return>;
+  /// Null when all are taken.
+  Loan take();
+  uint32_t pieces_each() const { return pieces_each_; }
+
+ private:
+  CudaTables(std::shared_ptr<const cuda::Device> device, uint32_t pieces_each)
+      : device_(std::move(device)), pieces_each_(pieces_each) {}
+  Status allocate(uint32_t num_tables);
+  void give_back(Table* table);
+
+  const std::shared_ptr<const cuda::Device> device_;
+  const uint32_t pieces_each_;
+  std::shared_ptr<HostMemory> pinned_;
+  cuda::Address on_device_ = 0;
+  std::vector<Table> tables_;
+
+  std::mutex mutex_;
+  std::vector<Table*> free_;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/connection.h"
+
+#include <algorithm>
+
+#include "base/clock.h"
+#include "lease/lease_table.h"
+
+namespace kvlink {
+namespace {
+
+constexpr int64_t kMendNs = 10'000'000'000;
+
+}  // namespace
+
+Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing,
+                       uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
+                       std::vector<std::shared_ptr<ProgressThread>> threads, std::shared_ptr<Tally> tally)
+    : inline_bytes_(inline_bytes),
+      missing_(missing),
+      scratch_(std::move(scratch)),
+      tally_(std::move(tally)),
+      threads_(std::move(threads)) {
+  for (auto& endpoint : endpoints) {
+    lanes_.push_back(std::make_shared<Lane>(std::move(endpoint), static_cast<uint32_t>(lanes_.size())));
+  }
+}
+
+std::vector<std::string> Connection::hellos() const {
+  std::vector<std::string> hellos;
+  for (const auto& lane : lanes_) hellos.push_back(lane->endpoint().hello());
+  return hellos;
+}
+
+/// Reads the header of the owner's lease table, which proves that a lane works and where it leads.
+struct Connection::Probe {
+  std::shared_ptr<Lane> lane;
+  std::vector<uint32_t> regions = {};
+  LeaseRegions leases = {};
+  std::shared_ptr<uint64_t[]> words = nullptr;
+  ReadOp op = {};
+  Segment segment = {};
+  bool pending = false;
+  Status status = {};
+
+  void poll(uint64_t epoch);
+  Status judge(uint64_t epoch) const;
+};
+
+void Connection::Probe::poll(uint64_t epoch) {
+  std::vector<Completion> ended;
+  const PollResult result = lane->endpoint().poll(ended);
+  if (ended.empty() && result.status.ok()) return;
+  pending = false;
+  status = !result.status.ok() ? result.status : ended.front().status;
+  if (status.ok()) status = judge(epoch);
+}
+
+Status Connection::Probe::judge(uint64_t epoch) const {
+  if (words[0] != LeaseTableHeader::kMagic) {
+    return Status::Unreachable("another process answers at the owner's address");
+  }
+  if (words[1] == epoch) return {};
+  return Status::Stale(StaleReason::kRestarted, "the worker restarted: epoch " + std::to_string(epoch) +
+                                                    " asked, " + std::to_string(words[1]) + " running");
+}
+
+Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
+                                                    const std::vector<std::string>& replies,
+                                                    const std::vector<std::string>& pool_keys,
+                                                    const std::vector<std::string>& lease_keys,
+                                                    uint64_t epoch, int64_t timeout_ns) {
+  const int64_t deadline = now_ns() + timeout_ns;
+  std::lock_guard lock(connecting_);
+  if (closed_) return Status::Unreachable("the connection was closed before it was established");
+  if (replies.size() != lanes_.size()) {
+    return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
+                               " of " + std::to_string(lanes_.size()) + " lanes");
+  }
+  if (lease_keys.size() != 2) {
+    return Status::Unreachable("protocol error: the owner has " + std::to_string(lease_keys.size()) +
+                               " lease regions instead of 2");
+  }
+  std::vector<Probe> probes;
+  for (size_t index = 0; index < lanes_.size(); ++index) {
+    Probe& probe = probes.emplace_back(Probe{.lane = lanes_[index]});
+    probe.status = connect(probe, replies[index], pool_keys, lease_keys, deadline - now_ns());
+    probe.pending = probe.status.ok();
+  }
+  // The operations that endpoints borrow are in place from here on.
+  for (Probe& probe : probes) {
+    if (!probe.pending) continue;
+    probe.status = probe.lane->endpoint().post_read(0, {std::span(&probe.op, 1), &probe.segment});
+    probe.pending = probe.status.ok();
+  }
+  await(probes, epoch, deadline);
+
+  Status why;
+  std::vector<std::shared_ptr<Lane>> alive;
+  std::vector<uint32_t> regions;
+  const auto readers = connection_id == 0 ? nullptr : std::make_shared<AnnouncedReaders>(connection_id);
+  for (const Probe& probe : probes) {
+    if (!probe.status.ok()) {
+      why = probe.status;
+      probe.lane->close(why.what());
+      ++missing_;
+      continue;
+    }
+    if (!alive.empty() && probe.regions != regions) {
+      return Status::Config("lanes of one connection number the owner's regions differently");
+    }
+    regions = probe.regions;
+    alive.push_back(probe.lane);
+    probe.lane->ready(probe.leases, readers, threads_[(alive.size() - 1) % threads_.size()]);
+  }
+  if (alive.empty()) return why;
+  lanes_ = std::move(alive);
+  if (missing_ > 0) mend_at_ns_ = now_ns() + kMendNs;
+  copies_ = lanes_.front()->copies_in_poll();
+  launches_ = lanes_.front()->endpoint().launches();
+  stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
+  for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
+  crew_ = crew();
+  established_ = true;
+  return regions;
+}
+
+/// Transfers may outlive the connection, and must not keep its lanes.
+std::shared_ptr<const Crew> Connection::crew() const {
+  const auto wake = [threads = threads_] {
+    for (const auto& thread : threads) thread->wake();
+  };
+  const auto help = [first = std::weak_ptr(lanes_.front())](const Transfer& transfer, int64_t until_ns) {
+    if (const std::shared_ptr<Lane> lane = first.lock()) lane->help(transfer, until_ns);
+  };
+  const Endpoint& endpoint = lanes_.front()->endpoint();
+  return std::make_shared<const Crew>(wake, help, endpoint.crossover(), endpoint.takes_repeats());
+}
+
+Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
+                           const std::vector<std::string>& lease_keys, int64_t timeout_ns) {
+  if (reply.empty()) return Status::Unreachable("the owner refused this lane; is its port down?");
+  Endpoint& endpoint = probe.lane->endpoint();
+  if (Status status = endpoint.establish(reply, timeout_ns); !status.ok()) return status;
+  for (const std::string& key : pool_keys) {
+    Result<uint32_t> region = endpoint.import_region(key);
+    if (!region.ok()) return region.status();
+    probe.regions.push_back(*region);
+  }
+  Result<uint32_t> slots = endpoint.import_region(lease_keys[0]);
+  if (!slots.ok()) return slots.status();
+  Result<uint32_t> words = endpoint.import_region(lease_keys[1]);
+  if (!words.ok()) return words.status();
+  probe.leases = {*slots, *words};
+  probe.words = scratch_->take();
+  if (!probe.words) return Status::Config("too many pulls at once");
+  probe.op = {0, sizeof(LeaseTableHeader), probe.leases.slots, 0, 1};
+  probe.segment = {reinterpret_cast<std::byte*>(probe.words.get()), sizeof(LeaseTableHeader),
+                   scratch_->region()};
+  return {};
+}
+
+void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns) {
+  const auto pending = [](const Probe& probe) { return probe.pending; };
+  while (std::any_of(probes.begin(), probes.end(), pending) && now_ns() < deadline_ns) {
+    for (Probe& probe : probes) {
+      if (probe.pending) probe.poll(epoch);
+    }
+    yield_thread();
+  }
+  for (Probe& probe : probes) {
+    if (probe.pending) probe.status = Status::Timeout("the owner's lease table could not be read in time");
+  }
+}
+
+std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
+  if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle(true);
+  if (broken()) return nullptr;
+  auto transfer = std::make_shared<Transfer>(request, now_ns(), crew_, tally_);
+  if (transfer->done()) return transfer;
+  std::shared_ptr<uint64_t[]> words = scratch_->take();
+  if (!words) {
+    transfer->refuse(Status::Config("too many pulls at once; wait for some to end"), now_ns());
+    return transfer;
+  }
+  transfer->set_scratch(std::move(words), scratch_->region());
+  const bool streaming = request.stream != StreamUnit::kNone;
+  const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
+  const bool here = small || (!streaming && launches_);
+  const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
+  Lane& first = *lanes_.front();
+  transfer->attach();  // until those have it that take over from the first if it breaks
+  const bool ran = here && first.run_inline(transfer, small ? kInlineBudgetNs : 0);
+  if (!ran) {
+    submit(transfer, 0, striped ? lanes_.size() : 1);
+  } else if (!transfer->done() && (striped || first.broken())) {
+    submit(transfer, 1, lanes_.size());
+  }
+  if (!transfer->done()) {
+    const Status why = first.broken() ? first.why_broken() : Status::Unreachable("the connection broke");
+    transfer->detach(why, now_ns());
+  }
+  return transfer;
+}
+
+void Connection::submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end) {
+  for (size_t index = first; index < end; ++index) lanes_[index]->submit(transfer);
+}
+
+Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) {
+  return lanes_.front()->time_read({std::span(&op, 1), &segment});
+}
+
+bool Connection::settle(uint32_t slot, uint64_t value) {
+  if (slot == 0 || value < kSmallestNonce) return false;  // no lease's: slot 0 is the header
+  return lanes_.front()->settle(slot, value);
+}
+
+bool Connection::broken() const {
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||
+         (mend_at_ns_ != INT64_MAX && now_ns() >= mend_at_ns_);
+}
+
+bool Connection::idle() const {
+  return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
+}
+
+void Connection::mend_after(int64_t ns) { mend_at_ns_ = std::min(mend_at_ns_, now_ns() + ns); }
+
+void Connection::look_after() {
+  std::unique_lock lock(connecting_, std::try_to_lock);
+  if (!lock || closed_ || !established_) return;
+  for (size_t index = 0; index < lanes_.size(); ++index) {
+    lanes_[index]->check_idle(false);
+    thread_of(index).wake();
+  }
+}
+
+uint32_t Connection::pending() const {
+  uint32_t pending = 0;
+  for (const auto& lane : lanes_) pending += lane->pending();
+  return pending;
+}
+
+std::string Connection::why_broken() const {
+  for (const auto& lane : lanes_) {
+    if (lane->broken()) return lane->why_broken().what();
+  }
+  if (!broken()) return {};
+  return missing_ > 0 ? std::to_string(missing_) + " lanes were missing; they may be back"
+                      : "a better transport may be back";
+}
+
+std::vector<std::string> Connection::paths() const {
+  std::vector<std::string> paths;
+  for (const auto& lane : lanes_) paths.push_back(lane->endpoint().path());
+  return paths;
+}
+
+void Connection::close() {
+  if (process_.inherited()) return;
+  std::lock_guard lock(connecting_);
+  closed_ = true;
+  for (size_t index = 0; index < lanes_.size(); ++index) {
+    lanes_[index]->close("the connection was closed");
+    thread_of(index).remove(lanes_[index]);
+  }
+}
+
+}  // namespace kvlink

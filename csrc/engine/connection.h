@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's side of one peer over one transport: lanes that share the work of every pull.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/process_mark.h"
+#include "base/sync.h"
+#include "engine/lane.h"
+#include "engine/progress_thread.h"
+#include "engine/transfer.h"
+#include "memory/scratch_pool.h"
+
+namespace kvlink {
+
+class Connection {
+ public:
+  /// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread:
+  /// several loopback round trips, far below the shortest step of an inference engine. A pull that has no
+  /// time at all has this.
+  static constexpr int64_t kInlineBudgetNs = 300'000;
+
+  /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
+  /// `missing` of the lanes that there should be could not be opened. Every pull is added to `tally` when it
+  /// ends.
+  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
+             std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
+             std::shared_ptr<Tally> tally);
+  ~Connection() { close(); }
+
+  const ProcessMark& process() const { return process_; }
+  /// One per lane, for Transport::accept at the owner.
+  std::vector<std::string> hellos() const;
+  /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
+  /// means that this path works and leads to the right process. Lanes that fail are left out as long as one
+  /// is left. Returns the region index of each pool key.
+  Result<std::vector<uint32_t>> establish(uint32_t connection_id, const std::vector<std::string>& replies,
+                                          const std::vector<std::string>& pool_keys,
+                                          const std::vector<std::string>& lease_keys, uint64_t epoch,
+                                          int64_t timeout_ns);
+
+  /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
+  std::shared_ptr<Transfer> pull(const PullRequest& request);
+  bool settle(uint32_t slot, uint64_t value);
+  /// Nanoseconds of one bare read on the first lane, from post to completion, for benchmarks.
+  Result<int64_t> time_read(const ReadOp& op, const Segment& segment);
+
+  /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
+  bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
+  /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
+  bool broken() const;
+  bool idle() const;
+  /// Before it is shared: it stands in for a better way, which may be back by then.
+  void mend_after(int64_t ns);
+  /// Makes idle lanes find out that they broke, and wakes who drives the others. Never waits for a lane.
+  void look_after();
+  /// Transfers queued or under way, one that uses several lanes as often.
+  uint32_t pending() const;
+  std::string why_broken() const;
+  /// Endpoint::path of each lane.
+  std::vector<std::string> paths() const;
+  /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
+  void close();
+
+ private:
+  struct Probe;  // of one lane while connecting
+
+  std::shared_ptr<const Crew> crew() const;
+  void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
+  Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
+                 const std::vector<std::string>& lease_keys, int64_t timeout_ns);
+  void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);
+  ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
+
+  const ProcessMark process_;
+  const uint64_t inline_bytes_;
+  uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
+  size_t missing_;                  // lanes that should be there
+  int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
+  bool copies_ = false, launches_ = false;
+  std::shared_ptr<ScratchPool> scratch_;
+  std::shared_ptr<Tally> tally_;
+  std::vector<std::shared_ptr<ProgressThread>> threads_;
+  std::shared_ptr<const Crew> crew_;
+  std::vector<std::shared_ptr<Lane>> lanes_;
+  Mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
+  bool established_ = false, closed_ = false;  // guarded by it
+};
+
+}  // namespace kvlink

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// One worker's data plane: its registered memory, lease table, transports and threads.
+//
+// Threads: progress threads drive the reader's lanes; one owner thread serves transports that need it and
+// sweeps the lease table. Every method may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/completion_queue.h"
+#include "base/process_mark.h"
+#include "engine/connection.h"
+#include "lease/lease_table.h"
+#include "memory/host_memory.h"
+#include "staging/bounce_buffer.h"
+#include "staging/device_staging.h"
+#include "transport_api/options.h"
+#include "transport_api/transport.h"
+
+namespace kvlink {
+
+struct EngineOptions {
+  uint64_t epoch = 0;
+  std::vector<std::string> transports;  // allowed ones, best first
+  TransportOptions transport;
+  uint32_t num_lease_slots = 4096;
+  uint32_t num_progress_threads = 1;
+  uint64_t inline_bytes = 128 << 10;
+  uint32_t num_lanes = 0;  // 0: each transport's own default
+  /// Of host memory that may be pinned for a pool in device memory, towards transports that do not reach it;
+  /// 0: none, and they are refused.
+  uint64_t bounce_bytes = 64 << 20;
+  MakeDeviceCopier make_copier = {};  // none: CUDA's, with TransportOptions::cuda_image
+};
+
+/// How peers reach this worker by one transport.
+struct TransportAccess {
+  std::string name, address;
+  std::vector<std::string> pool_keys;
+  std::vector<std::string> lease_keys;  // of the lease slots and of the peer words
+  std::string refused;   // why the pool cannot be lent this way, and the fix; then there are no keys
+  bool bounces = false;  // what goes this way to and from the pool is staged in host memory
+};
+
+struct Accepted {
+  uint32_t connection_id = 0;  // 0: nothing to announce, as no reader of this transport is ever fenced
+  std::vector<std::string> replies;
+  /// Empty: as access() has them. A device that was removed and came back has others.
+  std::vector<std::string> pool_keys = {};
+  std::vector<std::string> lease_keys = {};
+};
+
+class Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
+  ~Engine() { close(); }
+
+  /// Gives a transport up before start(); peers and open() are told `why`.
+  void refuse(const std::string& transport, const std::string& why);
+  /// Keeps a transport that reaches devices from this pool, before start(): what it reads is staged in host
+  /// memory, and peers are told `why` they cannot read from it.
+  void bounce(const std::string& transport, const std::string& why);
+  /// Gives transports that reach the pool's device another way into it, before start(): by `options.memory`,
+  /// which the caller keeps until close().
+  void stage(const StagingOptions& options) { staging_ = options; }
+  /// Why, after start(), some do not have it; empty: all have, or it was not asked for.
+  const std::string& staging_refused() const { return staging_refused_; }
+  /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
+  Result<uint32_t> add_pool_region(const MemoryRange& range);
+  /// Ends registration and starts the threads; a failure closes the engine. REQUIRES at least one pool
+  /// region.
+  Status start();
+  std::vector<TransportAccess> access() const;
+
+  /// `caller` is ReaderId's. `takes_keys`: the reader will use the keys of the answer. Who would not is
+  /// refused once they changed.
+  Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
+                          bool takes_keys = true, uint64_t caller = 0);
+  bool fence(uint64_t connection_id);
+  Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
+                                           std::shared_ptr<Tally> tally = std::make_shared<Tally>());
+
+  const ProcessMark& process() const { return process_; }
+  bool started() const { return leases_ != nullptr; }
+  /// REQUIRES started().
+  LeaseTable& leases() { return *leases_; }
+  /// grant() through here so that the owner thread sweeps while leases are active.
+  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
+  Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
+  /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers
+  /// fenced.
+  std::vector<EndedLease> take_ended();
+  void watch_ended(const std::shared_ptr<CompletionQueue>& queue);
+  /// Of all transports. Each change is told to the watchers.
+  std::vector<PortState> ports() const;
+  void watch_ports(const std::shared_ptr<CompletionQueue>& queue);
+
+  /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
+  /// memory. Does nothing in a forked child.
+  void close();
+
+ private:
+  struct Row {
+    std::string name;
+    std::unique_ptr<Transport> transport;
+    std::vector<std::unique_ptr<MemoryRegion>> regions;
+    TransportAccess access;
+    std::string bounce_why = {};  // it reaches devices and yet not the pool
+    bool stages = false;
+    std::vector<PortState> ports = {};
+  };
+
+  using Watchers = std::vector<std::weak_ptr<CompletionQueue>>;
+
+  explicit Engine(const EngineOptions& options) : options_(options) {}
+  Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
+  Status lend_pool(Row& row);
+  Status lend_all(Row& row);
+  Status lend_leases(Row& row);
+  void open_detours();
+  Status land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared);
+  void land_in_staging(Row& row, std::shared_ptr<Landing>& shared);
+  Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
+  bool on_device() const { return !pool_.empty() && pool_.front().device; }
+  bool lands_unlent(const Row& row) const;
+  static void give_up(Row& row);
+  Row* find(const std::string& transport);
+  Status tell_keys(const Row& row, bool takes_keys, Accepted& accepted);
+  void look_after_ports(Row& row);
+  Status check_serving() const;
+  Status absent(const std::string& transport) const;
+  Status allocate_own();
+  Status register_all();
+  Status open_descriptors();
+  Status start_threads();
+  void serve();
+  void sweep();
+  void cut_off_readers(const Swept& swept);
+  static void tell(Watchers& watchers, uint64_t token);
+  void wake_owner();
+  void close_descriptors();
+
+  const ProcessMark process_;
+  const EngineOptions options_;
+  std::vector<Row> rows_;
+  std::vector<MemoryRange> pool_;
+  StagingOptions staging_;
+  std::string staging_refused_;
+  std::shared_ptr<HostMemory> lease_slots_, peer_words_;
+  std::shared_ptr<ScratchPool> scratch_;
+  std::unique_ptr<LeaseTable> leases_;
+  std::vector<std::shared_ptr<ProgressThread>> progress_;
+
+  bool announces_ = false;  // readers of some transport do; constant from start() on
+  std::atomic<uint32_t> next_connection_{0};
+  std::atomic<int64_t> watch_ended_until_ns_{0};
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> owner_asleep_{false};
+  std::mutex wake_mutex_;  // guards wake_fd_
+  UniqueFd wake_fd_, epoll_fd_;
+  std::thread owner_;
+
+  std::mutex sweep_mutex_;    // taken before mutex_
+  mutable std::mutex mutex_;  // guards what follows, and each row's regions and ports from start() on
+  std::vector<std::weak_ptr<Connection>> connections_;
+  std::vector<EndedLease> ended_;
+  Watchers ended_watchers_, port_watchers_;
+  bool closed_ = false;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the engine does for pools in the memory of a device: which transports land their reads on the way.
+#include <utility>
+
+#include "device/cuda_copier.h"
+#include "engine/engine.h"
+
+namespace kvlink {
+namespace {
+
+Status no_way_around(const std::string& transport, const Status& why) {
+  return Status::Unavailable(transport +
+                                 " reaches host memory, and the pool is GPU memory; it cannot be staged (" +
+                                 why.sentence() + ")",
+                             "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
+}
+
+}  // namespace
+
+void Engine::bounce(const std::string& transport, const std::string& why) {
+  if (Row* const row = find(transport)) row->bounce_why = why;
+}
+
+Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memory, uint32_t num_slots) const {
+  if (options_.make_copier) return options_.make_copier(memory, num_slots);
+  return make_cuda_copier(memory, num_slots, options_.transport.cuda_image);
+}
+
+/// Transports that do not reach the pool's device bounce, where they can; the others stage, if that is asked
+/// for.
+void Engine::open_detours() {
+  std::shared_ptr<Bounce> bounced;
+  std::shared_ptr<Landing> staging;
+  for (Row& row : rows_) {
+    if (!row.transport) continue;
+    if (row.transport->reaches_devices() && row.bounce_why.empty()) {
+      if (staging_.memory.base) land_in_staging(row, staging);
+      continue;
+    }
+    const Status wrapped = land_in_bounce(row, bounced);
+    row.access.bounces = wrapped.ok();
+    if (wrapped.ok()) continue;
+    row.access.refused = no_way_around(row.name, wrapped).sentence();
+    give_up(row);
+  }
+}
+
+Status Engine::land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared) {
+  if (options_.bounce_bytes == 0) {
+    return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
+  }
+  if (!shared) {
+    auto made = Bounce::make(pool_.front().base, options_.bounce_bytes,
+                             [this](auto... of) { return make_copier(of...); });
+    if (!made.ok()) return made.status();
+    shared = std::move(*made);
+  }
+  const auto num_regions = static_cast<uint32_t>(pool_.size());
+  auto wrapped = bounce_wrap(std::move(row.transport), shared, num_regions, row.bounce_why);
+  if (!wrapped.ok()) return wrapped.status();
+  row.transport = std::move(*wrapped);
+  return {};
+}
+
+/// Without it the transport works as well, only slower between unlike layouts.
+void Engine::land_in_staging(Row& row, std::shared_ptr<Landing>& shared) {
+  if (!shared) {
+    auto made = make_staging(staging_.memory, [this](auto... of) { return make_copier(of...); });
+    if (!made.ok()) {
+      staging_refused_ = made.status().sentence();
+      return;
+    }
+    shared = std::move(*made);
+  }
+  const std::string plain = row.name.substr(row.name.find('+') + 1);
+  row.transport = stage_wrap(std::move(row.transport), shared, plain, staging_.always);
+  row.stages = true;
+}
+
+}  // namespace kvlink

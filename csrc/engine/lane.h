@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// One endpoint with the transfers that use it. A connection has one or more lanes; each lane takes chunks
+// from the transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one
+// loses nothing.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/sync.h"
+#include "engine/announced_readers.h"
+#include "engine/transfer.h"
+#include "transport_api/transport.h"
+
+namespace kvlink {
+
+/// Drives lanes that nobody else drives; sleeps while it has nothing to do. Any thread.
+class LaneDriver {
+ public:
+  virtual ~LaneDriver() = default;
+  virtual void wake() = 0;
+  /// As wake(), but a driver that looks again within a millisecond anyhow may sleep on.
+  virtual void wake_from_doze() = 0;
+};
+
+/// Of the owner, as the endpoint numbers them.
+struct LeaseRegions {
+  uint32_t slots = 0, words = 0;
+};
+
+/// One thread at a time holds the lane: its driver, or a caller that drives it for a pull, settles or looks.
+/// A holder sees completions and submissions that others wait for, and makes the driver skip the lane. So
+/// every holder but the driver wakes the driver after it let go, if work is left.
+class Lane {
+ public:
+  struct Driven {
+    bool progressed = false;
+    bool held = false;               // by another thread; nothing was done, and nothing here is known
+    bool active = false;             // transfers are queued
+    int64_t wake_at_ns = INT64_MAX;  // next deadline or streaming peek
+  };
+  enum class Rest : uint8_t { kNone, kShort, kLong };
+
+  Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index);
+  ~Lane() { close("the connection was closed"); }
+
+  /// REQUIRES establish() to have succeeded. Fixes what every later pull needs. `readers` is null where no
+  /// reader need announce itself.
+  void ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
+             std::shared_ptr<LaneDriver> driver);
+  Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
+
+  /// Queues a transfer and wakes the driver; any thread.
+  void submit(std::shared_ptr<Transfer> transfer);
+  /// One bounded round: take over, drop, post, poll. Nothing when another thread holds the lane.
+  Driven drive();
+  /// Posts that no transfer waits for are under way alone, settles most of all: they leave with the next
+  /// pull's request, or when drive() is next called.
+  bool unsent() const { return unsent_.load(std::memory_order_acquire); }
+  /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0: one round. False: the lane is
+  /// busy, nothing was done.
+  bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
+  /// Drives until the transfer ended, `until_ns` passed, another thread holds the lane, or there is nothing
+  /// to do but wait, which it does for a while where a device has the work. False: nothing was done.
+  bool help(const Transfer& transfer, int64_t until_ns);
+  /// Notices an owner that died while the lane was idle. When another thread holds the lane, waits or does
+  /// nothing.
+  void check_idle(bool wait);
+  /// Posts a settle that nobody waits for. False: the lane is broken.
+  bool settle(uint32_t slot, uint64_t value);
+
+  /// Nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle lane.
+  Result<int64_t> time_read(const Chunk& chunk);
+
+  bool broken() const { return broken_.load(std::memory_order_acquire); }
+  Status why_broken() const { return broken() ? why_broken_ : Status{}; }
+  uint32_t pending() const { return pending_.load(std::memory_order_acquire); }
+  bool idle() const { return pending() == 0; }
+  bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
+  /// The driver, before it sleeps on wake_fd(). kNone: drive() has something to do already. kShort: another
+  /// thread holds the lane, so wake_fd() may tell nothing.
+  Rest arm();
+  int wake_fd() const { return wake_fd_; }
+  void close(const std::string& why);
+
+ private:
+  struct Posted {
+    std::shared_ptr<Transfer> transfer;  // null: a free entry, or a settle that nobody waits for
+    Step step;
+    bool used = false;
+    int64_t recalled_ns = 0;  // when it was cancelled in vain; 0: not
+  };
+  /// Holds the lane for a caller that is not its driver.
+  class Hold {
+   public:
+    explicit Hold(Lane& lane) : lane_(lane), lock_(lane.mutex_) {}
+    Hold(Lane& lane, std::try_to_lock_t) : lane_(lane), lock_(lane.mutex_, std::try_to_lock) {}
+    ~Hold() {
+      if (!lock_) return;
+      lock_.unlock();  // first: a driver that wakes at once must not meet a held lane
+      lane_.wake_driver();
+    }
+    explicit operator bool() const { return lock_.owns_lock(); }
+
+   private:
+    Lane& lane_;
+    std::unique_lock<Mutex> lock_;
+  };
+
+  void wake_driver();  // if work is left
+  Driven drive_locked(int64_t now, bool send_settles);
+  void take_inbox();
+  void drop_stopped(int64_t now);
+  void recall(const std::shared_ptr<Transfer>& transfer, int64_t now);
+  bool post_steps(int64_t now);
+  Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
+  Status announce(Transfer& transfer);
+  void withdraw(Transfer& transfer);
+  Status post_word(uint64_t offset, uint64_t value);
+  bool poll();  // true: something moved
+  void collect(int64_t now);
+  void give_up(const Status& why);
+  void break_down(const Status& why, int64_t now);
+  void await_bytes(int64_t waited_ns, int64_t left_ns);
+  bool is_silent(int64_t now) const;
+  bool hears_at_last(int64_t now);
+  uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step);
+  void release(uint64_t token);
+  void disown(uint64_t token);
+
+  const uint32_t index_;
+  std::unique_ptr<Endpoint> endpoint_;
+  Window window_;
+  bool ordered_ = false;
+  bool order_stalls_ = false;
+  int wake_fd_ = -1;
+  LeaseRegions leases_;
+  std::shared_ptr<AnnouncedReaders> readers_;
+  std::shared_ptr<LaneDriver> driver_;
+
+  Atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
+  Atomic<bool> broken_{false};
+  Atomic<bool> unsent_{false};
+
+  Mutex inbox_mutex_;  // never held while posting or copying
+  std::vector<std::shared_ptr<Transfer>> inbox_;
+
+  Mutex mutex_;  // serialises the endpoint; guards everything below
+  std::vector<std::shared_ptr<Transfer>> queue_;
+  size_t turn_ = 0;  // round robin over the queue
+  std::vector<Posted> posted_;
+  uint32_t num_posted_ = 0;
+  uint32_t num_awaited_ = 0;  // of them, those that a transfer waits for
+  uint64_t bytes_under_way_ = 0;
+  int64_t give_up_ns_ = INT64_MAX;  // when reads that cannot be called back end with the connection
+  int64_t asked_ns_ = 0;            // when the owner was asked for what it has not answered since; 0: nothing
+  int32_t spin_credit_ = 0;         // negative: so many waits go without spinning
+  std::vector<Completion> ended_;
+  Status why_broken_;  // constant once broken()
+  bool closed_ = false;
+};
+
+}  // namespace kvlink

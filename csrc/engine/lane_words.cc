@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a lane stores into the owner's peer words: announcements, withdrawals, settles.
+#include "engine/lane.h"
+
+namespace kvlink {
+
+/// Stores a word that nobody waits for.
+Status Lane::post_word(uint64_t offset, uint64_t value) {
+  const uint64_t token = claim_token(nullptr, {});
+  Status status = endpoint_->post_write(token, leases_.words, offset, value);
+  if (!status.ok()) release(token);
+  return status;
+}
+
+/// On every lane: the owner must see it before it serves the first read of that lane.
+Status Lane::announce(Transfer& transfer) {
+  if (transfer.begin_announcing(index_)) readers_->begin(transfer.nonce());
+  return post_word(reader_offset(transfer.slot()), readers_->announcement(transfer.nonce()));
+}
+
+/// When a transfer has ended: spares the other pulls of this connection being cut off when its lease ends. By
+/// each lane that announced it, behind what it announced.
+void Lane::withdraw(Transfer& transfer) {
+  if (!readers_ || !transfer.announced_by(index_)) return;
+  const bool last = readers_->end(transfer.nonce(), [&transfer] { return transfer.end_announcing(); });
+  if (!last || transfer.state() == TransferState::kSettled || broken()) return;
+  const Status posted = post_word(reader_offset(transfer.slot()), readers_->withdrawal(transfer.nonce()));
+  if (posted.ok()) unsent_.store(true, std::memory_order_release);
+}
+
+bool Lane::settle(uint32_t slot, uint64_t value) {
+  const Hold hold(*this);
+  if (broken()) return false;
+  if (!post_word(settled_offset(slot), value).ok()) return false;
+  poll();
+  if (num_posted_ > num_awaited_) unsent_.store(true, std::memory_order_release);
+  return !broken();
+}
+
+}  // namespace kvlink

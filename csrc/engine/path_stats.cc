@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/path_stats.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "engine/transfer.h"
+
+namespace kvlink {
+
+void Durations::add(int64_t ns) {
+  const auto above = static_cast<uint64_t>(std::max<int64_t>(ns, 1) - 1);
+  const auto width = static_cast<uint32_t>(std::bit_width(above));
+  ++buckets[std::clamp(width, kFirst, kFirst + kBuckets - 1) - kFirst];
+  sum_ns += ns;
+}
+
+void Tally::add(const TransferStats& stats, Code code, bool unsettled) {
+  std::lock_guard lock(mutex_);
+  counts_.redone += stats.redone;
+  if (code != Code::kOk) {
+    ++counts_.failed[static_cast<size_t>(code)];
+    return;
+  }
+  ++counts_.valid;
+  counts_.bytes += stats.bytes;
+  counts_.num_ops += stats.num_ops;
+  counts_.num_segments += stats.num_segments;
+  counts_.unsettled += unsettled;
+  counts_.plan.add(stats.plan_ns);
+  counts_.read.add(stats.read_ns);
+  counts_.validate.add(stats.validate_ns);
+  if (stats.settled) counts_.settle.add(stats.settle_ns);
+  counts_.total.add(stats.total_ns);
+}
+
+TallyCounts Tally::counts() const {
+  std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+}  // namespace kvlink

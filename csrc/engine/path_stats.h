@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// What became of the transfers over one path: counts and logarithmic histograms, added up once a transfer.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "base/status.h"
+#include "base/sync.h"
+
+namespace kvlink {
+
+struct TransferStats;
+
+/// Durations by powers of two: bucket b counts those of at most 2^(kFirst + b) ns, the last all that are
+/// longer. kvlink/histogram.py has the same bounds.
+struct Durations {
+  static constexpr uint32_t kFirst = 9;
+  static constexpr uint32_t kBuckets = 27;  // 512 ns, 1 us, … 17 s, longer
+  std::array<uint64_t, kBuckets> buckets{};
+  int64_t sum_ns = 0;
+
+  void add(int64_t ns);
+};
+
+struct TallyCounts {
+  static constexpr size_t kCodes = static_cast<size_t>(Code::kStaleBlocks) + 1;
+  uint64_t valid = 0, bytes = 0, num_ops = 0, num_segments = 0;  // bytes and on: of valid transfers
+  uint64_t unsettled = 0;  // valid, but the owner could not be told by this path
+  uint64_t redone = 0;     // steps that a lane gave back and another one, or the same, did again
+  std::array<uint64_t, kCodes> failed{};
+  Durations plan, read, validate, settle, total;  // of valid transfers; `settle` of those that settled
+};
+
+/// Any thread. Outlives the connections that add to it.
+class Tally {
+ public:
+  void add(const TransferStats& stats, Code code, bool unsettled);
+  TallyCounts counts() const;
+
+ private:
+  mutable Mutex mutex_;
+  TallyCounts counts_;
+};
+
+}  // namespace kvlink

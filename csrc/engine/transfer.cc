@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/transfer.h"
+
+#include <algorithm>
+
+#include "base/clock.h"
+#include "lease/lease_table.h"
+#include "lease/stale.h"
+
+namespace kvlink {
+namespace {
+
+// A streaming reader that finds nothing new asks again after 20 us, then less and less often. An RDMA read of
+// the slot costs the owner nothing, but it does cost the NIC; 1 ms is far below one prefill chunk.
+constexpr int64_t kFirstPeekNs = 20'000;
+constexpr int64_t kLastPeekNs = 1'000'000;
+
+constexpr uint32_t kNonceBytes = sizeof(uint64_t);
+constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
+
+/// A slot that cannot be a lease's, or a value that stands in slots without a lease, would validate anything.
+bool is_made_up(const PullRequest& request) {
+  return request.slot == 0 || request.nonce < kSmallestNonce ||
+         (request.settle_nonce != 0 && request.settle_nonce < kSmallestNonce);
+}
+
+}  // namespace
+
+Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const Crew> crew,
+                   std::shared_ptr<Tally> tally)
+    : planner_(request.planner),
+      tokens_(request.tokens),
+      layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
+      stream_(request.stream),
+      slot_(request.slot),
+      nonce_(request.nonce),
+      settle_nonce_(request.settle_nonce),
+      started_ns_(now),
+      deadline_ns_(request.deadline_ns),
+      crew_(std::move(crew)),
+      tally_(std::move(tally)),
+      phase_started_ns_(now) {
+  if (is_made_up(request)) {
+    refuse(Status::Config("the ticket is made up: no lease has this slot and nonce"), now);
+    return;
+  }
+  if (stream_ == StreamUnit::kNone) {
+    const Status planned =
+        planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_, folds()}, plan_);
+    if (planned.ok()) choose_way();
+    stats_.plan_ns = now_ns() - now;
+    if (!planned.ok()) refuse(planned, now);
+    return;
+  }
+  const Status checked = planner_->check(request.owner_blocks, request.reader_blocks, {tokens_, layers_});
+  if (!checked.ok()) refuse(checked, now);
+  owner_blocks_.assign(request.owner_blocks.begin(), request.owner_blocks.end());
+  reader_blocks_.assign(request.reader_blocks.begin(), request.reader_blocks.end());
+  phase_ = Phase::kPeek;
+  total_units_ = stream_ == StreamUnit::kLayers ? layers_.end : owner_blocks_.size();
+}
+
+void Transfer::count_plan() {
+  const uint64_t times = 1 + plan_.repeats.size();
+  stats_.num_ops += plan_.ops.size() * times;
+  stats_.num_segments += plan_.segments.size() * times;
+}
+
+/// What is staged is looked at range by range.
+bool Transfer::folds() const { return crew_->takes_repeats && !crew_->crossover; }
+
+void Transfer::choose_way() {
+  if (!crew_->crossover || plan_.ops.empty()) return;
+  choice_ = crew_->crossover->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
+  stats_.staged |= choice_.staged;
+  stats_.predicted.direct_us += choice_.predicted.direct_us;
+  stats_.predicted.staged_us += choice_.predicted.staged_us;
+}
+
+void Transfer::refuse(const Status& why, int64_t now) {
+  std::lock_guard lock(mutex_);
+  if (!done()) finish(why, now);
+}
+
+bool Transfer::wait(int64_t timeout_ns) {
+  if (done()) return true;
+  const int64_t until = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+  if (timeout_ns != 0) crew_->help(*this, until);
+  std::unique_lock lock(mutex_);
+  const auto ended = [this] { return done(); };
+  if (timeout_ns < 0) {
+    changed_.wait(lock, ended);
+    return true;
+  }
+  return changed_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(until - now_ns(), 0)), ended);
+}
+
+Status Transfer::status() const {
+  std::lock_guard lock(mutex_);
+  return result_;
+}
+
+TransferStats Transfer::stats() const {
+  std::lock_guard lock(mutex_);
+  TransferStats stats = stats_;
+  stats.post_ns = post_ns_.load(std::memory_order_relaxed);
+  return stats;
+}
+
+bool Transfer::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+  std::lock_guard lock(mutex_);
+  if (done()) return false;
+  watchers_.emplace_back(std::move(queue), token);
+  return true;
+}
+
+void Transfer::stop(Status why) {
+  if (stopping_) return;
+  stop_ = std::move(why);
+  stopping_.store(true, std::memory_order_release);
+}
+
+void Transfer::cancel() {
+  {
+    std::lock_guard lock(mutex_);
+    if (done()) return;
+    stop(Status::Cancelled("the caller cancelled the pull"));
+    finish_if_stopped(started_ns_ + stats_.total_ns);
+  }
+  crew_->wake();
+}
+
+void Transfer::expire(int64_t now) {
+  {
+    std::lock_guard lock(mutex_);
+    if (done() || stopping_) return;
+    stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
+                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) +
+                         " bytes landed"));
+    finish_if_stopped(now);
+  }
+  if (!done() && shared()) crew_->wake();  // another lane may have looked just before, and go to sleep
+}
+
+void Transfer::detach(const Status& why, int64_t now) {
+  if (attached_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  std::lock_guard lock(mutex_);
+  if (done()) return;
+  stop(why);
+  finish_if_stopped(now);
+}
+
+void Transfer::leave(const Status& why, int64_t now) {
+  detach(why, now);
+  if (!done()) crew_->wake();
+}
+
+Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
+  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops),
+          plan_.segments.data(),
+          plan_.repeats,
+          choice_.staged,
+          {slot_offset(slot_), nonce_, lease_region}};
+}
+
+void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
+  words_ = std::move(words);
+  slot_segment_ = {reinterpret_cast<std::byte*>(words_.get()), kPeekBytes, region};
+}
+
+Chunk Transfer::slot_chunk(uint32_t lease_region) {
+  slot_op_ = {slot_offset(slot_), slot_segment_.bytes, lease_region, 0, 1};
+  return {std::span(&slot_op_, 1), &slot_segment_};
+}
+
+Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t now) {
+  std::lock_guard lock(mutex_);
+  if (done() || stopping_) return {};
+  Step step;
+  if (phase_ == Phase::kRead) {
+    step = take_reads(window, lane);
+    if (step.kind == Step::Kind::kNone) {
+      if (!redo_.empty() || next_op_ < plan_.ops.size()) return {};
+      // Behind the data on the one ordered lane that carried it, the slot read may follow without waiting.
+      const bool behind_data = ordered && all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
+      if (in_flight_ > 0 && !behind_data) return {};
+      phase_ = all_planned() ? Phase::kValidate : Phase::kPeek;
+      peek_backoff_ns_ = 0;
+    }
+  }
+  if (step.kind == Step::Kind::kNone) {
+    if (posted_ || (phase_ == Phase::kPeek && now < peek_at_ns_)) return {};
+    posted_ = true;
+    step.kind = phase_ == Phase::kSettle ? Step::Kind::kSettle : Step::Kind::kSlot;
+    if (phase_ == Phase::kValidate) slot_segment_.bytes = kNonceBytes;
+  }
+  ++in_flight_;
+  return step;
+}
+
+Step Transfer::take_reads(const Window& window, uint32_t lane) {
+  if (window.depth == 0) return {};
+  if (!redo_.empty()) {
+    Step step = redo_.back();
+    redo_.pop_back();
+    step.first_of_lane = use(lane);
+    return step;
+  }
+  Step step{Step::Kind::kNone, next_op_};
+  const bool staged = choice_.staged;
+  const uint32_t most_bytes = staged ? window.staged_bytes : window.chunk_bytes;
+  const uint32_t most_ops = staged ? UINT32_MAX : window.chunk_ops;
+  const uint64_t times = 1 + plan_.repeats.size();
+  uint64_t segments = 0;
+  for (; next_op_ < plan_.ops.size() && step.num_ops < most_ops; ++next_op_, ++step.num_ops) {
+    const ReadOp& op = plan_.ops[next_op_];
+    segments += op.num_segments;
+    const bool full = step.bytes + op.bytes * times > most_bytes || segments > most_ops;
+    if (step.num_ops > 0 && full) break;
+    step.bytes += op.bytes * times;
+  }
+  if (step.num_ops == 0) return step;
+  step.kind = Step::Kind::kReads;
+  step.first_of_lane = use(lane);
+  return step;
+}
+
+/// The lane takes reads. True: for the first time.
+bool Transfer::use(uint32_t lane) {
+  const uint64_t bit = 1ull << lane, met = lanes_met_;
+  lanes_used_ |= bit;
+  lanes_met_ |= bit;
+  return (met & bit) == 0;
+}
+
+void Transfer::ended(const Step& step, const Status& status, int64_t now) {
+  if (take_end(step, status, now)) crew_->wake();
+}
+
+/// True: other lanes have something to do about it, reads to post or to call back, and may be asleep.
+bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
+  std::lock_guard lock(mutex_);
+  const bool stopped_before = stopping_;
+  --in_flight_;
+  if (step.kind == Step::Kind::kSettle) {
+    settle_ended(status, now);
+  } else if (!status.ok()) {
+    stop(status);
+  } else if (step.kind == Step::Kind::kReads) {
+    stats_.bytes += step.bytes;
+    stats_.read_ns = now - started_ns_ - stats_.plan_ns;
+  } else if (!stopping_) {
+    on_slot(now);
+  }
+  finish_if_stopped(now);
+  if (done() || !shared()) return false;
+  const bool more_to_read = step.kind == Step::Kind::kSlot && phase_ == Phase::kRead;
+  return more_to_read || (stopping_ && !stopped_before);
+}
+
+void Transfer::on_slot(int64_t now) {
+  posted_ = false;
+  if (words_[0] != nonce_) {
+    stop(stale_blocks(words_[0]));
+  } else if (phase_ == Phase::kPeek) {
+    plan_ready(words_[1], now);
+  } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {
+    // Not all data has landed (an endpoint broke its promise of order): this look proves nothing.
+    phase_ = Phase::kRead;
+    lanes_used_ = ~0ull;
+  } else if (phase_ == Phase::kValidate) {
+    stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
+    if (settle_nonce_ == 0) return finish({}, now);
+    phase_ = Phase::kSettle;
+    phase_started_ns_ = now;
+  }
+}
+
+/// Plans the units that became ready since the last look, or sets when to look again.
+void Transfer::plan_ready(uint64_t ready, int64_t now) {
+  ready = std::min(ready, total_units_);
+  if (ready <= planned_units_) {
+    peek_backoff_ns_ = std::clamp(2 * peek_backoff_ns_, kFirstPeekNs, kLastPeekNs);
+    peek_at_ns_ = now + peek_backoff_ns_;
+    return;
+  }
+  PlanScope scope{tokens_, layers_, folds()};
+  if (stream_ == StreamUnit::kLayers) {
+    scope.layers = {static_cast<uint32_t>(std::max<uint64_t>(planned_units_, layers_.begin)),
+                    static_cast<uint32_t>(ready)};
+  } else {
+    const uint64_t block_tokens = planner_->owner_block_tokens();
+    scope.tokens.begin =
+        static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
+    scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(tokens_.end, ready * block_tokens));
+  }
+  plan_.clear();
+  if (scope.tokens.begin < scope.tokens.end && scope.layers.begin < scope.layers.end) {
+    const Status planned = planner_->plan(owner_blocks_, reader_blocks_, scope, plan_);
+    if (!planned.ok()) return stop(planned);
+    choose_way();
+  }
+  planned_units_ = ready;
+  next_op_ = 0;
+  lanes_used_ = 0;
+  count_plan();
+  phase_ = Phase::kRead;
+}
+
+void Transfer::settle_ended(const Status& status, int64_t now) {
+  stats_.settled = status.ok();
+  stats_.settle_ns = now - phase_started_ns_;
+  // The bytes are validated: a settle that failed only costs the owner its lease's time to live.
+  finish({}, now);
+}
+
+void Transfer::dropped(const Step& step, int64_t now) {
+  std::lock_guard lock(mutex_);
+  --in_flight_;
+  if (done()) return;
+  ++stats_.redone;
+  if (step.kind == Step::Kind::kReads) {
+    redo_.push_back(step);
+    if (phase_ == Phase::kValidate) phase_ = Phase::kRead;  // the look behind these reads was lost with them
+  } else if (step.kind == Step::Kind::kSettle) {
+    settle_ended(Status::Unreachable("the connection broke before the settle left"), now);
+  } else {
+    posted_ = false;
+  }
+  finish_if_stopped(now);
+}
+
+void Transfer::finish_if_stopped(int64_t now) {
+  if (stopping_ && in_flight_ == 0 && !done()) finish(stop_, now);
+}
+
+void Transfer::finish(Status status, int64_t now) {
+  if (done()) return;
+  result_ = std::move(status);
+  stats_.total_ns = now - started_ns_;
+  if (stream_ == StreamUnit::kNone) count_plan();
+  if (tally_) tally_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
+  // A streaming pull takes as long as its prefill does.
+  if (crew_->crossover && result_.ok() && stream_ == StreamUnit::kNone) {
+    crew_->crossover->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
+  }
+  const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
+  state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
+  for (const auto& [queue, token] : watchers_) queue->push(token);
+  watchers_.clear();
+  changed_.notify_all();
+  if (announced_ != 0 && !stats_.settled && shared()) crew_->wake();  // the lanes withdraw it
+}
+
+}  // namespace kvlink

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pull from one owner, as a state machine: peek (streaming only) -> read -> validate -> settle -> ended.
+//
+// Pure but for the handle's waiting: it takes the time and what happened, and answers with the next Step.
+// Lanes (engine/lane.h) turn steps into posts. Every method may be called from any thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/completion_queue.h"
+#include "base/process_mark.h"
+#include "base/status.h"
+#include "base/sync.h"
+#include "engine/path_stats.h"
+#include "plan/planner.h"
+#include "staging/staging_policy.h"
+#include "transport_api/transport.h"
+
+namespace kvlink {
+
+/// Which units LeaseSlot::ready counts when a pull starts before all is written.
+enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers };
+
+struct PullRequest {
+  std::shared_ptr<const Planner> planner;
+  std::span<const uint32_t> owner_blocks, reader_blocks;  // copied only when streaming
+  Range tokens;
+  Range layers;
+  StreamUnit stream = StreamUnit::kNone;
+  uint32_t slot = 0;  // of the owner's lease table
+  uint64_t nonce = 0;
+  uint64_t settle_nonce = 0;  // 0: validate, do not settle
+  int64_t deadline_ns = 0;    // by now_ns()
+};
+
+struct TransferStats {
+  uint64_t bytes = 0;
+  uint64_t num_ops = 0, num_segments = 0;
+  uint64_t redone = 0;  // steps that a lane gave back
+  int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
+  int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
+  bool ran_inline = false;
+  bool settled = false;
+  // Where there is a staging buffer: what either way should take, and whether any of it went that way.
+  Predictions predicted = {};
+  bool staged = false;
+};
+
+/// What a lane is to do next for a transfer.
+struct Step {
+  enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
+  Kind kind = Kind::kNone;
+  uint32_t first_op = 0, num_ops = 0;
+  uint64_t bytes = 0;          // of kReads
+  bool first_of_lane = false;  // of the lane's reads for this transfer
+};
+
+enum class TransferState : uint8_t {
+  kPending,
+  kFailed,
+  kValid,    // all bytes landed and validated; the owner keeps its blocks until the lease ends
+  kSettled,  // valid, and the owner has been told
+};
+
+class Transfer;
+
+/// How a transfer reaches the lanes that carry it, and what they can do. Any thread.
+struct Crew {
+  std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
+  /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
+  std::function<void(const Transfer&, int64_t until_ns)> help;
+  std::shared_ptr<Crossover> crossover = nullptr;  // decides which reads are staged; null: none can be
+  bool takes_repeats = false;                      // see Endpoint
+};
+
+class Transfer {
+ public:
+  /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
+  /// `tally`, if any, is told once, when the transfer ends.
+  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const Crew> crew,
+           std::shared_ptr<Tally> tally = nullptr);
+
+  // The caller's side.
+  /// kConfig in a forked child, unless it had ended before.
+  Status check_process() const { return done() ? Status{} : process_.check(); }
+  TransferState state() const { return state_.load(std::memory_order_acquire); }
+  bool done() const { return state() != TransferState::kPending; }
+  /// Works along where the bytes are copied by a thread of this process: whoever waits has the time, and
+  /// waking another thread and being woken by it costs 20 to 50 us each. A negative timeout waits for ever; a
+  /// positive one may be overrun by what one poll() of an endpoint copies. False: still running.
+  bool wait(int64_t timeout_ns);
+  Status status() const;
+  TransferStats stats() const;
+  /// Asks for the end. The transfer has ended once done(): then no late byte lands.
+  void cancel();
+  /// False: it has ended already and nothing will be pushed.
+  bool notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
+
+  // The lanes' side.
+  void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
+  /// The lane does not take it; the last one to detach fails the transfer with `why`.
+  void detach(const Status& why, int64_t now_ns);
+  /// The lane broke with it: as detach(), and the other lanes look what is left for them.
+  void leave(const Status& why, int64_t now_ns);
+  Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
+  /// Cutting and handing over a step of reads took this long.
+  void posted(int64_t ns) { post_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  void ended(const Step& step, const Status& status, int64_t now_ns);
+  /// The lane forgot the step without any effect: another lane may take it, unless the transfer is stopping.
+  void dropped(const Step& step, int64_t now_ns);
+  /// Lanes must drop their steps of this transfer.
+  bool stopping() const { return stopping_.load(std::memory_order_acquire); }
+  void expire(int64_t now_ns);
+  int64_t started_ns() const { return started_ns_; }
+  int64_t deadline_ns() const { return deadline_ns_; }
+  bool too_late(int64_t now_ns) const { return now_ns >= deadline_ns_ && !done(); }
+  /// When next() may answer again although nothing ended (streaming polls `ready`).
+  int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
+  uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
+
+  Chunk chunk(const Step& step, uint32_t lease_region) const;
+  uint32_t slot() const { return slot_; }
+  uint64_t nonce() const { return nonce_; }
+  uint64_t settle_nonce() const { return settle_nonce_; }
+  /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
+  void set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region);
+  Chunk slot_chunk(uint32_t lease_region);
+  /// The lane announces it to the owner as a reader of its lease. True: it is the first to do so.
+  bool begin_announcing(uint32_t lane) { return announced_.fetch_or(1ull << lane) == 0; }
+  bool announced_by(uint32_t lane) const { return (announced_ & 1ull << lane) != 0; }
+  /// True once.
+  bool end_announcing() { return !parted_.exchange(true); }
+  void mark_inline() { stats_.ran_inline = true; }
+  /// Ends a transfer that was never submitted.
+  void refuse(const Status& why, int64_t now_ns);
+
+ private:
+  enum class Phase : uint8_t { kPeek, kRead, kValidate, kSettle };
+
+  bool take_end(const Step& step, const Status& status, int64_t now_ns);
+  Step take_reads(const Window& window, uint32_t lane);
+  bool use(uint32_t lane);
+  void choose_way();
+  void on_slot(int64_t now_ns);
+  void plan_ready(uint64_t ready, int64_t now_ns);
+  void stop(Status why);
+  void settle_ended(const Status& status, int64_t now_ns);
+  void finish(Status status, int64_t now_ns);
+  void finish_if_stopped(int64_t now_ns);
+  bool shared() const { return attached_.load(std::memory_order_relaxed) > 1; }
+  bool all_planned() const { return planned_units_ >= total_units_; }
+  void count_plan();
+  bool folds() const;
+
+  // Constant after construction.
+  ProcessMark process_;
+  std::shared_ptr<const Planner> planner_;
+  std::vector<uint32_t> owner_blocks_, reader_blocks_;
+  Range tokens_, layers_;
+  StreamUnit stream_;
+  uint32_t slot_;
+  uint64_t nonce_, settle_nonce_;
+  int64_t started_ns_, deadline_ns_;
+  std::shared_ptr<const Crew> crew_;
+  std::shared_ptr<Tally> tally_;
+  std::shared_ptr<uint64_t[]> words_;
+  ReadOp slot_op_;
+  Segment slot_segment_;
+
+  Atomic<TransferState> state_{TransferState::kPending};
+  Atomic<bool> stopping_{false};
+  Atomic<uint64_t> announced_{0};  // a bit per lane
+  Atomic<bool> parted_{false};
+  Atomic<uint32_t> attached_{0};
+  Atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
+
+  mutable Mutex mutex_;  // guards everything below
+  CondVar changed_;
+  Phase phase_ = Phase::kRead;
+  Plan plan_;
+  Crossover::Choice choice_;  // for it
+  uint32_t next_op_ = 0;
+  uint64_t planned_units_ = 0, total_units_ = 0;
+  std::vector<Step> redo_;
+  uint32_t in_flight_ = 0;   // steps of any kind at lanes
+  uint64_t lanes_used_ = 0;  // bit per lane that took reads of the current plan
+  uint64_t lanes_met_ = 0;   // the same of any plan
+  bool posted_ = false;      // the single slot or settle step of this phase is at a lane
+  int64_t peek_backoff_ns_ = 0;
+  int64_t phase_started_ns_;
+  Status stop_;
+  Status result_;
+  TransferStats stats_;
+  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> watchers_;
+};
+
+}  // namespace kvlink

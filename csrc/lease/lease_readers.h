@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which connections have said that they read under a lease: whom to cut off when it ends under them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "lease/lease_words.h"
+
+namespace kvlink {
+
+/// By slot. Empty, and free of cost, where no transport fences.
+class LeaseReaders {
+ public:
+  void hear(uint32_t slot, const Announcement& said) {
+    std::vector<uint64_t>& known = readers_[slot];
+    const auto found = std::find(known.begin(), known.end(), said.connection);
+    if (said.withdrawn && found != known.end()) known.erase(found);
+    if (!said.withdrawn && found == known.end()) known.push_back(said.connection);
+    if (known.empty()) readers_.erase(slot);
+  }
+  const std::map<uint32_t, std::vector<uint64_t>>& all() const { return readers_; }
+  void forget(uint32_t slot) { readers_.erase(slot); }
+  /// Appends those of the slots that `which` picks, and forgets them.
+  template <typename Which>
+  void take(Which which, std::vector<uint64_t>& taken) {
+    for (auto slot = readers_.begin(); slot != readers_.end();) {
+      if (!which(slot->first)) {
+        ++slot;
+        continue;
+      }
+      taken.insert(taken.end(), slot->second.begin(), slot->second.end());
+      slot = readers_.erase(slot);
+    }
+  }
+
+ private:
+  std::map<uint32_t, std::vector<uint64_t>> readers_;
+};
+
+}  // namespace kvlink

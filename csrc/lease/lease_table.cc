@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lease/lease_table.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <new>
+
+namespace kvlink {
+namespace {
+
+bool settles(uint64_t settle_nonce, uint64_t settled) { return (settled ^ settle_nonce) <= kMaxSeats; }
+
+}  // namespace
+
+Status draw_from_kernel(std::span<uint64_t> words) {
+  std::span<std::byte> left = std::as_writable_bytes(words);
+  while (!left.empty()) {
+    const ssize_t drawn = ::getrandom(left.data(), left.size(), 0);
+    if (drawn > 0) {
+      left = left.subspan(static_cast<size_t>(drawn));
+    } else if (drawn == 0 || errno != EINTR) {
+      return {Code::kConfig,
+              std::string("no lease can be granted: the kernel gives no random numbers: getrandom: ") +
+                  std::strerror(errno),
+              "Allow getrandom in the seccomp profile of this process"};
+    }
+  }
+  return {};
+}
+
+LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
+                       DrawRandom draw)
+    : slots_(reinterpret_cast<LeaseSlot*>(slots.data())),
+      words_(reinterpret_cast<PeerWords*>(words.data())),
+      free_(static_cast<uint32_t>(slots.size() / sizeof(LeaseSlot))),
+      records_(slots.size() / sizeof(LeaseSlot)),
+      deadlines_ns_(records_.size(), kNobodys),
+      draw_(std::move(draw)) {
+  new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
+  for (size_t slot = 1; slot < records_.size(); ++slot) {
+    new (&slots_[slot]) LeaseSlot{};
+    new (&words_[slot]) PeerWords{};
+  }
+}
+
+/// Afterwards take_nonce() may be called `num` times.
+Status LeaseTable::draw_nonces(size_t num) {
+  while (random_.size() < num) {
+    std::array<uint64_t, 32> words;
+    if (Status status = draw_(words); !status.ok()) return status;
+    std::copy_if(words.begin(), words.end(), std::back_inserter(random_),
+                 [](uint64_t word) { return word >= kSmallestNonce; });
+  }
+  return {};
+}
+
+uint64_t LeaseTable::take_nonce() {
+  const uint64_t nonce = random_.back();
+  random_.pop_back();
+  return nonce;
+}
+
+/// The time by which leases end: it grows by kMostAgeingNs at most between two looks at the clock. Before
+/// anything else that takes the time. No lease, nobody sweeps: the time between does not count.
+int64_t LeaseTable::aged(int64_t now_ns) {
+  const int64_t since = now_ns - looked_ns_;
+  looked_ns_ = std::max(looked_ns_, now_ns);
+  if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;
+  return now_ns - stood_still_ns_;
+}
+
+LeaseTable::Lease LeaseTable::make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
+  return {id, {}, now_ns, ttl_ns, aged(now_ns) + ttl_ns, LeaseEnd::kSettled};
+}
+
+Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
+                                                 int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  Lease granted = make_lease(lease, ttl_ns, now_ns);
+  if (readers == 0) return Status::Config("a lease needs at least one reader");
+  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  if (readers > free_.size()) {
+    return Status(Code::kConfig,
+                  "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
+                  "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
+  }
+  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
+  std::vector<LeaseSeat> seats;
+  for (uint32_t reader = 0; reader < readers; ++reader) {
+    seats.push_back({free_.pop(), take_nonce(), take_nonce()});
+    open_seat(granted, seats.back(), ready);
+  }
+  add(std::move(granted));
+  return seats;
+}
+
+Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
+                            int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  Lease granted = make_lease(lease, ttl_ns, now_ns);
+  if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
+  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  for (size_t index = 0; index < seats.size(); ++index) {
+    const LeaseSeat& seat = seats[index];
+    const auto before = seats.first(index);
+    const bool twice = std::any_of(before.begin(), before.end(),
+                                   [&](const LeaseSeat& other) { return other.slot == seat.slot; });
+    if (twice || !free_.contains(seat.slot) || seat.nonce < kSmallestNonce ||
+        seat.settle_nonce < kSmallestNonce) {
+      return Status::Config("lease slot " + std::to_string(seat.slot) +
+                            " is taken or does not exist, or a nonce of it is not random");
+    }
+  }
+  for (const LeaseSeat& seat : seats) {
+    free_.remove(seat.slot);
+    open_seat(granted, seat, ready);
+  }
+  add(std::move(granted));
+  return {};
+}
+
+void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) {
+  SlotRecord& record = records_[seat.slot];
+  hear_reader(seat.slot);  // a late one of the slot's last lease
+  readers_.take([&seat](uint32_t slot) { return slot == seat.slot; }, to_fence_);
+  words_[seat.slot].settled.store(0, std::memory_order_relaxed);
+  record = {lease.id, seat.settle_nonce, Announcement::tag_of(seat.nonce)};
+  deadlines_ns_[seat.slot] = lease.deadline_ns;
+  LeaseSlot& shared = slots_[seat.slot];
+  shared.ready.store(ready, std::memory_order_relaxed);
+  shared.nonce.store(seat.nonce, std::memory_order_release);
+  lease.seats.push_back({seat.slot, true});
+  ++lease.num_open;
+}
+
+void LeaseTable::add(Lease lease) {
+  leases_.emplace(lease.id, std::move(lease));
+  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+  ++counts_.granted;
+}
+
+bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
+  std::lock_guard lock(mutex_);
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  for (const Seat& seat : lease->seats) {
+    if (!seat.open) continue;
+    std::atomic<uint64_t>& shared = slots_[seat.slot].ready;
+    if (shared.load(std::memory_order_relaxed) < ready) shared.store(ready, std::memory_order_release);
+  }
+  return true;
+}
+
+void LeaseTable::set_deadline(Lease& lease, int64_t deadline_ns) {
+  lease.deadline_ns = deadline_ns;
+  for (const Seat& seat : lease.seats) {
+    if (seat.open) deadlines_ns_[seat.slot] = deadline_ns;
+  }
+}
+
+bool LeaseTable::extend(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = aged(now_ns);
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  set_deadline(*lease, std::max(lease->deadline_ns, now + ttl_ns));
+  return true;
+}
+
+bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = aged(now_ns);
+  Lease* const lease = open_lease(id);
+  if (lease == nullptr) return false;
+  lease->ttl_ns = ttl_ns;
+  set_deadline(*lease, now + ttl_ns);
+  return true;
+}
+
+bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = aged(now_ns);
+  if (!is_settled_by(slot, settle_nonce) || !is_open(slot)) return false;
+  Lease& lease = leases_.at(records_[slot].lease);
+  set_deadline(lease, std::max(lease.deadline_ns, now + lease.ttl_ns));
+  return true;
+}
+
+bool LeaseTable::abort(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  Lease* const lease = open_lease(id);
+  return lease != nullptr && abort(*lease);
+}
+
+void LeaseTable::abort_all() {
+  std::lock_guard lock(mutex_);
+  for (auto& [id, lease] : leases_) abort(lease);
+}
+
+/// False: its readers had settled before.
+bool LeaseTable::abort(Lease& lease) {
+  for (const Seat& seat : lease.seats) {
+    if (seat.open) take_settled(seat.slot);
+  }
+  if (lease.num_open == 0) return false;
+  lease.how = LeaseEnd::kAborted;
+  for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kAborted);
+  return true;
+}
+
+/// Null: there is none, or every seat of it has ended.
+LeaseTable::Lease* LeaseTable::open_lease(uint64_t id) {
+  const auto found = leases_.find(id);
+  return found != leases_.end() && found->second.num_open > 0 ? &found->second : nullptr;
+}
+
+bool LeaseTable::settle(uint32_t slot, uint64_t settled) {
+  std::lock_guard lock(mutex_);
+  if (!is_settled_by(slot, settled) || !is_open(slot)) return false;
+  words_[slot].settled.store(settled, std::memory_order_release);
+  return true;
+}
+
+/// There is a seat at the slot, maybe ended, and `settled` settles it.
+bool LeaseTable::is_settled_by(uint32_t slot, uint64_t settled) const {
+  return slot < records_.size() && records_[slot].tag != 0 && settles(records_[slot].settle_nonce, settled);
+}
+
+/// Takes what a reader announced, if it was of the last lease there.
+void LeaseTable::hear_reader(uint32_t slot) {
+  std::atomic<uint64_t>& word = words_[slot].reader;
+  if (word.load(std::memory_order_relaxed) == 0) return;
+  const auto said = Announcement::of(word.exchange(0, std::memory_order_acq_rel));
+  if (said.tag == records_[slot].tag && said.connection != 0) readers_.hear(slot, said);
+}
+
+/// Ends the seat whose reader has settled, and those that it said nobody will take.
+void LeaseTable::take_settled(uint32_t slot) {
+  std::atomic<uint64_t>& word = words_[slot].settled;
+  if (word.load(std::memory_order_relaxed) == 0) return;
+  const uint64_t settled = word.exchange(0, std::memory_order_acq_rel);
+  if (!is_settled_by(slot, settled)) return;
+  if (!is_open(slot)) return readers_.forget(slot);  // it came too late, and reads no more
+  Lease& lease = leases_.at(records_[slot].lease);
+  const uint64_t num_readers = settled ^ records_[slot].settle_nonce;
+  for (size_t index = 0; index < lease.seats.size(); ++index) {
+    Seat& seat = lease.seats[index];
+    if (seat.slot == slot || (num_readers > 0 && index >= num_readers))
+      end_seat(lease, seat, LeaseEnd::kSettled);
+  }
+}
+
+void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
+  if (!seat.open) return;
+  seat.open = false;
+  deadlines_ns_[seat.slot] = kNobodys;
+  ended_slots_.push_back(seat.slot);
+  if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
+  slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
+  // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  hear_reader(seat.slot);
+  if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // who settled reads no more
+}
+
+/// The lease that has the slot.
+void LeaseTable::expire(uint32_t slot) {
+  Lease& lease = leases_.at(records_[slot].lease);
+  lease.how = LeaseEnd::kExpired;
+  for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kExpired);
+}
+
+void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = aged(now_ns);
+  const auto num_slots = static_cast<uint32_t>(records_.size());
+  for (uint32_t slot = 1; slot < num_slots; ++slot) {
+    const PeerWords& words = words_[slot];
+    if ((words.settled.load(std::memory_order_relaxed) | words.reader.load(std::memory_order_relaxed)) == 0)
+      continue;
+    hear_reader(slot);
+    take_settled(slot);
+  }
+  for (uint32_t slot = 1; slot < num_slots; ++slot) {
+    if (now >= deadlines_ns_[slot]) expire(slot);
+  }
+  report(now_ns, swept);
+}
+
+void LeaseTable::report(int64_t now_ns, Swept& swept) {
+  // Behind the tombstones: whoever announced itself before them is cut off before its blocks are given back.
+  for (const uint32_t slot : ended_slots_) hear_reader(slot);
+  readers_.take([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
+  counts_.fenced_readers += to_fence_.size();
+  swept.to_fence.insert(swept.to_fence.end(), to_fence_.begin(), to_fence_.end());
+  to_fence_.clear();
+  for (const uint32_t slot : ended_slots_) free_.push(slot);
+  ended_slots_.clear();
+  for (const uint64_t id : ended_leases_) {
+    const auto found = leases_.find(id);
+    const LeaseEnd how = found->second.how;
+    counts_.settled += how == LeaseEnd::kSettled;
+    counts_.expired += how == LeaseEnd::kExpired;
+    counts_.aborted += how == LeaseEnd::kAborted;
+    swept.ended.push_back({id, how, now_ns - found->second.granted_ns});
+    leases_.erase(found);
+  }
+  ended_leases_.clear();
+  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+}
+
+LeaseCounts LeaseTable::counts(int64_t now_ns) const {
+  std::lock_guard lock(mutex_);
+  LeaseCounts counts = counts_;
+  counts.active = leases_.size();
+  for (const auto& [id, lease] : leases_)
+    counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
+  return counts;
+}
+
+}  // namespace kvlink

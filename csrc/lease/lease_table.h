@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// The lease table: why a reader can never take stale bytes for good ones.
+//
+// One slot of 64 bytes per reader of a lease, which peers read one-sidedly, and two words beside it, which
+// peers write. A lease ends (settle, expiry, abort) by storing a tombstone in place of the nonce and only
+// then giving the blocks back. A reader loads the slot after its data: the nonce of its ticket still there
+// means the blocks were pinned during the whole read, a tombstone says why they were not. Only the lease
+// whose nonce stands in a slot stores to it. No clock is ever compared between hosts: the owner alone counts
+// the time to live.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/free_slots.h"
+#include "base/status.h"
+#include "lease/lease_readers.h"
+#include "lease/lease_words.h"
+
+namespace kvlink {
+
+/// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
+/// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
+struct LeaseSeat {
+  uint32_t slot = 0;
+  uint64_t nonce = 0;
+  uint64_t settle_nonce = 0;
+};
+inline constexpr uint64_t kMaxSeats = 255;
+/// Smaller values are tombstones, or look like a settle nonce of few readers.
+inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
+
+/// How a seat or a lease ended. As a number it is the tombstone in the slot.
+enum class LeaseEnd : uint8_t { kSettled = 1, kExpired = 2, kAborted = 3, kEvicted = 4 };
+
+struct EndedLease {
+  uint64_t lease = 0;
+  LeaseEnd how = LeaseEnd::kSettled;  // kExpired when any seat expired
+  int64_t held_ns = 0;
+};
+
+/// What a look at all slots came to.
+struct Swept {
+  std::vector<EndedLease> ended;
+  /// Connections that may still read what was theirs, each once a seat: to be cut off before blocks go back.
+  std::vector<uint64_t> to_fence;
+};
+
+struct LeaseCounts {
+  uint64_t active = 0, granted = 0, settled = 0, expired = 0, aborted = 0, fenced_readers = 0;
+  int64_t oldest_ns = 0;
+};
+
+/// Leases age by this at most between two looks at the clock. Sweeps are a millisecond apart: more time has
+/// passed only if the owner stood still. They do age by this then, so an owner that is always late keeps
+/// none for ever.
+inline constexpr int64_t kMostAgeingNs = 100'000'000;
+
+/// Fills the words with random bits, or says why it cannot.
+using DrawRandom = std::function<Status(std::span<uint64_t>)>;
+Status draw_from_kernel(std::span<uint64_t> words);
+
+/// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
+/// clock. Leases hardly age while their owner stands still (a suspended process, a paused machine): what
+/// readers said to renew them meanwhile lies in its sockets, unread.
+class LeaseTable {
+ public:
+  /// What lies at the start of each region: the header, then one of each per slot.
+  static constexpr uint64_t slots_bytes(uint32_t num_slots) { return slot_offset(num_slots + 1); }
+  static constexpr uint64_t words_bytes(uint32_t num_slots) { return settled_offset(num_slots + 1); }
+
+  /// Both are zeroed, 64-byte aligned, and outlive the table. REQUIRES slots_bytes(n) and words_bytes(n) of
+  /// the same n >= 1.
+  LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
+             DrawRandom draw = draw_from_kernel);
+
+  /// Takes one slot per reader, the longest unused first. kConfig when the table is full or the kernel gives
+  /// no random numbers (nothing is taken then).
+  Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns,
+                                       int64_t now_ns);
+  /// As grant(), at seats that the caller chose: a server's scheduler writes the tickets of its workers.
+  /// kConfig when a slot is taken or does not exist (nothing is taken then).
+  Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
+                  int64_t now_ns);
+  /// Publishes how many units are written. Never goes back. False: no such lease, or it has ended.
+  bool set_ready(uint64_t lease, uint64_t ready);
+  /// Pushes the deadline to now + ttl. False: no such lease, or it has ended.
+  bool extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
+  /// Sets the deadline to now + ttl, sooner or later than it was. False: no such lease, or it has ended.
+  bool set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
+  /// A reader asks for time: pushes the deadline to now + the lease's ttl. False: wrong slot or nonce.
+  bool renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns);
+  /// Ends every open seat now. The lease is reported by the next sweep, which gives its slots back. False: no
+  /// such lease, or it has ended.
+  bool abort(uint64_t lease);
+  /// Ends every lease: the owner is closing, and what readers fetch from now on must not pass for valid.
+  void abort_all();
+  /// Stores `settled` on behalf of a reader whose data path is gone. False: wrong slot or value.
+  bool settle(uint32_t slot, uint64_t settled);
+  /// Ends seats that were settled or ran out, and reports the leases all of whose seats have ended. On return
+  /// tombstones stand in their slots: their blocks may be written again once to_fence has been cut off.
+  void sweep(int64_t now_ns, Swept& swept);
+
+  LeaseCounts counts(int64_t now_ns) const;
+  uint32_t num_active() const { return num_active_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Seat {
+    uint32_t slot;
+    bool open;  // the slot has the seat's nonce
+  };
+  struct Lease {
+    uint64_t id;
+    std::vector<Seat> seats;
+    int64_t granted_ns, ttl_ns;
+    int64_t deadline_ns;  // by aged()
+    LeaseEnd how;
+    uint32_t num_open = 0;  // seats
+  };
+  /// What the owner alone knows of a slot.
+  struct SlotRecord {
+    uint64_t lease = 0;         // the last one that had it
+    uint64_t settle_nonce = 0;  // of the last seat, as the next
+    uint32_t tag = 0;           // of its nonce
+  };
+  static constexpr int64_t kNobodys = INT64_MAX;  // a deadline
+
+  friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
+
+  int64_t aged(int64_t now_ns);
+  Lease make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns);
+  void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
+  void add(Lease lease);
+  void set_deadline(Lease& lease, int64_t deadline_ns);
+  Lease* open_lease(uint64_t id);
+  bool is_open(uint32_t slot) const { return deadlines_ns_[slot] != kNobodys; }
+  bool is_settled_by(uint32_t slot, uint64_t settled) const;
+  void hear_reader(uint32_t slot);
+  void take_settled(uint32_t slot);
+  void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
+  void expire(uint32_t slot);
+  bool abort(Lease& lease);
+  void report(int64_t now_ns, Swept& swept);
+  Status draw_nonces(size_t num);
+  uint64_t take_nonce();
+
+  mutable std::mutex mutex_;
+  LeaseSlot* const slots_;
+  PeerWords* const words_;
+  FreeSlots free_;
+  std::vector<SlotRecord> records_;    // by slot
+  std::vector<int64_t> deadlines_ns_;  // by slot: the lease's while its seat is open, else kNobodys
+  std::unordered_map<uint64_t, Lease> leases_;
+  LeaseReaders readers_;               // of open seats
+  std::vector<uint64_t> to_fence_;     // for the next sweep to report, as the next two
+  std::vector<uint32_t> ended_slots_;  // free from then on
+  std::vector<uint64_t> ended_leases_;
+  DrawRandom draw_;
+  std::vector<uint64_t> random_;  // drawn in batches
+  int64_t looked_ns_ = 0;         // when the clock was last looked at
+  int64_t stood_still_ns_ = 0;    // what of the time so far did not age leases
+  LeaseCounts counts_;
+  std::atomic<uint32_t> num_active_{0};
+};
+
+}  // namespace kvlink

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory as its owner registers it, and what peers may do with it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvlink {
+
+/// What peers may do with a region.
+enum class Access : uint8_t {
+  kRead,        // read it: block pools
+  kReadWords,   // read it strictly in order behind what was posted before, word by word: lease slots
+  kWriteWords,  // store whole aligned words: peer words
+};
+inline constexpr uint32_t kLastAccess = static_cast<uint32_t>(Access::kWriteWords);
+
+/// Memory as its owner lends it: valid and unmoved from registration until the transport is closed.
+struct MemoryRange {
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+  int memfd = -1;  // the memfd behind it, or -1; stays owned by the caller
+  uint64_t memfd_offset = 0;
+  int dmabuf_fd = -1;  // the exported device memory that `base` addresses, or -1; stays owned by the caller
+  uint64_t dmabuf_offset = 0;
+  bool device = false;  // memory of a GPU: no CPU may follow `base`
+};
+
+}  // namespace kvlink

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Registered local memory for reads of lease slots: one cache line per transfer in flight.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/process_mark.h"
+#include "base/sync.h"
+#include "memory/host_memory.h"
+
+namespace kvlink {
+
+class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
+ public:
+  static constexpr uint32_t kLineBytes = 64;
+
+  ScratchPool(std::shared_ptr<HostMemory> memory, uint32_t region);
+
+  /// A line that comes back when the last reference goes; null when all are taken.
+  std::shared_ptr<uint64_t[]> take();
+  uint32_t region() const { return region_; }
+  HostMemory& memory() const { return *memory_; }
+
+ private:
+  const ProcessMark process_;
+  std::shared_ptr<HostMemory> memory_;
+  uint32_t region_;
+  Mutex mutex_;
+  std::vector<uint64_t*> free_;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cuts a token range at the block boundaries of both sides, and a block into its contiguous pieces. Internal
+// to plan/planner.cc.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <utility>
+
+#include "plan/planner.h"
+
+namespace kvlink {
+
+/// Tokens that lie in one block of either side; offsets count from a plane's start.
+struct Span {
+  uint64_t remote, local;
+  uint32_t tokens;
+};
+
+class Spans {
+ public:
+  /// REQUIRES lists that cover `tokens`.
+  Spans(const Layout& owner, std::span<const uint32_t> owner_blocks, const Layout& reader,
+        std::span<const uint32_t> reader_blocks, Range tokens)
+      : owner_(owner, owner_blocks, tokens.begin),
+        reader_(reader, reader_blocks, tokens.begin),
+        left_(tokens.end - tokens.begin) {}
+
+  bool next(Span& span) {
+    if (left_ == 0) return false;
+    const uint32_t tokens = std::min({left_, owner_.tokens_left(), reader_.tokens_left()});
+    span = {owner_.advance(tokens), reader_.advance(tokens), tokens};
+    left_ -= tokens;
+    return true;
+  }
+
+ private:
+  class Cursor {
+   public:
+    Cursor(const Layout& layout, std::span<const uint32_t> blocks, uint32_t token)
+        : next_(blocks.data() + token / layout.block_tokens),
+          block_tokens_(layout.block_tokens),
+          token_(token % layout.block_tokens),
+          block_stride_(layout.block_stride),
+          token_stride_(layout.token_stride) {}
+
+    uint32_t tokens_left() const { return block_tokens_ - token_; }
+    uint64_t advance(uint32_t tokens) {
+      const uint64_t at = *next_ * block_stride_ + token_ * token_stride_;
+      token_ += tokens;
+      if (token_ == block_tokens_) {
+        token_ = 0;
+        ++next_;
+      }
+      return at;
+    }
+
+   private:
+    const uint32_t* next_;
+    uint32_t block_tokens_, token_;
+    uint64_t block_stride_, token_stride_;
+  };
+
+  Cursor owner_, reader_;
+  uint32_t left_;
+};
+
+struct Steps {
+  uint32_t count;
+  uint64_t remote, local;  // strides
+};
+
+/// The contiguous pieces of a span: outer.count x inner.count of them, `bytes` each, in the owner's address
+/// order.
+struct Pieces {
+  Steps outer, inner;
+  uint64_t bytes;
+
+  /// Folds the loops that are contiguous at both ends into the piece.
+  static Pieces of(Steps tokens, Steps heads, uint64_t row_bytes) {
+    Pieces pieces{heads, tokens, row_bytes};
+    if (pieces.inner.remote > pieces.outer.remote) std::swap(pieces.inner, pieces.outer);
+    for (Steps* steps : {&pieces.inner, &pieces.outer}) {
+      if (steps->count == 1) continue;
+      if (steps->remote != pieces.bytes || steps->local != pieces.bytes) break;
+      pieces.bytes *= std::exchange(steps->count, 1);
+    }
+    return pieces;
+  }
+
+  uint64_t count() const { return uint64_t{outer.count} * inner.count; }
+
+  template <typename Visit>
+  void for_each(const Span& span, Visit&& visit) const {
+    for (uint32_t i = 0; i < outer.count; ++i) {
+      uint64_t remote = span.remote + i * outer.remote, local = span.local + i * outer.local;
+      for (uint32_t j = 0; j < inner.count; ++j, remote += inner.remote, local += inner.local)
+        visit(remote, local);
+    }
+  }
+};
+
+}  // namespace kvlink

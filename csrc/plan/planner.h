@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block lists + layouts -> ReadOps. Pure: no I/O, no clock, no globals. Everything here may run on any
+// thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "memory/memory_range.h"
+#include "transport_api/ops.h"
+
+namespace kvlink {
+
+/// Where one plane (one layer's K, or V, or both side by side) starts.
+struct Plane {
+  uint32_t region = 0;  // index among the owner's pool regions (remote side) or local regions (reader side)
+  uint32_t layer = 0;
+  uint64_t offset = 0;  // bytes from the start of the region to block 0
+};
+
+/// How a worker's blocks lie in memory. One block of one plane holds block_tokens x num_heads rows of
+/// row_bytes contiguous bytes; the strides (bytes) say where row (block, token, head) starts:
+///   plane.offset + block * block_stride + token * token_stride + (head - first_head) * head_stride
+/// so NHD, HND, MLA (one head), cross-layer blocks and K/V together or apart are the same code.
+/// K and V are always two planes; where they lie side by side, V starts row_bytes after K.
+struct Layout {
+  uint32_t num_blocks = 0;
+  uint32_t block_tokens = 0;
+  uint32_t first_head = 0;  // of the model's KV heads, the first that this worker holds
+  uint32_t num_heads = 0;   // how many it holds
+  uint32_t row_bytes = 0;   // head_dim x dtype size
+  uint64_t block_stride = 0, token_stride = 0, head_stride = 0;
+  std::vector<Plane> planes;  // in model order; both ends list the same planes
+};
+
+/// A half-open range; {0, UINT32_MAX} means everything.
+struct Range {
+  uint32_t begin = 0;
+  uint32_t end = UINT32_MAX;
+};
+
+/// Which part of a request one plan covers.
+struct PlanScope {
+  Range tokens;  // positions in the request, counted over the block lists from their first block
+  Range layers;
+  bool fold = false;  // planes that lie as the first does, at both ends, may become Plan::repeats
+};
+
+struct Plan {
+  std::vector<ReadOp> ops;
+  std::vector<Segment> segments;
+  std::vector<Repeat> repeats;  // of all that is above
+  uint64_t bytes = 0;           // repeats included
+
+  void clear() {
+    ops.clear();
+    segments.clear();
+    repeats.clear();
+    bytes = 0;
+  }
+};
+
+/// Plans reads from one owner into one reader. Immutable after make().
+class Planner {
+ public:
+  /// Checks both layouts (positive sizes, strides that fit, planes inside their regions, equal planes and
+  /// row_bytes, overlapping heads) and refuses with the field that differs.
+  /// `local_regions` are the reader's registered ranges; `remote_region_bytes` the owner's region sizes;
+  /// `remote_region_index` maps the owner's region numbers to what Endpoint::import_region returned.
+  /// `heads` limits the model heads taken from this owner (a reader may take each head from one owner only).
+  static Result<std::shared_ptr<const Planner>> make(Layout reader, Layout owner,
+                                                     std::vector<MemoryRange> local_regions,
+                                                     std::vector<uint64_t> remote_region_bytes,
+                                                     std::vector<uint32_t> remote_region_index, Range heads);
+
+  /// Owner block ids and reader block ids each cover the request's tokens from position 0 on; the last block
+  /// of either may be partial. Replaces `into`, reusing its memory; on failure it is empty.
+  /// Refuses what check() refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are
+  /// contiguous at the owner. An open token range ends where the shorter list does.
+  virtual Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+                      const PlanScope& scope, Plan& into) const = 0;
+
+  /// Refuses, among the blocks that the scope touches, ids out of range and a reader block named twice; lists
+  /// too short for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole
+  /// once.
+  virtual Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+                       const PlanScope& scope) const = 0;
+
+  /// Bytes that `plan` would move for that many tokens, without planning; UINT64_MAX if that overflows.
+  virtual uint64_t bytes(uint64_t num_tokens, Range layers) const = 0;
+  /// One more than the highest layer among the planes.
+  virtual uint32_t num_layers() const = 0;
+  virtual uint32_t owner_block_tokens() const = 0;
+  virtual uint32_t reader_block_tokens() const = 0;
+  virtual ~Planner() = default;
+
+  static constexpr uint32_t kMaxOpBytes = 1 << 20;
+  static constexpr uint32_t kMaxOpSegments = 256;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// A post of a LandingEndpoint, and how it is cut into the parts that are asked for.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "device/device_copier.h"
+#include "staging/staged_transport.h"
+#include "transport_api/ops.h"
+
+namespace kvlink {
+
+/// What is asked for at a time, and where it belongs when it has arrived. Vectors are kept for their
+/// capacity.
+struct LandingPart {
+  std::vector<ReadOp> ops = {};
+  std::vector<Segment> segments = {};
+  std::vector<CopyPiece> pieces = {};
+
+  void clear();
+  Chunk chunk(const Guard& guard) const { return {.ops = ops, .segments = segments.data(), .guard = guard}; }
+};
+
+/// What a part may have.
+struct PartLimits {
+  uint32_t ops;        // of the owner's ranges
+  uint32_t pieces;     // that are copied from the slot
+  uint32_t gap_bytes;  // as LandingRules have it
+};
+
+struct LandingPost {
+  uint64_t token = 0;
+  Chunk chunk = {};     // without operations: a write
+  bool lands = false;   // in slots; else it goes where the inner endpoint reaches
+  uint32_t region = 0;  // of a write
+  uint64_t offset = 0, value = 0;
+  // The next byte to ask for.
+  uint32_t op = 0, segment = 0, in_op = 0, in_segment = 0;
+  bool asked = false;  // for all that will be
+  uint32_t num_parts = 0;
+  Status status = {};
+
+  /// Cuts off as much as `slot` and the limits hold.
+  void fill(LandingPart& part, const Segment& slot, const PartLimits& limits);
+  /// Takes all of what does not land in slots, where the inner endpoint numbers the regions otherwise.
+  void pass_on(LandingPart& part, uint32_t num_out_of_reach);
+
+ private:
+  void advance(uint32_t bytes);
+};
+
+/// Whether it lands first. REQUIRES operations. Refuses chunks whose segments do not add up, or are out of
+/// reach in part.
+Result<bool> lands_first(const Chunk& chunk, uint32_t num_out_of_reach);
+
+}  // namespace kvlink

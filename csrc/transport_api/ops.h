@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the engine hands to an endpoint and gets back: reads, their conditions and their completions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/status.h"
+
+namespace kvlink {
+
+/// One local piece that a read scatters into.
+struct Segment {
+  std::byte* local = nullptr;
+  uint32_t bytes = 0;
+  uint32_t region = 0;  // index of the local region it lies in, in order of registration
+};
+
+/// One contiguous range at the owner, landing in segments [first_segment, first_segment + num_segments).
+/// The segments' bytes add up to `bytes`. No two segments of one transfer overlap.
+struct ReadOp {
+  uint64_t offset = 0;  // from the start of the remote region
+  uint32_t bytes = 0;
+  uint32_t region = 0;  // as import_region returned it
+  uint32_t first_segment = 0;
+  uint32_t num_segments = 0;
+};
+
+/// The same reads once more, elsewhere: each plane of a cache lies as the first does.
+struct Repeat {
+  uint64_t offset = 0;                    // added to ReadOp::offset
+  int64_t local = 0;                      // bytes, added to Segment::local
+  uint32_t region = 0, local_region = 0;  // instead of the ReadOp's and the Segment's
+};
+
+/// The condition under which bytes may be sent: the aligned word at `offset` of the owner's region is
+/// `value`.
+struct Guard {
+  uint64_t offset = 0;
+  uint64_t value = 0;  // 0: there is no condition
+  uint32_t region = 0;
+};
+
+/// What one post_read moves. The arrays are borrowed until its completion, cancel() or close().
+struct Chunk {
+  std::span<const ReadOp> ops;
+  const Segment* segments = nullptr;  // ReadOp::first_segment counts from here
+  /// Of endpoints that take them alone. Then all ops are of one region, and all segments of one.
+  std::span<const Repeat> repeats = {};
+  bool staged = false;  // by way of the staging buffer: of endpoints with a crossover() alone
+  /// Transports with guards() send nothing once it fails and end the read with kStaleBlocks. Others ignore
+  /// it.
+  Guard guard = {};
+};
+
+struct Completion {
+  uint64_t token = 0;
+  Status status;
+};
+
+struct PollResult {
+  Status status;  // not ok: the endpoint is broken for good; every outstanding token is lost with it
+  bool progressed = false;  // bytes moved or completions appended since the last call
+};
+
+/// How much the engine hands an endpoint at a time.
+struct Window {
+  uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
+  uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
+  uint32_t staged_bytes = 1 << 20;  // the same of staged ones, whose operations are not counted
+  uint32_t depth = 1;               // posts outstanding
+  uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
+  uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
+};
+
+}  // namespace kvlink

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a process wants its transports: one set of options for all of them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvlink {
+
+/// A port to use, and what its link and the way from it to the memory can carry.
+struct NicOption {
+  std::string port;  // "mlx5_0:1"
+  uint32_t mbps = 1;
+};
+
+struct TransportOptions {
+  std::string host = "127.0.0.1";    // address that listening sockets bind
+  uint16_t port = 0;                 // 0: any
+  std::string fault;                 // plan of the fault transport, see transports/fault/transport.cc
+  std::vector<NicOption> nics = {};  // best first; none: every active port
+  std::string rdma_connect = {};     // "direct" or "cm" (rdma_cm); empty: what the NIC needs
+  uint8_t rdma_traffic_class = 0;    // of what verbs sends
+  std::string cuda_image = {};       // gather.cu, compiled for the pool's GPU; empty: cuda copies without it
+};
+
+}  // namespace kvlink

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/cuda/export.h"
+
+#include <string>
+#include <vector>
+
+#include "base/unique_fd.h"
+
+namespace kvlink {
+namespace {
+
+using cuda::Address;
+using cuda::Api;
+
+const char* const kAllocate = "allocate the pool with BlockPool.allocate(layout, gpu=...)";
+
+/// Physical allocations that a region lies in, one behind the other.
+struct Parts {
+  std::vector<UniqueFd> fds;
+  std::vector<uint64_t> sizes;
+  uint64_t offset = 0;  // of the region in the first
+  uint64_t bytes = 0;   // of the region that are covered
+};
+
+struct Retained {
+  const Api& api;
+  cuda::Allocation allocation;
+  ~Retained() { api.allocation_release(allocation); }
+};
+
+/// True: `at` lies in a physical allocation, which is appended. False: it was not mapped from one.
+Result<bool> append_part(const Api& api, Address at, Parts& parts) {
+  cuda::Allocation allocation = 0;
+  if (api.allocation_retain(&allocation, reinterpret_cast<void*>(at)) != cuda::kSuccess) return false;
+  const Retained retained{api, allocation};
+  Address base = 0;
+  size_t bytes = 0;
+  Status status = api.check(api.get_address_range(&base, &bytes, at), "cuMemGetAddressRange");
+  if (!status.ok()) return status;
+  int fd = -1;
+  const int result = api.allocation_export(&fd, allocation, cuda::kPosixFd, 0);
+  if (status = api.check(result, "cuMemExportToShareableHandle"); !status.ok()) {
+    return Status::Unavailable(
+        "its memory was not made to be shared, or there is no descriptor left: " + status.what(),
+        std::string("raise ulimit -n, or ") + kAllocate);
+  }
+  if (parts.fds.empty()) parts.offset = at - base;
+  parts.fds.emplace_back(fd);
+  parts.sizes.push_back(bytes);
+  parts.bytes += base + bytes - at;
+  return true;
+}
+
+Result<Parts> parts_of(const Api& api, const MemoryRange& range) {
+  Parts parts;
+  while (parts.bytes < range.bytes) {
+    if (parts.fds.size() == kMaxCudaParts) {
+      return Status::Unavailable(
+          "a region lies in more than " + std::to_string(kMaxCudaParts) + " allocations", kAllocate);
+    }
+    const Result<bool> more = append_part(api, cuda::address_of(range.base) + parts.bytes, parts);
+    if (!more.ok()) return more.status();
+    if (!*more) break;
+  }
+  return parts;
+}
+
+Result<CudaKey> key_of_ipc(const Api& api, CudaKey key) {
+  Address base = 0;
+  size_t bytes = 0;
+  Status status = api.check(api.get_address_range(&base, &bytes, key.address), "cuMemGetAddressRange");
+  if (status.ok()) status = api.check(api.ipc_get(&key.ipc, base), "cuIpcGetMemHandle");
+  if (!status.ok() || key.address + key.bytes > base + bytes) {
+    return Status::Unavailable(
+        "CUDA does not share its memory (cudaMallocAsync and managed memory are not): " +
+            (status.ok() ? "it lies in several allocations" : status.what()),
+        kAllocate);
+  }
+  key.kind = CudaKey::Kind::kIpc;
+  key.offset = key.address - base;
+  return key;
+}
+
+}  // namespace
+
+Result<CudaKey> share_cuda(const cuda::Device& device, FdLender& lender, const MemoryRange& range) {
+  const cuda::Current current(device);
+  if (!current.status().ok()) return current.status();
+  CudaKey key;
+  key.bytes = range.bytes;
+  key.address = cuda::address_of(range.base);
+  key.gpu = device.uuid;
+  Result<Parts> parts = parts_of(device.api, range);
+  if (!parts.ok()) return parts.status();
+  if (parts->fds.empty()) return key_of_ipc(device.api, key);
+  if (parts->bytes < range.bytes) return Status::Unavailable("a part of it is not mapped", kAllocate);
+  key.kind = CudaKey::Kind::kAllocations;
+  key.offset = parts->offset;
+  for (size_t part = 0; part < parts->fds.size(); ++part) {
+    const FdOffer offer{0, 0, parts->sizes[part], Access::kRead};
+    key.parts.push_back(lender.lend(std::move(parts->fds[part]), offer));
+  }
+  return key;
+}
+
+}  // namespace kvlink

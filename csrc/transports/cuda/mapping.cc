@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/cuda/mapping.h"
+
+#include <string>
+
+namespace kvlink {
+namespace {
+
+/// Whether `reader` may look at the memory of the GPU that `owner` names.
+Status reaches(const cuda::Device& reader, const cuda::Uuid& owner) {
+  if (reader.uuid == owner) return {};
+  const cuda::Api& api = reader.api;
+  int count = 0, can = 0;
+  Status status = api.check(api.device_get_count(&count), "cuDeviceGetCount");
+  if (!status.ok()) return status;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    cuda::Uuid uuid{};
+    if (api.device_get(&device, ordinal) != cuda::kSuccess) continue;
+    if (api.device_get_uuid(&uuid, device) != cuda::kSuccess || uuid != owner) continue;
+    status = api.check(api.device_can_access_peer(&can, reader.device, device), "cuDeviceCanAccessPeer");
+    if (!status.ok() || can != 0) return status;
+    return Status::Unavailable("this worker's GPU " + std::to_string(reader.ordinal) +
+                                   " does not reach GPU " + std::to_string(ordinal) +
+                                   ", the owner's (nvidia-smi topo -p2p r)",
+                               "use verbs or tcp between them");
+  }
+  return Status::Unavailable("the owner's GPU is not visible to this process",
+                             "name it in CUDA_VISIBLE_DEVICES, after this worker's own");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cuda::Device> reader,
+                                                       const CudaKey& key, FdBorrower& borrower) {
+  if (Status status = reaches(*reader, key.gpu); !status.ok()) return status;
+  const cuda::Current current(*reader);
+  if (!current.status().ok()) return current.status();
+  std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader)));
+  const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
+  Status status = by_parts ? mapping->map_parts(key, borrower) : mapping->open_ipc(key, borrower);
+  return status.ok() ? Result<std::unique_ptr<CudaMapping>>(std::move(mapping)) : status;
+}
+
+CudaMapping::~CudaMapping() {
+  const cuda::Current current(*reader_);
+  const cuda::Api& api = reader_->api;
+  if (ipc_ != 0) api.ipc_close(ipc_);
+  cuda::Address at = start_;
+  for (const uint64_t bytes : mapped_) {
+    api.memory_unmap(at, bytes);
+    at += bytes;
+  }
+  if (reserved_ != 0) api.address_free(start_, reserved_);
+}
+
+Status CudaMapping::map_parts(const CudaKey& key, FdBorrower& borrower) {
+  const cuda::Api& api = reader_->api;
+  const uint64_t bytes = key.span();
+  Status status = api.check(api.address_reserve(&start_, bytes, 0, 0, 0), "cuMemAddressReserve");
+  if (!status.ok()) return status;
+  reserved_ = bytes;
+  cuda::Address at = start_;
+  for (const FdOffer& part : key.parts) {
+    const Result<UniqueFd> fd = borrower.take(part);
+    if (!fd.ok()) return fd.status();
+    if (status = map_part(part, (*fd).get(), at); !status.ok()) return status;
+    at += part.bytes;
+  }
+  cuda::AccessDescription access{{cuda::kOnDevice, reader_->ordinal}, cuda::kReadOnly};
+  int set = api.memory_set_access(start_, bytes, &access, 1);
+  if (set == cuda::kNotSupported) {  // not every GPU has mappings for reading alone
+    access.flags = cuda::kReadWrite;
+    set = api.memory_set_access(start_, bytes, &access, 1);
+  }
+  address_ = start_ + key.offset;
+  return api.check(set, "cuMemSetAccess");
+}
+
+Status CudaMapping::map_part(const FdOffer& part, int fd, cuda::Address at) {
+  const cuda::Api& api = reader_->api;
+  cuda::Allocation allocation = 0;
+  void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+  const int imported = api.allocation_import(&allocation, handle, cuda::kPosixFd);
+  Status status = api.check(imported, "cuMemImportFromShareableHandle");
+  if (!status.ok()) return status;
+  status = api.check(api.memory_map(at, part.bytes, 0, allocation, 0), "cuMemMap");
+  api.allocation_release(allocation);  // the mapping keeps it
+  if (status.ok()) mapped_.push_back(part.bytes);
+  return status;
+}
+
+Status CudaMapping::open_ipc(const CudaKey& key, const FdBorrower& borrower) {
+  if (borrower.in_owner_process()) {  // CUDA opens such handles in other processes alone
+    address_ = key.address;
+    return {};
+  }
+  const cuda::Api& api = reader_->api;
+  Status status = api.check(api.ipc_open(&ipc_, key.ipc, cuda::kLazyPeerAccess), "cuIpcOpenMemHandle");
+  address_ = ipc_ + key.offset;
+  return status;
+}
+
+}  // namespace kvlink

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's side of shared GPU memory: an owner's region at an address of this process.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "device/cuda_device.h"
+#include "transports/cuda/protocol.h"
+#include "transports/same_host/fd_client.h"
+
+namespace kvlink {
+
+/// Mapped for reading by one GPU of this process; unmapped once. What was mapped from physical allocations
+/// stays what it is even when the owner frees them or ends.
+class CudaMapping {
+ public:
+  /// Refuses (kTransportUnavailable, reason and fix) an owner's GPU that `reader` does not reach.
+  static Result<std::unique_ptr<CudaMapping>> make(std::shared_ptr<const cuda::Device> reader,
+                                                   const CudaKey& key, FdBorrower& borrower);
+  ~CudaMapping();
+  CudaMapping(const CudaMapping&) = delete;
+  CudaMapping& operator=(const CudaMapping&) = delete;
+
+  cuda::Address address() const { return address_; }
+
+ private:
+  explicit CudaMapping(std::shared_ptr<const cuda::Device> reader) : reader_(std::move(reader)) {}
+  Status map_parts(const CudaKey& key, FdBorrower& borrower);
+  Status map_part(const FdOffer& part, int fd, cuda::Address at);
+  Status open_ipc(const CudaKey& key, const FdBorrower& borrower);
+
+  const std::shared_ptr<const cuda::Device> reader_;
+  cuda::Address address_ = 0;  // of the region
+  cuda::Address start_ = 0;    // of what is reserved
+  uint64_t reserved_ = 0;
+  std::vector<uint64_t> mapped_;  // sizes, from start_ on
+  cuda::Address ipc_ = 0;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda: the pool lies in GPU memory that the reader's GPU maps too, so a read is one launch that gathers the
+// blocks, over NVLink, PCIe or inside one GPU; the owner takes no part. The lease table is in host memory, as
+// with shm. A mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transports/cuda/endpoint.h"
+#include "transports/cuda/export.h"
+#include "transports/factories.h"
+#include "transports/same_host/fd_server.h"
+#include "transports/same_host/shared_mapping.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kTablePieces = 1 << 16, kNumTables = 4;  // 1.5 MiB each
+
+class CudaRegion : public MemoryRegion {
+ public:
+  CudaRegion(std::shared_ptr<FdLender> lender, CudaKey key)
+      : lender_(std::move(lender)), key_(std::move(key)) {}
+  ~CudaRegion() override {
+    for (const FdOffer& part : key_.parts) lender_->revoke(part.id);
+  }
+  std::string remote_key() const override { return key_.blob(); }
+
+ private:
+  const std::shared_ptr<FdLender> lender_;
+  const CudaKey key_;
+};
+
+Status not_lendable(const Status& why) {
+  return Status::Unavailable("cuda cannot lend this memory: " + why.what(), why.fix());
+}
+
+class CudaTransport : public Transport {
+ public:
+  CudaTransport(std::shared_ptr<FdLender> lender, std::string image)
+      : image_(std::move(image)), lender_(std::move(lender)) {}
+  ~CudaTransport() override { close(); }
+
+  std::string address() const override { return lender_->address(); }
+  bool reaches_devices() const override { return true; }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    on_device_.push_back(range.device);
+    Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
+    if (!key.ok()) return not_lendable(key.status());
+    return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(lender_, std::move(*key)));
+  }
+
+  Status register_scratch(const MemoryRange& range) override {
+    on_device_.push_back(range.device);
+    return {};
+  }
+
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+    Result<FdBorrower> borrower = FdBorrower::of(kCudaMagic, owner_address);
+    if (!borrower.ok()) return borrower.status();
+    if (Status status = prepare(); !status.ok()) return status;
+    return std::unique_ptr<Endpoint>(
+        std::make_unique<CudaEndpoint>(std::move(*borrower), gather_, tables_, on_device_));
+  }
+
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return lender_->accept(reader.caller, hello);
+  }
+  bool fence(uint64_t) override { return false; }
+  int serve_fd() const override { return lender_->serve_fd(); }
+  void serve() override { lender_->serve(); }
+  void close() override { lender_->close(); }
+
+ private:
+  /// Readers copy with the GPU that their own pool is on, whether or not that can be lent.
+  Result<CudaKey> share_device(const MemoryRange& range) {
+    if (!device_) {
+      Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::of(range.base);
+      if (!device.ok()) return device.status();
+      device_ = std::move(*device);
+    }
+    return share_cuda(*device_, *lender_, range);
+  }
+
+  Result<CudaKey> share_host(const MemoryRange& range, Access access) {
+    if (access == Access::kRead)
+      return Status::Unavailable("the pool is in host memory", "use shm, cma or tcp");
+    const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
+    if (!offer.ok()) return offer.status();
+    CudaKey key;
+    key.bytes = range.bytes;
+    key.parts = {*offer};
+    return key;
+  }
+
+  /// For the first peer: a worker that never reads this way needs neither kernel nor tables.
+  Status prepare() {
+    std::lock_guard lock(mutex_);
+    if (tables_) return {};
+    if (!device_)
+      return Status::Unavailable("this worker's pool is not in GPU memory", "use shm, cma or tcp");
+    Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_);
+    if (!gather.ok()) return gather.status();
+    (*gather)->measure();
+    Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(device_, kNumTables, kTablePieces);
+    if (!tables.ok()) return tables.status();
+    gather_ = *gather;
+    tables_ = *tables;
+    return {};
+  }
+
+  const std::string image_;
+  const std::shared_ptr<FdLender> lender_;
+  std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
+  std::vector<bool> on_device_;                 // by region, in order of registration
+
+  std::mutex mutex_;
+  std::shared_ptr<CudaGather> gather_;
+  std::shared_ptr<CudaTables> tables_;
+};
+
+}  // namespace
+
+Status cuda_probe() { return cuda::library().status(); }
+
+Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options) {
+  if (Status status = cuda_probe(); !status.ok()) return status;
+  Result<std::shared_ptr<FdLender>> lender = FdLender::listen(kCudaMagic);
+  if (!lender.ok()) return lender.status();
+  return std::unique_ptr<Transport>(std::make_unique<CudaTransport>(std::move(*lender), options.cuda_image));
+}
+
+}  // namespace kvlink

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// fault: wraps any other transport and spoils chosen reads by the plan of transports/fault/plan.h. Everything
+// else (addresses, keys, hellos, the owner's side) passes through, so the other end need not know.
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <mutex>
+#include <unordered_map>
+
+#include "base/clock.h"
+#include "base/sys.h"
+#include "base/unique_fd.h"
+#include "transport_api/forwarding.h"
+#include "transports/factories.h"
+#include "transports/fault/plan.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kMaxSlotBytes = 64;
+constexpr uint64_t kDecidingSlotBytes = 8;  // the nonce: a flip elsewhere in a slot might go unnoticed
+
+bool is_slot(const Chunk& chunk) {
+  return std::all_of(chunk.ops.begin(), chunk.ops.end(),
+                     [](const ReadOp& op) { return op.bytes <= kMaxSlotBytes; });
+}
+
+/// The rules and how many posts they have seen. Any thread.
+class Plan {
+ public:
+  explicit Plan(std::vector<FaultRule> rules) : rules_(std::move(rules)) {}
+
+  struct Verdict {
+    const FaultRule* rule = nullptr;  // null: let it pass
+    uint64_t number = 0;              // of the post among all
+  };
+  bool corrupts_data() const {
+    return std::any_of(rules_.begin(), rules_.end(), [](const FaultRule& rule) {
+      return rule.action == FaultAction::kCorrupt && rule.target != FaultTarget::kSlot;
+    });
+  }
+  Verdict judge(bool slot) {
+    std::lock_guard lock(mutex_);
+    ++num_posts_;
+    ++(slot ? num_slots_ : num_data_);
+    for (const FaultRule& rule : rules_) {
+      if (rule.target == (slot ? FaultTarget::kData : FaultTarget::kSlot)) continue;
+      const uint64_t number = rule.target == FaultTarget::kAny ? num_posts_ : (slot ? num_slots_ : num_data_);
+      if (rule.hits(number)) return {&rule, num_posts_};
+    }
+    return {};
+  }
+
+ private:
+  const std::vector<FaultRule> rules_;
+  std::mutex mutex_;
+  uint64_t num_posts_ = 0, num_slots_ = 0, num_data_ = 0;
+};
+
+// splitmix64: a place that looks random and is the same in every run.
+uint64_t scramble(uint64_t value) {
+  value += 0x9e37'79b9'7f4a'7c15;
+  value = (value ^ value >> 30) * 0xbf58'476d'1ce4'e5b9;
+  value = (value ^ value >> 27) * 0x94d0'49bb'1331'11eb;
+  return value ^ value >> 31;
+}
+
+void flip_byte(const Chunk& chunk, uint64_t number) {
+  uint64_t bytes = 0;
+  for (const ReadOp& op : chunk.ops) bytes += op.bytes;
+  if (is_slot(chunk)) bytes = std::min(bytes, kDecidingSlotBytes);
+  uint64_t at = scramble(number) % bytes;
+  for (const ReadOp& op : chunk.ops) {
+    for (uint32_t i = 0; i < op.num_segments; ++i) {
+      const Segment& segment = chunk.segments[op.first_segment + i];
+      if (at < segment.bytes) {
+        segment.local[at] ^= std::byte{0xff};
+        return;
+      }
+      at -= segment.bytes;
+    }
+  }
+}
+
+class FaultEndpoint final : public WrappedEndpoint {
+ public:
+  FaultEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Plan> plan)
+      : WrappedEndpoint(std::move(inner)), plan_(std::move(plan)) {}
+
+  Status establish(std::string_view reply, int64_t timeout_ns) override {
+    Status status = inner_->establish(reply, timeout_ns);
+    return status.ok() ? watch() : status;
+  }
+  bool stand_by(int64_t now) override { return !hung_ && broken_.ok() && inner_->stand_by(now); }
+  int64_t look_at_ns() const override { return hung_ ? INT64_MAX : inner_->look_at_ns(); }
+  int wake_fd() const override { return wake_ ? wake_.get() : inner_->wake_fd(); }
+
+  Status post_read(uint64_t token, const Chunk& chunk) override {
+    const auto [rule, number] = plan_->judge(is_slot(chunk));
+    if (!broken_.ok()) return broken_;
+    if (hung_) return {};
+    if (!rule) return inner_->post_read(token, chunk);
+    switch (rule->action) {
+      case FaultAction::kDrop:
+        return {};
+      case FaultAction::kHang:
+        hang();
+        return {};
+      case FaultAction::kBreak:
+        broken_ = Status::Unreachable("an injected fault broke the connection");
+        wake_at(now_ns());
+        return {};
+      case FaultAction::kFail:
+        withhold({token, Status::Unreachable("an injected fault failed this read")}, now_ns());
+        return {};
+      case FaultAction::kDeny:
+        withhold({token, Status::AccessDenied("an injected fault denied this read")}, now_ns());
+        return {};
+      case FaultAction::kDelay:
+      case FaultAction::kCorrupt:
+        Status status = inner_->post_read(token, chunk);
+        if (status.ok()) marked_[token] = {rule, number, chunk};
+        return status;
+    }
+    return {};
+  }
+
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override {
+    if (!broken_.ok()) return broken_;
+    return hung_ ? Status{} : inner_->post_write(token, region, offset, value);
+  }
+
+  PollResult poll(std::vector<Completion>& ended) override {
+    if (!broken_.ok()) return {broken_, false};
+    if (hung_) return {};
+    const auto already = static_cast<ptrdiff_t>(ended.size());
+    PollResult result = inner_->poll(ended);
+    const auto taken = std::remove_if(ended.begin() + already, ended.end(),
+                                      [this](Completion& completion) { return spoil(completion); });
+    ended.erase(taken, ended.end());
+    result.progressed |= release(ended);
+    return result;
+  }
+
+  bool arm() override { return hung_ || !broken_.ok() || inner_->arm(); }
+
+  bool cancel(uint64_t token) override {
+    marked_.erase(token);
+    std::erase_if(withheld_, [token](const Withheld& held) { return held.completion.token == token; });
+    return inner_->cancel(token);
+  }
+
+  void close() override {
+    marked_.clear();
+    withheld_.clear();
+    inner_->close();
+    wake_.reset();
+    timer_.reset();
+  }
+
+ private:
+  struct Mark {
+    const FaultRule* rule;
+    uint64_t number;
+    Chunk chunk;  // borrowed until the completion is handed on
+  };
+  struct Withheld {
+    Completion completion;
+    int64_t due_ns;
+  };
+
+  // Whoever sleeps on wake_fd() must wake for withheld completions too.
+  Status watch() {
+    if (inner_->wake_fd() < 0) return {};
+    static const std::string kDoing = "the fault transport cannot watch its connection";
+    Result<UniqueFd> wake = sys::epoll(kDoing, Code::kTransportUnavailable),
+                     timer = sys::timer(kDoing, Code::kTransportUnavailable);
+    if (!wake.ok()) return wake.status();
+    if (!timer.ok()) return timer.status();
+    wake_ = std::move(*wake);
+    timer_ = std::move(*timer);
+    for (const int fd : {inner_->wake_fd(), timer_.get()}) {
+      if (!sys::watch(wake_.get(), fd, EPOLLIN, 0))
+        return sys::failed(Code::kTransportUnavailable, kDoing, "epoll_ctl", errno);
+    }
+    return {};
+  }
+
+  // 0 disarms it.
+  void wake_at(int64_t when_ns) {
+    if (!timer_) return;
+    itimerspec when{};
+    when.it_value = {when_ns / 1'000'000'000, when_ns % 1'000'000'000};
+    ::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
+  }
+
+  void hang() {
+    hung_ = true;
+    if (wake_) ::epoll_ctl(wake_.get(), EPOLL_CTL_DEL, inner_->wake_fd(), nullptr);
+    wake_at(0);
+  }
+
+  void withhold(Completion completion, int64_t due_ns) {
+    withheld_.push_back({std::move(completion), due_ns});
+    rearm();
+  }
+
+  void rearm() {
+    int64_t next_ns = 0;
+    for (const Withheld& held : withheld_) {
+      if (next_ns == 0 || held.due_ns < next_ns) next_ns = held.due_ns;
+    }
+    wake_at(next_ns);
+  }
+
+  // True: the completion is kept back.
+  bool spoil(Completion& completion) {
+    const auto found = marked_.find(completion.token);
+    if (found == marked_.end()) return false;
+    const Mark mark = found->second;
+    marked_.erase(found);
+    if (mark.rule->action == FaultAction::kDelay) {
+      withhold(std::move(completion), now_ns() + mark.rule->delay_ns);
+      return true;
+    }
+    if (completion.status.ok()) flip_byte(mark.chunk, mark.number);
+    return false;
+  }
+
+  bool release(std::vector<Completion>& ended) {
+    if (withheld_.empty()) return false;
+    const int64_t now = now_ns();
+    const auto kept = std::stable_partition(withheld_.begin(), withheld_.end(),
+                                            [now](const Withheld& held) { return held.due_ns <= now; });
+    const bool any = kept != withheld_.begin();
+    for (auto it = withheld_.begin(); it != kept; ++it) ended.push_back(std::move(it->completion));
+    withheld_.erase(withheld_.begin(), kept);
+    if (any) rearm();
+    return any;
+  }
+
+  std::shared_ptr<Plan> plan_;
+  std::unordered_map<uint64_t, Mark> marked_;
+  std::vector<Withheld> withheld_;
+  Status broken_;
+  bool hung_ = false;
+  UniqueFd timer_, wake_;
+};
+
+class FaultTransport final : public WrappedTransport {
+ public:
+  FaultTransport(std::unique_ptr<Transport> inner, std::vector<FaultRule> rules)
+      : WrappedTransport(std::move(inner)), plan_(std::make_shared<Plan>(std::move(rules))) {}
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    lands_on_device_ |= range.device && inner_->reaches_devices();
+    return inner_->register_memory(range, access);
+  }
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
+    if (lands_on_device_ && plan_->corrupts_data()) {
+      return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
+                                 "corrupt on a transport that stages in host memory (fault+tcp)");
+    }
+    Result<std::unique_ptr<Endpoint>> inner = inner_->open(owner_address, lane);
+    if (!inner.ok()) return inner;
+    return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(*inner), plan_));
+  }
+
+ private:
+  std::shared_ptr<Plan> plan_;
+  bool lands_on_device_ = false;  // by one thread, before the first open()
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> fault_wrap(std::unique_ptr<Transport> inner,
+                                              const TransportOptions& options) {
+  Result<std::vector<FaultRule>> rules = parse_fault_plan(options.fault);
+  if (!rules.ok()) return rules.status();
+  return std::unique_ptr<Transport>(std::make_unique<FaultTransport>(std::move(inner), std::move(*rules)));
+}
+
+}  // namespace kvlink

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// loopback: reads inside this process, by plain copies. The reference for what every transport must do,
+// revocation and fencing included.
+#include <unistd.h>
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "base/blob.h"
+#include "base/host_identity.h"
+#include "lease/stale.h"
+#include "transports/factories.h"
+#include "transports/same_host/copy_endpoint.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kMagic = 0x3170'6f6c;  // "lop1"
+
+struct LentRegion {
+  MemoryRange range;
+  Access access;
+  bool revoked = false;
+};
+
+/// What an endpoint and the owner share about one connection.
+struct Link {
+  uint64_t connection = 0;
+  bool admitted = false, cut = false;
+};
+
+/// The owner's state. `mutex` is held shared while bytes are copied and exclusively while anything is taken
+/// away, so nothing is read after it was revoked, cut or closed.
+struct Owner {
+  const uint64_t id = random_u64();
+  std::shared_mutex mutex;
+  bool closed = false;
+  std::unordered_map<uint64_t, std::shared_ptr<LentRegion>> regions;
+  std::unordered_map<uint64_t, std::shared_ptr<Link>> links;
+  uint64_t last_number = 0;
+};
+
+/// The owners of this process by id.
+class Directory {
+ public:
+  static Directory& instance() {
+    static auto* const directory = new Directory;  // never destroyed: threads may outlive main()
+    return *directory;
+  }
+  void add(const std::shared_ptr<Owner>& owner) {
+    std::lock_guard lock(mutex_);
+    owners_[owner->id] = owner;
+  }
+  void remove(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    owners_.erase(id);
+  }
+  std::shared_ptr<Owner> find(uint64_t id) {
+    std::lock_guard lock(mutex_);
+    const auto found = owners_.find(id);
+    return found == owners_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, std::weak_ptr<Owner>> owners_;
+};
+
+class LoopbackRegion : public MemoryRegion {
+ public:
+  LoopbackRegion(std::shared_ptr<Owner> owner, const MemoryRange& range, Access access)
+      : owner_(std::move(owner)), lent_(std::make_shared<LentRegion>(LentRegion{range, access})) {
+    std::unique_lock lock(owner_->mutex);
+    number_ = ++owner_->last_number;
+    owner_->regions[number_] = lent_;
+  }
+  ~LoopbackRegion() override {
+    std::unique_lock lock(owner_->mutex);
+    lent_->revoked = true;
+    owner_->regions.erase(number_);
+  }
+  std::string remote_key() const override { return BlobWriter().u32(kMagic).u64(number_).take(); }
+
+ private:
+  std::shared_ptr<Owner> owner_;
+  std::shared_ptr<LentRegion> lent_;
+  uint64_t number_ = 0;
+};
+
+class LoopbackEndpoint : public MappedEndpoint {
+ public:
+  explicit LoopbackEndpoint(std::shared_ptr<Owner> owner)
+      : owner_(std::move(owner)), link_(std::make_shared<Link>()) {
+    std::unique_lock lock(owner_->mutex);
+    number_ = ++owner_->last_number;
+    owner_->links[number_] = link_;
+  }
+  ~LoopbackEndpoint() override { close(); }
+
+  std::string hello() const override { return BlobWriter().u32(kMagic).u64(number_).take(); }
+
+  Status establish(std::string_view reply, int64_t) override {
+    BlobReader from(reply);
+    const bool ours = from.u32() == kMagic && from.u64() == number_;
+    if (!from.done() || !ours) return Status::AccessDenied("not a reply of this loopback owner");
+    return check_owner();
+  }
+
+  Result<uint32_t> import_region(std::string_view remote_key) override {
+    BlobReader from(remote_key);
+    const bool ours = from.u32() == kMagic;
+    const uint64_t number = from.u64();
+    if (!from.done() || !ours) return Status::AccessDenied("not a key of a loopback region");
+    std::shared_lock lock(owner_->mutex);
+    const auto found = owner_->regions.find(number);
+    if (found == owner_->regions.end()) return revoked();
+    regions_.push_back(found->second);
+    const LentRegion& lent = *found->second;
+    return add_remote({reinterpret_cast<uint64_t>(lent.range.base), lent.range.bytes, lent.access});
+  }
+
+  int wake_fd() const override { return -1; }
+
+  void close() override {
+    break_down(Status::Unreachable("this loopback endpoint was closed"));
+    std::unique_lock lock(owner_->mutex);
+    owner_->links.erase(number_);
+  }
+
+ protected:
+  Status check_owner() override {
+    std::shared_lock lock(owner_->mutex);
+    return linked();
+  }
+
+  Status read_some(Read& read, Read* behind, size_t budget) override {
+    std::shared_lock lock(owner_->mutex);
+    if (Status status = linked(); !status.ok()) return status;
+    for (const ReadOp& op : read.chunk.ops) {
+      if (regions_[op.region]->revoked) return revoked();
+    }
+    if (Status status = check(read.chunk.guard); !status.ok()) return status;
+    return MappedEndpoint::read_some(read, behind, budget);
+  }
+
+  Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {
+    std::shared_lock lock(owner_->mutex);
+    if (Status status = linked(); !status.ok()) return status;
+    if (regions_[region]->revoked) return revoked();
+    return MappedEndpoint::write_word(region, offset, value);
+  }
+
+ private:
+  static Status revoked() { return Status::AccessDenied("the owner no longer lends this loopback region"); }
+
+  // REQUIRES the owner's mutex.
+  Status check(const Guard& guard) const {
+    if (guard.value == 0) return {};
+    uint64_t word = 0;
+    if (guard.region >= regions_.size()) return Status::AccessDenied("the guard's region is not known");
+    const LentRegion& lent = *regions_[guard.region];
+    if (lent.revoked) return revoked();
+    if (guard.offset % sizeof word != 0 || guard.offset >= lent.range.bytes / sizeof word * sizeof word) {
+      return Status::AccessDenied("the guard is not aligned or leaves its region");
+    }
+    load_words(reinterpret_cast<std::byte*>(&word), lent.range.base + guard.offset, sizeof word);
+    return word == guard.value ? Status{} : stale_blocks(word);
+  }
+
+  // REQUIRES the owner's mutex.
+  Status linked() const {
+    if (owner_->closed) return Status::Unreachable("the loopback owner was closed");
+    if (link_->cut) return Status::Unreachable("the loopback owner cut this connection off");
+    if (!link_->admitted) return Status::AccessDenied("the loopback owner has not accepted this endpoint");
+    return {};
+  }
+
+  std::shared_ptr<Owner> owner_;
+  std::shared_ptr<Link> link_;
+  uint64_t number_ = 0;
+  std::vector<std::shared_ptr<LentRegion>> regions_;
+};
+
+class LoopbackTransport : public Transport {
+ public:
+  LoopbackTransport() { Directory::instance().add(owner_); }
+  ~LoopbackTransport() override { close(); }
+
+  std::string address() const override { return BlobWriter().u32(kMagic).u64(pid_).u64(owner_->id).take(); }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    return std::unique_ptr<MemoryRegion>(std::make_unique<LoopbackRegion>(owner_, range, access));
+  }
+
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+    BlobReader from(owner_address);
+    const bool ours = from.u32() == kMagic;
+    const uint64_t pid = from.u64();
+    const uint64_t id = from.u64();
+    if (!from.done() || !ours) {
+      return Status::Unavailable("not a loopback address", "let both ends run the same version of kvlink");
+    }
+    auto owner = pid == static_cast<uint64_t>(::getpid()) ? Directory::instance().find(id) : nullptr;
+    if (!owner) {
+      return Status::Unavailable("loopback reaches only owners inside this process",
+                                 "enable shm, cma or tcp on both ends");
+    }
+    return std::unique_ptr<Endpoint>(std::make_unique<LoopbackEndpoint>(std::move(owner)));
+  }
+
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    BlobReader from(hello);
+    const bool ours = from.u32() == kMagic;
+    const uint64_t number = from.u64();
+    std::unique_lock lock(owner_->mutex);
+    const auto found = owner_->links.find(number);
+    if (!from.done() || !ours || owner_->closed || found == owner_->links.end()) {
+      return Status::AccessDenied("not the hello of a loopback endpoint of this owner");
+    }
+    found->second->connection = reader.connection_id;
+    found->second->admitted = true;
+    return BlobWriter().u32(kMagic).u64(number).take();
+  }
+
+  bool guards() const override { return true; }
+  void enforce_guards() override { std::unique_lock lock(owner_->mutex); }  // what is being copied ends first
+  bool can_fence() const override { return true; }
+
+  bool fence(uint64_t connection_id) override {
+    std::unique_lock lock(owner_->mutex);
+    bool found = false;
+    for (const auto& [number, link] : owner_->links) {
+      if (!link->admitted || link->connection != connection_id) continue;
+      link->cut = true;
+      found = true;
+    }
+    return found;
+  }
+
+  int serve_fd() const override { return -1; }
+  void serve() override {}
+
+  void close() override {
+    Directory::instance().remove(owner_->id);
+    std::unique_lock lock(owner_->mutex);
+    owner_->closed = true;
+  }
+
+ private:
+  const uint64_t pid_ = static_cast<uint64_t>(::getpid());
+  const std::shared_ptr<Owner> owner_ = std::make_shared<Owner>();
+};
+
+}  // namespace
+
+Status loopback_probe() { return {}; }
+
+Result<std::unique_ptr<Transport>> loopback_make(const TransportOptions&) {
+  return std::unique_ptr<Transport>(std::make_unique<LoopbackTransport>());
+}
+
+}  // namespace kvlink

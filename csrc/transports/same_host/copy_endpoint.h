@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's end of the transports that move bytes themselves (loopback, shm, cma): posts queue up, and
+// poll() works them off in order, a bounded slice at a time. Between two calls no byte moves, so cancel()
+// only forgets.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "base/clock.h"
+#include "memory/streaming_copy.h"
+#include "transport_api/transport.h"
+#include "transports/same_host/remote_regions.h"
+
+namespace kvlink {
+
+class QueuedEndpoint : public Endpoint {
+ public:
+  Window window() const override { return {.chunk_bytes = 4 << 20, .chunk_ops = 4096, .depth = 1}; }
+  bool ordered() const final { return true; }
+  bool copies_in_poll() const final { return true; }
+
+  Status post_read(uint64_t token, const Chunk& chunk) final;
+  Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) final;
+  PollResult poll(std::vector<Completion>& ended) final;
+  bool cancel(uint64_t token) final;
+
+ protected:
+  static constexpr size_t kSliceBytes = 4 << 20;
+
+  struct Read {
+    Chunk chunk = {};
+    uint64_t bytes = 0;
+    Cursor at = {};
+    bool done() const { return at.moved == bytes; }
+  };
+
+  uint32_t add_remote(const Remote& remote) { return remotes_.add(remote); }
+  const Remote& remote(uint32_t region) const { return remotes_[region]; }
+  /// Every later poll() answers `why`, and no post is left.
+  void break_down(Status why);
+
+  /// Whether the owner is still there. Called now and then, and before the first work after a pause.
+  virtual Status check_owner() = 0;
+  /// Moves at most `budget` bytes and advances `read.at`; none means that it wants to be called again later.
+  /// `behind`, the read posted after it or null, may be taken along where that saves something.
+  /// kAccessDenied and kStaleBlocks end this read alone, any other failure the endpoint.
+  virtual Status read_some(Read& read, Read* behind, size_t budget) = 0;
+  virtual Status write_word(uint32_t region, uint64_t offset, uint64_t value) = 0;
+
+ private:
+  struct Post {
+    uint64_t token = 0;
+    Read read = {};  // of no bytes: a write
+    uint32_t region = 0;
+    uint64_t offset = 0, value = 0;
+  };
+
+  Status execute_front(size_t& budget);
+  void notice_owner();
+
+  Remotes remotes_;
+  std::deque<Post> posts_;
+  Status broken_;
+  Interval owner_checks_{kCheckOwnerNs};
+};
+
+/// A QueuedEndpoint whose remote addresses are addresses of this process.
+class MappedEndpoint : public QueuedEndpoint {
+ protected:
+  Status read_some(Read& read, Read* behind, size_t budget) override;
+  Status write_word(uint32_t region, uint64_t offset, uint64_t value) override;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reader's end: fetches the owner's descriptors of memory, and notices its end.
+#pragma once
+
+#include <unistd.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "transports/same_host/fd_protocol.h"
+
+namespace kvlink {
+
+class FdBorrower {
+ public:
+  /// Refuses (kTransportUnavailable, reason and fix) an owner that is not on this host, or out of sight.
+  static Result<FdBorrower> of(uint32_t magic, std::string_view owner_address);
+
+  std::string hello() const { return BlobWriter().u32(magic_).take(); }
+  /// Takes all that the owner lends. Blocks at most `timeout_ns`.
+  Status establish(std::string_view reply, int64_t timeout_ns);
+  /// The descriptor of one offer, whatever it is of: unchecked. Each can be taken once.
+  Result<UniqueFd> take(const FdOffer& wanted);
+  /// kPeerUnreachable once the owner closed, or ended (even when a child of it lives on with the socket).
+  Status check_owner() const;
+  /// Owner and reader are workers of one process.
+  bool in_owner_process() const { return owner_pid_ == ::getpid(); }
+  int wake_fd() const { return wake_.get(); }
+  void close();
+
+ private:
+  struct Received {
+    FdOffer offer;
+    UniqueFd fd;
+  };
+
+  FdBorrower(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
+  /// Makes `call` on the socket again while signals come between; `option` is the time-out that it obeys.
+  template <typename Call>
+  ssize_t in_time(int option, int64_t deadline_ns, Call call);
+  Status connect(int64_t deadline_ns);
+  Status watch_owner();
+  Status receive_all(int64_t deadline_ns);
+  /// Waits for one message. Returns how many regions there are in all.
+  Result<uint32_t> receive(int64_t deadline_ns);
+
+  uint32_t magic_;
+  std::string socket_name_;
+  UniqueFd socket_, pidfd_, wake_;
+  pid_t owner_pid_ = 0;  // 0: in a pid namespace out of sight
+  std::vector<Received> received_;
+};
+
+}  // namespace kvlink

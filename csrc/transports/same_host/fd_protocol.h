@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an owner that lends descriptors and its readers on the same host say to each other; shm and cuda do.
+//
+// The owner listens on an abstract Unix socket (SOCK_SEQPACKET) under a random name. A reader connects, sends
+// the secret that accept() gave it, and gets messages of up to kFdMaxOffers records, each with its descriptor
+// attached (SCM_RIGHTS), until it has `total` of them. The socket then stays open and silent: its end is the
+// other's end.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "base/blob.h"
+#include "memory/memory_range.h"
+
+namespace kvlink {
+
+inline constexpr size_t kFdSecretBytes = 32;
+inline constexpr size_t kMaxNameBytes = 64;   // of boot ids and socket names
+inline constexpr uint32_t kFdMaxOffers = 64;  // in one message; the kernel allows 253 descriptors
+inline constexpr uint32_t kFdMaxOffersInAll = 1 << 16;
+inline constexpr size_t kFdMaxMessageBytes = 8 + kFdMaxOffers * 28;
+
+/// Where such an owner is. `magic` tells the transports apart.
+struct HostAddress {
+  std::string boot_id;
+  uint64_t net_namespace = 0;
+  std::string socket;  // without the leading zero byte
+
+  std::string blob(uint32_t magic) const {
+    return BlobWriter().u32(magic).bytes(boot_id).u64(net_namespace).bytes(socket).take();
+  }
+  static Result<HostAddress> parse(uint32_t magic, std::string_view blob) {
+    BlobReader from(blob);
+    const bool ours = from.u32() == magic;
+    HostAddress parsed;
+    parsed.boot_id = from.bytes(kMaxNameBytes);
+    parsed.net_namespace = from.u64();
+    parsed.socket = from.bytes(kMaxNameBytes);
+    if (from.done() && ours && !parsed.socket.empty()) return parsed;
+    return Status::Unavailable("not an address of this transport",
+                               "let both ends run the same version of kvlink");
+  }
+};
+
+/// What one descriptor is lent for: a piece of a memfd, or a whole allocation of a GPU.
+struct FdOffer {
+  uint64_t id = 0, offset = 0, bytes = 0;
+  Access access = Access::kRead;
+
+  bool operator==(const FdOffer&) const = default;
+  void write(BlobWriter& to) const { to.u64(id).u64(offset).u64(bytes).u32(static_cast<uint32_t>(access)); }
+  /// False: not an offer.
+  bool read(BlobReader& from) {
+    id = from.u64();
+    offset = from.u64();
+    bytes = from.u64();
+    const uint32_t value = from.u32();
+    access = static_cast<Access>(value);
+    return from.ok() && value <= kLastAccess && bytes != 0 && bytes <= UINT64_MAX - offset;
+  }
+};
+
+}  // namespace kvlink

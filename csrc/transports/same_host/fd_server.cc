@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/same_host/fd_server.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "base/host_identity.h"
+#include "base/sys.h"
+
+namespace kvlink {
+namespace {
+
+constexpr int kMaxEvents = 16;        // handled by one serve()
+constexpr size_t kMaxStrangers = 64;  // clients that have not shown a secret
+constexpr size_t kMaxInvitations = 1024, kMaxInvitationsOfOne = 256;
+constexpr int kBacklog = 64;
+
+Status cannot_listen(const char* call) {
+  return sys::transport_failed("cannot listen on a Unix socket", call, errno);
+}
+
+// Given up for a moment to refuse a reader when no other descriptor is left.
+UniqueFd open_spare() { return UniqueFd(sys::open_file("/dev/null", O_RDONLY)); }
+
+bool watch(int epoll, int fd) { return sys::watch(epoll, fd, EPOLLIN, static_cast<uint64_t>(fd)); }
+
+bool rewatch(int epoll, int fd, uint32_t events) {
+  return sys::rewatch(epoll, fd, events, static_cast<uint64_t>(fd));
+}
+
+std::string random_name() {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string name = "kvlink-";
+  for (const char byte : random_bytes(16)) name += {kHex[byte >> 4 & 15], kHex[byte & 15]};
+  return name;
+}
+
+bool is_trusted(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
+         (peer.uid == ::geteuid() || peer.uid == 0);
+}
+
+// One message with its descriptors. False with errno when the socket does not take it now.
+bool send_message(int socket, std::string_view bytes, const std::vector<int>& fds) {
+  iovec part{const_cast<char*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control.data();
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  }
+  return ::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
+  UniqueFd listener(sys::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK));
+  if (!listener) return cannot_listen("socket");
+  const std::string name = random_name();
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // the zero before it: abstract
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  if (::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) return cannot_listen("bind");
+  if (::listen(listener.get(), kBacklog) != 0) return cannot_listen("listen");
+  Result<UniqueFd> epoll = sys::epoll("cannot listen on a Unix socket");
+  if (!epoll.ok()) return epoll.status();
+  if (!watch(epoll->get(), listener.get())) return cannot_listen("epoll_ctl");
+  UniqueFd spare = open_spare();
+  if (!spare) return cannot_listen("open");
+  return std::shared_ptr<FdLender>(
+      new FdLender(magic, name, std::move(listener), std::move(*epoll), std::move(spare)));
+}
+
+FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare)
+    : magic_(magic),
+      name_(std::move(name)),
+      listener_(std::move(listener)),
+      epoll_(std::move(epoll)),
+      spare_(std::move(spare)),
+      quota_(kMaxInvitationsOfOne, kMaxInvitations) {}
+
+std::string FdLender::address() const {
+  return HostAddress{boot_id(), namespace_inode("net"), name_}.blob(magic_);
+}
+
+FdOffer FdLender::lend(UniqueFd fd, FdOffer offer) {
+  std::lock_guard lock(mutex_);
+  offer.id = ++last_id_;
+  lent_[offer.id] = std::make_shared<const Lent>(Lent{offer, std::move(fd)});
+  return offer;
+}
+
+void FdLender::revoke(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  lent_.erase(id);
+}
+
+Result<std::string> FdLender::accept(uint64_t caller, std::string_view hello) {
+  BlobReader from(hello);
+  const bool ours = from.u32() == magic_;
+  if (!from.done() || !ours) return Status::AccessDenied("not the hello of a reader of this transport");
+  std::lock_guard lock(mutex_);
+  const uint64_t number = ++last_invitation_;
+  if (const auto dropped = quota_.add(caller, number)) invitations_.erase(*dropped);
+  const Invitation& issued = invitations_[number] = {caller, random_bytes(kFdSecretBytes)};
+  return BlobWriter().u32(magic_).bytes(issued.secret).take();
+}
+
+bool FdLender::redeem(std::string_view secret) {
+  auto found = invitations_.end();
+  for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
+    if (same_secret(it->second.secret, secret)) found = it;  // no early end: the time must not tell which one
+  }
+  if (found == invitations_.end()) return false;
+  quota_.remove(found->second.caller, found->first);
+  invitations_.erase(found);
+  return true;
+}
+
+void FdLender::serve() {
+  std::lock_guard lock(mutex_);
+  if (!listener_) return;
+  std::array<epoll_event, kMaxEvents> events;
+  const int num_events = ::epoll_wait(epoll_.get(), events.data(), kMaxEvents, 0);
+  for (int i = 0; i < num_events; ++i) {
+    const auto fd = static_cast<int>(events[i].data.u64);
+    if (fd == listener_.get()) {
+      greet();
+    } else if (const auto client = clients_.find(fd); client != clients_.end()) {
+      const bool was_stranger = !client->second.admitted;
+      const bool keep = attend(client->second, events[i].events);
+      if (was_stranger && (!keep || client->second.admitted)) --num_strangers_;
+      if (!keep) clients_.erase(client);
+    }
+  }
+}
+
+void FdLender::greet() {
+  UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!socket && (errno == EMFILE || errno == ENFILE)) {
+    spare_.reset();
+    UniqueFd(::accept(listener_.get(), nullptr, nullptr));  // closed at once: the reader sees why not
+    spare_ = open_spare();
+  }
+  if (!socket || !is_trusted(socket.get())) return;
+  if (num_strangers_ == kMaxStrangers) make_room();
+  const int fd = socket.get();
+  if (!watch(epoll_.get(), fd)) return;
+  Client& client = clients_[fd];
+  client.socket = std::move(socket);
+  client.arrival = ++num_arrivals_;
+  ++num_strangers_;
+}
+
+void FdLender::make_room() {
+  auto oldest = clients_.end();
+  for (auto it = clients_.begin(); it != clients_.end(); ++it) {
+    if (it->second.admitted) continue;
+    if (oldest == clients_.end() || it->second.arrival < oldest->second.arrival) oldest = it;
+  }
+  if (oldest == clients_.end()) return;
+  clients_.erase(oldest);
+  --num_strangers_;
+}
+
+bool FdLender::attend(Client& client, uint32_t events) {
+  if ((events & ~uint32_t{EPOLLOUT}) != 0 && !hear(client)) return false;
+  return !client.admitted || client.all_sent || send_offers(client);
+}
+
+// Clients say one thing, their secret. Anything else, the end included, is the end.
+bool FdLender::hear(Client& client) {
+  std::array<char, kFdSecretBytes + 1> heard;
+  const ssize_t size = ::recv(client.socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
+  if (size < 0) return errno == EAGAIN || errno == EINTR;
+  if (size == 0 || client.admitted || !redeem({heard.data(), static_cast<size_t>(size)})) return false;
+  client.admitted = true;
+  for (const auto& [id, lent] : lent_) client.offers.push_back(lent);
+  return true;
+}
+
+bool FdLender::send_offers(Client& client) {
+  do {
+    const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kFdMaxOffers);
+    BlobWriter message;
+    message.u32(static_cast<uint32_t>(client.offers.size())).u32(static_cast<uint32_t>(count));
+    std::vector<int> fds;
+    for (size_t i = 0; i < count; ++i) {
+      const Lent& lent = *client.offers[client.num_sent + i];
+      lent.offer.write(message);
+      fds.push_back(lent.fd.get());
+    }
+    if (!send_message(client.socket.get(), message.take(), fds)) {
+      const bool later = errno == EAGAIN || errno == EINTR;
+      return later && rewatch(epoll_.get(), client.socket.get(), EPOLLIN | EPOLLOUT);
+    }
+    client.num_sent += count;
+  } while (client.num_sent < client.offers.size());
+  client.all_sent = true;
+  client.offers.clear();
+  return rewatch(epoll_.get(), client.socket.get(), EPOLLIN);
+}
+
+void FdLender::close() {
+  std::lock_guard lock(mutex_);
+  listener_.reset();
+  clients_.clear();
+  lent_.clear();
+  invitations_.clear();
+  quota_.clear();
+  spare_.reset();
+  epoll_.reset();
+}
+
+}  // namespace kvlink

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's end: a Unix socket that hands descriptors of memory to readers that know a secret. A client can
+// neither block nor starve it: nothing here waits, and the oldest client that has not shown its secret makes
+// room for new ones.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/caller_quota.h"
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "transports/same_host/fd_protocol.h"
+
+namespace kvlink {
+
+/// Every method may be called from any thread; serve() from one at a time.
+class FdLender {
+ public:
+  /// `magic` is the transport's, in all that it says to readers.
+  static Result<std::shared_ptr<FdLender>> listen(uint32_t magic);
+
+  /// For readers: where it is.
+  std::string address() const;
+  /// For the reader that said `hello`: a secret that admits one reader once. When too many are unused, those
+  /// of the same caller lapse first.
+  Result<std::string> accept(uint64_t caller, std::string_view hello);
+  /// Hands `fd` to every later reader. Returns what it offers.
+  FdOffer lend(UniqueFd fd, FdOffer offer);
+  /// No later reader gets it; earlier ones keep their mapping.
+  void revoke(uint64_t id);
+
+  int serve_fd() const { return epoll_.get(); }
+  void serve();
+  void close();
+
+ private:
+  struct Lent {
+    FdOffer offer;
+    UniqueFd fd;
+  };
+  struct Invitation {
+    uint64_t caller;
+    std::string secret;
+  };
+  struct Client {
+    UniqueFd socket;
+    uint64_t arrival = 0;
+    bool admitted = false;
+    std::vector<std::shared_ptr<const Lent>> offers;  // fixed when admitted
+    size_t num_sent = 0;
+    bool all_sent = false;
+  };
+
+  FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare);
+  void greet();
+  void make_room();
+  /// False: the client is to be dropped.
+  bool attend(Client& client, uint32_t events);
+  bool hear(Client& client);
+  bool send_offers(Client& client);
+  bool redeem(std::string_view secret);
+
+  const uint32_t magic_;
+  const std::string name_;
+  std::mutex mutex_;  // guards all below; never held while waiting
+  UniqueFd listener_, epoll_;
+  UniqueFd spare_;  // given up for a moment to turn clients away when descriptors run out
+  std::unordered_map<int, Client> clients_;
+  std::unordered_map<uint64_t, std::shared_ptr<const Lent>> lent_;
+  std::unordered_map<uint64_t, Invitation> invitations_;  // by a number of their own
+  CallerQuota quota_;
+  uint64_t last_id_ = 0, last_invitation_ = 0, num_arrivals_ = 0;
+  uint64_t num_strangers_ = 0;  // clients that are not yet admitted
+};
+
+}  // namespace kvlink

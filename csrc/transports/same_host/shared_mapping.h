@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host memory that processes of one machine share: a piece of a memfd, lent and mapped.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "memory/memory_range.h"
+#include "transports/same_host/fd_client.h"
+#include "transports/same_host/fd_protocol.h"
+#include "transports/same_host/fd_server.h"
+
+namespace kvlink {
+
+/// Lends `range` to later readers; read-only descriptors for all but kWriteWords, so that no bug of theirs
+/// writes to it. Refuses (kTransportUnavailable, the reason alone) what is not in a memfd, or in one that
+/// could shrink.
+Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access);
+
+/// It has those bytes, and never shrinks.
+bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes);
+
+/// A reader's mapping of what was lent; it need not start on a page.
+class MemfdMapping {
+ public:
+  MemfdMapping(MemfdMapping&& other) noexcept
+      : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_), skip_(other.skip_) {}
+  MemfdMapping& operator=(MemfdMapping&&) = delete;
+  ~MemfdMapping();
+
+  /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks: no owner may kill
+  /// its readers by SIGBUS.
+  static Result<MemfdMapping> make(FdBorrower& borrower, const FdOffer& offer);
+
+  uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }
+
+ private:
+  MemfdMapping() = default;
+
+  void* start_ = nullptr;
+  uint64_t bytes_ = 0, skip_ = 0;
+};
+
+}  // namespace kvlink

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// shm: the pool lies in a memfd that the reader maps too, so a read is a copy in user space and the owner's
+// threads take no part. Readers get pools as read-only descriptors, so that no bug of theirs writes to one. A
+// mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "transports/factories.h"
+#include "transports/same_host/copy_endpoint.h"
+#include "transports/same_host/fd_client.h"
+#include "transports/same_host/fd_server.h"
+#include "transports/same_host/shared_mapping.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kShmMagic = 0x316d'6873;  // "shm1"
+
+class ShmEndpoint : public MappedEndpoint {
+ public:
+  explicit ShmEndpoint(FdBorrower borrower) : borrower_(std::move(borrower)) {}
+  ~ShmEndpoint() override { close(); }
+
+  std::string hello() const override { return borrower_.hello(); }
+  Status establish(std::string_view reply, int64_t timeout_ns) override {
+    return borrower_.establish(reply, timeout_ns);
+  }
+
+  Result<uint32_t> import_region(std::string_view remote_key) override {
+    BlobReader from(remote_key);
+    const bool ours = from.u32() == kShmMagic;
+    FdOffer wanted;
+    if (!wanted.read(from) || !from.done() || !ours) return Status::AccessDenied("not a key of a shm region");
+    Result<MemfdMapping> mapping = MemfdMapping::make(borrower_, wanted);
+    if (!mapping.ok()) return mapping.status();
+    mappings_.push_back(std::move(*mapping));
+    return add_remote({mappings_.back().address(), wanted.bytes, wanted.access});
+  }
+
+  int wake_fd() const override { return borrower_.wake_fd(); }
+
+  void close() override {
+    break_down(Status::Unreachable("this shm endpoint was closed"));
+    borrower_.close();
+    mappings_.clear();
+  }
+
+ protected:
+  Status check_owner() override { return borrower_.check_owner(); }
+
+ private:
+  FdBorrower borrower_;
+  std::vector<MemfdMapping> mappings_;
+};
+
+class ShmRegion : public MemoryRegion {
+ public:
+  ShmRegion(std::shared_ptr<FdLender> lender, const FdOffer& offer)
+      : lender_(std::move(lender)), offer_(offer) {}
+  ~ShmRegion() override { lender_->revoke(offer_.id); }
+
+  std::string remote_key() const override {
+    BlobWriter key;
+    key.u32(kShmMagic);
+    offer_.write(key);
+    return key.take();
+  }
+
+ private:
+  std::shared_ptr<FdLender> lender_;
+  FdOffer offer_;
+};
+
+class ShmTransport : public Transport {
+ public:
+  explicit ShmTransport(std::shared_ptr<FdLender> lender) : lender_(std::move(lender)) {}
+  ~ShmTransport() override { close(); }
+
+  std::string address() const override { return lender_->address(); }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
+    if (!offer.ok()) {
+      const Status why = offer.status();
+      return Status{why.code(), "shm cannot lend this memory: " + why.what(),
+                    why.fix().empty() ? "allocate the pool with BlockPool.allocate(...), or use cma or tcp"
+                                      : why.fix()};
+    }
+    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(lender_, *offer));
+  }
+
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+    Result<FdBorrower> borrower = FdBorrower::of(kShmMagic, owner_address);
+    if (!borrower.ok()) return borrower.status();
+    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
+  }
+
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return lender_->accept(reader.caller, hello);
+  }
+  bool fence(uint64_t) override { return false; }
+  int serve_fd() const override { return lender_->serve_fd(); }
+  void serve() override { lender_->serve(); }
+  void close() override { lender_->close(); }
+
+ private:
+  const std::shared_ptr<FdLender> lender_;
+};
+
+}  // namespace
+
+Status shm_probe() {
+  const UniqueFd memfd(::memfd_create("kvlink-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memfd && ::access(("/proc/self/fd/" + std::to_string(memfd.get())).c_str(), R_OK) == 0) return {};
+  return Status::Unavailable(
+      memfd ? "/proc is not mounted" : std::string("memfd_create: ") + std::strerror(errno),
+      "run on Linux with /proc mounted and memfd_create allowed by the seccomp profile");
+}
+
+Result<std::unique_ptr<Transport>> shm_make(const TransportOptions&) {
+  Result<std::shared_ptr<FdLender>> lender = FdLender::listen(kShmMagic);
+  if (!lender.ok()) return lender.status();
+  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*lender)));
+}
+
+}  // namespace kvlink

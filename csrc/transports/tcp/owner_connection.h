@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner's end of one admitted connection: frames in, payload out straight from the lent memory.
+//
+// Frames run strictly in order, and one runs only when the payload of all earlier ones is with the kernel: a
+// lease slot read behind a data read therefore vouches for it.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "transports/tcp/device_payload.h"
+#include "transports/tcp/protocol.h"
+#include "transports/tcp/send_queue.h"
+
+namespace kvlink::tcp {
+
+/// Every call under the owner's lock, which also guards `regions` and `source`.
+class ServedConnection {
+ public:
+  ServedConnection(UniqueFd socket, uint64_t connection_id, const LentRegions& regions, DeviceSource* source)
+      : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions), source_(source) {}
+
+  /// Works until there is nothing to do or its share of this round is used up.
+  Wants serve();
+  /// Part of a response under way, or the word that it is sent under, comes from `region`.
+  bool sends_from(const LentRegion& region) const {
+    return outbox_.touches(region) || (device_ && device_->touches(region)) ||
+           (is_sending() && guard_.word && region.meets(guard_.word, sizeof(uint64_t)));
+  }
+  /// On return nothing more is sent under a guard that fails now.
+  void enforce_guard() {
+    if (is_sending() && !guard_.holds()) withhold();
+  }
+  /// A lease slot was read last, and that was not hushed for yet: what comes next is most likely a lone
+  /// settle.
+  bool expects_write() const { return expects_write_; }
+  bool hushed() const { return hushed_; }
+  /// A hushed socket is not readable for one lone write.
+  void set_hushed(bool hushed);
+  int socket() const { return socket_.get(); }
+  uint64_t connection_id() const { return connection_id_; }
+
+  Wants armed = Wants::kRequests;  // what epoll watches for
+
+ private:
+  enum class Step : uint8_t { kDone, kNeedsMore, kMalformed };
+
+  /// Of the response under way.
+  struct HeldGuard {
+    const std::byte* word = nullptr;  // null: there is none
+    uint64_t value = 0;
+    uint64_t found() const;
+    bool holds() const { return word == nullptr || found() == value; }
+  };
+
+  bool is_sending() const { return !outbox_.empty() || (device_ && !device_->empty()); }
+  void withhold();
+  void refuse(ReadStatus status, uint64_t why);
+  ReadStatus hold_guard(const GuardEntry& entry);
+
+  Step run_next_frame();
+  Step answer_read(const RequestHeader& header, const std::byte* entries);
+  Step store(const RequestHeader& header, const std::byte* entry);
+  ReadStatus gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
+  void gather_words(const std::byte* from, uint64_t bytes);
+  ReadStatus gather_device(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
+  /// The frame at `begin_` when it is here completely, else 0 bytes long.
+  size_t whole_frame(RequestHeader& header) const;
+  bool read_follows() const;
+
+  static constexpr size_t kSliceBytes = sizeof(ResponseHeader) + kMaxFrameBytes;
+  static constexpr size_t kInboxBytes = 32 << 10;
+  static_assert(kInboxBytes >= kMaxRequestBytes);
+
+  UniqueFd socket_;
+  uint64_t connection_id_;
+  const LentRegions& regions_;
+  DeviceSource* const source_;  // null: no memory of a device is lent
+  std::vector<std::byte> inbox_ = std::vector<std::byte>(kInboxBytes);
+  size_t begin_ = 0, end_ = 0;  // of what inbox_ holds
+  Outbox outbox_;
+  HeldGuard guard_;
+  ResponseHeader response_{};              // the one under way
+  uint64_t response_sent_ = 0;             // bytes of it, header included
+  std::unique_ptr<DevicePayload> device_;  // null until one is asked for
+  std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
+  size_t copied_bytes_ = 0;
+  bool expects_write_ = false, hushed_ = false;
+  std::atomic<uint64_t> frames_{0};  // read so far; a barrier between them
+};
+
+}  // namespace kvlink::tcp

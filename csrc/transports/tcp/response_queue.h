@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The responses a connection still expects, in order, and the places where the next bytes of the stream go.
+//
+// Responses come in order, so headers and payload land by one scattered receive, ahead of knowing that each
+// header says "ok". When one says "refused", no payload follows, and what landed in its place belongs to
+// later responses: it is taken back and landed again. Only one payload at a time lands ahead of its header,
+// so nothing is overwritten.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport_api/ops.h"
+#include "transports/tcp/protocol.h"
+
+namespace kvlink::tcp {
+
+class Landing {
+ public:
+  /// `peer` goes into sentences.
+  explicit Landing(std::string peer) : peer_(std::move(peer)) {}
+
+  bool empty() const { return first_ == responses_.size(); }
+  /// Behind everything expected so far. `bytes` is the sum over the ops; each kMaxFrameBytes of them are a
+  /// response of their own, whose ids count up from `id`. The chunk is borrowed.
+  void expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes);
+  /// Nothing of `token` lands from now on; its bytes are drained elsewhere.
+  void forget(uint64_t token);
+  void forget_all();
+
+  /// Where the next bytes go, never empty; about `budget` bytes in all. Valid until the next call of any
+  /// method.
+  std::span<iovec> places(size_t budget);
+  /// The first `bytes` of places() were received. Not ok: the stream is not what was asked for.
+  Status landed(size_t bytes, std::vector<Completion>& ended);
+
+ private:
+  struct Cursor {
+    uint32_t op = 0;
+    uint32_t segment = 0;  // of the op
+    uint32_t offset = 0;   // in the segment
+  };
+  struct Response {
+    uint64_t token;
+    uint64_t bytes;  // of payload when not refused
+    uint64_t got;    // of header and payload
+    Chunk chunk;     // empty once forgotten
+    Cursor at;       // where the next payload byte lands
+    uint32_t id;
+    bool last;  // of its token
+    bool forgotten;
+    // Header, and behind it the payload of a small read, which is copied out when complete.
+    std::array<std::byte, sizeof(ResponseHeader) + kMaxAtomicBytes> head;
+
+    bool small() const { return bytes <= kMaxAtomicBytes; }
+    bool proven() const { return got >= sizeof(ResponseHeader); }
+    uint64_t total() const { return sizeof(ResponseHeader) + bytes; }
+  };
+
+  void place(void* base, size_t bytes);
+  bool place_payload(const Response& response, size_t budget);
+  /// `taken` < `bytes` when a refusal shows that the rest landed in the wrong place.
+  Status land(size_t bytes, size_t& taken, std::vector<Completion>& ended);
+  Status land_header(Response& response, std::vector<Completion>& ended, bool& refused);
+  void scatter_small(const Response& response) const;
+  void take_back(size_t skip, size_t bytes);
+  size_t land_again(size_t from);
+  void pop();
+  static iovec segment_at(const Response& response, const Cursor& at);
+  static void advance(const Response& response, Cursor& at, uint64_t bytes);
+
+  static constexpr size_t kMaxPlaces = 1024;  // IOV_MAX
+  static constexpr size_t kScratchBytes = 64 << 10;
+
+  std::string peer_;
+  std::vector<Response> responses_;  // expected from first_ on
+  size_t first_ = 0;
+  std::vector<iovec> places_;
+  size_t placed_bytes_ = 0;
+  std::vector<std::byte> taken_back_;
+  std::byte stray_{};                     // when nothing is expected, the end of the stream is
+  std::unique_ptr<std::byte[]> scratch_;  // made when first needed
+};
+
+}  // namespace kvlink::tcp

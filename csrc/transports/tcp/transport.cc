@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tcp transport: reads as frames over a socket, answered by a thread of the owner. Goes anywhere.
+#include <sys/socket.h>
+
+#include <cerrno>
+
+#include "base/sys.h"
+#include "base/unique_fd.h"
+#include "transports/factories.h"
+#include "transports/tcp/owner.h"
+#include "transports/tcp/reader.h"
+
+namespace kvlink {
+namespace {
+
+class TcpTransport final : public Transport {
+ public:
+  explicit TcpTransport(std::shared_ptr<tcp::Owner> owner) : owner_(std::move(owner)) {}
+  ~TcpTransport() override { close(); }
+
+  std::string address() const override { return owner_->address().encode(); }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot lend empty memory");
+    return owner_->lend(range, access);
+  }
+  Status lend_through(std::shared_ptr<Bounce> bounce) override {
+    return owner_->send_through(std::move(bounce));
+  }
+
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
+    const Result<tcp::Address> address = tcp::Address::parse(owner_address);
+    if (!address.ok()) return address.status();
+    return tcp::make_reader(*address, lane);
+  }
+
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    const Status known = tcp::check_hello(hello);
+    if (!known.ok()) return known;
+    return owner_->admit(reader).encode();
+  }
+
+  bool guards() const override { return true; }
+  void enforce_guards() override { owner_->enforce_guards(); }
+  bool can_fence() const override { return true; }
+  bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
+  int serve_fd() const override { return owner_->serve_fd(); }
+  void serve() override { owner_->serve(); }
+  void close() override { owner_->close(); }
+
+ private:
+  std::shared_ptr<tcp::Owner> owner_;  // regions that outlive the transport hold it too
+};
+
+}  // namespace
+
+Status tcp_probe() {
+  for (const int family : {AF_INET, AF_INET6}) {
+    if (UniqueFd(sys::socket(family, SOCK_STREAM))) return {};
+  }
+  return sys::failed(Code::kTransportUnavailable, "this process cannot open tcp sockets", "socket", errno);
+}
+
+Result<std::unique_ptr<Transport>> tcp_make(const TransportOptions& options) {
+  Result<std::shared_ptr<tcp::Owner>> owner = tcp::Owner::listen(options);
+  if (!owner.ok()) return owner.status();
+  return std::unique_ptr<Transport>(std::make_unique<TcpTransport>(std::move(*owner)));
+}
+
+}  // namespace kvlink

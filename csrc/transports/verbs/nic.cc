@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/verbs/nic.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <fstream>
+
+#include "base/sys.h"
+#include "transports/verbs/gid.h"
+#include "transports/verbs/queue_pair.h"
+#include "transports/verbs/rdma_cm.h"
+
+namespace kvlink::verbs {
+namespace {
+
+constexpr const char* kNodes = "/sys/class/infiniband_verbs/";  // one of each device, gone before it is
+constexpr uint32_t kMostSge = 32;
+constexpr uint32_t kMostWrs = 1024;
+constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
+constexpr uint32_t kMostReads = 16;  // more in flight on one queue pair gained nothing where it was measured
+
+std::string errno_text(int error) { return std::strerror(error); }
+
+Status unusable(const std::string& nic, const std::string& what, const std::string& fix) {
+  return Status::Unavailable("RDMA port " + nic + " " + what, fix);
+}
+
+std::string gid_type(const std::string& device, uint8_t port, int index) {
+  std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) +
+                     "/gid_attrs/types/" + std::to_string(index));
+  std::string type;
+  std::getline(file, type);  // fails for an empty entry
+  return type;
+}
+
+/// Higher is better: routable before local, IPv4 before IPv6; 0 is no address at all.
+int rank(const Gid& gid) {
+  if (std::all_of(gid.begin(), gid.end(), [](char byte) { return byte == 0; })) return 0;
+  if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
+  return gid[0] == '\xfe' && gid[1] == '\x80' ? 1 : 3;
+}
+
+struct DeviceList {
+  const Api& api;
+  int count = 0;
+  ibv_device** devices;
+
+  explicit DeviceList(const Api& api) : api(api), devices(api.get_device_list(&count)) {}
+  ~DeviceList() {
+    if (devices) api.free_device_list(devices);
+  }
+  ibv_device* find(const std::string& name) const {
+    for (int i = 0; i < count; ++i) {
+      if (name == api.get_device_name(devices[i])) return devices[i];
+    }
+    return nullptr;
+  }
+  std::string names() const {
+    std::string all;
+    for (int i = 0; i < count; ++i) all += (i ? ", " : "") + std::string(api.get_device_name(devices[i]));
+    return all.empty() ? "none" : all;
+  }
+};
+
+Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
+  const size_t colon = name.find(':');
+  if (colon == std::string::npos) return std::pair{name, uint8_t{1}};
+  uint8_t port = 0;
+  const char* const end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + colon + 1, end, port);
+  if (error != std::errc{} || stop != end || port == 0) {
+    return Status::Config("\"" + name + "\" names no RDMA port: write mlx5_0 or mlx5_0:1");
+  }
+  return std::pair{name.substr(0, colon), port};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Nic>> Nic::open(const NicPlace& place, const Manner& manner) {
+  const std::string& device = place.device;
+  const Result<const Api*> loaded = verbs::api();
+  if (!loaded.ok()) return loaded.status();
+  const Api& api = **loaded;
+  const DeviceList list(api);
+  ibv_device* const found = list.find(device);
+  if (!found) {
+    return Status{Code::kConfig, "there is no RDMA device " + device, "choose from " + list.names()};
+  }
+  Owned<ibv_context> context(api.open_device(found), api.close_device);
+  if (!context) {
+    return Status::Unavailable(
+        "opening RDMA device " + device + ": " + errno_text(errno),
+        "make /dev/infiniband/uverbs* readable and writable for this user; in a container "
+        "pass --device=/dev/infiniband");
+  }
+  Owned<ibv_pd> pd(api.alloc_pd(context.get()), api.dealloc_pd);
+  if (!pd) {
+    return Status::Unavailable("RDMA device " + device + " gives no protection domain: " + errno_text(errno),
+                               {});
+  }
+  if (!sys::set_nonblocking(context->async_fd)) {
+    return sys::transport_failed("opening RDMA device " + device, "fcntl", errno);
+  }
+  auto nic = std::make_shared<Nic>(api, std::move(context), std::move(pd), place, manner,
+                                   DeviceNode(std::string(kNodes) + found->dev_name));
+  if (Status status = nic->choose_way(found->transport_type); !status.ok()) return status;
+  if (Status status = nic->find_limits(); !status.ok()) return status;
+  if (Status status = nic->find_address(); !status.ok()) return status;
+  return nic;
+}
+
+Nic::Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, NicPlace place, const Manner& manner,
+         DeviceNode node)
+    : api_(api),
+      context_(std::move(context)),
+      pd_(std::move(pd)),
+      place_(std::move(place)),
+      name_(place_.device + ":" + std::to_string(place_.port)),
+      manner_(manner),
+      node_(std::move(node)) {}
+
+Status Nic::choose_way(ibv_transport_type transport) {
+  const Way wish = manner_.way;
+  iwarp_ = transport == IBV_TRANSPORT_IWARP;
+  by_cm_ = wish == Way::kCm || (wish == Way::kByDevice && iwarp_);
+  if (iwarp_ && !by_cm_) {
+    return unusable(name_, "is iWARP, which connects through rdma_cm alone", "unset KVLINK_RDMA_CONNECT");
+  }
+  return by_cm_ ? cm_usable() : Status{};
+}
+
+Status Nic::find_limits() {
+  ibv_device_attr device{};
+  if (const int error = api_.query_device(context_.get(), &device)) {
+    return unusable(name_, "cannot be asked for its limits: " + errno_text(error), {});
+  }
+  if (place_.port > device.phys_port_cnt) {
+    return Status::Config("RDMA device " + place_.device + " has " + std::to_string(device.phys_port_cnt) +
+                          " ports; there is no port " + std::to_string(place_.port));
+  }
+  const auto within = [](int limit, uint32_t most) {
+    return static_cast<uint32_t>(std::clamp<int64_t>(limit, 1, most));
+  };
+  const int sge_rd = device.max_sge_rd > 0 ? device.max_sge_rd : device.max_sge;
+  limits_.max_sge = within(std::min(sge_rd, device.max_sge), kMostSge);
+  if (iwarp_) limits_.max_sge = 1;  // whatever it says: a read response names one place
+  limits_.max_wrs = within(device.max_qp_wr, kMostWrs);
+  limits_.reads_out = within(device.max_qp_init_rd_atom, kMostReads);
+  limits_.reads_in = within(device.max_qp_rd_atom, kMostReads);
+  limits_.max_cqes = device.max_cqe;
+  ibv_port_attr port{};
+  if (Status status = query(port); !status.ok()) return status;
+  limits_.max_read_bytes = std::max<uint64_t>(port.max_msg_sz, 1);
+  ethernet_ = port.link_layer == IBV_LINK_LAYER_ETHERNET;
+  return {};
+}
+
+Status Nic::query(ibv_port_attr& port) const {
+  const int error = api_.query_port(context_.get(), place_.port, &port);
+  if (error == 0) return {};
+  return unusable(name_, "does not answer: " + errno_text(error), "was the device removed? see dmesg");
+}
+
+Status Nic::find_address() {
+  ibv_port_attr port{};
+  if (Status status = query(port); !status.ok()) return status;
+  std::lock_guard lock(mutex_);
+  mtu_ = port.active_mtu;
+  lid_ = port.lid;
+  const bool roce = ethernet_ && !iwarp_;
+  int best = 0;
+  for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
+    ibv_gid found;
+    if (api_.query_gid(context_.get(), place_.port, index, &found) != 0) continue;
+    Gid gid;
+    std::memcpy(gid.data(), found.raw, gid.size());
+    if (rank(gid) <= best || (roce && gid_type(place_.device, place_.port, index) != "RoCE v2")) continue;
+    best = rank(gid);
+    gid_index_ = static_cast<uint8_t>(index);
+    gid_ = gid;
+  }
+  if (roce && best == 0) {
+    return unusable(name_, "has no RoCE v2 address",
+                    "give its network interface an IP address and bring it up");
+  }
+  return {};
+}
+
+ibv_mtu Nic::mtu() const {
+  std::lock_guard lock(mutex_);
+  return mtu_;
+}
+
+uint8_t Nic::gid_index() const {
+  std::lock_guard lock(mutex_);
+  return gid_index_;
+}
+
+NicAddress Nic::address() const {
+  std::lock_guard lock(mutex_);
+  return {name_, ethernet_, lid_, gid_, by_cm_, place_.mbps};
+}
+
+Status Nic::check() const {
+  if (gone()) return unusable(name_, "is gone", "it is used again by itself once it is back; see dmesg");
+  ibv_port_attr port{};
+  if (Status status = query(port); !status.ok()) return status;
+  if (port.state == IBV_PORT_ACTIVE) return {};
+  return unusable(name_, "is down",
+                  ethernet_ ? "ip link set its interface up, or check the cable"
+                            : "check the cable and the subnet manager");
+}
+
+Status Nic::why_lost() const { return Status::Unreachable("RDMA port " + name_ + " " + how_lost()); }
+
+std::string Nic::how_lost() const {
+  std::lock_guard lock(mutex_);
+  return why_lost_;
+}
+
+void Nic::lose(const std::string& why, bool for_good) {
+  {
+    std::lock_guard lock(mutex_);
+    why_lost_ = why;
+  }
+  if (for_good) gone_.store(true, std::memory_order_release);
+  losses_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void Nic::look() {
+  if (!gone() && node_.gone()) remove();
+}
+
+void Nic::remove() {
+  if (!gone()) lose("was removed", true);
+}
+
+void Nic::take_events() {
+  ibv_async_event event;
+  while (api_.get_async_event(context_.get(), &event) == 0) {
+    take_event(event);
+    api_.ack_async_event(&event);
+  }
+}
+
+void Nic::take_event(const ibv_async_event& event) {
+  const auto name = [&] { return std::string(api_.event_type_str(event.event_type)); };
+  switch (event.event_type) {
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_PATH_MIG_ERR:
+      // Alive: destroying a queue pair waits until its events are acknowledged.
+      static_cast<Qp*>(event.element.qp->qp_context)->fail(event.event_type);
+      return;
+    case IBV_EVENT_DEVICE_FATAL:
+      return lose("failed: " + name(), true);
+    case IBV_EVENT_PORT_ERR:
+      if (event.element.port_num == place_.port) lose("went down");
+      return;
+    case IBV_EVENT_GID_CHANGE:
+    case IBV_EVENT_LID_CHANGE: {
+      const NicAddress before = address();
+      if (event.element.port_num != place_.port || !check().ok() || !find_address().ok()) return;
+      const NicAddress after = address();
+      if (after.gid != before.gid || after.lid != before.lid) lose("has a new address");
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+ibv_mr* Nic::register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
+                             int access) const {
+  if (range.dmabuf_fd < 0) {
+    return api_.reg_mr_iova2(pd_.get(), range.base + offset, bytes, iova, static_cast<unsigned>(access));
+  }
+  if (!api_.reg_dmabuf_mr) {
+    errno = ENOTSUP;
+    return nullptr;
+  }
+  return api_.reg_dmabuf_mr(pd_.get(), range.dmabuf_offset + offset, bytes, iova, range.dmabuf_fd, access);
+}
+
+Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner) {
+  auto nic = Nic::open(place, manner);
+  if (!nic.ok()) return nic;
+  Status status = (*nic)->check();
+  if (!status.ok()) return status;
+  return nic;
+}
+
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
+                                                    const Manner& manner) {
+  std::vector<std::shared_ptr<Nic>> nics;
+  for (const NicOption& option : wanted) {
+    const auto parsed = parse_name(option.port);
+    if (!parsed.ok()) return parsed.status();
+    auto nic = open_active({(*parsed).first, (*parsed).second, option.mbps}, manner);
+    if (!nic.ok()) return nic.status();
+    nics.push_back(std::move(*nic));
+  }
+  if (!wanted.empty()) return nics;
+
+  const Result<const Api*> loaded = api();
+  if (!loaded.ok()) return loaded.status();
+  const DeviceList list(**loaded);
+  Status last = Status::Unavailable(
+      "this machine has no RDMA device",
+      "load the NIC's driver (modprobe mlx5_ib), or try soft-RoCE: rdma link add rxe0 type rxe netdev eth0");
+  for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
+    const std::string device = (*loaded)->get_device_name(list.devices[i]);
+    for (uint8_t port = 1; nics.size() < kMaxNics; ++port) {
+      auto nic = open_active({device, port, NicOption{}.mbps}, manner);
+      if (nic.status().code() == Code::kConfig) break;  // no such port
+      nic.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = nic.status());
+    }
+  }
+  if (nics.empty()) return last;
+  return nics;
+}
+
+}  // namespace kvlink::verbs

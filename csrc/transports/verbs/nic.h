@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// One port of an RDMA device, opened: its protection domain, limits, address and what befalls it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/memory_range.h"
+#include "transport_api/options.h"
+#include "transports/verbs/device_presence.h"
+#include "transports/verbs/ibverbs_api.h"
+#include "transports/verbs/protocol.h"
+
+namespace kvlink::verbs {
+
+/// How queue pairs are connected: their addresses exchanged, or by the kernel's connection manager
+/// (transports/verbs/rdma_cm.h).
+enum class Way : uint8_t { kByDevice, kDirect, kCm };
+
+struct NicPlace {
+  std::string device;
+  uint8_t port = 1;
+  uint32_t mbps = 1;
+};
+
+/// How its queue pairs are to be.
+struct Manner {
+  Way way = Way::kByDevice;
+  uint8_t traffic_class = 0;  // of what they send; with RoCE v2 the IP header's
+};
+
+/// Any thread; take_events() and look() by one thread.
+class Nic {
+ public:
+  struct Limits {
+    uint32_t max_sge = 1;    // local segments of one read
+    uint32_t max_wrs = 16;   // of one send queue
+    uint32_t reads_out = 1;  // RDMA reads under way that one queue pair may start, and answer
+    uint32_t reads_in = 1;
+    uint64_t max_read_bytes = 1 << 30;
+    int max_cqes = 16;
+  };
+
+  /// Refuses (kTransportUnavailable) a port without an address.
+  static Result<std::shared_ptr<Nic>> open(const NicPlace& place, const Manner& manner);
+  Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, NicPlace place, const Manner& manner,
+      DeviceNode node = {});
+  Nic(const Nic&) = delete;
+  Nic& operator=(const Nic&) = delete;
+
+  const Api& api() const { return api_; }
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* pd() const { return pd_.get(); }
+  const std::string& name() const { return name_; }  // "mlx5_0:1"
+  uint8_t port() const { return place_.port; }
+  const NicPlace& place() const { return place_; }
+  uint8_t traffic_class() const { return manner_.traffic_class; }
+  const Limits& limits() const { return limits_; }
+  bool ethernet() const { return ethernet_; }
+  /// Untested: no such driver was to be had. Connects by the manager alone; a read lands in one segment, of
+  /// memory that the network may write; its GID is no address.
+  bool iwarp() const { return iwarp_; }
+  bool by_cm() const { return by_cm_; }
+  ibv_mtu mtu() const;
+  uint8_t gid_index() const;
+  NicAddress address() const;
+
+  /// Whether the port can carry bytes now; else why not and what to do.
+  Status check() const;
+  /// Counts what ended every connection of this port: its going down, the device's failure, a new address.
+  uint32_t losses() const { return losses_.load(std::memory_order_acquire); }
+  Status why_lost() const;
+  std::string how_lost() const;
+  /// Its device failed for good or was removed: nothing new may be asked of it.
+  bool gone() const { return gone_.load(std::memory_order_acquire); }
+  /// Finds out about a removal that no event tells of.
+  void look();
+  /// Somebody else heard that it was removed; the same thread.
+  void remove();
+
+  /// Readable when take_events() has something to do.
+  int events_fd() const { return context_->async_fd; }
+  void take_events();
+
+  /// One memory region over [base, base + bytes), named `iova` on the wire. Null with errno set when refused.
+  ibv_mr* register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
+                          int access) const;
+
+ private:
+  Status choose_way(ibv_transport_type transport);
+  Status query(ibv_port_attr& port) const;
+  Status find_limits();
+  Status find_address();
+  void lose(const std::string& why, bool for_good = false);
+  void take_event(const ibv_async_event& event);
+
+  const Api& api_;
+  Owned<ibv_context> context_;
+  Owned<ibv_pd> pd_;
+  const NicPlace place_;
+  const std::string name_;
+  const Manner manner_;
+  const DeviceNode node_;
+  Limits limits_;
+  bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
+
+  std::atomic<uint32_t> losses_{0};
+  std::atomic<bool> gone_{false};
+  mutable std::mutex mutex_;  // guards everything below
+  std::string why_lost_;
+  ibv_mtu mtu_ = IBV_MTU_1024;
+  uint32_t lid_ = 0;
+  uint8_t gid_index_ = 0;
+  Gid gid_{};
+};
+
+/// A port that can carry bytes now; else why not and what to do.
+Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner);
+/// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
+                                                    const Manner& manner);
+
+}  // namespace kvlink::verbs

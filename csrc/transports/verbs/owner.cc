@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/verbs/owner.h"
+
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <span>
+
+#include "base/clock.h"
+#include "base/host_identity.h"
+#include "base/sys.h"
+
+namespace kvlink::verbs {
+namespace {
+
+// A reader that died without a word is found out by an empty write. Its queue pair costs the owner a few KiB
+// until then.
+constexpr int64_t kProbeNs = 5'000'000'000;
+constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
+constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completions would not all find room
+constexpr ptrdiff_t kMostOfOne = kMostServed / 2;         // of one caller's: the others get in
+constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
+constexpr uint64_t kTimer = UINT64_MAX;
+
+}  // namespace
+
+Result<std::unique_ptr<Owner>> Owner::make(Ports& ports, Patience patience) {
+  std::unique_ptr<Owner> owner(new Owner(ports, patience));
+  if (Status status = owner->watch_all(); !status.ok()) return status;
+  return owner;
+}
+
+Owner::Owner(Ports& ports, Patience patience) : ports_(ports), patience_(patience), probed_ns_(now_ns()) {}
+
+Status Owner::watch_all() {
+  static const std::string kDoing = "cannot watch RDMA devices";
+  Result<UniqueFd> epoll = sys::epoll(kDoing), timer = sys::timer(kDoing);
+  if (!epoll.ok()) return epoll.status();
+  if (!timer.ok()) return timer.status();
+  epoll_ = std::move(*epoll);
+  timer_ = std::move(*timer);
+  bool watched = sys::watch(epoll_.get(), timer_.get(), EPOLLIN, kTimer);
+  for (size_t port = 0; port < ports_.size(); ++port) watched = watched && watch(port);
+  if (!watched) return sys::transport_failed(kDoing, "epoll_ctl", errno);
+  const itimerspec every{{0, kLookNs}, {0, kLookNs}};
+  if (timerfd_settime(timer_.get(), 0, &every, nullptr) == 0) return {};
+  return sys::transport_failed(kDoing, "timerfd_settime", errno);
+}
+
+bool Owner::watch(size_t port) const {
+  const auto berth = ports_.at(port);
+  return sys::watch(epoll_.get(), berth->nic->events_fd(), EPOLLIN, port) &&
+         (!berth->cm || sys::watch(epoll_.get(), berth->cm->events_fd(), EPOLLIN, ports_.size() + port));
+}
+
+void Owner::unwatch(size_t port) const {
+  const auto berth = ports_.at(port);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->nic->events_fd(), nullptr);
+  if (berth->cm) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->cm->events_fd(), nullptr);
+}
+
+/// What is gone is let go of by all that is the owner's, so that its removal can end.
+void Owner::look_after_ports() {
+  const int64_t now = now_ns();
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const Ports::Change change = ports_.look(port, now);
+    if (change == Ports::Change::kBack) static_cast<void>(watch(port));
+    if (change != Ports::Change::kLost) continue;
+    unwatch(port);
+    ports_.let_go(port, now, dismiss(port));
+  }
+}
+
+template <typename Which>
+std::vector<Owner::Served> Owner::take_out(Which which) {
+  const auto taken = std::stable_partition(served_.begin(), served_.end(), std::not_fn(which));
+  std::vector<Served> out(std::make_move_iterator(taken), std::make_move_iterator(served_.end()));
+  served_.erase(taken, served_.end());
+  return out;
+}
+
+std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
+  std::lock_guard lock(mutex_);
+  std::vector<Served> leaving = take_out([port](const Served& served) { return served.port == port; });
+  tell(leaving, kTellNs);
+  std::vector<std::unique_ptr<Qp>> left;
+  for (Served& served : leaving) left.push_back(std::move(served.qp));
+  return left;
+}
+
+Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
+  const size_t port = hello.owner_nic;
+  if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that there is not");
+  std::lock_guard lock(mutex_);
+  if (closed_) return Status::Unavailable("this worker is closed", {});
+  const auto berth = ports_.at(port);
+  if (!berth) return ports_.why_away(port);
+  if (Status status = berth->nic->check(); !status.ok()) return status;
+  if (served_.size() >= kMostServed) {
+    return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
+                               "give readers fewer lanes (KVLINK_LANES)");
+  }
+  const auto is_callers = [reader](const Served& served) { return served.caller == reader.caller; };
+  if (std::count_if(served_.begin(), served_.end(), is_callers) >= kMostOfOne) {
+    return Status::Unavailable("this worker serves " + std::to_string(kMostOfOne) +
+                                   " queue pairs of this reader's process or host already",
+                               "give readers fewer lanes (KVLINK_LANES)");
+  }
+  Result<std::unique_ptr<Qp>> qp = Qp::create(berth->nic, *berth->cq, kServedWrs, 1);
+  if (!qp.ok()) return qp.status();
+  if (berth->cm) {
+    CmReply reply = berth->cm->address();
+    const std::string secret = random_bytes(reply.secret.size());
+    std::copy(secret.begin(), secret.end(), reply.secret.begin());
+    served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp), false, reply.secret,
+                       now_ns() + kExpectedNs});
+    return reply.format();
+  }
+  if (Status status = (*qp)->connect(hello.reader, patience_); !status.ok()) return status;
+  const Reply reply{(*qp)->address()};
+  served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp)});
+  return reply.format();
+}
+
+void Owner::welcome(size_t port, CmCaller caller) {
+  const auto text = [](const Secret& secret) { return std::string_view(secret.data(), secret.size()); };
+  std::lock_guard lock(mutex_);
+  const auto berth = ports_.at(port);
+  for (Served& served : served_) {
+    if (served.port != port || served.expected_ns == 0 ||
+        !same_secret(text(served.secret), text(caller.secret)))
+      continue;
+    served.expected_ns = 0;
+    const Status status = berth->cm->accept(std::move(caller), *served.qp, patience_);
+    if (!status.ok()) served.qp->fail(IBV_EVENT_QP_FATAL);
+    return;
+  }
+}
+
+bool Owner::fence(uint64_t connection_id) {
+  std::lock_guard lock(mutex_);
+  std::vector<Served> condemned =
+      take_out([connection_id](const Served& served) { return served.connection_id == connection_id; });
+  const bool found = !condemned.empty();
+  cut(std::move(condemned));
+  return found;
+}
+
+void Owner::cut(std::vector<Served> condemned) {
+  tell(condemned, kCutNs);
+  for (const Served& served : condemned) served.qp->halt();
+}
+
+void Owner::tell(std::span<Served> leaving, int64_t most_ns) {
+  const auto knows = [](const Served& served) { return served.qp->failed() || served.expected_ns != 0; };
+  for (const Served& served : leaving) {
+    if (!knows(served)) served.qp->break_peer();
+  }
+  for (const int64_t end = now_ns() + most_ns;
+       !std::all_of(leaving.begin(), leaving.end(), knows) && now_ns() < end;) {
+    take_answers(leaving);
+  }
+}
+
+/// Takes note of what probes and words of parting came to.
+void Owner::take_answers(std::span<Served> leaving) {
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const auto berth = ports_.at(port);
+    std::array<ibv_wc, 16> answers;
+    for (int count;
+         berth && (count = berth->cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
+      for (const ibv_wc& answer : std::span(answers).first(static_cast<size_t>(count))) {
+        const auto is_it = [&answer, port](const Served& served) {
+          return served.port == port && served.qp->qpn() == answer.qp_num;
+        };
+        for (const std::span<Served> all : {std::span(served_), leaving}) {
+          const auto found = std::find_if(all.begin(), all.end(), is_it);
+          if (found == all.end()) continue;
+          found->probed = false;
+          if (answer.status != IBV_WC_SUCCESS) found->qp->fail(IBV_EVENT_QP_FATAL);
+        }
+      }
+    }
+  }
+}
+
+void Owner::probe_readers() {
+  for (Served& served : served_) {
+    if (served.probed || served.expected_ns != 0 || served.qp->failed()) continue;
+    served.probed = served.qp->ask(0).ok();
+  }
+}
+
+void Owner::drop_failed() {
+  const int64_t now = now_ns();
+  std::erase_if(served_, [now](const Served& served) {
+    return served.qp->failed() || (served.expected_ns != 0 && served.expected_ns < now);
+  });
+}
+
+void Owner::serve() {
+  std::array<epoll_event, 16> events;
+  const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
+  bool ticked = false;
+  for (int i = 0; i < count; ++i) {
+    const uint64_t what = events[static_cast<size_t>(i)].data.u64;
+    if (what == kTimer) {
+      uint64_t times;
+      ticked = ::read(timer_.get(), &times, sizeof times) > 0;
+      continue;
+    }
+    const size_t port = what % ports_.size();
+    const auto berth = ports_.at(port);
+    if (!berth) continue;
+    if (what < ports_.size()) {
+      berth->nic->take_events();  // without the lock: a queue pair under destruction waits for it
+    } else {
+      berth->cm->take_events([this, port](CmCaller caller) { welcome(port, std::move(caller)); });
+    }
+  }
+  look_after_ports();
+  std::lock_guard lock(mutex_);
+  take_answers({});
+  drop_failed();
+  if (!ticked || now_ns() - probed_ns_ < kProbeNs) return;
+  probed_ns_ = now_ns();
+  probe_readers();
+}
+
+void Owner::close() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  cut(std::exchange(served_, {}));
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    const auto berth = ports_.at(port);
+    if (berth && berth->cm) berth->cm->stop_listening();
+  }
+}
+
+}  // namespace kvlink::verbs

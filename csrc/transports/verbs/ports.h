@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ports of a worker by name, whatever becomes of their devices: one that is removed is let go of, looked
+// for, and when it is back opened anew, with all that was registered there before.
+#pragma once
+
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "transport_api/transport.h"
+#include "transports/verbs/nic.h"
+#include "transports/verbs/queue_pair.h"
+#include "transports/verbs/rdma_cm.h"
+#include "transports/verbs/registration.h"
+#include "transports/verbs/reopen_backoff.h"
+#include "transports/verbs/work_requests.h"
+
+namespace kvlink::verbs {
+
+inline constexpr uint32_t kServedWrs = 4;       // of each queue pair that a reader reads through
+inline constexpr uint32_t kServedCqes = 16384;  // of all of them at a port
+
+/// A port while its device is here. The device is closed when this, its queue pairs and its users are gone.
+struct Berth {
+  std::shared_ptr<Nic> nic;
+  std::shared_ptr<CmPort> cm;                         // null: it is connected to directly
+  std::unique_ptr<Cq> cq;                             // of queue pairs that readers read through
+  std::vector<std::shared_ptr<const Memory>> memory;  // in order of registration; for Ports alone
+};
+
+/// Any thread may call anything but look() and let_go(), which belong to one thread.
+class Ports {
+ public:
+  using Open = std::function<Result<std::shared_ptr<Nic>>(const NicPlace&)>;
+  enum class Change : uint8_t { kNone, kLost, kBack };
+
+  /// `open` finds a port again.
+  static Result<std::unique_ptr<Ports>> make(std::vector<std::shared_ptr<Nic>> nics, Open open);
+  ~Ports() { close(); }
+
+  size_t size() const { return ports_.size(); }
+  /// Null while it is away. Not to be kept: it may go.
+  std::shared_ptr<const Berth> at(size_t port) const;
+  Status why_away(size_t port) const;
+  /// Of those that are away as it was.
+  Address address() const;
+  std::vector<PortState> states() const;
+  /// A thread is letting go of it, or looking for it.
+  bool busy(size_t port) const;
+
+  /// Registers memory at every port; its index, in order. Refuses (kTransportUnavailable) what one cannot
+  /// reach.
+  Result<size_t> enlist(const MemoryRange& range, Rights rights);
+  std::vector<LocalRegion> locals(size_t port) const;
+  RemoteKey key(size_t region, Access access) const;
+
+  /// kLost: its device is gone; whoever holds its queue pairs drops them and calls let_go(). kBack: it may be
+  /// used again, under other keys.
+  Change look(size_t port, int64_t now);
+  /// Returns at once. Nothing more is asked of the device but to end the queue pairs `served` there, then
+  /// itself.
+  void let_go(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
+  /// Idempotent. Waits for who is looking for a port.
+  void close();
+
+ private:
+  struct Range {
+    MemoryRange at;
+    Rights rights;
+    std::shared_ptr<const UniqueFd> dmabuf;  // a descriptor of its own: at.dmabuf_fd
+  };
+  struct Port {
+    NicPlace place;
+    std::shared_ptr<Berth> berth;  // null: away
+    NicAddress address;
+    std::string away = {};
+    uint32_t times_away = 0;
+    std::vector<std::weak_ptr<Nic>> left = {};  // connections may hold it for a while
+    Search search = {};                         // from here on of the one thread
+    std::future<void> leaving = {};
+    std::future<Result<std::shared_ptr<Berth>>> attempt = {};
+  };
+
+  explicit Ports(Open open) : open_(std::move(open)) {}
+  static Result<std::shared_ptr<Berth>> equip(std::shared_ptr<Nic> nic);
+  static Result<std::shared_ptr<Berth>> reopen(const Open& open, const NicPlace& place,
+                                               const std::vector<Range>& ranges);
+  Change settle(Port& port, int64_t now);
+
+  const Open open_;
+  mutable std::mutex mutex_;  // guards everything below
+  std::vector<Port> ports_;   // of which the number is constant
+  std::vector<Range> ranges_;
+  bool closed_ = false;
+};
+
+}  // namespace kvlink::verbs

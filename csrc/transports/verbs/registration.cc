@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transports/verbs/registration.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <future>
+
+namespace kvlink::verbs {
+namespace {
+
+constexpr uint64_t kLargestPageBytes = uint64_t{1} << 30;
+
+constexpr size_t kAtATime = 8;  // slices of one NIC; pinning scales with cores until memory is the limit
+
+// The order of accesses does not matter to bytes that count only once their completion is polled. It does to
+// words: a slot is read behind the data that it vouches for.
+int access_flags(Rights rights) {
+  switch (rights) {
+    case Rights::kLocal:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+    case Rights::kPeersRead:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+    case Rights::kPeersReadWords:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ;
+    case Rights::kPeersWriteWords:
+      return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  }
+  return 0;
+}
+
+/// iWARP writes what was read as it writes all else: where the network may. Such a key is shown only to the
+/// owner that is read from, while it is.
+constexpr int kSinkFlags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
+Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int error) {
+  std::string fix;
+  if (range.dmabuf_fd >= 0) {
+    fix =
+        "exporting GPU memory needs rdma-core 34, Linux 5.12 and a NIC driver with dma-buf support; see "
+        "kvlink doctor --gpudirect";
+  } else if (error == ENOMEM || error == EPERM || error == EAGAIN) {
+    fix =
+        "raise the locked memory limit (ulimit -l unlimited; LimitMEMLOCK=infinity for a service; --ulimit "
+        "memlock=-1 for a container)";
+  } else if (error == EFAULT || error == EINVAL) {
+    fix = "is this GPU memory? then load nvidia-peermem or lend it by dma-buf; see kvlink doctor --gpudirect";
+  }
+  return Status::Unavailable(
+      nic.name() + " cannot register " + std::to_string(bytes) + " bytes: " + std::strerror(error), fix);
+}
+
+/// Runs `one(0)`…`one(count - 1)` side by side, or in turn when that does not pay; the first refusal.
+template <typename One>
+Status each(size_t count, bool large, One one) {
+  std::vector<std::future<Status>> running;
+  for (size_t number = 0; number < count; ++number) {
+    running.push_back(std::async(large ? std::launch::async : std::launch::deferred, one, number));
+  }
+  Status result;
+  for (auto& its : running) {
+    if (Status status = its.get(); result.ok()) result = std::move(status);
+  }
+  return result;
+}
+
+std::vector<uint32_t> keys(const std::vector<Owned<ibv_mr>>& slices, uint32_t ibv_mr::* key) {
+  std::vector<uint32_t> all;
+  for (const auto& slice : slices) all.push_back(slice.get()->*key);
+  return all;
+}
+
+}  // namespace
+
+uint64_t iova_of(const MemoryRange& range) {
+  return reinterpret_cast<uintptr_t>(range.base) % kLargestPageBytes;
+}
+
+Result<std::vector<std::shared_ptr<const Memory>>> Memory::enlist(std::span<const std::shared_ptr<Nic>> nics,
+                                                                  const MemoryRange& range, Rights rights) {
+  std::vector<std::shared_ptr<Memory>> made;
+  for (const auto& nic : nics) made.emplace_back(new Memory(nic, range));
+  // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
+  const Status status = each(made.size(), range.bytes > kSliceBytes,
+                             [&made, rights](size_t nic) { return made[nic]->enlist(rights); });
+  if (!status.ok()) return status;
+  return std::vector<std::shared_ptr<const Memory>>(made.begin(), made.end());
+}
+
+Status Memory::enlist(Rights rights) {
+  Status status = enlist(access_flags(rights), slices_);
+  if (!status.ok() || !nic_->iwarp()) return status;
+  return enlist(kSinkFlags, sinks_);
+}
+
+Status Memory::enlist(int access, std::vector<Owned<ibv_mr>>& slices) const {
+  const size_t count = (range_.bytes + kSliceBytes - 1) / kSliceBytes;
+  for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
+  const size_t parts = std::min(count, kAtATime);
+  return each(parts, parts > 1, [&](size_t part) {
+    for (size_t slice = part; slice < count; slice += parts) {
+      const uint64_t at = slice * kSliceBytes;
+      const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
+      slices[slice].reset(nic_->register_memory(range_, at, bytes, iova() + at, access));
+      if (!slices[slice]) return refused(*nic_, range_, bytes, errno);
+    }
+    return Status{};
+  });
+}
+
+std::vector<uint32_t> Memory::lkeys() const { return keys(sinks_.empty() ? slices_ : sinks_, &ibv_mr::lkey); }
+std::vector<uint32_t> Memory::rkeys() const { return keys(slices_, &ibv_mr::rkey); }
+
+}  // namespace kvlink::verbs

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// verbs: RDMA READ over reliable connected queue pairs, libibverbs opened at run time.
+#include <algorithm>
+#include <cmath>
+
+#include "transports/factories.h"
+#include "transports/verbs/endpoint.h"
+#include "transports/verbs/owner.h"
+#include "transports/verbs/ports.h"
+#include "transports/verbs/rails.h"
+
+namespace kvlink {
+namespace verbs {
+namespace {
+
+// One queue pair keeps at most 16 reads under way: with blocks of 4 KiB over 5 us that is 13 GB/s.
+constexpr size_t kQpsPerRail = 4;
+constexpr size_t kMaxLanes = 64;  // of one connection
+
+/// As Endpoint::path has it.
+std::string path_of(const NicAddress& here, const NicAddress& there, const Rail& rail,
+                    const std::vector<Rail>& all) {
+  std::string path = here.name + "->" + there.name;
+  if (all.size() == 1) return path;
+  double mbps = 0;
+  for (const Rail& each : all) mbps += each.mbps;
+  return path.append(" ").append(std::to_string(std::lround(100 * rail.mbps / mbps))).append("%");
+}
+
+Rights rights_of(Access access) {
+  switch (access) {
+    case Access::kRead:
+      return Rights::kPeersRead;
+    case Access::kReadWords:
+      return Rights::kPeersReadWords;
+    case Access::kWriteWords:
+      return Rights::kPeersWriteWords;
+  }
+  return Rights::kLocal;
+}
+
+class Region final : public MemoryRegion {
+ public:
+  Region(std::shared_ptr<const Ports> ports, size_t region, Access access)
+      : ports_(std::move(ports)), region_(region), access_(access) {}
+
+  std::string remote_key() const override { return ports_->key(region_, access_).format(); }
+
+ private:
+  const std::shared_ptr<const Ports> ports_;
+  const size_t region_;
+  const Access access_;
+};
+
+class VerbsTransport final : public Transport {
+ public:
+  VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, Patience patience)
+      : ports_(std::move(ports)), owner_(std::move(owner)), patience_(patience) {}
+  ~VerbsTransport() override { close(); }
+
+  std::string address() const override { return ports_->address().format(); }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+    const Rights rights = rights_of(access);
+    const auto region = ports_->enlist(range, rights);
+    if (!region.ok()) return region.status();
+    return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
+  }
+  bool reaches_devices() const override { return true; }
+  bool lands_in_registered_only() const override { return true; }
+  Status register_scratch(const MemoryRange& range) override {
+    return ports_->enlist(range, Rights::kLocal).status();
+  }
+  std::vector<PortState> ports() const override { return ports_->states(); }
+
+  uint32_t lanes_to(std::string_view owner_address) const override;
+  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override;
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    const auto parsed = Hello::parse(hello);
+    if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
+    return owner_->admit(reader, *parsed);
+  }
+  bool can_fence() const override { return true; }
+  bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
+
+  int serve_fd() const override { return owner_->serve_fd(); }
+  void serve() override { owner_->serve(); }
+  void close() override {
+    owner_->close();
+    ports_->close();
+  }
+
+ private:
+  const std::shared_ptr<Ports> ports_;
+  const std::unique_ptr<Owner> owner_;
+  const Patience patience_;
+};
+
+uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
+  const auto address = Address::parse(owner_address);
+  const size_t rails = address ? pair(ports_->address().nics, address->nics).size() : 0;
+  if (rails == 0) return 1;  // open() says what is wrong
+  return static_cast<uint32_t>(rails * std::clamp(kMaxLanes / rails, size_t{1}, kQpsPerRail));
+}
+
+/// Lane i runs on the i-th rail, in rounds; lane 0, which carries small pulls alone, on the widest.
+Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_address, uint32_t lane) {
+  const auto address = Address::parse(owner_address);
+  if (!address) return Status::Unavailable("the owner's RDMA address is malformed", {});
+  const Address own = ports_->address();
+  const std::vector<Rail> rails = pair(own.nics, address->nics);
+  if (rails.empty()) return why_apart(own.nics.front(), address->nics.front());
+  const Rail& rail = rails[lane % rails.size()];
+  const auto berth = ports_->at(rail.local);
+  if (!berth) return ports_->why_away(rail.local);
+  if (Status status = berth->nic->check(); !status.ok()) return status;
+  const std::string path = path_of(own.nics[rail.local], address->nics[rail.remote], rail, rails);
+  return open_endpoint(berth->nic, berth->cm, {rail.remote, path, rail.mbps / rails.front().mbps},
+                       ports_->locals(rail.local), patience_);
+}
+
+Result<Way> parse_way(const std::string& name) {
+  if (name.empty()) return Way::kByDevice;
+  if (name == "direct") return Way::kDirect;
+  if (name == "cm") return Way::kCm;
+  return Status::Config("\"" + name + "\" is no way to connect RDMA: write direct or cm, or nothing");
+}
+
+}  // namespace
+}  // namespace verbs
+
+Status verbs_probe() { return verbs::open_nics({}, {}).status(); }
+
+Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
+  const auto way = verbs::parse_way(options.rdma_connect);
+  if (!way.ok()) return way.status();
+  const verbs::Manner manner{*way, options.rdma_traffic_class};
+  auto nics = verbs::open_nics(options.nics, manner);
+  if (!nics.ok()) return nics.status();
+  auto ports = verbs::Ports::make(
+      std::move(*nics), [manner](const verbs::NicPlace& place) { return verbs::open_active(place, manner); });
+  if (!ports.ok()) return ports.status();
+  const verbs::Patience patience;
+  auto owner = verbs::Owner::make(**ports, patience);
+  if (!owner.ok()) return owner.status();
+  return std::unique_ptr<Transport>(
+      new verbs::VerbsTransport(std::move(*ports), std::move(*owner), patience));
+}
+
+}  // namespace kvlink

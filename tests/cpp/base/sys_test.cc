@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the operating system refuses: every call at construction fails once, each cause by its name.
+#include "base/sys.h"
+
+#include <gtest/gtest.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <optional>
+
+#include "base/completion_queue.h"
+#include "base/host_identity.h"
+#include "engine/engine.h"
+
+namespace kvlink {
+namespace {
+
+// The nth call of `name` (null: of any name but getrandom, which secrets need) fails with `error`.
+struct Plan {
+  const char* name = nullptr;
+  int error = EMFILE;
+  std::atomic<int> calls_left{0};
+  std::atomic<bool> hit{false};
+} plan;
+
+int refuse(const char* call) {
+  const bool meant = plan.name ? std::strcmp(call, plan.name) == 0 : std::strcmp(call, "getrandom") != 0;
+  if (!meant || plan.calls_left.fetch_sub(1) != 0) return 0;
+  plan.hit = true;
+  return plan.error;
+}
+
+class Refusing {
+ public:
+  explicit Refusing(const char* name, int error, int nth = 0) {
+    plan.name = name;
+    plan.error = error;
+    plan.calls_left = nth;
+    plan.hit = false;
+    sys::refuse_calls(&refuse);
+  }
+  ~Refusing() { sys::refuse_calls(nullptr); }
+  bool hit() const { return plan.hit; }
+};
+
+size_t num_fds() {
+  return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                                           std::filesystem::directory_iterator{}));
+}
+
+bool says(const Status& status, const std::string& text) {
+  return status.sentence().find(text) != std::string::npos;
+}
+
+std::shared_ptr<HostMemory> pool() {
+  static const std::shared_ptr<HostMemory> memory = *HostMemory::allocate(1 << 16, false);
+  return memory;
+}
+
+Result<std::unique_ptr<Engine>> start(const std::string& transport) {
+  EngineOptions options;
+  options.epoch = 1;
+  options.transports = {transport};
+  options.num_lease_slots = 8;
+  options.num_progress_threads = 2;
+  auto engine = Engine::make(options);
+  if (!engine.ok()) return engine;
+  if (auto added = (*engine)->add_pool_region(pool()->range()); !added.ok()) return added.status();
+  if (Status status = (*engine)->start(); !status.ok()) {
+    EXPECT_FALSE((*engine)->grant(1, 1, 0, 1'000'000).ok()) << "a worker that did not start gives leases";
+    return status;
+  }
+  return engine;
+}
+
+class OutOfDescriptors : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(OutOfDescriptors, AtAnyCallOfAStartIsNamedAndLeavesNothingBehind) {
+  static_cast<void>(pool());
+  int num_refused = 0;
+  for (;; ++num_refused) {
+    const size_t before = num_fds();
+    const Refusing refusing(nullptr, EMFILE, num_refused);
+    const auto started = start(GetParam());
+    if (!refusing.hit()) {
+      EXPECT_TRUE(started.ok()) << started.status().sentence();
+      break;
+    }
+    ASSERT_FALSE(started.ok()) << "call " << num_refused << " failed and nobody noticed";
+    EXPECT_EQ(started.status().code(), Code::kConfig) << started.status().sentence();
+    EXPECT_TRUE(says(started.status(), "no descriptor left")) << started.status().sentence();
+    EXPECT_EQ(started.status().fix(), "raise ulimit -n");
+    EXPECT_EQ(num_fds(), before);
+  }
+  EXPECT_GT(num_refused, 10);
+}
+
+/// The same without a seam: the kernel refuses the nth descriptor.
+TEST_P(OutOfDescriptors, OfTheKernelIsNamedAndCloseReturns) {
+  static_cast<void>(pool());
+  rlimit whole{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &whole), 0);
+  bool started = false;
+  for (rlim_t left = 0; left < 64 && !started; ++left) {
+    const UniqueFd lowest(::dup(0));
+    const rlimit tight{static_cast<rlim_t>(lowest.get()) + 1 + left, whole.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &tight), 0);
+    const auto engine = start(GetParam());
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &whole), 0);
+    started = engine.ok();
+    if (started) {
+      (*engine)->close();
+    } else {
+      EXPECT_EQ(engine.status().code(), Code::kConfig);
+      EXPECT_EQ(engine.status().fix(), "raise ulimit -n") << engine.status().sentence();
+    }
+  }
+  EXPECT_TRUE(started);
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, OutOfDescriptors, ::testing::Values("loopback", "shm", "cma", "tcp"));
+
+/// Kept alive: whoever holds a closed worker holds no descriptor of it.
+TEST(SysTest, AClosedEngineHasNoDescriptors) {
+  static_cast<void>(pool());
+  for (const char* const transport : {"loopback", "shm", "cma", "tcp", "fault+tcp"}) {
+    const size_t before = num_fds();
+    const auto engine = start(transport);
+    ASSERT_TRUE(engine.ok());
+    EXPECT_GT(num_fds(), before);
+    (*engine)->close();
+    EXPECT_EQ(num_fds(), before) << transport;
+    EXPECT_FALSE((*engine)->grant(1, 1, 0, 1'000'000).ok());
+    (*engine)->leases().set_ready(1, 1);
+  }
+}
+
+/// Watchers belong to whoever watches.
+TEST(SysTest, AWatcherThatIsGoneIsForgotten) {
+  const auto engine = start("loopback");
+  ASSERT_TRUE(engine.ok());
+  const size_t before = num_fds();
+  auto gone = *CompletionQueue::make();
+  const auto kept = *CompletionQueue::make();
+  (*engine)->watch_ended(gone);
+  (*engine)->watch_ended(kept);
+  gone.reset();
+  EXPECT_EQ(num_fds(), before + 1);
+  ASSERT_TRUE((*engine)->grant(1, 1, 0, 1'000'000'000).ok());
+  (*engine)->leases().abort(1);
+  EXPECT_EQ((*engine)->take_ended().size(), 1u);
+  EXPECT_EQ(kept->drain(), std::vector<uint64_t>{1});
+}
+
+TEST(SysTest, AReaderWithoutDescriptorsHasNoPathAndIsToldWhy) {
+  for (const char* const transport : {"shm", "tcp", "fault+tcp"}) {
+    const auto owner = start(std::string(transport).substr(std::string(transport).find('+') + 1));
+    const auto reader = start(transport);
+    ASSERT_TRUE(owner.ok() && reader.ok());
+    const TransportAccess access = (*owner)->access().front();
+    int num_refused = 0;
+    for (;; ++num_refused) {
+      auto connection = (*reader)->open(transport, access.address);
+      ASSERT_TRUE(connection.ok());
+      const auto accepted = (*owner)->accept(access.name, (*connection)->hellos());
+      ASSERT_TRUE(accepted.ok());
+      // The owner's thread makes calls of its own meanwhile, of these names none.
+      const Refusing refusing(num_refused == 0 ? "socket" : "epoll_create1", EMFILE);
+      const auto regions = (*connection)
+                               ->establish(accepted->connection_id, accepted->replies, access.pool_keys,
+                                           access.lease_keys, 1, 5'000'000'000);
+      if (num_refused == 2 || !refusing.hit()) break;
+      ASSERT_FALSE(regions.ok());
+      EXPECT_EQ(regions.status().code(), Code::kTransportUnavailable) << regions.status().sentence();
+      EXPECT_EQ(regions.status().fix(), "raise ulimit -n");
+    }
+    EXPECT_GE(num_refused, 1);
+  }
+}
+
+TEST(SysTest, AReaderThatTheOwnerCannotWatchIsClosedAtOnce) {
+  const auto owner = start("tcp"), reader = start("tcp");
+  ASSERT_TRUE(owner.ok() && reader.ok());
+  const TransportAccess access = (*owner)->access().front();
+  auto connection = (*reader)->open("tcp", access.address);
+  ASSERT_TRUE(connection.ok());
+  const auto accepted = (*owner)->accept("tcp", (*connection)->hellos());
+  ASSERT_TRUE(accepted.ok());
+  const Refusing refusing("epoll_ctl", ENOSPC);
+  const int64_t an_hour = 3'600'000'000'000;  // it would be waited for
+  const auto regions = (*connection)
+                           ->establish(accepted->connection_id, accepted->replies, access.pool_keys,
+                                       access.lease_keys, 1, an_hour);
+  ASSERT_FALSE(regions.ok());
+  EXPECT_EQ(regions.status().code(), Code::kPeerUnreachable) << regions.status().sentence();
+}
+
+TEST(SysTest, AForbiddenCallIsNotAskedToBeGivenMemory) {
+  for (const int error : {EPERM, ENOSYS, EACCES}) {
+    const Refusing refusing("memfd_create", error);
+    const Status status = HostMemory::allocate(4096, false).status();
+    EXPECT_EQ(status.code(), Code::kConfig);
+    EXPECT_TRUE(says(status, "allow memfd_create in the container's seccomp profile")) << status.sentence();
+    EXPECT_FALSE(says(status, "fewer blocks")) << status.sentence();
+  }
+}
+
+TEST(SysTest, EachLackOfTheHostHasItsOwnAdvice) {
+  const auto advice = [](const char* call, int error) {
+    return sys::failed(Code::kConfig, "", call, error).fix();
+  };
+  EXPECT_EQ(advice("socket", EMFILE), "raise ulimit -n");
+  EXPECT_EQ(advice("socket", ENFILE), "raise sysctl fs.file-max");
+  EXPECT_EQ(advice("epoll_ctl", ENOSPC), "raise sysctl fs.epoll.max_user_watches");
+  EXPECT_NE(advice("madvise", ENOMEM).find("fewer blocks"), std::string::npos);
+  EXPECT_NE(advice("pthread_create", EAGAIN).find("ulimit -u"), std::string::npos);
+  EXPECT_EQ(advice("mmap", EAGAIN), "raise ulimit -l");
+  EXPECT_EQ(advice("socket", ECONNRESET), "");
+}
+
+TEST(SysTest, MemoryThatIsNotThereIsNamedAsMemory) {
+  const Refusing refusing("ftruncate", ENOSPC);
+  const Status status = HostMemory::allocate(4096, false).status();
+  EXPECT_TRUE(says(status, "no memory is left") && says(status, "fewer blocks")) << status.sentence();
+}
+
+TEST(SysTest, AThreadThatCannotBeMadeEndsTheStart) {
+  for (const int nth : {0, 1, 2}) {  // two progress threads, and the owner's
+    const Refusing refusing("pthread_create", EAGAIN, nth);
+    const auto engine = start("loopback");
+    ASSERT_FALSE(engine.ok());
+    EXPECT_EQ(engine.status().code(), Code::kConfig);
+    EXPECT_TRUE(says(engine.status(), "raise ulimit -u")) << engine.status().sentence();
+  }
+}
+
+TEST(SysTest, AnEventLoopIsToldThatItCannotWait) {
+  const Refusing refusing("eventfd", EMFILE);
+  const Status status = CompletionQueue::make().status();
+  EXPECT_EQ(status.code(), Code::kConfig);
+  EXPECT_EQ(status.fix(), "raise ulimit -n");
+}
+
+TEST(SysTest, WithoutRandomNumbersNoWorkerStarts) {
+  const Refusing refusing("getrandom", EPERM);
+  const auto engine = start("loopback");
+  ASSERT_FALSE(engine.ok());
+  EXPECT_TRUE(says(engine.status(), "allow getrandom")) << engine.status().sentence();
+}
+
+TEST(SysTest, ATransportThatMayNotBeUsedLeavesTheOthers) {
+  const Refusing refusing("socket", EACCES);
+  EngineOptions options;
+  options.transports = {"tcp", "loopback"};
+  const auto engine = Engine::make(options);
+  ASSERT_TRUE(engine.ok()) << engine.status().sentence();
+  const auto rows = (*engine)->access();
+  EXPECT_NE(rows[0].refused.find("allow socket"), std::string::npos) << rows[0].refused;
+  EXPECT_EQ(rows[1].refused, "");
+}
+
+TEST(SysTest, HostsThatDoNotTellTheirBootAreNotOneHost) {
+  EXPECT_FALSE(is_this_boot(""));
+  EXPECT_EQ(is_this_boot(boot_id()), !boot_id().empty());
+}
+
+}  // namespace
+}  // namespace kvlink

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies by libcuda's calls, over tests/fake_cuda/libcuda.cc, which is found in place of the driver's.
+#include "device/cuda_copier.h"
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "memory/host_memory.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint64_t kBytes = 1 << 20;
+constexpr uint32_t kSlots = 2;
+constexpr const char* kImage = "fake image";  // with it the kernel copies
+
+/// The stand-in, opened before the copier looks for "libcuda.so.1": that name is its own.
+class CudaCopy : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    void* const library = ::dlopen(KVLINK_FAKE_CUDA, RTLD_NOW);
+    ASSERT_NE(library, nullptr) << ::dlerror();
+    live = reinterpret_cast<int (*)()>(::dlsym(library, "fake_cuda_live"));
+    contexts = reinterpret_cast<int (*)()>(::dlsym(library, "fake_cuda_contexts"));
+    host = *HostMemory::allocate(kBytes, false);
+    std::mt19937_64 random(1);
+    for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
+  }
+  void TearDown() override {
+    EXPECT_EQ(live(), 0) << "something was not given back";
+    EXPECT_EQ(contexts(), 0) << "the thread's own context did not come back";
+  }
+
+  std::byte* device(uint64_t offset = 0) {
+    return reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(memory.data() + offset) | uint64_t{1}
+                                                                                                  << 60);
+  }
+  std::shared_ptr<DeviceCopier> copier(std::string_view image = {}) {
+    auto made = make_cuda_copier(device(), kSlots, image);
+    EXPECT_TRUE(made.ok()) << made.status().what();
+    EXPECT_TRUE((*made)->pin(host->range().base, kBytes).ok());
+    return *made;
+  }
+
+  int (*live)() = nullptr;
+  int (*contexts)() = nullptr;
+  std::shared_ptr<HostMemory> host;
+  std::vector<std::byte> memory = std::vector<std::byte>(kBytes);
+};
+
+TEST_F(CudaCopy, GoesBothWaysInPieces) {
+  std::byte* const pinned = host->range().base;
+  for (const char* image : {kImage, ""}) {
+    for (const uint64_t bytes : {1000, 4096, 64 << 10, 300'000}) {  // some a table lists, some are cut
+      const auto copies = copier(image);
+      const auto queue = *copies->open_queue();
+      std::vector<CopyPiece> pieces;
+      for (uint64_t at = 0; at + bytes <= kBytes / 2; at += bytes) {
+        pieces.push_back({device(at), pinned + kBytes / 2 - at - bytes, bytes});
+      }
+      for (const CopyTo to : {CopyTo::kSlot, CopyTo::kDevice}) {
+        const std::vector<std::byte> wanted = memory;
+        if (to == CopyTo::kDevice) std::fill_n(memory.begin(), pieces.size() * bytes, std::byte{0xa5});
+        const Result<uint64_t> number = queue->start(to, pieces);
+        ASSERT_TRUE(number.ok()) << number.status().what();
+        for (const int64_t end = now_ns() + 20'000'000'000; !*queue->done(*number) && now_ns() < end;) {
+          std::this_thread::yield();
+        }
+        ASSERT_TRUE(*queue->done(*number));
+        EXPECT_TRUE(memory == wanted);
+        for (const CopyPiece& piece : pieces) {
+          EXPECT_EQ(std::memcmp(piece.slot, &wanted[static_cast<size_t>(piece.device - device())], bytes), 0);
+        }
+      }
+    }
+  }
+}
+
+/// Twice as many copies under way as there are tables: the others go one by one.
+TEST_F(CudaCopy, DoesWithoutATableWhereAllAreTaken) {
+  const auto copies = copier(kImage);
+  const auto queue = *copies->open_queue();
+  std::vector<CopyPiece> pieces;
+  for (uint64_t at = 0; at < 8 << 10; at += 1 << 10)
+    pieces.push_back({device(at), host->range().base + at, 1 << 10});
+  for (uint32_t start = 0; start < 2 * kSlots; ++start) {
+    ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
+    EXPECT_LT(pieces.size(), copies->most_pieces());
+  }
+  queue->drain();
+  EXPECT_EQ(std::memcmp(host->range().base, memory.data(), 8 << 10), 0);
+}
+
+TEST_F(CudaCopy, KnowsEachStartByItsNumber) {
+  const auto copies = copier();
+  const auto queue = *copies->open_queue();
+  std::byte* const pinned = host->range().base;
+  const CopyPiece piece{device(), pinned, 4096};
+  std::vector<uint64_t> numbers;
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 10; ++i) numbers.push_back(*queue->start(CopyTo::kSlot, std::span(&piece, 1)));
+    EXPECT_FALSE(*queue->done(numbers.back())) << "nothing is that fast";
+    queue->drain();
+    for (const uint64_t number : numbers) EXPECT_TRUE(*queue->done(number));
+  }
+}
+
+TEST_F(CudaCopy, SaysWhatTheDriverSays) {
+  EXPECT_EQ(make_cuda_copier(memory.data(), kSlots, {}).status().what(),
+            "cuPointerGetAttribute: CUDA_ERROR_INVALID_VALUE (1)");
+  const auto copies = copier();
+  const auto queue = *copies->open_queue();
+  const CopyPiece pageable{device(), memory.data(), 4096};
+  const Status refused = queue->start(CopyTo::kDevice, std::span(&pageable, 1)).status();
+  EXPECT_EQ(refused.code(), Code::kTransportUnavailable);
+  EXPECT_EQ(refused.what(), "cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)");
+  EXPECT_FALSE(copies->pin(host->range().base + 1, 4096).ok());
+}
+
+}  // namespace
+}  // namespace kvlink

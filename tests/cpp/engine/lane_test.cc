@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lanes that share one pull: each moves bytes by its window, and a broken one loses nothing.
+#include "engine/lane.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "cpp/engine/lane_peers.h"
+
+namespace kvlink {
+namespace {
+
+using namespace lane_tests;
+using namespace std::chrono_literals;
+
+TEST_F(LaneTest, LanesShareAPullByTheirWindows) {
+  start({window(16 << 10), window(48 << 10)});
+  drive();
+  expect_valid();
+  EXPECT_EQ(endpoint(0).num_unguarded_ + endpoint(1).num_unguarded_, 0u);
+  EXPECT_EQ(landed[0] + landed[1], owner_blocks.size() * kBlockBytes);
+  EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
+}
+
+TEST_F(LaneTest, EachLaneAnnouncesThePullBeforeItsFirstReadAndWithdrawsItAtTheEnd) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({window(16 << 10), window(48 << 10)});
+  drive();
+  expect_valid();
+  const std::array<uint64_t, 2> announced{reader_offset(kSlot), readers->announcement(kNonce)};
+  const std::array<uint64_t, 2> withdrawn{reader_offset(kSlot), readers->withdrawal(kNonce)};
+  for (size_t lane = 0; lane < 2; ++lane) {
+    EXPECT_EQ(endpoint(lane).words_, std::vector{announced});
+    EXPECT_EQ(endpoint(lane).num_posts_before_word_, 0u);
+    lanes[lane]->drive();
+    EXPECT_EQ(endpoint(lane).words_, (std::vector{announced, withdrawn}));
+  }
+}
+
+TEST_F(LaneTest, APullThatSettledOrHasSiblingsIsNotWithdrawn) {
+  for (const bool settles : {false, true}) {
+    readers = std::make_shared<AnnouncedReaders>(42);
+    settle_nonce = settles ? kNonce + 1 : 0;
+    lanes.clear();
+    start({window(16 << 10), window(48 << 10)});
+    if (!settles) readers->begin(kNonce);
+    drive();
+    for (const auto& lane : lanes) lane->drive();
+    size_t num_words = 0;
+    for (size_t lane = 0; lane < 2; ++lane) num_words += endpoint(lane).words_.size();
+    EXPECT_EQ(num_words, settles ? 3u : 2u) << "announcements, and a settle";
+    EXPECT_EQ(readers->end(kNonce, [] { return false; }), settles) << "the sibling reads on";
+  }
+}
+
+TEST_F(LaneTest, ACancelledPullIsWithdrawnOnceItsReadsHaveEnded) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({window(16 << 10), kWhole});
+  lanes[0]->drive();
+  transfer->cancel();
+  lanes[0]->drive();  // its reads are under way, and cannot be called back
+  EXPECT_EQ(endpoint(0).words_.size(), 1u);
+  for (int round = 0; round < 8; ++round) lanes[0]->drive();
+  EXPECT_TRUE(transfer->done());
+  ASSERT_EQ(endpoint(0).words_.size(), 2u);
+  EXPECT_EQ(endpoint(0).words_[1][1], readers->withdrawal(kNonce));
+}
+
+TEST_F(LaneTest, PartsThatAreLargerThanAChunkAreWeighedToo) {
+  Window narrow = window(4 << 10), wide = window(12 << 10);
+  narrow.depth = wide.depth = 64;
+  narrow.chunk_bytes = wide.chunk_bytes = 1;  // every block exceeds it
+  start({narrow, wide});
+  drive();
+  expect_valid();
+  EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
+}
+
+TEST_F(LaneTest, ALaneThatStandsStillHoldsBackItsWindowAlone) {
+  start({window(16 << 10), window(48 << 10)});
+  lanes[0]->drive();
+  for (int round = 0; round < 10'000; ++round) lanes[1]->drive();
+  EXPECT_EQ(landed[1], owner_blocks.size() * kBlockBytes - (16 << 10));
+  drive();
+  expect_valid();
+}
+
+TEST_F(LaneTest, WhoWaitsMovesTheBytesWithoutADriver) {
+  start({window(16 << 10), window(48 << 10)});
+  EXPECT_FALSE(transfer->wait(0));
+  EXPECT_EQ(landed[0], 0u);
+  EXPECT_TRUE(transfer->wait(-1));
+  expect_valid();
+  EXPECT_EQ(landed[1], 0u);
+}
+
+TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
+  start({window(16 << 10), window(48 << 10)});
+  lanes[1]->drive();
+  EXPECT_TRUE(lanes[0]->help(*transfer, INT64_MAX));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_GT(landed[0], 0u);
+  EXPECT_FALSE(lanes[0]->help(*transfer, 0)) << "the time was over";
+  drive();
+  expect_valid();
+}
+
+TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
+  start({kWhole, kWhole});
+  endpoint(0).late_polls_ = 1000;
+  const std::vector<uint32_t> vain = vain_polls();
+  expect_valid();
+  EXPECT_GT(*std::max_element(vain.begin(), vain.end()), 10u);
+}
+
+TEST_F(LaneTest, OneRoundOnTheCallersThreadPostsAll) {
+  start({kWhole, kWhole}, false);
+  endpoint(0).late_polls_ = 1000;
+  ASSERT_TRUE(lanes[0]->run_inline(transfer, 0));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_GT(endpoint(0).num_posts(), 0u);
+  EXPECT_LE(endpoint(0).num_vain_, 1u);
+  drive();
+  expect_valid();
+}
+
+TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedToIt) {
+  const uint64_t all = owner.pool.size();
+  start({window(16 << 10), {.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 1, .bytes = all}});
+  lanes[1]->drive();
+  broken[0] = true;
+  const auto asks_at = [this](int64_t ns) {
+    endpoint(0).asks_at_ns_ = ns;
+    return lanes[0]->drive();
+  };
+  EXPECT_EQ(asks_at(INT64_MAX - 1).wake_at_ns, INT64_MAX - 1);
+  EXPECT_FALSE(lanes[0]->broken());
+  asks_at(1);
+  EXPECT_TRUE(lanes[0]->broken());
+  drive();
+  expect_valid();
+  EXPECT_EQ(landed[0], 0u);
+}
+
+/// This process has no CPU for a while: what it did not see by then is no silence of the owner's.
+struct StalledLaneTest : LaneTest, ::testing::WithParamInterface<std::chrono::milliseconds> {
+  void SetUp() override { timeout_ns = std::chrono::nanoseconds(GetParam()).count(); }
+};
+INSTANTIATE_TEST_SUITE_P(ShortDeadline, StalledLaneTest, ::testing::Values(60ms));
+INSTANTIATE_TEST_SUITE_P(LongDeadline, StalledLaneTest, ::testing::Values(150ms));
+
+TEST_P(StalledLaneTest, BlamesNotTheOwner) {
+  start({kWhole, kWhole});
+  endpoint(0).late_polls_ = GetParam() < 100ms ? 1000 : 0;  // the answer comes never, or while nobody looks
+  lanes[0]->drive();
+  if (endpoint(0).num_posts() == 0) GTEST_SKIP() << "the deadline was over before anything could be posted";
+  std::this_thread::sleep_for(300ms);
+  lanes[0]->drive();
+  EXPECT_TRUE(transfer->stopping());
+  EXPECT_FALSE(lanes[0]->broken()) << lanes[0]->why_broken().what();
+}
+
+struct BrokenLaneTest : LaneTest, ::testing::WithParamInterface<size_t> {};
+INSTANTIATE_TEST_SUITE_P(Narrow, BrokenLaneTest, ::testing::Values(0));
+INSTANTIATE_TEST_SUITE_P(Wide, BrokenLaneTest, ::testing::Values(1));
+
+TEST_P(BrokenLaneTest, HandsItsPartToTheOther) {
+  const size_t dying = GetParam();
+  start({window(16 << 10), window(48 << 10)});
+  drive(8);
+  const uint64_t before = landed[dying];
+  ASSERT_GT(before, 0u);
+  broken[dying] = true;
+  drive();
+  expect_valid();
+  EXPECT_EQ(landed[dying], before);
+  EXPECT_EQ(landed[0] + landed[1], owner_blocks.size() * kBlockBytes);
+}
+
+}  // namespace
+}  // namespace kvlink

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// The state machine of a pull, driven by hand: no endpoint, no thread, no clock.
+#include "engine/transfer.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <set>
+#include <string>
+
+#include "lease/lease_table.h"
+
+namespace kvlink {
+namespace {
+
+constexpr uint64_t kNonce = 7700;
+constexpr uint64_t kSettle = 9900;
+constexpr uint32_t kBlockBytes = 64;
+constexpr int64_t kFar = INT64_MAX;
+constexpr Window kOneOp{kBlockBytes, 1, 8};
+
+using Kind = Step::Kind;
+
+struct TransferTest : ::testing::Test {
+  std::vector<std::byte> pool = std::vector<std::byte>(16 * kBlockBytes);
+  std::shared_ptr<const Planner> planner;
+  std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};
+  std::array<uint32_t, 3> owner{1, 5, 9}, reader{2, 4, 6};
+  int wakes = 0;  // of the lanes' drivers
+
+  void SetUp() override {
+    const Layout layout{16, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
+    auto made = Planner::make(layout, layout, {{pool.data(), pool.size(), -1, 0}}, {pool.size()}, {0}, {});
+    ASSERT_TRUE(made.ok()) << made.status().what();
+    planner = *made;
+  }
+
+  std::unique_ptr<Transfer> start(StreamUnit stream = StreamUnit::kNone, int64_t deadline = kFar,
+                                  const LeaseSeat& seat = {1, kNonce, kSettle}) {
+    PullRequest request;
+    request.planner = planner;
+    request.owner_blocks = owner;
+    request.reader_blocks = reader;
+    request.tokens = {0, 3};
+    request.stream = stream;
+    request.slot = seat.slot;
+    request.nonce = seat.nonce;
+    request.settle_nonce = seat.settle_nonce;
+    request.deadline_ns = deadline;
+    auto transfer = std::make_unique<Transfer>(
+        request, 0, std::make_shared<Crew>(Crew{[this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
+    transfer->set_scratch(words, 1);
+    transfer->attach();
+    return transfer;
+  }
+
+  void slot_says(uint64_t nonce, uint64_t ready = 0) {
+    words[0] = nonce;
+    words[1] = ready;
+  }
+};
+
+TEST_F(TransferTest, UnorderedLaneValidatesOnlyAfterTheDataHasCompleted) {
+  auto transfer = start();
+  const Step data = transfer->next({1 << 20, 64, 8}, false, 0, 1);
+  ASSERT_EQ(data.kind, Kind::kReads);
+  EXPECT_EQ(data.num_ops, 3u);
+  EXPECT_EQ(transfer->next(kOneOp, false, 0, 1).kind, Kind::kNone);
+  transfer->ended(data, {}, 2);
+  const Step slot = transfer->next(kOneOp, false, 0, 3);
+  ASSERT_EQ(slot.kind, Kind::kSlot);
+  slot_says(kNonce);
+  transfer->ended(slot, {}, 4);
+  EXPECT_FALSE(transfer->done());
+  const Step settle = transfer->next(kOneOp, false, 0, 5);
+  ASSERT_EQ(settle.kind, Kind::kSettle);
+  transfer->ended(settle, {}, 6);
+  EXPECT_EQ(transfer->state(), TransferState::kSettled);
+  EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
+}
+
+TEST_F(TransferTest, OrderedLanePostsTheSlotReadBehindTheData) {
+  auto transfer = start();
+  const Step data = transfer->next({1 << 20, 64, 8}, true, 0, 1);
+  const Step slot = transfer->next(kOneOp, true, 0, 1);
+  EXPECT_EQ(slot.kind, Kind::kSlot);
+  transfer->ended(data, {}, 2);
+  slot_says(kNonce);
+  transfer->ended(slot, {}, 2);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 2).kind, Kind::kSettle);
+}
+
+TEST_F(TransferTest, ALaneThatBreaksUnderDataAndSlotReadHasBothReadAgain) {
+  for (const bool slot_first : {false, true}) {
+    auto transfer = start();
+    transfer->attach();  // a second lane stands by
+    const Step data = transfer->next({1 << 20, 64, 8}, true, 0, 1);
+    const Step slot = transfer->next(kOneOp, true, 0, 1);
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    transfer->dropped(slot_first ? slot : data, 2);
+    transfer->dropped(slot_first ? data : slot, 2);
+    transfer->detach(Status::Unreachable("the lane broke"), 2);
+    const Step again = transfer->next({1 << 20, 64, 8}, true, 1, 3);
+    ASSERT_EQ(again.kind, Kind::kReads);
+    EXPECT_EQ(again.num_ops, data.num_ops);
+    transfer->ended(again, {}, 4);
+    const Step look = transfer->next(kOneOp, true, 1, 5);
+    ASSERT_EQ(look.kind, Kind::kSlot);
+    slot_says(kNonce);
+    transfer->ended(look, {}, 6);
+    EXPECT_EQ(transfer->next(kOneOp, true, 1, 7).kind, Kind::kSettle);
+    EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
+    transfer->refuse(Status::Cancelled("the test ends"), 8);
+  }
+}
+
+TEST_F(TransferTest, TwoOrderedLanesPromiseNothingToEachOther) {
+  auto transfer = start();
+  const Step a = transfer->next(kOneOp, true, 0, 1), b = transfer->next(kOneOp, true, 1, 1),
+             c = transfer->next(kOneOp, true, 0, 1);
+  ASSERT_EQ(c.kind, Kind::kReads);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 1).kind, Kind::kNone);
+  transfer->ended(a, {}, 2);
+  transfer->ended(c, {}, 2);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 2).kind, Kind::kNone);
+  transfer->ended(b, {}, 2);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 2).kind, Kind::kSlot);
+}
+
+TEST_F(TransferTest, ASlotReadThatOvertookTheDataIsTakenAgain) {
+  auto transfer = start();
+  const Step data = transfer->next({1 << 20, 64, 8}, true, 0, 1);
+  const Step slot = transfer->next(kOneOp, true, 0, 1);
+  slot_says(kNonce);
+  transfer->ended(slot, {}, 2);
+  EXPECT_FALSE(transfer->done());
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 2).kind, Kind::kNone);
+  transfer->ended(data, {}, 3);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 3).kind, Kind::kSlot);
+}
+
+TEST_F(TransferTest, AnotherNonceIsStaleAndNeverSettles) {
+  const std::array<std::pair<uint64_t, StaleReason>, 7> found{{{0, StaleReason::kNeverGranted},
+                                                               {1, StaleReason::kSettled},
+                                                               {2, StaleReason::kExpired},
+                                                               {3, StaleReason::kAborted},
+                                                               {4, StaleReason::kEvicted},
+                                                               {kNonce + 1, StaleReason::kReused},
+                                                               {kSettle, StaleReason::kReused}}};
+  std::set<std::string> sentences;
+  for (const auto& [nonce, why] : found) {
+    auto transfer = start();
+    transfer->ended(transfer->next({1 << 20, 64, 8}, false, 0, 1), {}, 2);
+    const Step slot = transfer->next(kOneOp, false, 0, 2);
+    slot_says(nonce);
+    transfer->ended(slot, {}, 3);
+    EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
+    EXPECT_EQ(transfer->status().stale(), why);
+    sentences.insert(transfer->status().what());
+    EXPECT_EQ(transfer->next(kOneOp, false, 0, 3).kind, Kind::kNone);
+  }
+  EXPECT_EQ(sentences.size(), 6u);
+}
+
+TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
+  const std::array<LeaseSeat, 6> made_up{{{0, LeaseTableHeader::kMagic, 0},
+                                          {1, 0, 0},
+                                          {1, 3, 0},
+                                          {1, kSmallestNonce - 1, kSettle},
+                                          {1, kNonce, 1},
+                                          {1, kNonce, kSmallestNonce - 1}}};
+  for (const StreamUnit stream : {StreamUnit::kNone, StreamUnit::kBlocks}) {
+    for (const LeaseSeat& seat : made_up) {
+      auto transfer = start(stream, kFar, seat);
+      EXPECT_EQ(transfer->status().code(), Code::kConfig);
+      EXPECT_EQ(transfer->next(kOneOp, false, 0, 1).kind, Kind::kNone);
+    }
+    EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, 0})->done());
+  }
+}
+
+TEST_F(TransferTest, AnErrorWaitsForTheOtherStepsToBeDropped) {
+  auto transfer = start();
+  const Step a = transfer->next(kOneOp, false, 0, 1), b = transfer->next(kOneOp, false, 0, 1);
+  transfer->ended(a, Status::AccessDenied("no"), 2);
+  EXPECT_TRUE(transfer->stopping());
+  EXPECT_FALSE(transfer->done());
+  transfer->dropped(b, 3);
+  EXPECT_EQ(transfer->status().code(), Code::kAccessDenied);
+}
+
+TEST_F(TransferTest, ADroppedChunkIsTakenByAnotherLane) {
+  auto transfer = start();
+  transfer->attach();
+  const Step lost = transfer->next({1 << 20, 64, 8}, false, 0, 1);
+  transfer->dropped(lost, 2);
+  transfer->detach(Status::Unreachable("lane 0 broke"), 2);
+  EXPECT_FALSE(transfer->done());
+  const Step again = transfer->next(kOneOp, false, 1, 3);
+  EXPECT_EQ(again.kind, Kind::kReads);
+  EXPECT_EQ(again.num_ops, lost.num_ops);
+  transfer->dropped(again, 4);
+  transfer->detach(Status::Unreachable("lane 1 broke"), 4);
+  EXPECT_EQ(transfer->status().code(), Code::kPeerUnreachable);
+}
+
+TEST_F(TransferTest, CancelEndsOnlyWhenNothingIsInFlight) {
+  auto transfer = start();
+  const Step data = transfer->next(kOneOp, false, 0, 1);
+  transfer->cancel();
+  EXPECT_FALSE(transfer->done());
+  transfer->dropped(data, 2);
+  EXPECT_EQ(transfer->status().code(), Code::kCancelled);
+}
+
+TEST_F(TransferTest, ExpiryBeforeAnythingWasPostedEndsAtOnce) {
+  auto transfer = start();
+  transfer->expire(5);
+  EXPECT_EQ(transfer->status().code(), Code::kTimeout);
+}
+
+TEST_F(TransferTest, AFailedSettleDoesNotUndoValidBytes) {
+  auto transfer = start();
+  transfer->ended(transfer->next({1 << 20, 64, 8}, false, 0, 1), {}, 2);
+  slot_says(kNonce);
+  transfer->ended(transfer->next(kOneOp, false, 0, 2), {}, 3);
+  transfer->dropped(transfer->next(kOneOp, false, 0, 3), 4);
+  EXPECT_EQ(transfer->state(), TransferState::kValid);
+}
+
+/// The lane that looked has the blocks to read; the others may be asleep.
+TEST_F(TransferTest, BlocksThatBecameReadyWakeTheOtherLanes) {
+  auto transfer = start(StreamUnit::kBlocks);
+  for (const int wakes_of_one_lane_more : {0, 1}) {
+    const Step slot = transfer->next(kOneOp, false, 0, transfer->peek_at_ns());
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    slot_says(kNonce, 1 + wakes_of_one_lane_more);
+    transfer->ended(slot, {}, 1);
+    EXPECT_EQ(wakes, wakes_of_one_lane_more);
+    transfer->ended(transfer->next(kOneOp, false, 0, 2), {}, 3);
+    transfer->attach();
+  }
+}
+
+TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
+  auto transfer = start(StreamUnit::kBlocks);
+  Step slot = transfer->next(kOneOp, false, 0, 1);
+  ASSERT_EQ(slot.kind, Kind::kSlot);
+  slot_says(kNonce, 0);
+  transfer->ended(slot, {}, 1);
+  EXPECT_EQ(transfer->next(kOneOp, false, 0, 2).kind, Kind::kNone);
+  ASSERT_GT(transfer->peek_at_ns(), 2);
+  slot = transfer->next(kOneOp, false, 0, transfer->peek_at_ns());
+  ASSERT_EQ(slot.kind, Kind::kSlot);
+  slot_says(kNonce, 2);
+  transfer->ended(slot, {}, 100'000);
+  const Step first = transfer->next({1 << 20, 64, 8}, false, 0, 100'000);
+  ASSERT_EQ(first.kind, Kind::kReads);
+  EXPECT_EQ(transfer->chunk(first, 1).ops.size(), 2u);
+  transfer->ended(first, {}, 200'000);
+  slot = transfer->next(kOneOp, false, 0, 300'000);
+  ASSERT_EQ(slot.kind, Kind::kSlot);
+  slot_says(kNonce, 3);
+  transfer->ended(slot, {}, 300'000);
+  const Step last = transfer->next({1 << 20, 64, 8}, false, 0, 300'000);
+  ASSERT_EQ(transfer->chunk(last, 1).ops.size(), 1u);
+  EXPECT_EQ(transfer->chunk(last, 1).ops[0].offset, 9u * kBlockBytes);
+  transfer->ended(last, {}, 400'000);
+  transfer->ended(transfer->next(kOneOp, false, 0, 400'000), {}, 400'001);
+  transfer->ended(transfer->next(kOneOp, false, 0, 400'001), {}, 400'002);
+  EXPECT_EQ(transfer->state(), TransferState::kSettled);
+  EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
+}
+
+TEST_F(TransferTest, AStreamWhoseLeaseEndsIsStale) {
+  auto transfer = start(StreamUnit::kBlocks);
+  const Step slot = transfer->next(kOneOp, false, 0, 1);
+  slot_says(kNonce + 1, 3);
+  transfer->ended(slot, {}, 2);
+  EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
+}
+
+TEST_F(TransferTest, AWatcherIsToldOnce) {
+  auto transfer = start();
+  auto queue = *CompletionQueue::make();
+  ASSERT_TRUE(transfer->notify(queue, 5));
+  transfer->cancel();
+  EXPECT_EQ(queue->drain(), std::vector<uint64_t>{5});
+  EXPECT_FALSE(transfer->notify(queue, 6));
+}
+
+}  // namespace
+}  // namespace kvlink

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "cpp/lease/lease_tables.h"
+
+namespace kvlink {
+namespace {
+
+using lease_tests::kTtl;
+using lease_tests::LeaseTableTest;
+
+TEST_F(LeaseTableTest, HeaderNamesTheOwnersEpoch) {
+  const auto* header = reinterpret_cast<const LeaseTableHeader*>(memory.data());
+  EXPECT_EQ(header->magic, LeaseTableHeader::kMagic);
+  EXPECT_EQ(header->epoch, 7u);
+  EXPECT_EQ(header->num_slots, 5u);
+}
+
+TEST_F(LeaseTableTest, GrantPublishesAFreshNonceAndWhatIsReady) {
+  const auto seats = table.grant(1, 1, 3, kTtl, 0);
+  ASSERT_TRUE(seats.ok());
+  const LeaseSeat seat = (*seats)[0];
+  EXPECT_NE(seat.slot, 0u);
+  EXPECT_NE(seat.nonce, seat.settle_nonce);
+  EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
+  EXPECT_EQ(memory[seat.slot].ready, 3u);
+}
+
+TEST_F(LeaseTableTest, SettleEndsTheLeaseAndLeavesATombstone) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  words[seat.slot].settled = seat.settle_nonce;
+  const auto gone = sweep(5);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
+  EXPECT_EQ(gone[0].held_ns, 5);
+  EXPECT_EQ(memory[seat.slot].nonce, 1u);
+  EXPECT_EQ(table.num_active(), 0u);
+}
+
+TEST_F(LeaseTableTest, AGuessedSettleIsIgnored) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  words[seat.slot].settled = seat.nonce;
+  EXPECT_TRUE(sweep(5).empty());
+  EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
+  EXPECT_FALSE(table.settle(seat.slot, seat.nonce));
+  EXPECT_FALSE(table.settle(0, 0));
+}
+
+TEST_F(LeaseTableTest, BlocksComeBackWhenEveryReaderHasEnded) {
+  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+  words[seats[0].slot].settled = seats[0].settle_nonce;
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
+  ASSERT_TRUE(table.settle(seats[1].slot, seats[1].settle_nonce));
+  EXPECT_EQ(sweep(2).size(), 1u);
+}
+
+TEST_F(LeaseTableTest, AbortErasesTheNonceAtOnce) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_EQ(memory[seat.slot].nonce, 3u);
+  EXPECT_FALSE(table.abort(1));
+  EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
+  EXPECT_FALSE(table.abort(1));
+}
+
+TEST_F(LeaseTableTest, AFullTableTakesNothing) {
+  ASSERT_TRUE(table.grant(1, 3, 0, kTtl, 0).ok());
+  const auto refused = table.grant(2, 2, 0, kTtl, 0);
+  EXPECT_EQ(refused.status().code(), Code::kConfig);
+  EXPECT_TRUE(table.grant(3, 1, 0, kTtl, 0).ok());
+}
+
+TEST_F(LeaseTableTest, ALateSettleOfTheSlotsEarlierReaderChangesNothing) {
+  const LeaseSeat first = (*table.grant(1, 4, 0, kTtl, 0))[0];
+  table.abort(1);
+  sweep(1);
+  for (const LeaseSeat& second : *table.grant(2, 4, 0, kTtl, 1)) {
+    EXPECT_NE(second.nonce, first.nonce);
+    words[second.slot].settled = first.settle_nonce;
+  }
+  EXPECT_TRUE(sweep(2).empty());
+}
+
+TEST_F(LeaseTableTest, ReadyNeverGoesBack) {
+  const LeaseSeat seat = (*table.grant(1, 1, 2, kTtl, 0))[0];
+  EXPECT_TRUE(table.set_ready(1, 5));
+  EXPECT_TRUE(table.set_ready(1, 4));
+  EXPECT_EQ(memory[seat.slot].ready, 5u);
+  EXPECT_FALSE(table.set_ready(9, 1));
+}
+
+TEST_F(LeaseTableTest, ASettledSeatsSlotIsNoLongerItsLeasesToWrite) {
+  const auto first = *table.grant(1, 2, 0, kTtl, 0);  // a reader each, and two slots beside
+  words[first[0].slot].settled = first[0].settle_nonce;
+  EXPECT_TRUE(sweep(1).empty());
+  for (uint64_t lease = 2; lease <= 4; ++lease) ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 1).ok());
+  ASSERT_NE(memory[first[0].slot].nonce, 1u) << "its slot is another lease's by now";
+  EXPECT_TRUE(table.set_ready(1, 8));
+  EXPECT_EQ(memory[first[0].slot].ready, 0u);
+  EXPECT_EQ(memory[first[1].slot].ready, 8u);
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_GE(memory[first[0].slot].nonce, kSmallestNonce);
+}
+
+TEST_F(LeaseTableTest, AnEndedLeaseWritesNothingAndSaysSo) {
+  const LeaseSeat aborted = (*table.grant(1, 1, 2, kTtl, 0))[0],
+                  settled = (*table.grant(2, 1, 2, kTtl, 0))[0];
+  table.abort(1);
+  for (int swept = 0; swept < 2; ++swept) {
+    EXPECT_FALSE(table.set_ready(1, 8));
+    EXPECT_FALSE(table.extend(1, kTtl, 1));
+    EXPECT_FALSE(table.set_ttl(1, kTtl, 1));
+    EXPECT_FALSE(table.renew(aborted.slot, aborted.settle_nonce, 1));
+    EXPECT_FALSE(table.settle(aborted.slot, aborted.settle_nonce));
+    EXPECT_EQ(memory[aborted.slot].nonce, 3u);
+    EXPECT_EQ(memory[aborted.slot].ready, 2u);
+    words[settled.slot].settled = settled.settle_nonce;
+    sweep(1);
+  }
+  EXPECT_FALSE(table.set_ready(2, 8));
+  EXPECT_EQ(memory[settled.slot].nonce, 1u);
+  EXPECT_EQ(memory[settled.slot].ready, 2u);
+}
+
+TEST_F(LeaseTableTest, AnAbortAfterTheSettleLeavesItSettled) {
+  const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+  words[seats[0].slot].settled = seats[0].settle_nonce;
+  EXPECT_TRUE(table.abort(1));
+  EXPECT_EQ(memory[seats[0].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[1].slot].nonce, 3u);
+  EXPECT_EQ(sweep(1)[0].how, LeaseEnd::kAborted);
+
+  const LeaseSeat other = (*table.grant(2, 1, 0, kTtl, 1))[0];
+  words[other.slot].settled = other.settle_nonce;
+  EXPECT_FALSE(table.abort(2));
+  EXPECT_EQ(sweep(2)[0].how, LeaseEnd::kSettled);
+}
+
+TEST_F(LeaseTableTest, SlotsComeBackOldestFirstAndThoseOfAnAbortedLeaseWithItsReport) {
+  std::vector<uint32_t> order;
+  const auto next = [&](uint64_t lease) {
+    const auto granted = table.grant(lease, 1, 0, kTtl, 0);
+    if (granted.ok()) order.push_back((*granted)[0].slot);
+    return granted.ok();
+  };
+  EXPECT_TRUE(next(1) && next(2) && next(3));
+  table.abort(2);
+  sweep(1);
+  table.abort(1);
+  EXPECT_TRUE(next(4) && next(5));
+  EXPECT_FALSE(next(6));
+  ASSERT_EQ(sweep(2).size(), 1u);
+  EXPECT_TRUE(next(6));
+  EXPECT_EQ(order, (std::vector<uint32_t>{1, 2, 3, 4, 2, 1}));
+}
+
+TEST_F(LeaseTableTest, ATombstoneStaysUntilTheSlotIsReused) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  table.abort(1);
+  for (uint64_t lease = 2; lease <= 4; ++lease) {
+    sweep(1);
+    ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 1).ok());
+    EXPECT_EQ(memory[seat.slot].nonce, 3u);
+  }
+  const LeaseSeat reused = (*table.grant(5, 1, 0, kTtl, 1))[0];
+  EXPECT_EQ(reused.slot, seat.slot);
+  EXPECT_EQ(memory[seat.slot].nonce, reused.nonce);
+}
+
+TEST_F(LeaseTableTest, RandomNumbersThatCannotBeHadAreNoLease) {
+  bool refuses = true;
+  LeaseTable guarded(std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7,
+                     [&](std::span<uint64_t> words) {
+                       std::fill(words.begin(), words.end(), 1u << 20);
+                       words[0] = kSmallestNonce - 1;  // never handed out
+                       return refuses ? Status::Config("getrandom is refused") : Status();
+                     });
+  for (int tries = 0; tries < 6; ++tries) {
+    EXPECT_EQ(guarded.grant(1, 1, 0, kTtl, 0).status().what(), "getrandom is refused");
+  }
+  EXPECT_EQ(guarded.num_active(), 0u);
+  refuses = false;
+  for (int round = 0; round < 40; ++round) {
+    const auto seats = guarded.grant(1, 4, 0, kTtl, 0);
+    ASSERT_TRUE(seats.ok());
+    for (const LeaseSeat& seat : *seats) EXPECT_EQ(std::min(seat.nonce, seat.settle_nonce), 1u << 20);
+    guarded.abort(1);
+    Swept swept;
+    guarded.sweep(0, swept);
+  }
+}
+
+TEST_F(LeaseTableTest, AReaderSaysHowManyCome) {
+  const auto seats = *table.grant(1, 4, 0, kTtl, 0);
+  words[seats[0].slot].settled = seats[0].settle_nonce ^ 2;
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_EQ(memory[seats[1].slot].nonce, seats[1].nonce);
+  EXPECT_EQ(memory[seats[2].slot].nonce, 1u);
+  EXPECT_EQ(memory[seats[3].slot].nonce, 1u);
+  words[seats[1].slot].settled = seats[1].settle_nonce ^ 2;
+  const auto gone = sweep(2);
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0].how, LeaseEnd::kSettled);
+}
+
+TEST_F(LeaseTableTest, TheOnlyReaderEndsALeaseOfManySeats) {
+  const auto seats = *table.grant(1, 4, 0, kTtl, 0);
+  EXPECT_FALSE(table.settle(seats[0].slot, seats[0].settle_nonce ^ (kMaxSeats + 1)));
+  EXPECT_TRUE(table.settle(seats[0].slot, seats[0].settle_nonce ^ 1));
+  EXPECT_EQ(sweep(1).size(), 1u);
+}
+
+TEST_F(LeaseTableTest, SeatsThatTheCallerChose) {
+  const std::array<LeaseSeat, 2> seats{{{3, 1000, 2000}, {1, 3000, 4000}}};
+  ASSERT_TRUE(table.grant_at(1, seats, 5, kTtl, 0).ok());
+  EXPECT_EQ(memory[3].nonce, 1000u);
+  EXPECT_EQ(memory[1].ready, 5u);
+  EXPECT_EQ(table.counts(0).granted, 1u);
+  for (const LeaseSeat& other : *table.grant(2, 2, 0, kTtl, 0))
+    EXPECT_TRUE(other.slot == 2 || other.slot == 4);
+  words[3].settled = 2000 ^ 1;
+  EXPECT_EQ(sweep(1).size(), 1u);
+  EXPECT_TRUE(table.grant_at(3, seats, 0, kTtl, 2).ok());
+  EXPECT_EQ(table.grant_at(4, std::array{LeaseSeat{2, 1000, 2000}}, 0, kTtl, 2).code(), Code::kConfig);
+}
+
+TEST_F(LeaseTableTest, ChosenSeatsThatCannotBeHadTakeNothing) {
+  const uint32_t taken = (*table.grant(1, 1, 0, kTtl, 0))[0].slot;
+  const uint32_t free = taken == 1 ? 2 : 1;
+  for (const LeaseSeat& wrong : {LeaseSeat{taken, 1000, 2000}, LeaseSeat{0, 1000, 2000},
+                                 LeaseSeat{9, 1000, 2000}, LeaseSeat{free, 1000, 2000}, LeaseSeat{3, 0, 2000},
+                                 LeaseSeat{3, 1000, 7}, LeaseSeat{UINT32_MAX, 1000, 2000}}) {
+    EXPECT_EQ(table.grant_at(2, std::array{LeaseSeat{free, 1000, 2000}, wrong}, 0, kTtl, 0).code(),
+              Code::kConfig);
+  }
+  EXPECT_TRUE(table.grant(3, 3, 0, kTtl, 0).ok());
+}
+
+TEST_F(LeaseTableTest, ATimeToLiveCanBeCutShort) {
+  ASSERT_TRUE(table.grant(1, 1, 0, 100 * kTtl, 0).ok());
+  EXPECT_TRUE(table.set_ttl(1, kTtl, kTtl));
+  EXPECT_FALSE(table.set_ttl(2, kTtl, kTtl));
+  EXPECT_TRUE(sweep(2 * kTtl - 1).empty());
+  EXPECT_EQ(sweep(2 * kTtl)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, AReaderRenewsByTheLeasesOwnTimeToLive) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  EXPECT_TRUE(table.renew(seat.slot, seat.settle_nonce, kTtl - 1));
+  EXPECT_FALSE(table.renew(seat.slot, seat.nonce, kTtl));
+  EXPECT_FALSE(table.renew(99, seat.settle_nonce, kTtl));
+  EXPECT_TRUE(sweep(2 * kTtl - 2).empty());
+  EXPECT_EQ(sweep(2 * kTtl - 1).size(), 1u);
+  EXPECT_FALSE(table.renew(seat.slot, seat.settle_nonce, 2 * kTtl));
+}
+
+TEST_F(LeaseTableTest, ALeaseHardlyAgesWhileItsOwnerStandsStill) {
+  constexpr int64_t kLong = 10 * kMostAgeingNs, kLeft = kTtl - 1;
+  ASSERT_TRUE(table.grant(1, 1, 0, kMostAgeingNs + kTtl, 0).ok());
+  EXPECT_TRUE(sweep(1).empty());
+  EXPECT_TRUE(sweep(1 + kLong).empty());
+  EXPECT_TRUE(sweep(kLong + kLeft).empty());
+  EXPECT_EQ(sweep(1 + kLong + kLeft)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, LeasesOfAnOwnerThatIsAlwaysLateEndAllTheSame) {
+  ASSERT_TRUE(table.grant(1, 1, 0, 10 * kMostAgeingNs, 0).ok());
+  int late = 0;
+  while (late < 20 && sweep(++late * 3 * kMostAgeingNs).empty()) {
+  }
+  EXPECT_EQ(late, 10);
+}
+
+TEST_F(LeaseTableTest, WhatLayUnreadInTheOwnersSocketsComesInTime) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, 2 * kMostAgeingNs, 0))[0];
+  const int64_t back = 5 * kMostAgeingNs;
+  EXPECT_TRUE(sweep(back).empty());
+  EXPECT_TRUE(table.renew(seat.slot, seat.settle_nonce, back + 1));
+  EXPECT_TRUE(sweep(back + kMostAgeingNs).empty());
+  EXPECT_TRUE(sweep(back + 2 * kMostAgeingNs).empty());
+  EXPECT_EQ(sweep(back + 2 * kMostAgeingNs + 1)[0].how, LeaseEnd::kExpired);
+}
+
+TEST_F(LeaseTableTest, WhoeverIsFirstAfterAStopTellsTheOthersOfIt) {
+  const LeaseSeat old = (*table.grant(1, 1, 0, kMostAgeingNs + kTtl, 0))[0];
+  const int64_t back = 5 * kMostAgeingNs;
+  ASSERT_TRUE(table.grant(2, 1, 0, kTtl, back).ok());  // its own time has only begun
+  EXPECT_TRUE(sweep(back + kTtl - 1).empty());
+  EXPECT_EQ(sweep(back + kTtl).size(), 2u);
+  EXPECT_EQ(memory[old.slot].nonce, 2u);
+}
+
+TEST_F(LeaseTableTest, ALateClockOfAnotherThreadIsNoStop) {
+  ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
+  EXPECT_TRUE(sweep(kTtl - 1).empty());
+  EXPECT_FALSE(table.extend(9, kTtl, 1));  // read the clock, then waited for the lock
+  EXPECT_EQ(sweep(kTtl).size(), 1u);
+}
+
+TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
+  ASSERT_TRUE(table.grant(1, 1, 0, kTtl, 0).ok());
+  EXPECT_TRUE(table.extend(1, kTtl, kTtl / 2));
+  EXPECT_TRUE(table.extend(1, 1, 0));
+  EXPECT_TRUE(sweep(kTtl).empty());
+  EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), 1u);
+}
+
+}  // namespace
+}  // namespace kvlink

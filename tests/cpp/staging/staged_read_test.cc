@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// How reads are cut into parts that fit a slot: every byte of them exactly once, and at the right place.
+#include "staging/staged_read.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+namespace kvlink {
+namespace {
+
+constexpr uint32_t kSlotBytes = 4096, kSlotRegion = 5;
+std::byte* const kPool = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
+std::byte* const kSlot = reinterpret_cast<std::byte*>(uintptr_t{1} << 41);
+
+struct Reads {
+  std::vector<ReadOp> ops;
+  std::vector<Segment> segments;
+
+  void add(uint32_t region, uint64_t offset, const std::vector<std::pair<uint64_t, uint32_t>>& places) {
+    ReadOp op{offset, 0, region, static_cast<uint32_t>(segments.size()),
+              static_cast<uint32_t>(places.size())};
+    for (const auto& [at, bytes] : places) {
+      op.bytes += bytes;
+      segments.push_back({kPool + at, bytes, 0});
+    }
+    ops.push_back(op);
+  }
+  LandingPost post() const {
+    return {.chunk = {.ops = ops, .segments = segments.data(), .staged = true}, .lands = true};
+  }
+};
+
+using Source = std::pair<uint32_t, uint64_t>;       // region, offset
+using Landed = std::map<const std::byte*, Source>;  // by place in the pool
+
+Landed wanted(const Reads& reads) {
+  Landed landed;
+  for (const ReadOp& op : reads.ops) {
+    uint64_t from = op.offset;
+    for (uint32_t i = 0; i < op.num_segments; ++i) {
+      const Segment& to = reads.segments[op.first_segment + i];
+      for (uint32_t byte = 0; byte < to.bytes; ++byte) landed[to.local + byte] = {op.region, from++};
+    }
+  }
+  return landed;
+}
+
+/// What the slot holds once the part has arrived.
+std::map<const std::byte*, Source> arrived(const LandingPart& part) {
+  std::map<const std::byte*, Source> slot;
+  for (const ReadOp& op : part.ops) {
+    EXPECT_EQ(op.num_segments, 1u);
+    const Segment& to = part.segments[op.first_segment];
+    EXPECT_EQ(to.bytes, op.bytes);
+    EXPECT_EQ(to.region, kSlotRegion);
+    EXPECT_TRUE(kSlot <= to.local && to.local + to.bytes <= kSlot + kSlotBytes);
+    for (uint32_t byte = 0; byte < op.bytes; ++byte) {
+      EXPECT_TRUE(slot.emplace(to.local + byte, Source(op.region, op.offset + byte)).second);
+    }
+  }
+  return slot;
+}
+
+/// Part after part, until all is asked for.
+std::vector<LandingPart> parts_of(LandingPost post, const PartLimits& limits) {
+  std::vector<LandingPart> parts;
+  while (!post.asked) {
+    LandingPart& part = parts.emplace_back();
+    post.fill(part, {kSlot, kSlotBytes, kSlotRegion}, limits);
+    EXPECT_FALSE(part.pieces.empty()) << "a part that brings nothing would be asked for again and again";
+    EXPECT_LE(part.ops.size(), limits.ops);
+    EXPECT_LE(part.pieces.size(), limits.pieces);
+    if (part.pieces.empty()) break;
+  }
+  return parts;
+}
+
+Landed landed_by(const std::vector<LandingPart>& parts) {
+  Landed landed;
+  for (const LandingPart& part : parts) {
+    const auto slot = arrived(part);
+    for (const CopyPiece& piece : part.pieces) {
+      for (uint64_t byte = 0; byte < piece.bytes; ++byte) {
+        EXPECT_TRUE(landed.emplace(piece.device + byte, slot.at(piece.slot + byte)).second);
+      }
+    }
+  }
+  return landed;
+}
+
+TEST(LandingPost, BringsEveryByteOnceWhateverTheLimits) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 200; ++round) {
+    Reads reads;
+    uint64_t from = 0, to = 0;
+    for (uint64_t ops = 1 + random() % 30; ops > 0; --ops) {
+      std::vector<std::pair<uint64_t, uint32_t>> places;
+      uint32_t bytes = 0;
+      for (uint64_t count = 1 + random() % 6; count > 0; --count) {
+        const auto size = static_cast<uint32_t>(1 + random() % (random() % 9 == 0 ? 9000 : 300));
+        places.emplace_back(to, size);
+        to += size + random() % 3 * 10;
+        bytes += size;
+      }
+      from = random() % 4 == 0 ? random() % 100'000 : from + random() % 3 * 100;
+      reads.add(static_cast<uint32_t>(random() % 5 == 0), from, places);
+      from += bytes;
+    }
+    const PartLimits limits{static_cast<uint32_t>(1 + random() % 20),
+                            static_cast<uint32_t>(1 + random() % 20),
+                            static_cast<uint32_t>(random() % 3 * 150)};
+    ASSERT_EQ(landed_by(parts_of(reads.post(), limits)), wanted(reads)) << "round " << round;
+  }
+}
+
+/// Heads 2 and 3 of 8, of 16 tokens: with what lies between them it is one range of the owner.
+TEST(LandingPost, ReadsShortGapsAlong) {
+  Reads reads;
+  for (uint64_t token = 0; token < 16; ++token) reads.add(0, token * 256 + 64, {{token * 64, 64}});
+  const auto along = parts_of(reads.post(), {100, 100, 192});
+  ASSERT_EQ(along.size(), 1u);
+  EXPECT_EQ(along[0].ops.size(), 1u);
+  EXPECT_EQ(along[0].ops[0].bytes, 15u * 256 + 64);
+  EXPECT_EQ(along[0].pieces.size(), 16u);
+  const auto around = parts_of(reads.post(), {100, 100, 191});
+  EXPECT_EQ(around[0].ops.size(), 16u);
+  EXPECT_EQ(around[0].pieces.size(), 1u) << "what adjoins in the slot and in the pool is one copy";
+}
+
+TEST(LandingPost, DoesNotReadAlongBackwardsNorAcrossRegions) {
+  Reads reads;
+  reads.add(0, 1000, {{0, 100}});
+  reads.add(0, 900, {{200, 100}});
+  reads.add(1, 1000, {{400, 100}});
+  const auto parts = parts_of(reads.post(), {100, 100, 4096});
+  ASSERT_EQ(parts.size(), 1u);
+  EXPECT_EQ(parts[0].ops.size(), 3u);
+}
+
+TEST(LandingPost, PassesOnAsTheInnerEndpointNumbersThem) {
+  std::vector<Segment> segments = {{kPool, 8, 3}};
+  std::vector<ReadOp> ops = {{64, 8, 1, 0, 1}};
+  LandingPost post{.chunk = {.ops = ops, .segments = segments.data()}};
+  LandingPart part;
+  post.pass_on(part, 3);
+  EXPECT_TRUE(post.asked);
+  EXPECT_EQ(part.segments[0].region, 1u) << "0 are the slots";
+}
+
+}  // namespace
+}  // namespace kvlink

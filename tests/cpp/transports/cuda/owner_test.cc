@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// What owners of GPU memory lend, to whom, and what becomes of it: over tests/fake_cuda, in place of the
+// driver.
+#include <cstdlib>
+#include <fstream>
+
+#include "bench/cuda_baseline.h"
+#include "cpp/transports/cuda/pair.h"
+#include "transports/cuda/protocol.h"
+
+namespace kvlink::testing {
+namespace {
+
+using Kind = GpuPool::Kind;
+
+/// A GpuOwner in a forked process, over pipes of messages; killed with the test.
+class RemoteGpuOwner {
+ public:
+  explicit RemoteGpuOwner(Kind kind) {
+    std::array<int, 2> ends;
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::close(ends[0]);
+      run(kind, ends[1]);
+      ::_exit(0);
+    }
+    ::close(ends[1]);
+    control_ = ends[0];
+    card = {hear(), hear(), hear(), hear()};
+  }
+  ~RemoteGpuOwner() {
+    kill();
+    ::close(control_);
+  }
+  std::string accept(const std::string& hello) {
+    ::send(control_, hello.data(), hello.size(), MSG_NOSIGNAL);
+    return hear();
+  }
+  void kill() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+
+  Card card;
+
+ private:
+  static void run(Kind kind, int control) {
+    GpuOwner owner(kind);
+    Server server(*owner.transport);
+    const Card card = owner.card();
+    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key, &card.words_key}) {
+      ::send(control, blob->data(), blob->size(), MSG_NOSIGNAL);
+    }
+    std::array<char, 4096> hello;
+    for (ssize_t size = 0; (size = ::recv(control, hello.data(), hello.size(), 0)) > 0;) {
+      const std::string reply = *owner.transport->accept(1, {hello.data(), static_cast<size_t>(size)});
+      ::send(control, reply.data(), reply.size(), MSG_NOSIGNAL);
+    }
+  }
+  std::string hear() const {
+    std::string message(4096, '\0');
+    const ssize_t size = ::recv(control_, message.data(), message.size(), 0);
+    message.resize(size > 0 ? static_cast<size_t>(size) : 0);
+    return message;
+  }
+
+  pid_t pid_ = -1;
+  int control_ = -1;
+};
+
+TEST_F(Cuda, ReadsAnotherProcessUntilThatEnds) {
+  GpuOwner same;  // has the same bytes
+  for (const Kind kind : {Kind::kKvlink, Kind::kMalloc}) {
+    RemoteGpuOwner owner(kind);
+    GpuReader reader;
+    const Status status =
+        reader.connect(owner.card, [&](const std::string& hello) { return owner.accept(hello); });
+    ASSERT_TRUE(status.ok()) << status.what();
+    const Blocks blocks(reader, 4096, 1000);
+    ASSERT_TRUE(reader.read(blocks.scatter).ok());
+    blocks.expect_landed(same, reader);
+    owner.kill();
+    EXPECT_EQ(reader.wait(UINT64_MAX).code(), Code::kPeerUnreachable);
+    EXPECT_EQ(reader.read(blocks.scatter).code(), Code::kPeerUnreachable);
+  }
+}
+
+TEST_F(Cuda, MapsPoolsForReadingAloneWhereTheGpuCan) {
+  const auto writable = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) {
+      count += line.find("fake-cuda") != std::string::npos && line.find(" rw-s ") != std::string::npos;
+    }
+    return count;
+  };
+  int before = 0;
+  {
+    GpuPair pair;
+    before = writable();
+  }
+  ::setenv("FAKE_CUDA_NO_READ_ONLY", "1", 1);
+  GpuPair pair;
+  ::unsetenv("FAKE_CUDA_NO_READ_ONLY");
+  EXPECT_EQ(writable(), before + 1);
+  const Blocks blocks(pair.reader, 4096, 10);
+  EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
+}
+
+TEST_F(Cuda, RefusesAGpuThatThisProcessDoesNotSee) {
+  ::setenv("FAKE_CUDA_UUID", "another", 1);
+  GpuOwner owner;
+  ::unsetenv("FAKE_CUDA_UUID");
+  Server server(*owner.transport);
+  GpuReader reader;
+  const Status status = reader.connect(
+      owner.card(), [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_NE(status.fix().find("CUDA_VISIBLE_DEVICES"), std::string::npos);
+}
+
+TEST_F(Cuda, RefusesMemoryThatCudaDoesNotShare) {
+  auto transport = make_transport("cuda", {});
+  auto host = allocate(kPoolBytes);
+  EXPECT_EQ((*transport)->register_memory(host->range(), Access::kRead).status().code(),
+            Code::kTransportUnavailable);
+  std::vector<std::byte> unknown(4096);
+  auto* const on_gpu = reinterpret_cast<std::byte*>(reinterpret_cast<uint64_t>(unknown.data()) | kGpuBit);
+  const Status status =
+      (*transport)->register_memory({.base = on_gpu, .bytes = 4096, .device = true}, Access::kRead).status();
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_NE(status.fix().find("gpu="), std::string::npos);
+}
+
+TEST_F(Cuda, LendsAPieceOfAnAllocation) {
+  GpuPair pair;
+  MemoryRange piece = pair.owner.pool.range();
+  piece.base += 12'345;
+  piece.bytes = 70'000;
+  auto region = pair.owner.transport->register_memory(piece, Access::kRead);
+  ASSERT_TRUE(region.ok()) << region.status().what();
+  GpuReader reader;
+  ASSERT_TRUE(
+      reader.connect(pair.owner.card(), [&](const std::string& hello) { return pair.accept(hello); }).ok());
+  auto index = reader.endpoint->import_region((*region)->remote_key());
+  ASSERT_TRUE(index.ok()) << index.status().what();
+  Scatter scatter;
+  scatter.add(*index, 5, {{reader.at(3), 69'995, 0}});
+  ASSERT_TRUE(reader.read(scatter).ok());
+  EXPECT_EQ(std::memcmp(reader.pool.bytes() + 3, behind(piece.base) + 5, 69'995), 0);
+  scatter.add(*index, 5, {{reader.at(3), 69'996, 0}});
+  EXPECT_EQ(reader.read(scatter).code(), Code::kAccessDenied);
+}
+
+TEST_F(Cuda, FloorsCopyByTheDriverAlone) {
+  GpuPool from, to;
+  from.fill(3);
+  const auto at = [](const GpuPool& pool, uint64_t offset) {
+    return cuda::address_of(pool.range().base + offset);
+  };
+  const std::array<FloorPiece, 2> pieces{
+      {{at(from, 0), at(to, 4096), 4096}, {at(from, 8192), at(to, 0), 100}}};
+  const Result<int64_t> took = floor_cuda_copies(pieces);
+  ASSERT_TRUE(took.ok()) << took.status().what();
+  EXPECT_GT(*took, 0);
+  EXPECT_EQ(std::memcmp(to.bytes() + 4096, from.bytes(), 4096), 0);
+  EXPECT_EQ(std::memcmp(to.bytes(), from.bytes() + 8192, 100), 0);
+  EXPECT_EQ(floor_cuda_copies({}).status().code(), Code::kConfig);
+}
+
+TEST_F(Cuda, ReadsNoKeyThatNoOwnerWrote) {
+  GpuOwner owner;
+  const std::string key = owner.pool_region->remote_key();
+  ASSERT_TRUE(CudaKey::parse(key).ok());
+  EXPECT_EQ(CudaKey::parse(key)->blob(), key);
+  for (size_t size = 0; size < key.size(); ++size) EXPECT_FALSE(CudaKey::parse(key.substr(0, size)).ok());
+  std::mt19937_64 random(5);
+  int whole = 0;
+  for (int turn = 0; turn < 20'000; ++turn) {
+    std::string changed = key;
+    for (int flips = 0; flips < 3; ++flips)
+      changed[random() % changed.size()] ^= static_cast<char>(1 << random() % 8);
+    const Result<CudaKey> parsed = CudaKey::parse(changed);
+    if (!parsed.ok()) continue;
+    ++whole;
+    const bool whole_parts = (*parsed).offset + (*parsed).bytes <= (*parsed).span();
+    EXPECT_TRUE((*parsed).kind == CudaKey::Kind::kIpc || whole_parts);
+  }
+  EXPECT_GT(whole, 0);
+}
+
+}  // namespace
+}  // namespace kvlink::testing

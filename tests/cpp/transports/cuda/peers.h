@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owners and readers whose pools are in the memory of the GPU that tests/fake_cuda stands for.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "cpp/transports/copy_peers.h"
+#include "device/cuda_memory.h"
+
+namespace kvlink::testing {
+
+inline constexpr uint64_t kGpuBit = uint64_t{1} << 60;  // as tests/fake_cuda/fake.h has it
+inline constexpr uint32_t kScratch = 1;                 // the local region behind the pool, in host memory
+
+/// Where the CPU finds what a GPU address stands for.
+inline std::byte* behind(const std::byte* on_gpu) {
+  return reinterpret_cast<std::byte*>(reinterpret_cast<uint64_t>(on_gpu) & ~kGpuBit);
+}
+
+/// The stand-in, opened before anyone looks for "libcuda.so.1": that name is its own.
+template <typename Function>
+Function* from_fake_cuda(const char* name) {
+  static void* const library = ::dlopen(KVLINK_FAKE_CUDA, RTLD_NOW);
+  EXPECT_NE(library, nullptr) << ::dlerror();
+  return reinterpret_cast<Function*>(::dlsym(library, name));
+}
+
+/// GPU memory that kvlink allocates, or by cuMemAlloc, as cudaMalloc does.
+class GpuPool {
+ public:
+  enum class Kind { kKvlink, kMalloc };
+
+  explicit GpuPool(Kind kind = Kind::kKvlink, uint64_t bytes = kPoolBytes) : device_(*cuda::Device::at(0)) {
+    if (kind == Kind::kKvlink) {
+      auto made = CudaMemory::allocate(bytes, 0);
+      EXPECT_TRUE(made.ok()) << made.status().what();
+      memory_ = *made;
+      range_ = memory_->range();
+      return;
+    }
+    const cuda::Current current(*device_);
+    EXPECT_EQ(device_->api.memory_alloc(&malloced_, bytes), 0);
+    range_ = {.base = reinterpret_cast<std::byte*>(malloced_), .bytes = bytes, .device = true};
+  }
+  ~GpuPool() {
+    const cuda::Current current(*device_);
+    if (malloced_ != 0) device_->api.memory_free(malloced_);
+  }
+  GpuPool(const GpuPool&) = delete;
+  GpuPool& operator=(const GpuPool&) = delete;
+
+  MemoryRange range() const { return range_; }
+  std::byte* bytes() const { return behind(range_.base); }
+  void fill(uint64_t seed) {
+    MemoryRange seen = range_;
+    seen.base = bytes();
+    fill_random(seen, seed);
+  }
+
+ private:
+  const std::shared_ptr<const cuda::Device> device_;
+  std::shared_ptr<CudaMemory> memory_;
+  cuda::Address malloced_ = 0;
+  MemoryRange range_;
+};
+
+/// Lends a pool of random bytes and a zeroed table.
+struct GpuOwner {
+  explicit GpuOwner(GpuPool::Kind kind = GpuPool::Kind::kKvlink)
+      : pool(kind), table(allocate(kTableBytes)), words(allocate_words()) {
+    pool.fill(1);
+    transport = std::move(*make_transport("cuda", {}));
+    auto lent_pool = transport->register_memory(pool.range(), Access::kRead);
+    auto lent_table = transport->register_memory(table->range(), Access::kReadWords);
+    auto lent_words = transport->register_memory(words->range(), Access::kWriteWords);
+    EXPECT_TRUE(lent_pool.ok()) << lent_pool.status().what();
+    EXPECT_TRUE(lent_table.ok()) << lent_table.status().what();
+    pool_region = std::move(*lent_pool);
+    EXPECT_TRUE(lent_words.ok()) << lent_words.status().what();
+    table_region = std::move(*lent_table);
+    words_region = std::move(*lent_words);
+  }
+  Card card() const {
+    return {transport->address(), pool_region->remote_key(), table_region->remote_key(),
+            words_region->remote_key()};
+  }
+
+  GpuPool pool;
+  std::shared_ptr<HostMemory> table, words;
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<MemoryRegion> pool_region, table_region, words_region;
+};
+
+/// A connected endpoint, with a poisoned pool to read into. `image`: with it the kernel copies.
+class GpuReader {
+ public:
+  explicit GpuReader(const std::string& image = "fake image") {
+    TransportOptions options;
+    options.cuda_image = image;
+    transport = std::move(*make_transport("cuda", options));
+    // Its own pool need not be lent.
+    [[maybe_unused]] const auto region = transport->register_memory(pool.range(), Access::kRead);
+    poison();
+  }
+
+  Status connect(const Card& card, const Reader::Accept& accept) {
+    auto opened = transport->open(card.address, 0);
+    if (!opened.ok()) return opened.status();
+    endpoint = std::move(*opened);
+    Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);
+    for (const std::string& key : {card.pool_key, card.table_key, card.words_key}) {
+      if (status.ok()) status = endpoint->import_region(key).status();
+    }
+    return status;
+  }
+  Status wait(uint64_t token) { return wait_for(*endpoint, token); }
+  Status read(const Scatter& scatter, uint64_t token = 7) {
+    Status status = endpoint->post_read(token, scatter.chunk());
+    return status.ok() ? wait(token) : status;
+  }
+  std::byte* at(uint64_t offset) const { return pool.range().base + offset; }
+  void poison() { std::fill(pool.bytes(), pool.bytes() + kPoolBytes, kPoison); }
+
+  GpuPool pool;
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<Endpoint> endpoint;
+};
+
+}  // namespace kvlink::testing

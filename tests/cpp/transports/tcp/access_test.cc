@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who may read what over tcp: secrets, keys, bounds, fences and revocation.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <numeric>
+
+#include "base/blob.h"
+#include "cpp/transports/copy_peers.h"
+#include "cpp/transports/tcp/raw.h"
+#include "transports/factories.h"
+#include "transports/tcp/reader.h"
+
+namespace kvlink::testing {
+namespace {
+
+std::string forged_key(const std::string& key, uint64_t flip, uint64_t bytes, Access access) {
+  BlobReader reader(key);
+  return BlobWriter().u64(reader.u64() ^ flip).u64(bytes).u32(static_cast<uint32_t>(access)).take();
+}
+
+uint64_t key_of(const std::string& key) { return BlobReader(key).u64(); }
+
+TEST(Tcp, RefusesLocallyWhatNoOwnerGranted) {
+  LocalPair pair("tcp");
+  Endpoint& endpoint = *pair.reader.endpoint;
+  EXPECT_EQ(pair.reader.read_at(kPool, kPoolBytes - 8, 16).code(), Code::kAccessDenied);
+  EXPECT_EQ(pair.reader.read_at(kPool, UINT64_MAX - 4, 16).code(), Code::kAccessDenied);
+  EXPECT_EQ(pair.reader.read_at(9, 0, 16).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint.post_write(1, kPool, 0, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint.post_write(1, kWords, 12, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint.post_write(1, kWords, kTableBytes, 1).code(), Code::kAccessDenied);
+  Scatter short_by_one;
+  short_by_one.add(kPool, 0, {{pair.reader.destination.data(), 64, 0}});
+  short_by_one.ops[0].bytes = 65;
+  EXPECT_EQ(pair.reader.read(short_by_one).code(), Code::kConfig);
+  Scatter too_many;
+  for (uint32_t op = 0; op <= tcp::kMaxFrameOps; ++op) {
+    too_many.add(kPool, op * 8, {{&pair.reader.destination[op * 8], 8, 0}});
+  }
+  EXPECT_EQ(pair.reader.read(too_many).code(), Code::kConfig);
+  EXPECT_TRUE(pair.reader.is_poisoned());
+  EXPECT_TRUE(pair.reader.read_at(kPool, kPoolBytes - 16, 16).ok());
+}
+
+/// Refusals between good reads: what had landed ahead of a refusal is put where it belongs.
+TEST(Tcp, OwnerRefusesForgedKeysAndServesOn) {
+  LocalPair pair("tcp");
+  Reader& reader = pair.reader;
+  const Card card = pair.owner.card();
+  const auto wrong_key =
+      reader.endpoint->import_region(forged_key(card.pool_key, 1, kPoolBytes, Access::kRead));
+  const auto too_long =
+      reader.endpoint->import_region(forged_key(card.pool_key, 0, 2 * kPoolBytes, Access::kRead));
+  const std::vector<std::byte> pool = expected_pool();
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<Scatter> scatters(12);
+    std::vector<Code> expected;
+    for (size_t index = 0; index < scatters.size(); ++index) {
+      const uint32_t bytes = random() % 3 == 0 ? 16 : 1 + random() % 100'000;
+      const uint64_t kind = random() % 4;
+      const uint32_t region = kind == 0 ? *wrong_key : kind == 1 ? *too_long : kPool;
+      const uint64_t offset = kind == 1 ? kPoolBytes - bytes + 1 : random() % (kPoolBytes - bytes);
+      scatters[index].add(region, offset, {{&reader.destination[index * 100'000], bytes, 0}});
+      ASSERT_TRUE(reader.endpoint->post_read(index, scatters[index].chunk()).ok());
+      expected.push_back(kind < 2 ? Code::kAccessDenied : Code::kOk);
+    }
+    std::vector<Completion> ended;
+    while (ended.size() < scatters.size()) ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+    for (size_t index = 0; index < scatters.size(); ++index) {
+      ASSERT_EQ(ended[index].token, index);
+      ASSERT_EQ(ended[index].status.code(), expected[index]) << ended[index].status.what();
+      if (expected[index] == Code::kOk) expect_landed(scatters[index], pool);
+    }
+  }
+}
+
+TEST(Tcp, OwnerCutsOffForgedWrites) {
+  const struct {
+    const char* what;
+    std::string Card::* key;
+    uint64_t flip, offset;
+  } forgeries[] = {{"a pool", &Card::pool_key, 0, 0},
+                   {"a lease slot", &Card::table_key, 0, 64},
+                   {"no such key", &Card::words_key, 1, 0},
+                   {"outside", &Card::words_key, 0, kTableBytes},
+                   {"half outside", &Card::words_key, 0, kTableBytes - 4},
+                   {"overflow", &Card::words_key, 0, UINT64_MAX - 7},
+                   {"unaligned", &Card::words_key, 0, 4}};
+  for (const auto& forgery : forgeries) {
+    Owner owner("tcp");
+    Server server(*owner.transport);
+    const Card card = owner.card();
+    RawSocket socket(card.address);
+    const auto reply = owner.transport->accept(1, tcp::encode_hello(0));
+    ASSERT_EQ(socket.greet(card.address, *reply), tcp::Verdict::kAdmitted);
+    const uint64_t key = key_of(card.*forgery.key) ^ forgery.flip;
+    socket.say(write_frame({key, forgery.offset}, 0xdead));
+    EXPECT_TRUE(socket.is_closed()) << forgery.what;
+    EXPECT_EQ(std::memcmp(owner.pool->range().base, expected_pool().data(), kPoolBytes), 0) << forgery.what;
+    for (const auto& memory : {owner.table, owner.words}) {
+      const auto* words = reinterpret_cast<const uint64_t*>(memory->range().base);
+      EXPECT_EQ(std::accumulate(words, words + kTableBytes / 8, uint64_t{0}), 0u) << forgery.what;
+    }
+  }
+}
+
+TEST(Tcp, AdmitsEachSecretOnceAndNoOther) {
+  Owner owner("tcp");
+  Server server(*owner.transport);
+  const std::string address = owner.card().address;
+  const auto open = [&] { return std::move(*owner.transport->open(address, 0)); };
+  const std::string reply = *owner.transport->accept(1, tcp::encode_hello(0));
+  for (size_t byte = 0; byte < reply.size(); ++byte) {
+    std::string wrong = reply;
+    wrong[byte] = static_cast<char>(wrong[byte] ^ 1);
+    EXPECT_FALSE(open()->establish(wrong, 20 * kSecondNs).ok()) << byte;
+  }
+  auto first = open(), second = open();
+  EXPECT_TRUE(first->establish(reply, 20 * kSecondNs).ok());
+  EXPECT_EQ(second->establish(reply, 20 * kSecondNs).code(), Code::kAccessDenied);
+  EXPECT_FALSE(owner.transport->accept(1, "nonsense").ok());
+}
+
+TEST(Tcp, RefusesAnOwnerThatIsAnotherProcessNow) {
+  Owner owner("tcp");
+  Server server(*owner.transport);
+  tcp::Address address = *tcp::Address::parse(owner.card().address);
+  address.instance ^= 1;
+  auto endpoint = std::move(*owner.transport->open(address.encode(), 0));
+  const Status status = endpoint->establish(*owner.transport->accept(1, endpoint->hello()), 20 * kSecondNs);
+  EXPECT_EQ(status.code(), Code::kPeerUnreachable);
+  EXPECT_NE(status.what().find("another process"), std::string::npos) << status.what();
+}
+
+TEST(Tcp, SaysThatNobodyListens) {
+  std::string address;
+  {
+    address = Owner("tcp").card().address;
+  }
+  Owner owner("tcp");
+  auto endpoint = std::move(*owner.transport->open(address, 0));
+  const Status status = endpoint->establish(*owner.transport->accept(1, endpoint->hello()), 20 * kSecondNs);
+  EXPECT_EQ(status.code(), Code::kPeerUnreachable);
+  EXPECT_NE(status.what().find("127.0.0.1:"), std::string::npos) << status.what();
+  std::vector<Completion> ended;
+  EXPECT_EQ(endpoint->poll(ended).status.code(), Code::kPeerUnreachable);
+}
+
+TEST(Tcp, LetsReadersInPastSilentAndNoisySockets) {
+  Owner owner("tcp");
+  Server server(*owner.transport);
+  const Card card = owner.card();
+  std::vector<RawSocket> crowd;
+  for (int index = 0; index < 200; ++index) {
+    crowd.emplace_back(card.address);
+    if (index % 3 == 1) crowd.back().say(raw(tcp::kHelloMagic));  // and then nothing
+    if (index % 3 == 2) crowd.back().say("GET / HTTP/1.1\r\n\r\n");
+  }
+  Reader reader("tcp", card, [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  EXPECT_TRUE(reader.read_at(kPool, 0, kBlock).ok());
+  EXPECT_TRUE(crowd[0].is_closed());  // silent, and the oldest
+  EXPECT_TRUE(crowd[2].is_closed());
+  for (int index = 190; index < 200; ++index)
+    EXPECT_EQ(crowd[index].is_closed(), true) << index;  // within 5 s
+}
+
+TEST(Tcp, FencesOneConnectionWhileAnotherGoesOn) {
+  Owner owner("tcp");
+  Server server(*owner.transport);
+  const auto admit = [&](uint64_t id) {
+    return [&owner, id](const std::string& hello) { return *owner.transport->accept(id, hello); };
+  };
+  Reader first("tcp", owner.card(), admit(1)), lane("tcp", owner.card(), admit(1));
+  Reader other("tcp", owner.card(), admit(2));
+  std::atomic<bool> stop = false;
+  std::atomic<uint64_t> reads = 0;
+  std::thread busy([&] {
+    for (; !stop; ++reads) EXPECT_TRUE(other.read_at(kPool, 0, 1 << 20).ok());
+  });
+  const std::string unused = *owner.transport->accept(1, first.endpoint->hello());
+  EXPECT_TRUE(owner.transport->can_fence());
+  EXPECT_TRUE(owner.transport->fence(1));
+  EXPECT_FALSE(owner.transport->fence(1));
+  EXPECT_FALSE(owner.transport->fence(3));
+  EXPECT_EQ(first.wait_broken().code(), Code::kPeerUnreachable);
+  EXPECT_EQ(lane.wait_broken().code(), Code::kPeerUnreachable);
+  auto late = std::move(*owner.transport->open(owner.card().address, 2));
+  EXPECT_EQ(late->establish(unused, 20 * kSecondNs).code(), Code::kAccessDenied);
+  for (const uint64_t before = reads; reads < before + 3;) std::this_thread::yield();
+  stop = true;
+  busy.join();
+}
+
+TEST(Tcp, FencesThoughAForkedChildHoldsTheSocket) {
+  Owner owner("tcp");
+  auto server = std::make_unique<Server>(*owner.transport);
+  Reader reader("tcp", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (;;) ::pause();
+  }
+  EXPECT_TRUE(owner.transport->fence(1));
+  EXPECT_EQ(reader.wait_broken().code(), Code::kPeerUnreachable);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST(Tcp, RevokesMemoryThatIsBeingSent) {
+  constexpr size_t kBytes = 64 << 20, kOps = 64;
+  void* mapping = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(mapping, MAP_FAILED);
+  Owner owner("tcp");
+  auto lent = owner.transport->register_memory({static_cast<std::byte*>(mapping), kBytes}, Access::kRead);
+  auto server = std::make_unique<Server>(*owner.transport);
+  const auto admit = [&](const std::string& hello) { return *owner.transport->accept(1, hello); };
+  Reader reader("tcp", owner.card(), admit), other("tcp", owner.card(), admit);
+  const uint32_t region = *reader.endpoint->import_region((*lent)->remote_key());
+  std::vector<std::byte> destination(kBytes / kOps);
+  Scatter scatter;
+  for (size_t op = 0; op < kOps; ++op) {
+    scatter.add(region, op * destination.size(),
+                {{destination.data(), static_cast<uint32_t>(destination.size()), 0}});
+  }
+  ASSERT_TRUE(reader.endpoint->post_read(1, scatter.chunk()).ok());
+  std::vector<Completion> ended;
+  while (destination[0] == std::byte{} && !reader.endpoint->poll(ended).progressed) {
+  }
+  EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
+  (*lent).reset();
+  const Status status = reader.wait(1);
+  EXPECT_EQ(status.code(), Code::kPeerUnreachable) << status.what();
+  EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
+  server.reset();
+  ASSERT_EQ(::munmap(mapping, kBytes), 0);
+}
+
+TEST(Tcp, RefusesRegionsThatWereRevoked) {
+  LocalPair pair("tcp");
+  pair.owner.pool_region.reset();
+  EXPECT_EQ(pair.reader.read_at(kPool, 0, kBlock).code(), Code::kAccessDenied);
+  EXPECT_TRUE(pair.reader.read_at(kTable, 0, 64).ok());
+}
+
+TEST(Tcp, RefusesHostsThatPeersCannotDial) {
+  for (const char* host : {"0.0.0.0", "::", "no such host", ""}) {
+    TransportOptions options;
+    options.host = host;
+    EXPECT_EQ(tcp_make(options).status().code(), Code::kConfig) << host;
+  }
+  auto first = tcp_make({});
+  TransportOptions taken;
+  taken.port = (*tcp::Address::parse((*first)->address())).port;
+  EXPECT_EQ(tcp_make(taken).status().code(), Code::kConfig);
+}
+
+TEST(TcpInvitations, ExpireAndAreWithdrawn) {
+  tcp::Invitations invitations;
+  EXPECT_FALSE(invitations.redeem(invitations.issue(1, 0), tcp::Invitations::kLifetimeNs));
+  const tcp::Invitation issued = invitations.issue(1, 0);
+  EXPECT_TRUE(invitations.withdraw(1));
+  EXPECT_FALSE(invitations.withdraw(1));
+  EXPECT_FALSE(invitations.redeem(issued, 0));
+}
+
+TEST(TcpInvitations, AFloodLeavesThoseOfOthersAlone) {
+  tcp::Invitations invitations;
+  const tcp::Invitation before = invitations.issue({1, 7}, 0);
+  const tcp::Invitation flooders = invitations.issue({2, 8}, 0);
+  for (size_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count) invitations.issue({2, 8}, 0);
+  const tcp::Invitation after = invitations.issue({3, 9}, 0);
+  EXPECT_EQ(invitations.redeem(before, 1), 1U);
+  EXPECT_EQ(invitations.redeem(after, 1), 3U);
+  EXPECT_FALSE(invitations.redeem(flooders, 1)) << "the oldest of the flood lapsed";
+}
+
+TEST(TcpInvitations, AFloodByManyLeavesThoseOfOthersAlone) {
+  tcp::Invitations invitations;
+  const tcp::Invitation before = invitations.issue({1, 1}, 0);
+  for (uint64_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count)
+    invitations.issue({2, 100 + count % 50}, 0);
+  EXPECT_EQ(invitations.redeem(before, 1), 1U);
+}
+
+TEST(TcpInvitations, OneThatFloodsGetsInAllTheSame) {
+  tcp::Invitations invitations;
+  for (size_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count) invitations.issue({2, 8}, 0);
+  const tcp::Invitation last = invitations.issue({3, 8}, 0);
+  for (size_t count = 1; count < tcp::Invitations::kMaxUnusedOfOne; ++count) invitations.issue({4, 8}, 0);
+  EXPECT_EQ(invitations.redeem(last, 1), 3U);
+}
+
+}  // namespace
+}  // namespace kvlink::testing

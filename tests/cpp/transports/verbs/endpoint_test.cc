@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a reader finds out that an owner is gone, over a made-up libibverbs.
+#include "transports/verbs/endpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+
+#include "base/clock.h"
+#include "cpp/transports/verbs/made_up_rdma.h"
+#include "transports/verbs/registration.h"
+
+namespace kvlink::verbs {
+namespace {
+
+using testing::device;
+
+constexpr uint64_t kBytes = 8 << 20;
+constexpr uint64_t kMostUnsigned = 256 << 10;
+
+class VerbsEndpoint : public ::testing::Test {
+ protected:
+  struct Read {
+    std::vector<ReadOp> ops;
+    std::vector<Segment> segments;
+  };
+
+  VerbsEndpoint() {
+    device = &made_up;
+    nic = testing::open_nic(pd);
+    open(Patience{});
+  }
+  ~VerbsEndpoint() override {
+    endpoint.reset();
+    nic.reset();
+    device = nullptr;
+  }
+
+  void open(Patience patience) {
+    const LocalRegion local{base, kBytes, 0, {1}};
+    endpoint = *open_endpoint(nic, nullptr, {.path = "here->there"}, {local}, patience);
+    const QpAddress owner{.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1};
+    ASSERT_TRUE(endpoint->establish(Reply{owner}.format(), 0).ok());
+    for (const Access access : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
+      const RemoteKey key{access, 0, kBytes, kSliceBytes, {{7}}};
+      ASSERT_TRUE(endpoint->import_region(key.format()).ok());
+    }
+  }
+  /// Reads `count` runs of the owner.
+  void post(uint32_t count, uint32_t bytes, uint32_t region = 0) {
+    Read& read = reads.emplace_back();
+    for (uint32_t i = 0; i < count; ++i) {
+      read.ops.push_back({uint64_t{i} * bytes, bytes, region, i, 1});
+      read.segments.push_back({base + uint64_t{i} * bytes, bytes, 0});
+    }
+    ASSERT_TRUE(endpoint->post_read(reads.size(), {read.ops, read.segments.data()}).ok());
+  }
+  Status poll() { return endpoint->poll(ended).status; }
+  /// Polls on until it breaks.
+  Status why_broken() {
+    Status status;
+    while (status.ok()) status = poll();
+    return status;
+  }
+  /// Bytes of the reads posted so far, from one signal to the next.
+  std::vector<uint64_t> bytes_between_signals() {
+    std::vector<uint64_t> all{0};
+    for (const testing::Asked& read : made_up.all("read")) {
+      all.back() += read.bytes;
+      if (read.signaled) all.push_back(0);
+    }
+    EXPECT_EQ(all.back(), 0U) << "the last one is signaled";
+    all.pop_back();
+    return all;
+  }
+
+  testing::Device made_up;
+  ibv_pd pd{};
+  std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);  // never touched
+  std::shared_ptr<Nic> nic;
+  std::unique_ptr<Endpoint> endpoint;
+  std::deque<Read> reads;
+  std::vector<Completion> ended;
+};
+
+TEST_F(VerbsEndpoint, AnOwnerThatAnswersNothingIsGivenUpWhateverItsNicDoes) {
+  open(Patience{.silence_ns = 1'000'000});
+  made_up.answers = false;
+  post(4, 4096);
+  const Status why = why_broken();
+  EXPECT_EQ(why.code(), Code::kPeerUnreachable);
+  EXPECT_NE(why.what().find("the owner's NIC answered nothing for 1 ms"), std::string::npos) << why.what();
+  EXPECT_TRUE(ended.empty());
+}
+
+TEST_F(VerbsEndpoint, OneThatWaitsIsToLookSeveralTimesBeforeItGivesUp) {
+  EXPECT_EQ(endpoint->look_at_ns(), INT64_MAX);
+  made_up.answers = false;
+  post(4, 4096);
+  EXPECT_TRUE(poll().ok());
+  EXPECT_LE(endpoint->look_at_ns(), now_ns() + kTickNs);
+}
+
+TEST_F(VerbsEndpoint, OneThatStandsByAsksWhetherTheOwnerIsThere) {
+  EXPECT_FALSE(endpoint->stand_by(1));
+  EXPECT_EQ(endpoint->look_at_ns(), 1 + kTickNs);
+  EXPECT_FALSE(endpoint->stand_by(kTickNs));
+  EXPECT_TRUE(endpoint->stand_by(1 + kTickNs));
+  EXPECT_EQ(made_up.all("ask").size(), 1U);
+  EXPECT_TRUE(poll().ok());
+  EXPECT_FALSE(endpoint->stand_by(2 + kTickNs)) << "it was heard: a tick begins";
+  post(4, 4096);
+  EXPECT_TRUE(poll().ok());
+  EXPECT_EQ(ended.size(), 1U);
+}
+
+TEST_F(VerbsEndpoint, OneThatStandsByGivesUpBeforeItIsHandedAnything) {
+  open(Patience{.silence_ns = 1'000'000});
+  made_up.answers = false;
+  EXPECT_FALSE(endpoint->stand_by(1));
+  EXPECT_TRUE(endpoint->stand_by(1 + kTickNs));
+  EXPECT_TRUE(endpoint->stand_by(2 + kTickNs)) << "no second question";
+  EXPECT_EQ(made_up.all("ask").size(), 1U);
+  EXPECT_EQ(why_broken().code(), Code::kPeerUnreachable);
+  EXPECT_FALSE(endpoint->stand_by(3 + kTickNs));
+}
+
+// Behind the data on the same queue pair, a slot vouches for it only if the NIC loads it last.
+TEST_F(VerbsEndpoint, ReadsOfLeaseSlotsAreFencedAndThoseOfBlocksAreNot) {
+  post(4, 4096);
+  post(1, 8, 1);
+  post(4, 4096);
+  while (ended.size() < 3) ASSERT_TRUE(poll().ok());
+  std::vector<uint64_t> fenced;
+  for (const testing::Asked& read : made_up.all("read")) {
+    if (read.fenced) fenced.push_back(read.bytes);
+  }
+  EXPECT_EQ(fenced, std::vector<uint64_t>{8});
+}
+
+TEST_F(VerbsEndpoint, StoresGoToPeerWordsAlone) {
+  EXPECT_EQ(endpoint->post_write(1, 0, 64, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint->post_write(1, 1, 64, 1).code(), Code::kAccessDenied);
+  EXPECT_EQ(endpoint->post_write(1, 2, 60, 1).code(), Code::kAccessDenied);
+  EXPECT_TRUE(endpoint->post_write(1, 2, 64, 1).ok());
+}
+
+TEST_F(VerbsEndpoint, LongWorkGivesSignsOfLifeOnItsWay) {
+  post(128, 16 << 10);
+  post(1, kBytes);
+  post(512, 4 << 10);
+  while (ended.size() < 3) ASSERT_TRUE(poll().ok());
+  for (const uint64_t bytes : bytes_between_signals()) EXPECT_LT(bytes, kMostUnsigned);
+}
+
+TEST_F(VerbsEndpoint, WhatANicFailsOnItsWayOutIsPutDownToItsRemoval) {
+  made_up.fails_with = IBV_WC_LOC_PROT_ERR;
+  post(1, 4096);
+  nic->remove();
+  const Status why = why_broken();
+  EXPECT_EQ(why.code(), Code::kPeerUnreachable);
+  EXPECT_EQ(why.what(), "RDMA port made_up:1 was removed");
+}
+
+}  // namespace
+}  // namespace kvlink::verbs

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// A port over a made-up libibverbs: how memory is registered in slices, what events and error completions
+// mean.
+#include "transports/verbs/nic.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+#include <set>
+
+#include "transports/verbs/queue_pair.h"
+#include "transports/verbs/registration.h"
+
+namespace kvlink::verbs {
+namespace {
+
+/// What the made-up device was asked for. One device at a time: the library's functions carry no object.
+struct Device {
+  std::mutex mutex;
+  std::set<std::pair<uint64_t, uint64_t>> slices;  // address, bytes
+  std::set<int> access;
+  uint64_t refused_at = 0;  // an address; 0: nothing is refused
+  std::atomic<int> num_registered{0};
+  std::deque<ibv_async_event> events;
+  ibv_port_attr port{};
+  ibv_qp qp{};
+  std::vector<ibv_qp_attr> modified;
+} device;
+
+ibv_mr* register_slice(ibv_pd*, void* at, size_t bytes, uint64_t, unsigned access) {
+  const auto address = reinterpret_cast<uint64_t>(at);
+  std::lock_guard lock(device.mutex);
+  if (address == device.refused_at) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  device.slices.emplace(address, bytes);
+  device.access.insert(static_cast<int>(access));
+  ++device.num_registered;
+  auto* const mr = new ibv_mr{};
+  mr->rkey = static_cast<uint32_t>(address >> 30);
+  return mr;
+}
+
+int deregister(ibv_mr* mr) {
+  --device.num_registered;
+  delete mr;
+  return 0;
+}
+
+int next_event(ibv_context*, ibv_async_event* event) {
+  if (device.events.empty()) return -1;
+  *event = device.events.front();
+  device.events.pop_front();
+  return 0;
+}
+
+int query_port(ibv_context*, uint8_t, ibv_port_attr* port) {
+  *port = device.port;
+  return 0;
+}
+
+const Api& made_up() {
+  static const Api api = [] {
+    Api api{};
+    api.reg_mr_iova2 = register_slice;
+    api.dereg_mr = deregister;
+    api.get_async_event = next_event;
+    api.ack_async_event = [](ibv_async_event*) {};
+    api.event_type_str = [](ibv_event_type) { return "an event"; };
+    api.wc_status_str = [](ibv_wc_status) { return "a status"; };
+    api.query_port = query_port;
+    api.create_cq = [](ibv_context*, int, void*, ibv_comp_channel*, int) { return new ibv_cq{}; };
+    api.destroy_cq = [](ibv_cq* cq) {
+      delete cq;
+      return 0;
+    };
+    api.create_qp = [](ibv_pd*, ibv_qp_init_attr*) { return &device.qp; };
+    api.destroy_qp = [](ibv_qp*) { return 0; };
+    api.modify_qp = [](ibv_qp*, ibv_qp_attr* attributes, int) {
+      device.modified.push_back(*attributes);
+      return 0;
+    };
+    return api;
+  }();
+  return api;
+}
+
+class VerbsNic : public ::testing::Test {
+ protected:
+  VerbsNic() {
+    device.slices.clear();
+    device.access.clear();
+    device.refused_at = 0;
+    device.events.clear();
+    device.port = {};
+    device.port.state = IBV_PORT_ACTIVE;
+  }
+  ~VerbsNic() override { EXPECT_EQ(device.num_registered, 0); }
+
+  Result<std::vector<std::shared_ptr<const Memory>>> enlist(uint64_t bytes,
+                                                            Rights rights = Rights::kPeersRead) {
+    const std::vector nics{nic};
+    return Memory::enlist(nics, MemoryRange{.base = base, .bytes = bytes}, rights);
+  }
+
+  /// Never touched.
+  std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);
+  ibv_context context{};
+  std::shared_ptr<Nic> nic = std::make_shared<Nic>(
+      made_up(), Owned<ibv_context>(&context, [](ibv_context*) { return 0; }),
+      Owned<ibv_pd>(nullptr, [](ibv_pd*) { return 0; }), NicPlace{"made_up", 1, 100'000}, Manner{});
+};
+
+TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
+  for (const uint64_t bytes : {uint64_t{1}, kSliceBytes, kSliceBytes + 1, 21 * kSliceBytes + 5}) {
+    device.slices.clear();
+    auto memory = enlist(bytes);
+    ASSERT_TRUE(memory.ok());
+    uint64_t end = reinterpret_cast<uint64_t>(base);
+    std::vector<uint32_t> keys;
+    for (const auto& [address, slice] : device.slices) {
+      EXPECT_EQ(address, end);
+      EXPECT_LE(slice, kSliceBytes);
+      end += slice;
+      keys.push_back(static_cast<uint32_t>(address >> 30));
+    }
+    EXPECT_EQ(end, reinterpret_cast<uint64_t>(base) + bytes);
+    EXPECT_EQ(memory->front()->rkeys(), keys);
+  }
+}
+
+TEST_F(VerbsNic, OneRefusedSliceIsNamedAndNoneIsLeftRegistered) {
+  device.refused_at = reinterpret_cast<uint64_t>(base) + 9 * kSliceBytes;
+  const Status status = enlist(20 * kSliceBytes).status();
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_NE(status.what().find("made_up:1 cannot register"), std::string::npos) << status.what();
+  EXPECT_NE(status.fix().find("ulimit -l"), std::string::npos) << status.fix();
+  EXPECT_EQ(device.num_registered, 0);
+}
+
+TEST_F(VerbsNic, OnlyThePeerWordsAreWritableFromOutsideAndNoWordsAreRelaxed) {
+  ASSERT_TRUE(enlist(4096, Rights::kLocal).ok());
+  ASSERT_TRUE(enlist(4096, Rights::kPeersRead).ok());
+  for (const int access : device.access) {
+    EXPECT_FALSE(access & IBV_ACCESS_REMOTE_WRITE);
+    EXPECT_TRUE(access & IBV_ACCESS_RELAXED_ORDERING);
+  }
+  device.access.clear();
+  ASSERT_TRUE(enlist(4096, Rights::kPeersReadWords).ok());
+  EXPECT_EQ(device.access, std::set<int>{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ});
+  device.access.clear();
+  ASSERT_TRUE(enlist(4096, Rights::kPeersWriteWords).ok());
+  EXPECT_EQ(device.access, std::set<int>{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE});
+}
+
+TEST_F(VerbsNic, ALostDeviceOrPortEndsEveryConnectionAndSaysWhy) {
+  ibv_async_event removed{.element = {}, .event_type = IBV_EVENT_DEVICE_FATAL};
+  ibv_async_event down{.element = {}, .event_type = IBV_EVENT_PORT_ERR};
+  down.element.port_num = 1;
+  ibv_async_event elsewhere = down;
+  elsewhere.element.port_num = 2;
+
+  device.events = {elsewhere};
+  nic->take_events();
+  EXPECT_EQ(nic->losses(), 0U);
+  device.events = {removed};
+  nic->take_events();
+  EXPECT_EQ(nic->losses(), 1U);
+  EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 failed: an event");
+  device.events = {down};
+  nic->take_events();
+  EXPECT_EQ(nic->losses(), 2U);
+  EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 went down");
+}
+
+TEST_F(VerbsNic, TheTrafficClassIsThatOfWhatAQueuePairSends) {
+  for (const uint8_t traffic_class : {0, 106, 255}) {
+    device.modified.clear();
+    const auto marked =
+        std::make_shared<Nic>(made_up(), Owned<ibv_context>(&context, [](ibv_context*) { return 0; }),
+                              Owned<ibv_pd>(nullptr, [](ibv_pd*) { return 0; }), NicPlace{"made_up", 1, 1},
+                              Manner{.traffic_class = traffic_class});
+    const std::unique_ptr<Cq> cq = *Cq::create(marked, 16, false);
+    const std::unique_ptr<Qp> qp = *Qp::create(marked, *cq, 4, 1);
+    ASSERT_TRUE(qp->connect(QpAddress{.mtu = 1, .reads_out = 1, .reads_in = 1}, Patience{}).ok());
+    ASSERT_EQ(device.modified.size(), 3U);
+    EXPECT_EQ(device.modified[1].qp_state, IBV_QPS_RTR);
+    EXPECT_EQ(device.modified[1].ah_attr.grh.traffic_class, traffic_class);
+  }
+}
+
+TEST_F(VerbsNic, APortThatIsDownSaysWhatToDo) {
+  EXPECT_TRUE(nic->check().ok());
+  device.port.state = IBV_PORT_DOWN;
+  EXPECT_NE(nic->check().fix().find("check the cable"), std::string::npos);
+}
+
+TEST_F(VerbsNic, EveryErrorOfACompletionNamesWhereAndTheVendorsError) {
+  for (int status = IBV_WC_LOC_LEN_ERR; status <= IBV_WC_GENERAL_ERR; ++status) {
+    ibv_wc completion{};
+    completion.status = static_cast<ibv_wc_status>(status);
+    completion.vendor_err = 77;
+    const Status means = failure(made_up(), completion, "rxe0:1 qp 17 -> qp 23");
+    EXPECT_TRUE(means.code() == Code::kPeerUnreachable || means.code() == Code::kAccessDenied) << status;
+    EXPECT_EQ(means.what().find("rxe0:1 qp 17 -> qp 23: a status (vendor error 77): "), 0U) << means.what();
+  }
+}
+
+TEST_F(VerbsNic, WhatTheOwnersNicRefusesIsNoLostPeer) {
+  for (const auto status : {IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_INV_REQ_ERR, IBV_WC_LOC_PROT_ERR}) {
+    ibv_wc completion{};
+    completion.status = status;
+    EXPECT_EQ(failure(made_up(), completion, "here").code(), Code::kAccessDenied);
+  }
+  for (const auto status : {IBV_WC_RETRY_EXC_ERR, IBV_WC_WR_FLUSH_ERR, IBV_WC_FATAL_ERR}) {
+    ibv_wc completion{};
+    completion.status = status;
+    EXPECT_EQ(failure(made_up(), completion, "here").code(), Code::kPeerUnreachable);
+  }
+}
+
+}  // namespace
+}  // namespace kvlink::verbs

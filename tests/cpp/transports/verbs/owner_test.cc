@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an owner does when the device of a port goes, over a made-up libibverbs.
+#include "transports/verbs/owner.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <thread>
+
+#include "cpp/transports/verbs/made_up_rdma.h"
+
+namespace kvlink::verbs {
+namespace {
+
+using testing::device;
+using Order = std::vector<std::string>;
+
+class VerbsOwner : public ::testing::Test {
+ protected:
+  VerbsOwner() {
+    device = &made_up;
+    std::filesystem::create_directory(node);
+    ports = *Ports::make({testing::open_nic(pd, DeviceNode(node))}, [](const NicPlace&) {
+      return Result<std::shared_ptr<Nic>>(Status::Config("it does not come back"));
+    });
+    EXPECT_TRUE(ports->enlist({.base = base, .bytes = 4096}, Rights::kPeersRead).ok());
+    owner = *Owner::make(*ports, Patience{});
+  }
+  ~VerbsOwner() override {
+    std::filesystem::remove(node);
+    owner.reset();
+    ports.reset();
+    device = nullptr;
+  }
+
+  /// Admits a reader and returns the number of its queue pair here.
+  uint32_t admit(ReaderId reader) {
+    const auto reply = owner->admit(reader, {0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}});
+    EXPECT_TRUE(reply.ok()) << reply.status().what();
+    return Reply::parse(*reply)->owner.qpn;
+  }
+  /// As the kernel does for a driver that says nothing; then one round of the owner's thread, and the end of
+  /// what it left to others.
+  void remove_device() {
+    std::filesystem::remove(node);
+    owner->serve();
+    while (!made_up.is_closed()) std::this_thread::yield();
+  }
+
+  testing::Device made_up;
+  ibv_pd pd{};
+  const std::filesystem::path node =
+      std::filesystem::temp_directory_path() / ("owner-" + std::to_string(::getpid()));
+  std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);  // never touched
+  std::unique_ptr<Ports> ports;
+  std::unique_ptr<Owner> owner;
+};
+
+TEST_F(VerbsOwner, TellsItsReadersOfARemovalBeforeAnythingIsTakenApart) {
+  const uint32_t first = admit(1), second = admit(2);
+  remove_device();
+  EXPECT_EQ(made_up.order(),
+            (Order{"tell", "tell", "destroy qp", "destroy qp", "deregister", "destroy cq", "close"}));
+  const auto told = made_up.all("tell");
+  EXPECT_EQ(told[0].qpn, first);
+  EXPECT_EQ(told[1].qpn, second);
+}
+
+TEST_F(VerbsOwner, ADeviceThatCarriesNothingAnyMoreIsLetGoOfAllTheSame) {
+  admit(1);
+  made_up.answers = false;
+  remove_device();
+  EXPECT_EQ(made_up.order(), (Order{"tell", "destroy qp", "deregister", "destroy cq", "close"}));
+}
+
+TEST_F(VerbsOwner, NobodyIsAdmittedOnceItIsGone) {
+  remove_device();
+  const auto reply = owner->admit(1, {0, {.qpn = 99, .mtu = 1}});
+  EXPECT_EQ(reply.status().code(), Code::kTransportUnavailable);
+  EXPECT_EQ(reply.status().what(), "RDMA port made_up:1 was removed");
+}
+
+TEST_F(VerbsOwner, AFencedReaderIsToldAndNoOther) {
+  const uint32_t late = admit(1);
+  admit(2);
+  EXPECT_TRUE(owner->fence(1));
+  ASSERT_EQ(made_up.all("tell").size(), 1U);
+  EXPECT_EQ(made_up.all("tell")[0].qpn, late);
+  ASSERT_EQ(made_up.all("destroy qp").size(), 1U);
+  EXPECT_EQ(made_up.all("destroy qp")[0].qpn, late);
+  EXPECT_FALSE(owner->fence(1));
+}
+
+TEST_F(VerbsOwner, OneCallerCannotTakeAllQueuePairs) {
+  const Hello hello{0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}};
+  size_t admitted = 0;
+  while (admitted < kServedCqes && owner->admit({1, 7}, hello).ok()) ++admitted;
+  EXPECT_EQ(admitted, kServedCqes / kServedWrs / 2);
+  EXPECT_NE(owner->admit({1, 7}, hello).status().what().find("of this reader's process or host"),
+            std::string::npos);
+  admit({2, 8});
+  EXPECT_TRUE(owner->fence(1));
+  admit({3, 7});
+}
+
+}  // namespace
+}  // namespace kvlink::verbs
