@@ -131,7 +131,7 @@ class LeaseTable {
   };
   static constexpr int64_t kNobodys = INT64_MAX;  // a deadline
 
-  friend struct LeaseTableState;  // tests/cpp/lease_model.h: copies and compares tables
+  friend struct LeaseTableState;  // tests/cpp/lease/lease_model.h: copies and compares tables
 
   int64_t aged(int64_t now_ns);
   Lease make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns);

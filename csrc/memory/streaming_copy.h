@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies between mappings that another process may be writing: a copy that raced is dropped by lease
-// validation (DESIGN section 2), so none of these is a data race that matters.
+// validation (docs/design/leases.md), so none of these is a data race that matters.
 #pragma once
 
 #include <array>

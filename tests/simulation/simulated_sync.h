@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types of csrc/sync.h in the simulation. Every operation that another thread can observe is a point at
-// which that thread may run. Memory is sequentially consistent here: weaker orders are not explored.
+// The types of csrc/base/sync.h in the simulation. Every operation that another thread can observe is a point
+// at which that thread may run. Memory is sequentially consistent here: weaker orders are not explored.
 #pragma once
 
 #include <poll.h>

@@ -9,7 +9,8 @@
 namespace kvlink::simulation {
 namespace {
 
-// csrc/progress.cc and csrc/lane.cc have the first and the last; between them, time to be given a CPU.
+// csrc/engine/progress_thread.cc and csrc/engine/lane.cc have the first and the last; between them, time to
+// be given a CPU.
 constexpr int64_t kTickNs = 1'000'000;
 constexpr int64_t kSlackNs = 1'500'000;
 constexpr int64_t kRecallNs = 200'000'000;

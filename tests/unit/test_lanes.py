@@ -26,9 +26,9 @@ def lanes() -> ModuleType:
 @pytest.mark.parametrize(
     ("path", "names"),
     [
-        ("csrc/verbs_qp.cc", ["transports", "sanitizers", "rdma"]),
-        ("csrc/lane.cc", ["transports", "instructions", "sanitizers", "soak"]),
-        ("csrc/cuda_copy.cc", ["transports", "sanitizers", "gpu"]),
+        ("csrc/transports/verbs/queue_pair.cc", ["transports", "sanitizers", "rdma"]),
+        ("csrc/engine/lane.cc", ["transports", "instructions", "sanitizers", "soak"]),
+        ("csrc/device/cuda_copier.cc", ["transports", "sanitizers", "gpu"]),
         ("kvlink/control/store/etcd/sync.py", ["processes", "simulate", "deploy"]),
         ("kvlink/worker.py", ["transports", "processes"]),
         ("integrations/vllm/loads.py", ["processes", "engines"]),

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "transports/registry.h"
 
 namespace kvlink {
 namespace {
