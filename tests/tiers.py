@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 # Folders under tests/ whose tests run in other processes, containers, namespaces or devices, in real time.
-OUTSIDE_FOLDERS = frozenset({"demo", "deploy", "engines", "gpu", "netns", "softroce", "soak", "transports"})
+OUTSIDE_FOLDERS = frozenset(
+    {"demo", "deploy", "engines", "gpu", "netns", "outages", "softroce", "soak", "transports"}
+)
 
 # Marks of single tests, classes and modules that need real time.
 OUTSIDE_MARKS = frozenset({"engines", "netns", "slow", "softroce", "verify"})
