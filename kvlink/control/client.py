@@ -45,6 +45,7 @@ from kvlink.types import Joined, WorkerCard, WorkerChange
 _C = TypeVar("_C", bound="_Client")
 
 _MAX_CACHED_CARDS = 4_096
+_MAX_GIVEN_UP = 4_096
 _AGENT_PATIENCE_S = 0.5
 """A worker that died does not come back at its address: readers should hear of it soon."""
 _CLAIM_TURN_S = 5.0
@@ -95,6 +96,8 @@ class CoordinatorClient(_Client):
         trust = (Security.from_env() if security is None else security).coordinators()
         super().__init__(Channel(addresses, "coordinator", advice, trust=trust), timeout_s)
         self._cards: OrderedDict[tuple[str, int], WorkerCard] = OrderedDict()
+        self._given_up: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        """Claim ids by request and reader, of claims that ended without an answer."""
 
     async def join(
         self, card: WorkerCard, rejoin: bool = False, timeout_s: float | None = None
@@ -167,20 +170,31 @@ class CoordinatorClient(_Client):
     ) -> list[bytes]:
         """The tickets of all ranks of a request, once all have offered. `timeout_s` 0: now or never.
 
-        Asked again of another replica, or after a lost reply, it brings the same tickets.
+        Asked again of another replica, or after a lost reply, it brings the same tickets. So does the next claim of
+        the same reader after one that was cancelled while its tickets were on their way.
         Raises UnknownRequest, or LeaseExpired when it was offered and not claimed in time.
         """
-        deadline = now() + timeout_s
+        claim_id = self._given_up.pop((request_id, reader), None) or os.urandom(16)
+        try:
+            return await self._claim(Claim(request_id, timeout_s, reader, num_readers, claim_id))
+        except (asyncio.CancelledError, CoordinatorUnavailable):
+            self._given_up[request_id, reader] = claim_id
+            if len(self._given_up) > _MAX_GIVEN_UP:
+                self._given_up.popitem(last=False)
+            raise
+
+    async def _claim(self, claim: Claim) -> list[bytes]:
+        deadline = now() + claim.timeout_s
         backoff = Backoff()
-        claim_id = os.urandom(16)
         while True:
             left_s = max(0.0, deadline - now())
             turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_choice else left_s
             turn_ends = now() + turn_s
-            claim = Claim(request_id, turn_s, reader, num_readers, claim_id)
             asked = self._channel.asks
             try:
-                return await self._channel.attempt(CoordinatorCalls.CLAIM, claim, turn_s + _CLAIM_SLACK_S)
+                return await self._channel.attempt(
+                    CoordinatorCalls.CLAIM, claim._replace(timeout_s=turn_s), turn_s + _CLAIM_SLACK_S
+                )
             except UnknownRequest:
                 is_over = turn_s > 0.0 and now() >= turn_ends
                 if is_over:

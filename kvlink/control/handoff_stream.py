@@ -59,7 +59,7 @@ class HandoffStream:
         """The tickets of all ranks, once all have offered. Claims are answered in any order.
 
         With a `claim_id` it may be sent again on another stream when this one breaks. Cancel the future to stop
-        waiting: the tickets go to others then, unless they are on their way already.
+        waiting: the tickets go to others then, also those that are on their way already.
         """
         self._batch(claim).add_claim(claim)
         number = self._sent[HandoffKind.CLAIM]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvlink import tracing
@@ -27,6 +28,9 @@ from kvlink.control.values import (
 _log = logging.getLogger("kvlink.control")
 _Answer = Prompt[list[bytes]]
 
+_MOST_GIVEN = 4_096
+"""Claims whose tickets may still be on their way when their reader withdraws."""
+
 _Operation = Offer | SettleOrder | Claim
 
 
@@ -47,6 +51,8 @@ class HandoffServer:
         self._waiting: dict[_Answer, tuple[int, Claim]] = {}
         self._answers: dict[int, _Answer] = {}
         """Those of `_waiting` by their numbers."""
+        self._given: OrderedDict[int, Claim] = OrderedDict()
+        """The last claims that brought tickets, by their numbers."""
         self._news = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
@@ -83,6 +89,8 @@ class HandoffServer:
             if answer := self._answers.pop(number, None):
                 del self._waiting[answer]
                 answer.cancel()
+            elif claim_given := self._given.pop(number, None):
+                self._store.give_back(claim_given)
 
     async def _note_refused(
         self,
@@ -121,6 +129,9 @@ class HandoffServer:
             self._refuse(HandoffKind.CLAIM, number, claim, error)
         else:
             self._claimed.append((number, answer.result()))
+            self._given[number] = claim
+            if len(self._given) > _MOST_GIVEN:
+                self._given.popitem(last=False)
 
     def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,8 +40,15 @@ class _Request(Generic[W]):
 class _Claimed:
     """A request whose every reader has claimed."""
 
-    tickets: list[bytes]
+    offers: list[Offer]
+    """In rank order."""
+    served: set[int]
     claim_ids: set[bytes]
+    lasts_until: float
+
+    @property
+    def tickets(self) -> list[bytes]:
+        return [offer.ticket for offer in self.offers]
 
 
 class Offers(Generic[W]):
@@ -149,6 +156,34 @@ class Offers(Generic[W]):
             del request.waiters[waiter]
             self._prune(request_id, request)
 
+    def give_back(
+        self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
+    ) -> list[Answer[W]]:
+        """The reader of an answered claim did not take the tickets: others may claim them while they last.
+
+        Tickets of workers that do not run under their epoch any more stay claimed.
+        """
+        name = claim.request_id
+        ended = self._ended.get(name)
+        given = ended if isinstance(ended, _Claimed) else self._requests.get(name)
+        if given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids:
+            return []
+        given.served.discard(claim.reader)
+        if claim.claim_id:
+            given.claim_ids.discard(claim.claim_id)
+        if not isinstance(given, _Claimed) or not all(runs(of.worker_id, of.epoch) for of in given.offers):
+            return []
+        self._remember_no_more(name)
+        request = self._requests.setdefault(name, _Request())
+        request.served, request.claim_ids = given.served, given.claim_ids
+        answers: list[Answer[W]] = []
+        try:
+            for offer in given.offers:
+                answers += self.offer(offer._replace(ttl_s=given.lasts_until - now), now)
+        except Refused:  # there is no room for them any more
+            self._prune(name, request)
+        return answers
+
     def drop_worker(self, worker_id: str, why: str) -> None:
         """Forgets what a worker offered. Claims keep waiting: its next life may offer the request again."""
         for request_id, rank in list(self._by_worker.get(worker_id, ())):
@@ -171,13 +206,15 @@ class Offers(Generic[W]):
     def _serve(self, request: _Request[W], claim: Claim) -> list[bytes]:
         request_id, _, reader, num_readers, claim_id = claim
         ranks = request.ranks
-        tickets = [ranks[rank].ticket for rank in range(request.tp_size)]
+        offers = [ranks[rank] for rank in range(request.tp_size)]
+        tickets = [offer.ticket for offer in offers]
         request.served.add(reader)
         request.claim_ids.add(claim_id)
         self.num_claimed += 1
         if num_readers <= len(request.served) >= request.num_seats:
             num_bytes = sum(map(len, tickets))
-            self._end(request_id, _Claimed(tickets, request.claim_ids))
+            claimed = _Claimed(offers, request.served, request.claim_ids, request.lasts_until)
+            self._end(request_id, claimed)
             self._claimed[request_id] = num_bytes
             self._claimed_bytes += num_bytes
             self._claimed_until.set(request_id, request.lasts_until)

@@ -74,6 +74,9 @@ class TenantStores:
         here = self._opening()
         return here.result().claim(claim) if here.done() else prompt(_claim_at(here, claim))
 
+    def give_back(self, claim: Claim) -> None:  # noqa: D102
+        self._opened()[caller().tenant].give_back(claim)
+
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
         here = self._opening()
         return here.result().settle(order) if here.done() else asyncio.ensure_future(_settle_at(here, order))

@@ -51,6 +51,9 @@ class Store(Protocol):
     def claim(self, claim: Claim) -> Prompt[list[bytes]]:
         """The tickets once every rank has offered. Cancel it to stop waiting. Refused: EXPIRED, UNKNOWN, TOO_MANY."""
 
+    def give_back(self, claim: Claim) -> None:
+        """The reader of an answered claim did not take its tickets: they wait for another claim. Never raises."""
+
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         """Passes an order on to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""
 

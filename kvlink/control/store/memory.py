@@ -124,6 +124,10 @@ class MemoryStore:
         answer.on_cancel = self._offers.cancel
         self._arm(now + claim.timeout_s)
 
+    def give_back(self, claim: Claim) -> None:  # noqa: D102
+        self._answer(self._offers.give_back(claim, self._clock(), self._members.runs))
+        self._arm(self._offers.next_deadline())
+
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
         try:
             self._members.card(order.worker_id, order.epoch)

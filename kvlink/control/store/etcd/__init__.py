@@ -132,6 +132,10 @@ class EtcdStore:
         self._arm()
         return answer
 
+    def give_back(self, claim: Claim) -> None:
+        giving = self._begun(self._claiming.give_back, claim)
+        giving.add_done_callback(lambda _: giving.cancelled() or giving.exception())  # it has been logged
+
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         return self._begun(self._settle, order)
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 
 from kvlink.control.codec import StoredRecords
+from kvlink.control.denials import LogQuota
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused, named
 from kvlink.control.store import sentences
-from kvlink.control.store.etcd.api import Etcd, after, put, unchanged
+from kvlink.control.store.etcd.api import Etcd, after, delete, put, unchanged
 from kvlink.control.store.etcd.commits import Commits
 from kvlink.control.store.etcd.errors import as_refusal
 from kvlink.control.store.etcd.keys import Keys
@@ -20,7 +22,10 @@ from kvlink.control.store.etcd.requests import Request, Serving, serve
 from kvlink.control.store.etcd.sync import Sync
 from kvlink.control.store.etcd.waiting import Waiter, Waiting
 from kvlink.control.values import Claim, Claimed
+from kvlink.errors import KVLinkError
 from kvlink.v1 import etcd_pb2 as pb
+
+_log = logging.getLogger("kvlink.control")
 
 _LOOK_AGAIN_S = 0.01
 _NEVER_S = 1e9
@@ -39,6 +44,7 @@ class Claiming:
         self._commits = commits
         self._waiting = Waiting(limits)
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._failures = LogQuota()
         self.num_claimed = 0
 
     def __len__(self) -> int:
@@ -63,6 +69,32 @@ class Claiming:
             answer.add_done_callback(lambda _: asking.cancel())
         else:
             self.pump(claim.request_id)
+
+    async def give_back(self, claim: Claim) -> None:
+        """Takes a reader that did not take its tickets off the record; whoever waits is served by the news of it."""
+        key = self._layout.claim(claim.request_id)
+        reader = claim.reader, claim.claim_id
+        try:
+            for _ in range(MAX_TRIES):
+                request = self._mirror.requests.get(claim.request_id)
+                known = request.claimed if request is not None else None
+                if request is None or known is None or reader not in known.readers:
+                    return
+                readers = tuple(each for each in known.readers if each != reader)
+                record = known._replace(readers=readers, complete=False)
+                write = put(key, StoredRecords.CLAIMED.encode(record)) if readers else delete(key)
+                txn = pb.TxnRequest(compare=[unchanged(key, request.claimed_revision)], success=[write])
+                if (await self._commits.submit(txn, key)).succeeded:
+                    return
+                await self._look(claim.request_id)
+        except KVLinkError as error:
+            if (unsaid := self._failures.take()) is not None:
+                _log.warning(
+                    "a ticket that its reader gave up stays claimed request=%s unsaid=%d error=%s",
+                    claim.request_id,
+                    unsaid,
+                    error,
+                )
 
     def next_deadline(self) -> float:
         """`give_up` has nothing to do before."""
