@@ -43,11 +43,16 @@ class Readiness:
     async def look(self) -> None:
         """Tells the health service if anything has changed."""
         why = self.why_not()
-        if self._said != (not why):
-            self._said = not why
-            level = logging.INFO if self._is_leaving() else logging.WARNING
-            _log.log(level, "not ready: %s" if why else "ready again%s", why)
-            await self._say(self._said)
+        if self._said == (not why):
+            return
+        self._said = not why
+        if self._is_leaving():
+            _log.info("not ready: %s", why)
+        elif why:
+            _log.warning("not ready: %s", why)
+        else:
+            _log.warning("ready again")
+        await self._say(self._said)
 
     async def _look_on(self) -> None:
         while True:
