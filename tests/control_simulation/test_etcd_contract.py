@@ -15,7 +15,6 @@ from control_simulation.processes import Process
 from control_simulation.running import in_virtual_time
 from control_simulation.serving import SimulatedSecurity
 
-from kvlink.control.now import now
 from kvlink.control.security import Security
 from kvlink.control.store.etcd.api import Etcd
 
@@ -37,7 +36,7 @@ def test_the_simulated_one(case: Case, num_members: int) -> None:
 
         async def call() -> None:
             security = SimulatedSecurity(network=network, process=client)
-            await case(Etcd(cluster.addresses, security.services(), now), b"/case/")
+            await case(Etcd(cluster.addresses, security.services()), b"/case/")
 
         await client.start(call())
 
@@ -67,7 +66,7 @@ async def test_a_real_one_that_is_full() -> None:
 
 
 async def _hold(cluster: EtcdCluster, case: Case) -> None:
-    etcd = Etcd(cluster.addresses, Security().services(), now)
+    etcd = Etcd(cluster.addresses, Security().services())
     try:
         await case(etcd, b"/case%d/" % next(_numbers))
     finally:

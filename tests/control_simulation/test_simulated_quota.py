@@ -12,7 +12,6 @@ from control_simulation.processes import Process
 from control_simulation.running import in_virtual_time
 from control_simulation.serving import SimulatedSecurity
 
-from kvlink.control.now import now
 from kvlink.control.store.etcd.api import Etcd, nested, put
 from kvlink.control.store.etcd.errors import StoreFull
 from kvlink.v1 import etcd_pb2 as pb
@@ -23,7 +22,7 @@ def test_it_counts_as_full_until_a_put_that_is_counted_is_taken() -> None:
         network = Network(chance)
         cluster = SimulatedEtcd(network, quota_bytes=100)
         security = SimulatedSecurity(network=network, process=Process("client", "10.0.0.1"))
-        etcd = Etcd(cluster.addresses, security.services(), now)
+        etcd = Etcd(cluster.addresses, security.services())
         one_put = pb.TxnRequest(success=[put(b"key", bytes(100))])
         await etcd.commit(one_put)
         with pytest.raises(StoreFull):

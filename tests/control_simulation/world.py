@@ -110,13 +110,10 @@ class World:
 
     def make_store(self, security: SimulatedSecurity) -> Store:
         """For a coordinator that starts."""
-        clock = asyncio.get_running_loop().time
         if self.etcd is None:
             self.ledger.era += 1
-            return MemoryStore(LEASE_S, clock=clock)
-        return EtcdStore(
-            f"etcd://{self.etcd.addresses}/fleet", LEASE_S, clock=clock, trust=security.services()
-        )
+            return MemoryStore(LEASE_S)
+        return EtcdStore(f"etcd://{self.etcd.addresses}/fleet", LEASE_S, trust=security.services())
 
     @property
     def store(self) -> SimulatedEtcd:

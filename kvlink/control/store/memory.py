@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
 from kvlink.control.members import Members
+from kvlink.control.now import now
 from kvlink.control.offers import Answer, Offers
 from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
@@ -39,7 +39,7 @@ class MemoryStore:
     """A `Store`. `clock` counts seconds and never goes back; `tick` runs by itself when something is due."""
 
     def __init__(
-        self, lease_s: float = 10.0, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+        self, lease_s: float = 10.0, limits: Limits | None = None, clock: Callable[[], float] = now
     ) -> None:
         self._limits = limits or Limits()
         self._clock = clock

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from kvlink.control.feed import Feed
 from kvlink.control.limits import Limits
+from kvlink.control.now import now
 from kvlink.control.prompt import Prompt
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security import Trust
@@ -57,7 +57,7 @@ class EtcdStore:
         url: str,
         lease_s: float = 10.0,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
         tenant: str = "",
         trust: Trust | None = None,
     ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from google.protobuf.message import Message
 
 from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, Method
+from kvlink.control.now import now
 from kvlink.control.security import Trust
 from kvlink.control.store.etcd.errors import StoreFull
 from kvlink.control.store.etcd.health import Health
@@ -67,9 +67,7 @@ class Etcd:
     `history` checks every answer that a majority agreed on.
     """
 
-    def __init__(
-        self, addresses: str, trust: Trust | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, addresses: str, trust: Trust | None = None, clock: Callable[[], float] = now) -> None:
         """`trust`: how members are reached; from the environment when not given."""
         advice = "Check that a majority of its members runs"
         self._channel = Channel(addresses, "etcd", advice, trust=trust, attempt_s=_ATTEMPT_S)
