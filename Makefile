@@ -179,6 +179,11 @@ test-engines: build $(VENV)/.checked ## real inference servers, a router, faults
 test-wheel: build ## build a wheel, install it into a fresh environment, use it there
 	.ci/test-wheel $(PYTHON)
 
+.PHONY: docs
+docs: build ## build/docs/index.html: the documentation as a site, warnings are errors; Python 3.11 or later
+	$(PIP_INSTALL) --group docs
+	sphinx-build -q -W --keep-going -b html docs build/docs
+
 .PHONY: bench
 bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside its limits and other libraries; 10 minutes
 	mkdir -p build/bench

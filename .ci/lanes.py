@@ -43,6 +43,7 @@ LANES = {
     "deploy": Lane("make test-deploy", 2),
     "instructions": Lane("make test-instructions", 2),
     "sanitizers": Lane("make test-sanitizers", 2),
+    "docs": Lane("make docs", 2),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
@@ -81,10 +82,12 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/cpp/", ("sanitizers",)),
     (r"tests/soak/", ("soak",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
-    (r"tests/(smoke|unit)/|tests/[^/]*\.py$", ()),
+    (r"tests/(docs|smoke|unit)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy")),
-    (r"docs/|[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
+    (r"docs/examples/", ("processes", "docs")),
+    (r"docs/", ("docs",)),
+    (r"[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
 )
 
 _COUNTS = (

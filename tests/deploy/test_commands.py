@@ -87,7 +87,11 @@ def test_guides_name_metrics_alerts_and_files_that_there_are(guide: str) -> None
     rules = (commands.DEPLOY / "prometheus" / "kvlink.rules.yml").read_text()
     assert set(re.findall(r"\bKVLink[A-Z]\w+", text)) <= set(re.findall(r"alert: (\w+)", rules))
     listed = set(
-        re.findall(r"^\| `(kvlink_\w+)` \|", (commands.DOCS / "monitoring.md").read_text(), re.MULTILINE)
+        re.findall(
+            r"^\| `(kvlink_\w+)` \|",
+            (commands.ROOT / "docs" / "reference" / "metrics.md").read_text(),
+            re.MULTILINE,
+        )
     )
     exported = set(re.findall(r"(?<![\w:])kvlink_[a-z_]*[a-z]", text)) - NOT_METRICS
     assert exported <= listed

@@ -27,7 +27,9 @@ from kvlink.metrics.worker import WorkerCollector
 DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
 RULES = DEPLOY / "prometheus" / "kvlink.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "kvlink.json"
-MANUAL = (DEPLOY.parents[1] / "docs" / "operate" / "monitoring.md").read_text()
+DOCS = DEPLOY.parents[1] / "docs"
+METRICS = (DOCS / "reference" / "metrics.md").read_text()
+ALERTS = (DOCS / "operate" / "monitoring.md").read_text()
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -111,16 +113,16 @@ def test_every_metric_of_vllm_that_is_asked_for_is_one_of_the_connector() -> Non
     assert reasons <= set(re.findall(r'counts\["(\w+)"\]', said))
 
 
-def test_the_manual_explains_every_metric_and_no_other(exported: set[str]) -> None:
+def test_the_reference_explains_every_metric_and_no_other(exported: set[str]) -> None:
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
-    assert families == set(re.findall(r"^\| `(kvlink_[a-z_]+)", MANUAL, re.MULTILINE))
+    assert families == set(re.findall(r"^\| `(kvlink_[a-z_]+)", METRICS, re.MULTILINE))
 
 
-def test_the_manual_has_a_section_for_every_alert_and_no_other() -> None:
+def test_the_page_of_alerts_has_a_section_for_every_alert_and_no_other() -> None:
     alerts = re.findall(r"alert: (\w+)", RULES.read_text())
     runbooks = re.findall(r'runbook: "docs/operate/monitoring\.md#(\w+)"', RULES.read_text())
     assert [alert.lower() for alert in alerts] == runbooks
-    assert re.findall(r"^### (KVLink\w+)$", MANUAL, re.MULTILINE) == alerts
+    assert re.findall(r"^### (KVLink\w+)$", ALERTS, re.MULTILINE) == alerts
 
 
 def test_the_dashboard_has_no_two_panels_in_one_place() -> None:

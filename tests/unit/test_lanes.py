@@ -32,7 +32,7 @@ def lanes() -> ModuleType:
         ("kvlink/control/store/etcd/sync.py", ["processes", "simulate", "deploy"]),
         ("kvlink/worker.py", ["transports", "processes"]),
         ("integrations/vllm/loads.py", ["processes", "engines"]),
-        ("docs/operate/coordinator.md", []),
+        ("docs/operate/coordinator.md", ["docs"]),
         ("integrations/deploy/chart/values.yaml", ["deploy"]),
         ("tests/netns/test_two_hosts.py", ["netns"]),
         ("tests/unit/test_pool.py", []),

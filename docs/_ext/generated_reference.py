@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two directives: `kvlink-config` has the table of settings, `kvlink-cli` what each command's --help says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import typer.main
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+from kvlink.cli import app as cli
+from kvlink.config import CATALOGUE, Setting
+
+
+def _default(setting: Setting) -> str:
+    if setting.default == "":
+        return "empty"
+    value = int(setting.default) if isinstance(setting.default, bool) else setting.default
+    return f"`{value}`" + (f" {setting.unit}" if setting.unit else "")
+
+
+def settings() -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield "| variable | default | meaning |"
+    yield "|---|---|---|"
+    for setting in CATALOGUE:
+        limits = ""
+        if setting.choices:
+            limits = " One of " + ", ".join(f"`{choice}`" for choice in setting.choices if choice) + "."
+        elif setting.most is not None:
+            limits = f" {setting.least:,.16g} to {setting.most:,.16g}."
+        yield f"| `{setting.env}` | {_default(setting)} | {setting.meaning.replace('|', '¦')}.{limits} |"
+
+
+def _options(command: click.Command) -> Iterator[str]:
+    rows = []
+    for one in command.params:
+        if isinstance(one, click.Option) and not one.hidden and one.name not in ("help", "--help"):
+            names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
+            shown = one.default if isinstance(one.default, (str, int, float)) else None
+            default = f"`{shown}`" if shown not in (None, "", False, True) else ""
+            rows.append(f"| {names} | {default} | {(one.help or '').replace('|', '¦')} |")
+        elif isinstance(one, click.Argument):
+            rows.append(
+                f"| {one.make_metavar(click.Context(command))} | | {getattr(one, 'help', '') or ''} |"
+            )
+    if rows:
+        yield from ("| option | default | meaning |", "|---|---|---|", *rows, "")
+
+
+def commands(command: Any, name: str = "kvlink", depth: int = 2) -> Iterator[str]:
+    """The lines of a section for a command and for each below it."""
+    yield from ("#" * min(depth, 4) + f" `{name}`", "", (command.help or "").replace("\b\n", ""), "")
+    yield from _options(command)
+    if hasattr(command, "list_commands"):
+        context = click.Context(command)
+        for below in command.list_commands(context):
+            found = command.get_command(context, below)
+            if found is not None and not found.hidden:
+                yield from commands(found, f"{name} {below}", depth + 1)
+
+
+class _Generated(SphinxDirective):
+    def run(self) -> list[nodes.Node]:
+        holder = nodes.Element()
+        lines = settings() if self.name == "kvlink-config" else commands(typer.main.get_command(cli))
+        self.state.nested_parse("\n".join(lines).splitlines(), self.content_offset, holder, match_titles=True)
+        return list(holder.children)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.add_directive("kvlink-config", _Generated)
+    app.add_directive("kvlink-cli", _Generated)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

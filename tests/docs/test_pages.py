@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every link in a Markdown file resolves, and the site's table of contents has every page once."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FILES = [*PAGES, *sorted(ROOT.glob("*.md")), *sorted((ROOT / ".github").rglob("*.md"))]
+
+_FENCE = re.compile(r"^(```|:::).*?^\1`*:*\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
+_TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and MyST give to a heading."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading).strip().lower()
+    kept = [c for c in plain if c in " -_" or unicodedata.category(c)[0] in "LN"]
+    return "".join(kept).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    """All anchors of a page; a heading that comes twice has a number behind it."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#{1,6} (.*)$", _FENCE.sub("", path.read_text()), re.MULTILINE):
+        name = slug(heading)
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def broken(path: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    wrong = []
+    for groups in _LINK.findall(_FENCE.sub("", path.read_text())):
+        link = next(filter(None, groups))
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(path: Path) -> None:
+    assert broken(path) == []
+
+
+def test_a_link_to_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# One `two` three\n\n```\n# none\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](there.md) [b](there.md#one-two-three) [c](there.md#none) [d](gone.md) [e](https://kvlink.invalid)"
+    )
+    assert broken(page) == ["there.md#none", "gone.md"]
+
+
+def test_every_page_is_in_the_table_of_contents_once() -> None:
+    listed = Counter(
+        str(found.relative_to(DOCS).with_suffix(""))
+        for page in PAGES
+        for tree in _TOCTREE.findall(page.read_text())
+        for line in tree.splitlines()
+        if line.strip() and not line.startswith(":")
+        for found in page.parent.glob(line.strip() + ".md")
+    )
+    there = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index"}
+    assert listed == Counter(there)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_the_repository_that_a_page_names_exist(path: Path) -> None:
+    named = re.findall(r"`((?:csrc|docs|integrations|protos|tests)/[\w./-]*[\w/])`", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
