@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+from control.cards import make_card
+from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
 
 from kvlink.control import Coordinator, CoordinatorClient
 from kvlink.control.open_ends import close_all
+from kvlink.control.store.etcd import EtcdStore
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +54,24 @@ def coordinator_process() -> Iterator[Callable[[float], CoordinatorProcess]]:
     yield start
     for coordinator in started:
         coordinator.kill()
+
+
+@pytest.fixture
+def fake_etcd() -> FakeEtcd:
+    return FakeEtcd()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(fake_etcd: FakeEtcd, clock: Clock) -> AsyncIterator[EtcdStore]:
+    """Over `fake_etcd`, with one worker."""
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=fake_etcd)
+    await store.start()
+    await store.join(make_card(), rejoin=False)
+    await store._sync.tend()
+    yield store
+    await store.close()

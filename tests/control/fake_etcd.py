@@ -18,6 +18,15 @@ from kvlink.v1 import etcd_pb2 as pb
 FULL = "etcdserver: mvcc: database space exceeded"
 
 
+class Clock:
+    """Of a store; the test moves it."""
+
+    now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @dataclass
 class _Data:
     cluster_id: int

@@ -23,16 +23,11 @@ MakeStore = Callable[[], EtcdStore]
 
 
 @pytest.fixture
-def etcd() -> FakeEtcd:
-    return FakeEtcd()
-
-
-@pytest.fixture
-async def make_store(etcd: FakeEtcd) -> AsyncIterator[MakeStore]:
+async def make_store(fake_etcd: FakeEtcd) -> AsyncIterator[MakeStore]:
     made: list[EtcdStore] = []
 
     def make() -> EtcdStore:
-        made.append(EtcdStore("etcd://127.0.0.1:1/fleet", clock=lambda: 0.0, trust=etcd))
+        made.append(EtcdStore("etcd://127.0.0.1:1/fleet", clock=lambda: 0.0, trust=fake_etcd))
         return made[-1]
 
     yield make
@@ -108,29 +103,29 @@ async def joins_and_offers_again(store: EtcdStore, name: str) -> None:
     assert await store.claim(Claim(name)) == [make_offer(name).ticket]
 
 
-async def test_after_a_wipe_workers_join_and_offer_again(store: EtcdStore, etcd: FakeEtcd) -> None:
-    etcd.wipe()
+async def test_after_a_wipe_workers_join_and_offer_again(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    fake_etcd.wipe()
     await joins_and_offers_again(store, "a")
     assert [card.worker_id for card in await store.workers()] == ["prefill"]
     assert (await store.status()).tickets == 0
-    etcd.calls.clear()
+    fake_etcd.calls.clear()
     await joins_and_offers_again(store, "d")
-    assert etcd.calls.count("Txn") == 2, "one for the offer and one for the claim: nothing spins"
+    assert fake_etcd.calls.count("Txn") == 2, "one for the offer and one for the claim: nothing spins"
 
 
-async def test_a_wipe_that_nobody_asked_through_is_noticed(store: EtcdStore, etcd: FakeEtcd) -> None:
+async def test_a_wipe_that_nobody_asked_through_is_noticed(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     feed = await store.watch()
     await anext(feed)
-    etcd.wipe()
+    fake_etcd.wipe()
     assert await anext(feed) == [WorkerChange(Joined.DOWN, make_card())]
 
 
 async def test_a_wiped_etcd_that_has_overtaken_the_mirror_is_noticed(
-    store: EtcdStore, etcd: FakeEtcd
+    store: EtcdStore, fake_etcd: FakeEtcd
 ) -> None:
-    etcd.wipe()
+    fake_etcd.wipe()
     for number in range(50):
-        etcd.put((b"/another/%d" % number, b""))
+        fake_etcd.put((b"/another/%d" % number, b""))
     await joins_and_offers_again(store, "a")
     with pytest.raises(Refused) as gone:
         await store.claim(Claim("b"))
@@ -138,24 +133,24 @@ async def test_a_wiped_etcd_that_has_overtaken_the_mirror_is_noticed(
 
 
 async def test_a_restored_etcd_that_has_overtaken_the_mirror_is_noticed(
-    store: EtcdStore, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture
+    store: EtcdStore, fake_etcd: FakeEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    snapshot = etcd.snapshot()
+    snapshot = fake_etcd.snapshot()
     await store.claim(Claim("a"))
-    etcd.restore(snapshot)
+    fake_etcd.restore(snapshot)
     for _ in range(5):
-        etcd.put((store._sync._layout.pulse, b"another history"))
+        fake_etcd.put((store._sync._layout.pulse, b"another history"))
     await until(lambda: "holds something else" in caplog.text)
     await until(lambda: store._mirror.num_free == 3)
 
 
-async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, etcd: FakeEtcd) -> None:
-    snapshot = etcd.snapshot()
+async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    snapshot = fake_etcd.snapshot()
     for name in ("d", "e"):
         await store.offer(make_offer(name))
     feed = await store.watch()
     await anext(feed)
-    etcd.restore(snapshot)
+    fake_etcd.restore(snapshot)
     assert await store.beat("prefill", 1)
     await store.offer(make_offer("e"))
     for name in ("a", "e"):
@@ -166,20 +161,22 @@ async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, etcd: Fake
 
 
 async def test_tickets_of_another_history_are_told_apart_by_what_they_hold(
-    store: EtcdStore, etcd: FakeEtcd
+    store: EtcdStore, fake_etcd: FakeEtcd
 ) -> None:
-    snapshot = etcd.snapshot()
+    snapshot = fake_etcd.snapshot()
     await store.offer(make_offer("d", rank=0, of=1))
-    etcd.restore(snapshot)
+    fake_etcd.restore(snapshot)
     await store.beat("prefill", 1)
     await store.offer(make_offer("d", ttl_s=31.0)._replace(ticket=b"another"))
     assert await store.claim(Claim("d", 30.0)) == [b"another"]
 
 
-async def test_a_claim_that_waits_gets_what_is_offered_after_a_wipe(store: EtcdStore, etcd: FakeEtcd) -> None:
+async def test_a_claim_that_waits_gets_what_is_offered_after_a_wipe(
+    store: EtcdStore, fake_etcd: FakeEtcd
+) -> None:
     await store.offer(make_offer("d", rank=0, of=2))
     waiting = store.claim(Claim("d", 1e9))
-    etcd.wipe()
+    fake_etcd.wipe()
     await joins_and_offers_again(store, "a")
     await asyncio.gather(*(store.offer(make_offer("d", rank=rank, of=2)) for rank in (0, 1)))
     assert await waiting == [make_offer("d", rank=rank, of=2).ticket for rank in (0, 1)]
@@ -191,17 +188,17 @@ async def test_a_card_that_the_mirror_missed_is_written_again(store: EtcdStore) 
     await until(lambda: store._mirror.members)
 
 
-async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, etcd: FakeEtcd) -> None:
-    etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
+async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    fake_etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
     await until(lambda: not store._mirror.members)
     await store.join(make_card(), rejoin=True)
     wrong = store._mirror.members["prefill"]._replace(lease=999)
     store._mirror.members["prefill"] = wrong
-    etcd.calls.clear()
+    fake_etcd.calls.clear()
     with pytest.raises(Refused, match=r"request 'x': .* ask again") as refused:
         await store.offer(make_offer("x"))
     assert refused.value.reason is Reason.NOT_READY
-    assert len(etcd.calls) == 2 * MAX_TRIES
+    assert len(fake_etcd.calls) == 2 * MAX_TRIES
 
 
 async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore) -> None:
@@ -211,35 +208,38 @@ async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: Etc
     assert refused.value.reason is Reason.NOT_READY
 
 
-async def test_one_that_only_watches_notices(store: EtcdStore, etcd: FakeEtcd, make_store: MakeStore) -> None:
+async def test_one_that_only_watches_notices(
+    store: EtcdStore, fake_etcd: FakeEtcd, make_store: MakeStore
+) -> None:
     idle = make_store()
     await idle.start()
     for name in ("d", "e", "f"):
         await store.offer(make_offer(name))
     await until(lambda: idle._mirror.num_free == 6)
-    num_written = etcd.data.revision - 3  # above what a call of `idle` has seen, below what its watch has
-    etcd.wipe()
+    # Above what a call of `idle` has seen, below what its watch has.
+    num_written = fake_etcd.data.revision - 3
+    fake_etcd.wipe()
     for number in range(num_written):
-        etcd.put((b"/another/%d" % number, b""))
+        fake_etcd.put((b"/another/%d" % number, b""))
     await until(lambda: not idle._mirror.members)
 
 
 async def test_one_that_only_listed_lists_again(
-    etcd: FakeEtcd, store: EtcdStore, make_store: MakeStore
+    fake_etcd: FakeEtcd, store: EtcdStore, make_store: MakeStore
 ) -> None:
     idle = make_store()
     await idle.start()
-    etcd.wipe()
+    fake_etcd.wipe()
     for number in range(50):
-        etcd.put((b"/another/%d" % number, b""))
+        fake_etcd.put((b"/another/%d" % number, b""))
     await until(lambda: not idle._mirror.members)
 
 
 async def test_a_revision_that_will_not_come_is_not_awaited(
-    store: EtcdStore, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+    store: EtcdStore, fake_etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvlink.control.store.etcd.sync._STALE_S", 1e6)
     waiting = asyncio.create_task(store._sync.reached(1_000))
     await asyncio.sleep(0)
-    etcd.wipe()
+    fake_etcd.wipe()
     await waiting

@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
-from control.fake_etcd import FakeEtcd
+from control.fake_etcd import Clock, FakeEtcd
 
 from kvlink.control import Claim, Coordinator, CoordinatorClient
 from kvlink.control.refusal import Overloaded, Reason, Refused
@@ -24,32 +23,6 @@ from kvlink.status_page.serving import showing
 from kvlink.v1 import etcd_pb2 as pb
 
 
-class Clock:
-    now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def etcd() -> FakeEtcd:
-    return FakeEtcd()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def store(etcd: FakeEtcd, clock: Clock) -> AsyncIterator[EtcdStore]:
-    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=etcd)
-    await store.start()
-    await store.join(make_card(), rejoin=False)
-    yield store
-    await store.close()
-
-
 async def refused(store: EtcdStore, name: str) -> Refused:
     with pytest.raises(Refused) as refused:
         await store.offer(make_offer(name))
@@ -57,9 +30,9 @@ async def refused(store: EtcdStore, name: str) -> Refused:
 
 
 async def test_offers_are_refused_as_retryable_and_the_log_stays_short(
-    store: EtcdStore, etcd: FakeEtcd, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    etcd.is_full = True
+    fake_etcd.is_full = True
     for number in range(50):
         why = await refused(store, f"r{number}")
         assert why.reason is Reason.TOO_MANY
@@ -74,9 +47,11 @@ async def test_offers_are_refused_as_retryable_and_the_log_stays_short(
     ]
 
 
-async def test_whatever_needs_room_is_refused_and_the_rest_goes_on(store: EtcdStore, etcd: FakeEtcd) -> None:
+async def test_whatever_needs_room_is_refused_and_the_rest_goes_on(
+    store: EtcdStore, fake_etcd: FakeEtcd
+) -> None:
     await store.offer(make_offer("r"))
-    etcd.is_full = True
+    fake_etcd.is_full = True
     with pytest.raises(Refused) as claimed:
         await store.claim(Claim("r", 30.0))
     with pytest.raises(Refused) as joined:
@@ -84,46 +59,48 @@ async def test_whatever_needs_room_is_refused_and_the_rest_goes_on(store: EtcdSt
     assert {claimed.value.reason, joined.value.reason} == {Reason.TOO_MANY}
     assert await store.beat("prefill", 1)
     assert [card.worker_id for card in await store.workers()] == ["prefill"]
-    etcd.is_full = False
+    fake_etcd.is_full = False
     assert await store.claim(Claim("r", 30.0)) == [make_offer("r").ticket]
 
 
-async def test_health_follows(store: EtcdStore, etcd: FakeEtcd) -> None:
+async def test_health_follows(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     assert store.health() == StoreHealth()
-    etcd.is_full = True
+    fake_etcd.is_full = True
     await refused(store, "r")
     assert store.health() == StoreHealth(is_full=True)
     assert not store.health().is_healthy
-    etcd.is_full = False
+    fake_etcd.is_full = False
     await store._sync.tend()
     assert store.health().is_healthy
 
 
-async def test_a_full_etcd_is_compacted_all_the_same(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
+async def test_a_full_etcd_is_compacted_all_the_same(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
     await store._sync.tend()
-    etcd.is_full = True
+    fake_etcd.is_full = True
     clock.now += 121.0
-    revision = etcd.data.revision
+    revision = fake_etcd.data.revision
     await store._sync.tend()
-    assert etcd.data.compacted == revision
-    etcd.put((b"/another", b""))
+    assert fake_etcd.data.compacted == revision
+    fake_etcd.put((b"/another", b""))
     clock.now += 121.0
     await store._sync.tend()
-    assert etcd.data.compacted == revision, "what it was 121 s ago"
+    assert fake_etcd.data.compacted == revision, "what it was 121 s ago"
     clock.now += 121.0
     await store._sync.tend()
-    assert etcd.data.compacted == revision + 1
+    assert fake_etcd.data.compacted == revision + 1
 
 
-async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, etcd: FakeEtcd) -> None:
-    etcd.put((b"/old/1", b""), (b"/old/2", b""))
-    etcd.is_full = True
+async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    fake_etcd.put((b"/old/1", b""), (b"/old/2", b""))
+    fake_etcd.is_full = True
     commits = Commits(store._etcd, store._sync.written)
     ops = {b"/old/1": delete, b"/new": lambda key: put(key, b""), b"/old/2": delete}
     done = [commits.submit(pb.TxnRequest(success=[make(key)]), key) for key, make in ops.items()]
     results = await asyncio.gather(*done, return_exceptions=True)
     assert [isinstance(result, Exception) for result in results] == [False, True, False]
-    assert not etcd.data.kvs.keys() & ops.keys()
+    assert not fake_etcd.data.kvs.keys() & ops.keys()
     await commits.close()
 
 
@@ -139,10 +116,10 @@ async def test_the_charts_probes_ask_for_what_there_is() -> None:
     await coordinator.close()
 
 
-async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, etcd: FakeEtcd) -> None:
+async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     coordinator = Coordinator(store)
     address = await coordinator.start()
-    etcd.is_full = True
+    fake_etcd.is_full = True
     async with (
         CoordinatorClient(address) as client,
         showing(coordinator, "127.0.0.1", 0) as url,
@@ -153,7 +130,7 @@ async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, etcd:
         assert full.value.retryable
         assert "kvlink_coordinator_store_healthy 0.0" in await (await session.get("/metrics")).text()
         assert (await session.get("/ready")).status == 200, "it is full for the other replicas, too"
-        etcd.is_full = False
+        fake_etcd.is_full = False
         await client.offer(make_offer("r"))
         assert "kvlink_coordinator_store_healthy 1.0" in await (await session.get("/metrics")).text()
         await coordinator.hand_over()

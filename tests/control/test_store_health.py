@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
-from control.fake_etcd import FakeEtcd
+from control.fake_etcd import Clock, FakeEtcd
 from grpc_health.v1 import health_pb2
 from waiting import until
 
@@ -28,38 +27,11 @@ from kvlink.status_page.serving import showing
 NEVER_S = 1e6
 
 
-class Clock:
-    now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture(autouse=True)
 def etcd_gets_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlink.control.store.etcd.api._PATIENCE_S", 0.0)
     monkeypatch.setattr("kvlink.control.store.etcd.api._PATIENCE_WHEN_AWAY_S", 0.0)
     monkeypatch.setattr("kvlink.control.store.etcd.sync._STALE_S", 0.0)
-
-
-@pytest.fixture
-def etcd() -> FakeEtcd:
-    return FakeEtcd()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def store(etcd: FakeEtcd, clock: Clock) -> AsyncIterator[EtcdStore]:
-    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=etcd)
-    await store.start()
-    await store.join(make_card(), rejoin=False)
-    await store._sync.tend()
-    yield store
-    await store.close()
 
 
 async def lose(store: EtcdStore, clock: Clock) -> None:
@@ -92,15 +64,15 @@ def test_a_doubt_that_is_not_proved_wrong_in_time_is_said_once() -> None:
 
 @pytest.mark.parametrize("how", ["away", "mute"])
 async def test_claims_and_watches_are_sent_elsewhere(
-    store: EtcdStore, etcd: FakeEtcd, clock: Clock, how: str
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock, how: str
 ) -> None:
     waiting = [store.claim(Claim(name, NEVER_S)) for name in ("r", "s")]
     feed = await store.watch()
     await anext(feed)
     if how == "away":
-        etcd.go_away()
+        fake_etcd.go_away()
     else:
-        etcd.is_mute = True
+        fake_etcd.is_mute = True
     await store._sync.tend()
     clock.now += 0.9 * LOST_S
     store.tick()
@@ -117,7 +89,7 @@ async def test_claims_and_watches_are_sent_elsewhere(
         "who is known may be pulled from"
     )
 
-    etcd.is_away = etcd.is_mute = False
+    fake_etcd.is_away = fake_etcd.is_mute = False
     if how == "mute":
         store._sync._following_since = -math.inf
         store._sync._restart()
@@ -126,10 +98,12 @@ async def test_claims_and_watches_are_sent_elsewhere(
     assert await store.claim(Claim("r", NEVER_S)) == [make_offer("r").ticket]
 
 
-async def test_an_offer_that_came_back_is_a_proof(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
-    etcd.is_away = True
+async def test_an_offer_that_came_back_is_a_proof(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
+    fake_etcd.is_away = True
     await lose(store, clock)
-    etcd.is_away = False
+    fake_etcd.is_away = False
     await store.offer(make_offer("r"))
     assert store.health() == StoreHealth()
     assert await store.claim(Claim("r", NEVER_S)) == [make_offer("r").ticket]
@@ -140,11 +114,13 @@ async def _proved(store: EtcdStore) -> bool:
     return store.health() == StoreHealth()
 
 
-async def test_the_gauge_counts_from_the_first_doubt(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
+async def test_the_gauge_counts_from_the_first_doubt(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
     clock.now += 10.0
     store.tick()
     assert store.health() == StoreHealth()
-    etcd.is_away = True
+    fake_etcd.is_away = True
     with pytest.raises(Refused):
         await store.beat("prefill", 1)
     assert store._timer_due == clock.now + LOST_S, "whoever waits is sent away without being asked"
@@ -153,9 +129,9 @@ async def test_the_gauge_counts_from_the_first_doubt(store: EtcdStore, etcd: Fak
     assert store.health() == StoreHealth(stale_s=2.0), "a beat in vain is a doubt"
 
 
-async def test_one_that_never_read_its_store_is_lost_too(etcd: FakeEtcd, clock: Clock) -> None:
-    etcd.is_away = True
-    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=etcd)
+async def test_one_that_never_read_its_store_is_lost_too(fake_etcd: FakeEtcd, clock: Clock) -> None:
+    fake_etcd.is_away = True
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=fake_etcd)
     store._sync.start()
     waiting = store.claim(Claim("r", NEVER_S))
     clock.now += LOST_S
@@ -165,33 +141,35 @@ async def test_one_that_never_read_its_store_is_lost_too(etcd: FakeEtcd, clock: 
     await store.close()
 
 
-async def test_a_full_store_that_answers_is_not_lost(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
-    etcd.is_full = True
+async def test_a_full_store_that_answers_is_not_lost(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
+    fake_etcd.is_full = True
     await store._sync.tend()
     clock.now += 2.0
     assert store.health() == StoreHealth(is_full=True)
 
 
 async def test_a_watch_that_ended_is_doubted_until_a_write_comes_through(
-    etcd: FakeEtcd, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    fake_etcd: FakeEtcd, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvlink.control.store.etcd.sync._PULSE_S", 0.001)
-    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=etcd)
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=fake_etcd)
     await store.start()
     doubts: list[StoreHealth] = []
     store._etcd.health.on_doubt = lambda: doubts.append(store.health())
-    etcd.is_mute = True
-    etcd.cut()
+    fake_etcd.is_mute = True
+    fake_etcd.cut()
     await until(lambda: doubts)
-    etcd.calls.clear()
-    await until(lambda: "Txn" in etcd.calls)
+    fake_etcd.calls.clear()
+    await until(lambda: "Txn" in fake_etcd.calls)
     assert store._etcd.health.is_doubted
-    etcd.is_mute = False
+    fake_etcd.is_mute = False
     await until(lambda: not store._etcd.health.is_doubted)
     await store.close()
 
 
-async def test_of_tenants_the_worst_is_told(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
+async def test_of_tenants_the_worst_is_told(store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock) -> None:
     async def opened(each: EtcdStore | MemoryStore) -> EtcdStore | MemoryStore:
         return each
 
@@ -200,12 +178,12 @@ async def test_of_tenants_the_worst_is_told(store: EtcdStore, etcd: FakeEtcd, cl
     for name, each in (("a", store), ("b", MemoryStore())):
         tenants._stores[name] = asyncio.ensure_future(opened(each))  # type: ignore[assignment]
         await tenants._stores[name]
-    etcd.go_away()
+    fake_etcd.go_away()
     await lose(store, clock)
     assert tenants.health() == StoreHealth(is_lost=True, stale_s=LOST_S)
 
 
-async def test_health_checks_see_it(store: EtcdStore, etcd: FakeEtcd, clock: Clock) -> None:
+async def test_health_checks_see_it(store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock) -> None:
     coordinator = Coordinator(store)
     address = await coordinator.start()
     trust = Security.from_env().coordinators()
@@ -220,7 +198,7 @@ async def test_health_checks_see_it(store: EtcdStore, etcd: FakeEtcd, clock: Clo
 
     async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         assert await serves()
-        etcd.go_away()
+        fake_etcd.go_away()
         await lose(store, clock)
         await coordinator.readiness.look()
         assert not await serves()
@@ -229,7 +207,7 @@ async def test_health_checks_see_it(store: EtcdStore, etcd: FakeEtcd, clock: Clo
         metrics = await (await session.get("/metrics")).text()
         assert "kvlink_coordinator_store_healthy 0.0" in metrics
         assert "kvlink_coordinator_store_stale_seconds 3.0" in metrics
-        etcd.is_away = False
+        fake_etcd.is_away = False
         await until(lambda: _proved(store))
         await until(serves)  # without being told to look
     await channel.close()
@@ -253,11 +231,11 @@ async def test_a_claim_in_vain_is_asked_of_another(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_claim_at_one_that_has_lost_its_store_goes_to_another(
-    store: EtcdStore, etcd: FakeEtcd, clock: Clock
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
 ) -> None:
     lost, healthy = Coordinator(store), Coordinator()
     addresses = [await each.start() for each in (lost, healthy)]
-    etcd.go_away()
+    fake_etcd.go_away()
     await lose(store, clock)
     async with CoordinatorClient(addresses[0]) as only:
         with pytest.raises(CoordinatorUnavailable, match="has lost its store"):
