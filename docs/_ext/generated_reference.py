@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import click
 import typer.main
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
@@ -35,18 +34,16 @@ def settings() -> Iterator[str]:
         yield f"| `{setting.env}` | {_default(setting)} | {setting.meaning.replace('|', '¦')}.{limits} |"
 
 
-def _options(command: click.Command) -> Iterator[str]:
+def _options(command: Any) -> Iterator[str]:
     rows = []
     for one in command.params:
-        if isinstance(one, click.Option) and not one.hidden and one.name not in ("help", "--help"):
+        if one.param_type_name == "option" and not one.hidden and one.name != "help":
             names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
-            shown = one.default if isinstance(one.default, (str, int, float)) else None
-            default = f"`{shown}`" if shown not in (None, "", False, True) else ""
+            shows = isinstance(one.default, (str, int, float)) and not isinstance(one.default, bool)
+            default = f"`{one.default}`" if shows and one.default != "" else ""
             rows.append(f"| {names} | {default} | {(one.help or '').replace('|', '¦')} |")
-        elif isinstance(one, click.Argument):
-            rows.append(
-                f"| {one.make_metavar(click.Context(command))} | | {getattr(one, 'help', '') or ''} |"
-            )
+        elif one.param_type_name == "argument":
+            rows.append(f"| `{(one.name or '').upper()}` | | {getattr(one, 'help', '') or ''} |")
     if rows:
         yield from ("| option | default | meaning |", "|---|---|---|", *rows, "")
 
@@ -56,7 +53,7 @@ def commands(command: Any, name: str = "kvlink", depth: int = 2) -> Iterator[str
     yield from ("#" * min(depth, 4) + f" `{name}`", "", (command.help or "").replace("\b\n", ""), "")
     yield from _options(command)
     if hasattr(command, "list_commands"):
-        context = click.Context(command)
+        context = command.context_class(command)
         for below in command.list_commands(context):
             found = command.get_command(context, below)
             if found is not None and not found.hidden:
