@@ -14,9 +14,9 @@ import typer
 
 from kvlink.cli.tables import show_parts, show_rows
 from kvlink.config import WorkerConfig
-from kvlink.transport_names import select
+from kvlink.transfer.transport_names import select
 
-from .ending import begin, finish
+from .harness.run_record import begin, finish
 
 app = typer.Typer(
     help="Measure kvlink on this machine. Rows go to stdout.",
@@ -62,15 +62,15 @@ def measure_pull(
     as_json: Json = False,
 ) -> None:
     """Pull blocks between two processes, beside the physical limit of the same path."""
-    from . import pull as bench
+    from .measurements import pull as bench
 
     shapes = bench.shapes(block_bytes, blocks)
     if trace and not order.startswith("allocator"):
         raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
     if path:
-        from . import paths
+        from .measurements import gpudirect_paths
 
-        parts = [paths.rows(paths.paths_of(path), shapes, gbps, iters)]
+        parts = [gpudirect_paths.rows(gpudirect_paths.paths_of(path), shapes, gbps, iters)]
     else:
         rows = [
             bench.rows(name, *shape, iters, order, trace) for name in names_of(transport) for shape in shapes
@@ -90,7 +90,7 @@ def measure_gpu(
 
     Then the bounce buffer's copies, beside plain ones of pinned memory.
     """
-    from . import gpu as bench
+    from .measurements import gpu as bench
 
     pair = bench.pair_of(gpus)
     parts = [bench.rows(pair, transport, iters), bench.bounce_rows(pair[1])]
@@ -148,8 +148,8 @@ def measure_migrate(
     With --rate or --speed requests come when they come, and their time counts from then on: waiting for a slot is
     part of it (late; more than 1 ms of it: started late).
     """
-    from . import migrate as bench
-    from .arrivals import workload
+    from .measurements import migrate as bench
+    from .workloads.arrivals import workload
 
     lengths, arrivals = workload(tokens, trace, requests, rate, speed)
     meant = str(model_config or model)
@@ -178,7 +178,7 @@ def measure_migrate(
 @app.command("plan")
 def measure_plan(as_json: Json = False) -> None:
     """Plan transfers: CPU time a descriptor."""
-    from . import plan as bench
+    from .measurements import plan as bench
 
     rows = show_rows(bench.rows(), as_json, "bench plan")
     show_rows(bench.verdicts(rows), as_json, "what kvlink promises")
@@ -194,8 +194,8 @@ def measure_control(
     as_json: Json = False,
 ) -> None:
     """Offer and claim through coordinators: latency, hand-offs a second, and what losses cost."""
-    from . import control
-    from . import replicas as several
+    from .measurements import control
+    from .measurements import coordinator_replicas as several
 
     if store == "memory":
         finish([control.rows(workers)], as_json, "bench control")
@@ -264,7 +264,7 @@ def measure_peers(
 
 def names_of(transport: str) -> list[str]:
     """The transports meant: "all" is every one that works here and KVLINK_TRANSPORTS allows."""
-    from kvlink.engine import host_transports
+    from kvlink.transfer.engine import host_transports
 
     here = host_transports()
     if transport != "all":

@@ -32,7 +32,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvlink import errors
     from kvlink.config import WorkerConfig
-    from kvlink.decode import Pull, PullStats
     from kvlink.errors import (
         AccessDenied,
         Cancelled,
@@ -50,10 +49,11 @@ if TYPE_CHECKING:
         TransportUnavailable,
         UnknownRequest,
     )
-    from kvlink.explain import PathTaken
     from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
-    from kvlink.pool import BlockPool
     from kvlink.ticket import Ticket
+    from kvlink.transfer.explain import PathTaken
+    from kvlink.transfer.pool import BlockPool
+    from kvlink.transfer.pull import Pull, PullStats
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
 
@@ -94,10 +94,10 @@ __all__ = [
 
 _HOMES = {
     "config": ("WorkerConfig",),
-    "decode": ("Pull", "PullStats"),
-    "explain": ("PathTaken",),
+    "transfer.pull": ("Pull", "PullStats"),
+    "transfer.explain": ("PathTaken",),
     "layout": ("Geometry", "KVLayout", "Order", "Regions", "dense"),
-    "pool": ("BlockPool",),
+    "transfer.pool": ("BlockPool",),
     "ticket": ("Ticket",),
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),

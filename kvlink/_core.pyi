@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ data plane. Its users: `kvlink.engine`, `kvlink.pool`, `kvlink.traffic`, benchmarks and tests."""
+"""The C++ data plane. Its users: `kvlink.transfer`, benchmarks and tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class CudaMemory:
     def bytes(self) -> int: ...
 
 class Layout:
-    """csrc/plan.h Layout; planes are (region, layer, offset in bytes)."""
+    """csrc/plan/planner.h Layout; planes are (region, layer, offset in bytes)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Plan:
         """A copy, as a structured array: local (address), bytes, region."""
 
 class Planner:
-    """csrc/plan.h Planner. Local regions are (address, bytes). Raises LayoutMismatch or ConfigError."""
+    """csrc/plan/planner.h Planner. Local regions are (address, bytes). Raises LayoutMismatch or ConfigError."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Engine:
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
-        `cuda_image`: kvlink/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
+        `cuda_image`: kvlink/hardware/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
         """
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def refuse(self, transport: str, why: str) -> None:

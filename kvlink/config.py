@@ -10,18 +10,36 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any, TypeVar, cast
 
 from kvlink import env_names
 from kvlink.addresses import can_be_dialled, plain_host, split_address
 from kvlink.errors import ConfigError
-from kvlink.gpudirect.decision import parse_ways
 from kvlink.ticket import MAX_SLOTS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _T = TypeVar("_T", str, int, float, bool)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Way(Enum):
+    """Best first. DMA_BUF and PEERMEM: the NIC reads and writes GPU memory. BOUNCE: host memory in between."""
+
+    DMA_BUF = "dma-buf"
+    PEERMEM = "peermem"
+    BOUNCE = "bounce"
+
+
+def parse_ways(spec: str) -> tuple[Way, ...]:
+    """What KVLINK_GPUDIRECT says, "" being all. Raises ConfigError."""
+    names = [name.strip() for name in spec.split(",") if name.strip()]
+    try:
+        return tuple(Way(name) for name in dict.fromkeys(names)) or tuple(Way)
+    except ValueError:
+        known = ", ".join(way.value for way in Way)
+        raise ConfigError(f"KVLINK_GPUDIRECT={spec!r} must name ways out of {known}, best first") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +276,7 @@ class NicNames:
 
 
 def parse_nics(spec: str) -> NicNames:
-    """Reads "mlx5_0:1,mlx5_1" or "^mlx5_2". Whether they exist, `kvlink.nics` knows. Raises ConfigError."""
+    """Reads "mlx5_0:1,mlx5_1" or "^mlx5_2". Whether they exist, `kvlink.hardware.nics` knows. Raises ConfigError."""
     excludes = spec.strip().startswith("^")
     listed = spec.strip().removeprefix("^")
     parts = [part.strip() for part in listed.split(",")] if listed or excludes else []

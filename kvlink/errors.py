@@ -82,7 +82,7 @@ class Cancelled(TransferError):
 
 
 class StaleReason(Enum):
-    """Why blocks are stale. The numbers are those of csrc/status.h."""
+    """Why blocks are stale. The numbers are those of csrc/base/status.h."""
 
     UNKNOWN = 0
     SETTLED = 1

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..contents import Ids
-from ..draws import Fragmentation
+from ..harness.block_draws import Fragmentation
+from ..harness.contents import Ids
 
 KVLINK, BARE = "kvlink", "bare"
 

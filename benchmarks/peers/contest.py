@@ -18,11 +18,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from kvlink.engine import host_transports
 from kvlink.errors import KVLinkError
+from kvlink.transfer.engine import host_transports
 
-from ..machine import OtherLoad
-from ..spread import median_interval, quantiles_us
+from ..harness.machine import OtherLoad
+from ..harness.quantiles import median_interval, quantiles_us
 from .contender import KVLINK, Contender, Draw, Who
 from .here import Kvlink
 from .modes import HOST, MODES, TCP

@@ -12,11 +12,11 @@ from itertools import count
 from kvlink import BlockPool, Ticket, Worker, __version__
 from kvlink.layout import Geometry, dense
 
-from ..contents import Contents
-from ..draws import Order
-from ..floors import Floor, floors_of
-from ..owner import lent_pool
-from ..processes import BenchError, owner_process
+from ..harness.baselines import Floor, floors_of
+from ..harness.block_draws import Order
+from ..harness.contents import Contents
+from ..harness.owner import lent_pool
+from ..harness.processes import BenchError, owner_process
 from .contender import BARE, KVLINK, Draw, Moved, Who
 
 _SMALL_BYTES = 1 << 20  # up to this kvlink copies on the calling thread; so do the bare ways

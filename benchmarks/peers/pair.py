@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ..draws import Order
-from ..processes import BenchError
+from ..harness.block_draws import Order
+from ..harness.processes import BenchError
 from .contender import Draw, Moved, Who
 from .modes import Mode
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from kvlink.errors import ConfigError
 
-from ..spread import without_intervals
+from ..harness.quantiles import without_intervals
 from . import contest
 from .bars import bars
 from .contest import Shape

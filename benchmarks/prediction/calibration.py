@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlink.cost import Cost
 from kvlink.errors import ConfigError
+from kvlink.transfer.cost_model import Cost
 
 _MOST_ROWS = 100_000
 LEAST_SHAPES = 3

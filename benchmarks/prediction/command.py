@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from kvlink.cli.tables import show_rows
-from kvlink.cost import PRIORS, Cost
+from kvlink.transfer.cost_model import PRIORS, Cost
 
-from ..models import BLOCK_TOKENS, model_of
+from ..workloads.models import BLOCK_TOKENS, model_of
 from .calibration import Fit, fits_of
 from .machines import Machine, request_of
 from .path import Path as Way

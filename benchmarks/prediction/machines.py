@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvlink.errors import ConfigError
 
-from ..models import Model
+from ..workloads.models import Model
 from .path import NVLINK_GBPS, Path, Request, Staging, pcie_gbps, wire_efficiency
 
 _POST_NS = 17.0  # planning and posting a read: `kvlink bench plan` on a 2-core cloud machine

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..models import BLOCK_TOKENS, MODELS
+from ..workloads.models import BLOCK_TOKENS, MODELS
 from .path import Path, Request, pcie_gbps, wire_efficiency
 
 _TP = 8

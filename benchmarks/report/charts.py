@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from ..handovers import PHASES
+from ..measurements.rank_handoffs import PHASES
 from ..peers.contest import QUANTILES
 from .measures import Measure, Simulated, size_text
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from kvlink.errors import ConfigError
 
-from ..handovers import PHASES
+from ..measurements.rank_handoffs import PHASES
 
 Row = Mapping[str, Any]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from ..control import Row
-from ..etcd import EtcdCluster
-from ..replicas import Replica
+from ..harness.etcd import EtcdCluster
+from ..measurements.control import Row
+from ..measurements.coordinator_replicas import Replica
 from .crowds import crowds
 from .fleet import fleet, joining
 from .growth import exponents

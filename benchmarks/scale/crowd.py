@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from kvlink.control import Claim, CoordinatorClient, Offer, Security, Session
 from kvlink.control.overview import LinkReport, WorkerReport
 from kvlink.control.security import Trust
-from kvlink.control.security.dialling import Options
+from kvlink.control.security.reloading_channel import Options
 from kvlink.layout import dense
 from kvlink.types import Joined, TransportCard, WorkerCard
 
-from ..control import card
-from ..models import MODELS
+from ..measurements.control import card
+from ..workloads.models import MODELS
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..control import in_processes, one_from_each
-from ..processes import BenchError
+from ..harness.processes import BenchError
+from ..measurements.control import in_processes, one_from_each
 from .crowd import Crowd
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 from kvlink.control import Security
-from kvlink.control.channel import Channel
 from kvlink.control.codec import Codec, CoordinatorCalls, Method
+from kvlink.control.rpc.channel import Channel
 from kvlink.control.values import Nothing, Watch
 
-from ..control import Row
+from ..measurements.control import Row
 from .load import Load
 from .losses import restart
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvlink.control import CoordinatorClient, CoordinatorStatus
 
-from ..control import cpu_s
-from ..replicas import Replica
+from ..measurements.control import cpu_s
+from ..measurements.coordinator_replicas import Replica
 from .crowds import Crowds
 from .usage import keep_to_last_core, private_bytes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from kvlink.control import CoordinatorClient
 
-from ..control import Row
+from ..measurements.control import Row
 from .load import Load
 from .usage import peak_share
 

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from ..control import cpu_s
+from ..measurements.control import cpu_s
 
 
 def private_bytes(pid: int) -> int:

@@ -12,7 +12,7 @@ from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.types import Joined, WorkerChange
 
-from ..control import Row
+from ..measurements.control import Row
 from .crowd import make_card
 from .load import Load
 

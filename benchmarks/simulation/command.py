@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from kvlink.cli.tables import print_json, show_parts, show_rows
-from kvlink.cost import PRIORS, Cost
 from kvlink.errors import ConfigError
+from kvlink.transfer.cost_model import PRIORS, Cost
 
-from ..models import model_of
 from ..prediction.calibration import fits_of
 from ..prediction.machines import Machine
 from ..prediction.path import Path as Way
-from ..traces import requests_of
+from ..workloads.models import model_of
+from ..workloads.traces import requests_of
 from .curve import SIZES, Scene, rows
 from .workload import Move, path_of
 
@@ -78,7 +78,7 @@ def simulate(
     between the NICs are taken to be free.
     """
     if validate:
-        from ..machine import describe
+        from ..harness.machine import describe
         from .validation import rows as validation_rows
 
         if as_json:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..traces import Request
+from ..workloads.traces import Request
 from .engine import Failure, Fate, Fleet, Outcome, Simulation
 from .workload import Move, jobs_of
 

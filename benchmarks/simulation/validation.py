@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlink import BlockPool, Ticket, Worker
-from kvlink.cost import Cost
 from kvlink.layout import Geometry, dense
+from kvlink.transfer.cost_model import Cost
 
-from ..arrivals import Served, open_loop, poisson_times
-from ..contents import Contents, Ids
-from ..draws import Order
-from ..machine import OtherLoad
+from ..harness.block_draws import Order
+from ..harness.contents import Contents, Ids
+from ..harness.machine import OtherLoad
+from ..harness.processes import BenchError, OwnerSide, owner_process
 from ..prediction.calibration import Sample, fit
-from ..processes import BenchError, OwnerSide, owner_process
+from ..workloads.arrivals import Served, open_loop, poisson_times
 from .engine import Fleet, Job, Rails, Simulation
 
 BLOCK_BYTES = 64 << 10

@@ -10,14 +10,14 @@ from math import inf
 
 import numpy as np
 
-from kvlink.cost import Cost
 from kvlink.errors import ConfigError
+from kvlink.transfer.cost_model import Cost
 
-from ..models import BLOCK_TOKENS, Model
 from ..prediction.machines import request_of
 from ..prediction.path import Path
 from ..prediction.path import Request as Shape
-from ..traces import Request
+from ..workloads.models import BLOCK_TOKENS, Model
+from ..workloads.traces import Request
 from .engine import Fleet, Job, Rails
 
 _GB = 1e9

@@ -318,7 +318,7 @@ void register_engine(py::module_& m) {
 
 PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   using namespace kvlink;
-  m.doc() = "The data plane of kvlink; kvlink.engine is the way in.";
+  m.doc() = "The data plane of kvlink; kvlink.transfer.engine is the way in.";
   m.def("transports", [] {
     py::list rows;
     for (const TransportInfo& info : transports()) {

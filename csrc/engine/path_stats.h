@@ -13,7 +13,7 @@ namespace kvlink {
 struct TransferStats;
 
 /// Durations by powers of two: bucket b counts those of at most 2^(kFirst + b) ns, the last all that are
-/// longer. kvlink/histogram.py has the same bounds.
+/// longer. kvlink/durations.py has the same bounds.
 struct Durations {
   static constexpr uint32_t kFirst = 9;
   static constexpr uint32_t kBuckets = 27;  // 512 ns, 1 us, … 17 s, longer

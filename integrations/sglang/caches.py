@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout, Plane, heads_of
-from kvlink.pool import BlockPool, Region
+from kvlink.transfer.pool import BlockPool, Region
 from kvlink.worker import Worker
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlink.decode import Pull
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.transfer.pull import Pull
 
 from .caches import Cache
 from .messages import Chunk

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.control import ControlThread
+from kvlink.background import ControlThread
 from kvlink.errors import ConfigError
 
 from .batching import Batching, HeldBlocks

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvlink import Pull, Ticket, Worker
-from kvlink.control import ControlThread
+from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError
 
 from .batching import Batching, HeldBlocks

@@ -13,8 +13,9 @@ from collections import deque
 from concurrent.futures import Future
 
 from kvlink import tracing
+from kvlink.background import ControlThread
 from kvlink.config import WorkerConfig
-from kvlink.control import ControlThread, CoordinatorClient, Offer
+from kvlink.control import CoordinatorClient, Offer
 from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
 from kvlink.tracing import TraceParent
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout, Plane, heads_of
-from kvlink.pool import BlockPool
+from kvlink.transfer.pool import BlockPool
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,8 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvlink.control import AgentClients, ControlThread, Renewal, SettleOrder
+from kvlink.background import ControlThread
+from kvlink.control import AgentClients, Renewal, SettleOrder
 from kvlink.errors import KVLinkError, UnknownRequest
 from kvlink.ticket import LeaseSeat
 

@@ -99,11 +99,11 @@ def coordinator(
     from dataclasses import replace
 
     from kvlink import log, tracing
-    from kvlink.cli import page
+    from kvlink.cli import status_page
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
-    from kvlink.control.coordinator import serve
-    from kvlink.control.garbage import collect_seldom
+    from kvlink.coordinator.coordinator import serve
+    from kvlink.coordinator.gc_tuning import collect_seldom
 
     config = WorkerConfig.from_env()
     level = "info" if sources(os.environ)["log"] == "default" else config.log
@@ -126,7 +126,7 @@ def coordinator(
             security=security,
             gate=gate,
             on_ready=ready,
-            beside=page.beside(http_host, http_port),
+            beside=status_page.beside(http_host, http_port),
         )
     )
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlink.cli.asking import address_of
+from kvlink.cli.coordinator_options import address_of
 from kvlink.cli.numbers import age_text, bytes_text
 from kvlink.cli.tables import print_json, show_rows
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
-from kvlink.overview import plain, worker_row
+from kvlink.monitoring.fleet_view import plain, worker_row
 from kvlink.types import WorkerCard
 
 Row = dict[str, Any]

@@ -14,14 +14,14 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.asking import address_of
+from kvlink.cli.coordinator_options import address_of
 from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.keys import q_pressed
 from kvlink.cli.numbers import age_text, bytes_text, seconds_text
 from kvlink.cli.tables import make_console, print_json
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
-from kvlink.overview import plain
+from kvlink.monitoring.fleet_view import plain
 
 _MOST_LINKS = 20
 _QUIT = "[dim]q: quit[/]"

@@ -14,9 +14,17 @@ from rich.table import Table
 
 from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.tables import make_console, print_json
-from kvlink.nics import MemoryPlace, NicSelection, RefusedNic, best_gid, choose, port_name
-from kvlink.topology import Distance, NumaNode, RdmaDevice, Topology, discover, distance, distance_to_node
-from kvlink.verbs_caps import VerbsReport, query
+from kvlink.hardware.device_caps import VerbsReport, query
+from kvlink.hardware.nics import MemoryPlace, NicSelection, RefusedNic, best_gid, choose, port_name
+from kvlink.hardware.topology import (
+    Distance,
+    NumaNode,
+    RdmaDevice,
+    Topology,
+    discover,
+    distance,
+    distance_to_node,
+)
 
 _FIRST = (
     "port",

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvlink.addresses import joined, split_address
+from kvlink.background import off_loop
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
-from kvlink.control.peers import caller_number
 from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.rpc.peer_address import caller_number
+from kvlink.control.rpc.server import Host
 from kvlink.control.security import Security, agent_gate
-from kvlink.control.server import Host
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
 from kvlink.errors import Cancelled
-from kvlink.off_loop import off_loop
 from kvlink.types import WorkerCard
 
 Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]

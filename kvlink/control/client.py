@@ -15,13 +15,13 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from kvlink.control.backoff import Backoff
-from kvlink.control.channel import Channel
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
-from kvlink.control.handoff_stream import HandoffStream
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
+from kvlink.control.rpc.channel import Channel
+from kvlink.control.rpc.handoff_stream import HandoffStream
+from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Security
-from kvlink.control.stream import Stream
 from kvlink.control.values import (
     Claim,
     ConnectReply,

@@ -18,7 +18,7 @@ from kvlink.control.deadlines import Deadlines
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import NotJoined, Replaced
-from kvlink.control.stream import Stream
+from kvlink.control.rpc.stream import Stream
 from kvlink.control.values import Membership, Offer, Push, PushKind
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.types import WorkerCard

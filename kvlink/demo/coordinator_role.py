@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 
-from kvlink.control.coordinator import Coordinator
+from kvlink.coordinator.coordinator import Coordinator
 from kvlink.demo.messages import Reply
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlink.engine import host_transports, transports_here
-from kvlink.transport_names import select
+from kvlink.transfer.engine import host_transports, transports_here
+from kvlink.transfer.transport_names import select
 
 _TO_GPUS = ("cuda", "verbs", "tcp")  # the others cannot lend GPU memory
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from kvlink import verbs_caps
 from kvlink.doctor import certificates, gpudirect, host, network, rdma, software, verbs
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.topology import discover
+from kvlink.hardware import device_caps
+from kvlink.hardware.topology import discover
 
 __all__ = ["Check", "Verdict", "examine", "worst"]
 
@@ -26,7 +26,7 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield from network.checks(root, env)
     yield from certificates.checks(env)
     machine = discover(root)
-    active_mtus = {caps.device: caps.active_mtu_bytes for caps in verbs_caps.query(machine.nics).caps}
+    active_mtus = {caps.device: caps.active_mtu_bytes for caps in device_caps.query(machine.nics).caps}
     yield from rdma.checks(root, machine.nics, active_mtus)
     yield from verbs.checks(root, machine.nics)
     yield from gpudirect.checks(root, machine.gpus, machine.nics)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.gpudirect.kernel import PCI_DEVICES
-from kvlink.topology import PciDevice
+from kvlink.hardware.gpudirect.kernel import PCI_DEVICES
+from kvlink.hardware.topology import PciDevice
 
 # PCI Express Base Specification, 7.7.11: extended capability 0x000D, control register 6 bytes in.
 _FIRST_EXTENDED = 0x100

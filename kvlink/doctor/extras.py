@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.verbs_caps import INSTALL as PYVERBS
+from kvlink.hardware.device_caps import INSTALL as PYVERBS
 
 
 class Extra(NamedTuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 from kvlink.doctor import acs, tools
 from kvlink.doctor.host import gib
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.gpudirect.kernel import PCI_DEVICES, bar1_bytes, kernel_version, peermem_module
-from kvlink.sysfs import names, read, read_int
-from kvlink.topology import PciDevice, RdmaDevice, normalize
+from kvlink.hardware.gpudirect.kernel import PCI_DEVICES, bar1_bytes, kernel_version, peermem_module
+from kvlink.hardware.sysfs import names, read, read_int
+from kvlink.hardware.topology import PciDevice, RdmaDevice, normalize
 
 _DMA_BUF_KERNEL = (5, 12)
 _CONFIG = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")

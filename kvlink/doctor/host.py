@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.sysfs import parse_size, read, read_field, read_int
-from kvlink.topology import discover
+from kvlink.hardware.sysfs import parse_size, read, read_field, read_int
+from kvlink.hardware.topology import discover
 
 # Connections, eventfds and pool descriptors of some hundred peers.
 _ENOUGH_FILES = 4096

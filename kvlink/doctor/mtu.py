@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.sysfs import read_int
-from kvlink.topology import LinkLayer, PortState, RdmaDevice
+from kvlink.hardware.sysfs import read_int
+from kvlink.hardware.topology import LinkLayer, PortState, RdmaDevice
 
 # Of RoCE v2 with every optional header, as the kernel's iboe_get_mtu() counts: GRH, UDP, BTH, XRC, atomics, ICRC.
 _ROCE_HEADER_BYTES = 96

@@ -12,8 +12,8 @@ from kvlink.addresses import is_loopback, split_address
 from kvlink.config import WorkerConfig
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
-from kvlink.reachability import advertised_host, only_this_host
-from kvlink.sysfs import read
+from kvlink.hardware.sysfs import read
+from kvlink.worker.reachability import advertised_host, only_this_host
 
 _TIMEOUT_S = 3.0
 # One connection fills 10 Gbit/s over 3 ms with this much in flight.

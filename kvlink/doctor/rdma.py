@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvlink.doctor import mtu, tools
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.sysfs import names, read
-from kvlink.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
+from kvlink.hardware.sysfs import names, read
+from kvlink.hardware.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
 
 _PRIORITY = 3  # the one that vendors' guides use for RoCE
 

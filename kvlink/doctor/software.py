@@ -14,8 +14,8 @@ from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.doctor.extras import extras
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
-from kvlink.sysfs import read
-from kvlink.transport_names import select
+from kvlink.hardware.sysfs import read
+from kvlink.transfer.transport_names import select
 
 
 def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvlink.config import Way
 from kvlink.doctor.software import extension
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import KVLinkError, TransportUnavailable
-from kvlink.gpudirect import CudaDriver, Driver, Way, decide, inspect
+from kvlink.hardware.gpudirect import CudaDriver, Driver, decide, inspect
+from kvlink.hardware.topology import PciDevice, PortState, RdmaDevice, discover, distance
 from kvlink.layout import Geometry, dense
-from kvlink.topology import PciDevice, PortState, RdmaDevice, discover, distance
 
 _BLOCKS = 64
 _TIMEOUT_S = 20.0
@@ -169,7 +170,7 @@ def _differs(name: str, what: str, sent: bytes, landed: bytes, path: str) -> Che
 def _pulled(memory: Any, host: bytes, options: Mapping[str, str], *, to_host: bool) -> tuple[bytes, str]:
     """Pulls the whole pool from one end into the other. Returns the destination's bytes and the path taken."""
     from kvlink.config import WorkerConfig
-    from kvlink.pool import BlockPool
+    from kvlink.transfer.pool import BlockPool
     from kvlink.worker import Worker
 
     config = WorkerConfig.from_env(options)

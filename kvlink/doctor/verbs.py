@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvlink.doctor.host import may_pin_all
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.sysfs import names, read
-from kvlink.topology import RdmaDevice
+from kvlink.hardware.sysfs import names, read
+from kvlink.hardware.topology import RdmaDevice
 
 _LIBRARY = "libibverbs.so.1"
 _INSTALL = "apt-get install libibverbs1 ibverbs-providers (Red Hat: dnf install libibverbs)"

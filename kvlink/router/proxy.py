@@ -13,14 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from aiohttp import web
 
 from kvlink import tracing
-from kvlink.router.bodies import (
-    Body,
-    decode_body,
-    handoff_of,
-    num_tokens,
-    one_handoff_suffices,
-    prefill_body,
-)
+from kvlink.router.bodies import Body, decode_body, handoff_of, num_tokens, one_handoff_suffices, prefill_body
 from kvlink.router.counts import Counts
 from kvlink.router.following import Followed, following
 from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream

@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvlink.benchmarks import app, handovers, migrate
-from kvlink.benchmarks.arrivals import Arrivals, open_loop, workload
-from kvlink.benchmarks.processes import OwnerSide, owner_process
-from kvlink.benchmarks.spread import quantile_interval, quantiles_us
-from kvlink.benchmarks.traces import Request
-from kvlink.engine import host_transports
+from kvlink.benchmarks import app
+from kvlink.benchmarks.harness.processes import OwnerSide, owner_process
+from kvlink.benchmarks.harness.quantiles import quantile_interval, quantiles_us
+from kvlink.benchmarks.measurements import migrate, rank_handoffs
+from kvlink.benchmarks.workloads.arrivals import Arrivals, open_loop, workload
+from kvlink.benchmarks.workloads.traces import Request
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.transfer.engine import host_transports
 
 pytestmark = pytest.mark.verify
 
@@ -84,7 +85,7 @@ def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyP
     found = {
         row["phase"]: row for row in migrate.rows("qwen3-8b", [40] * num, "tcp", tp="8", arrivals=arrivals)
     }
-    assert list(found) == ["late", *handovers.PHASES, handovers.OVERHEAD]
+    assert list(found) == ["late", *rank_handoffs.PHASES, rank_handoffs.OVERHEAD]
     least = least_us(list(arrivals.at_s), stalled)
     for phase, quantile in (("whole", 50), ("whole", 90), ("whole", 99), ("late", 90)):
         # By their actual starts one of sixty would have seen the stall.
@@ -186,6 +187,6 @@ def test_the_command_takes_a_rate(shape: tuple[str, ...]) -> None:
     if shape:
         machine, late, *phases, noise = map(json.loads, done.output.splitlines())
         assert (machine["kind"], noise["kind"]) == ("machine", "noise")
-        assert [row["phase"] for row in phases] == [*handovers.PHASES, handovers.OVERHEAD]
+        assert [row["phase"] for row in phases] == [*rank_handoffs.PHASES, rank_handoffs.OVERHEAD]
         assert late["phase"] == "late"
         assert (late["iters"], late["tokens"], late["p999_high_us"]) == (20, 40, None)

@@ -11,20 +11,22 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlink import BlockPool
-from kvlink.benchmarks import app, handovers, machine, migrate, plan, pull
-from kvlink.benchmarks.cache import Cache
-from kvlink.benchmarks.contents import Contents
-from kvlink.benchmarks.draws import Order, pieces_of
-from kvlink.benchmarks.models import MODELS
-from kvlink.benchmarks.spread import quantiles_us
-from kvlink.engine import host_transports
+from kvlink.benchmarks import app
+from kvlink.benchmarks.harness import machine
+from kvlink.benchmarks.harness.block_draws import Order, pieces_of
+from kvlink.benchmarks.harness.contents import Contents
+from kvlink.benchmarks.harness.quantiles import quantiles_us
+from kvlink.benchmarks.measurements import migrate, plan, pull, rank_handoffs
+from kvlink.benchmarks.workloads.block_budget import Cache
+from kvlink.benchmarks.workloads.models import MODELS
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
+from kvlink.transfer.engine import host_transports
 
 pytestmark = pytest.mark.verify
 
-LOOP = [*handovers.PHASES, handovers.OVERHEAD]
-ROWS = [*LOOP, handovers.LIMIT]
+LOOP = [*rank_handoffs.PHASES, rank_handoffs.OVERHEAD]
+ROWS = [*LOOP, rank_handoffs.LIMIT]
 HERE = [name for name, why_not in host_transports().items() if not why_not]
 PULL_FIELDS = {
     "transport", "block_bytes", "blocks", "bytes", "iters", "order", "min_us", "p50_us", "p99_us", "gib_per_s",

@@ -7,8 +7,8 @@ import gc
 
 import pytest
 
-from kvlink.benchmarks import control
-from kvlink.control.garbage import collect_seldom
+from kvlink.benchmarks.measurements import control
+from kvlink.coordinator.gc_tuning import collect_seldom
 
 pytestmark = pytest.mark.verify
 

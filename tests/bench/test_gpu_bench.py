@@ -8,8 +8,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvlink.benchmarks import app, paths, pull
-from kvlink.benchmarks.gpu import pair_of
+from kvlink.benchmarks import app
+from kvlink.benchmarks.measurements import gpudirect_paths, pull
+from kvlink.benchmarks.measurements.gpu import pair_of
 from kvlink.errors import ConfigError
 
 
@@ -29,13 +30,13 @@ def test_gpus_are_two_numbers(text: str) -> None:
 
 
 def test_paths_to_a_gpu_are_modelled_where_there_is_none_and_said_to_be() -> None:
-    if paths._can_measure():
+    if gpudirect_paths._can_measure():
         pytest.skip("there are a GPU and a NIC: they are measured")
     result = CliRunner().invoke(app, ["pull", "--path", "gpudirect,bounce", "--gbps", "200", "--json"])
     assert result.exit_code == 0, result.output
     rows = [row for row in map(json.loads, result.stdout.splitlines()) if "path" in row]
     assert [(row["path"], row["piece_bytes"], row["pieces"]) for row in rows] == [
-        (name, *shape) for shape in pull.SHAPES for name in paths.PATHS
+        (name, *shape) for shape in pull.SHAPES for name in gpudirect_paths.PATHS
     ]
     assert {row["how"] for row in rows} == {"modelled, 200 Gb/s"}
     for direct, bounced in zip(rows[::2], rows[1::2], strict=True):
@@ -46,4 +47,4 @@ def test_paths_to_a_gpu_are_modelled_where_there_is_none_and_said_to_be() -> Non
 @pytest.mark.parametrize("text", ["", "gpudirect,", "nvlink"])
 def test_paths_are_named(text: str) -> None:
     with pytest.raises(ConfigError, match="gpudirect or bounce"):
-        paths.paths_of(text)
+        gpudirect_paths.paths_of(text)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.benchmarks.models import MODELS, Model, model_of
+from kvlink.benchmarks.workloads.models import MODELS, Model, model_of
 from kvlink.errors import ConfigError
 
 QWEN3_8B = {

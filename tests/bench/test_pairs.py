@@ -13,14 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlink import BlockPool
-from kvlink.benchmarks import app, handovers, migrate, shares
-from kvlink.benchmarks.cache import LAYOUTS, Cache, Degrees, taken_from
-from kvlink.benchmarks.contents import Contents
-from kvlink.benchmarks.handovers import LIMIT, OVERHEAD, PHASES, Bench
-from kvlink.benchmarks.processes import BenchError
-from kvlink.engine import host_transports
+from kvlink.benchmarks import app
+from kvlink.benchmarks.harness.contents import Contents
+from kvlink.benchmarks.harness.processes import BenchError
+from kvlink.benchmarks.measurements import migrate, rank_handoffs, rank_shares
+from kvlink.benchmarks.measurements.rank_handoffs import LIMIT, OVERHEAD, PHASES, Bench
+from kvlink.benchmarks.workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, Order, assign, dense
+from kvlink.transfer.engine import host_transports
 
 pytestmark = pytest.mark.verify
 
@@ -123,8 +124,8 @@ def test_one_byte_of_the_last_rank_counts(model: str) -> None:
 
 
 def test_a_limit_that_leaves_something_out_is_none(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces_of = shares.pieces_of
-    monkeypatch.setattr(shares, "pieces_of", lambda *given: pieces_of(*given)[:-1])
+    pieces_of = rank_shares.pieces_of
+    monkeypatch.setattr(rank_shares, "pieces_of", lambda *given: pieces_of(*given)[:-1])
     with pytest.raises(BenchError, match="the limit means nothing"):
         list(migrate.rows(model, TOKENS, "loopback", "2:4", iters=2))
 
@@ -141,8 +142,8 @@ def test_pieces_bring_every_byte_and_adjoin_nowhere(order: Order, prefill: int, 
         pool = BlockPool.allocate(reader)
         for owner, source in zip(owners, sources, strict=True):
             if found := assign(reader, owner):
-                rows = shares.pieces_of(
-                    shares.End(owner, owner_ids, 0), shares.End(reader, ids, 0), found.heads, tokens
+                rows = rank_shares.pieces_of(
+                    rank_shares.End(owner, owner_ids, 0), rank_shares.End(reader, ids, 0), found.heads, tokens
                 )
                 for start, end, size in rows.astype(int):
                     pool.numpy()[end : end + size] = source.numpy()[start : start + size]
@@ -194,4 +195,4 @@ def test_the_command_takes_several_pairs(model: str) -> None:
     assert done.exit_code == 0, done.output
     _, *rows, _ = map(json.loads, done.output.splitlines())
     assert {row["tp"] for row in rows} == {"2:1", "1:2"}
-    assert len(rows) == 2 * len([*handovers.PHASES, OVERHEAD, LIMIT])
+    assert len(rows) == 2 * len([*rank_handoffs.PHASES, OVERHEAD, LIMIT])

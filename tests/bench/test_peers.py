@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvlink.benchmarks import app, machine
-from kvlink.benchmarks.draws import Order
+from kvlink.benchmarks import app
+from kvlink.benchmarks.harness import machine
+from kvlink.benchmarks.harness.block_draws import Order
+from kvlink.benchmarks.harness.processes import BenchError
+from kvlink.benchmarks.harness.quantiles import median_interval, quantile_interval, quantiles_us
 from kvlink.benchmarks.peers import contest, run
 from kvlink.benchmarks.peers.adapters.blocks import Blocks
 from kvlink.benchmarks.peers.bars import bars
@@ -24,8 +27,6 @@ from kvlink.benchmarks.peers.contender import BARE, KVLINK, Draw, Moved, Who
 from kvlink.benchmarks.peers.contest import Shape
 from kvlink.benchmarks.peers.modes import HOST, MODES, PATHS, TCP, Mode
 from kvlink.benchmarks.peers.pair import Pair
-from kvlink.benchmarks.processes import BenchError
-from kvlink.benchmarks.spread import median_interval, quantile_interval, quantiles_us
 from kvlink.errors import ConfigError
 
 pytestmark = pytest.mark.verify

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvlink.benchmarks.models import MODELS
 from kvlink.benchmarks.prediction import published
 from kvlink.benchmarks.prediction.calibration import Sample, cross_validated, fit, read_rows, samples_of
 from kvlink.benchmarks.prediction.command import app
 from kvlink.benchmarks.prediction.machines import Machine, request_of
 from kvlink.benchmarks.prediction.path import Path, Request, Staging, pcie_gbps, wire_efficiency
-from kvlink.cost import Cost
+from kvlink.benchmarks.workloads.models import MODELS
 from kvlink.errors import ConfigError
+from kvlink.transfer.cost_model import Cost
 
 PLAIN = Path("plain", rails=1, wire_gbps=49, start_us=0, post_ns=0)
 ONE_RANK_OF_70B = Request(160 << 20, 40_960, 80)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvlink.benchmarks.models import MODELS
 from kvlink.benchmarks.prediction.machines import Machine
 from kvlink.benchmarks.simulation import validation
 from kvlink.benchmarks.simulation.command import app
@@ -22,9 +21,10 @@ from kvlink.benchmarks.simulation.curve import Scene, rows
 from kvlink.benchmarks.simulation.engine import Failure, Fate, Fleet, Job, Outcome, Rails, Simulation
 from kvlink.benchmarks.simulation.sharing import Flow, Port, level_of, share
 from kvlink.benchmarks.simulation.workload import Move, jobs_of, path_of
-from kvlink.benchmarks.traces import Request, synthetic
-from kvlink.cost import Cost
+from kvlink.benchmarks.workloads.models import MODELS
+from kvlink.benchmarks.workloads.traces import Request, synthetic
 from kvlink.errors import ConfigError
+from kvlink.transfer.cost_model import Cost
 
 MODEL = MODELS["llama-3.1-70b"]
 COST = Cost(start_us=35, op_ns=100, gib_per_s=3)

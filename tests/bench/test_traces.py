@@ -10,7 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlink.benchmarks.traces import SYNTHETIC, Request, read_trace, requests_of, statistics, synthetic
+from kvlink.benchmarks.workloads.traces import (
+    SYNTHETIC,
+    Request,
+    read_trace,
+    requests_of,
+    statistics,
+    synthetic,
+)
 from kvlink.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -10,9 +10,10 @@ from control.cards import make_card
 from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
 
-from kvlink.control import Coordinator, CoordinatorClient
-from kvlink.control.open_ends import close_all
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.background import close_all
+from kvlink.control import CoordinatorClient
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlink.benchmarks.etcd import EtcdCluster
+from kvlink.benchmarks.harness.etcd import EtcdCluster
 from kvlink.control.security import TlsFiles
-from kvlink.control.store import etcd
-from kvlink.control.store.etcd import api, sync
+from kvlink.coordinator.store import etcd
+from kvlink.coordinator.store.etcd import api, sync
 
 __all__ = ["EtcdCluster", "give_etcd_time", "need_etcd", "need_etcdctl", "start_etcd"]
 

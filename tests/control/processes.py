@@ -10,7 +10,7 @@ import sys
 
 _SERVE = """
 import asyncio, sys
-from kvlink.control import serve
+from kvlink.coordinator import serve
 def ready(address):
     print(address, flush=True)
 asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), store=sys.argv[3], on_ready=ready))

@@ -18,20 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import closed_port, until
 
-from kvlink.control import Coordinator, CoordinatorClient, SettleOrder
+from kvlink.control import CoordinatorClient, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
-from kvlink.control.feed import Feed, merged
 from kvlink.control.limits import MAX_REQUEST_BYTES
-from kvlink.control.server import Send
-from kvlink.control.store.memory import MemoryStore
+from kvlink.control.rpc.feed import Feed, merged
+from kvlink.control.rpc.server import Send
 from kvlink.control.values import Nothing, Watch, WorkerChanges
-from kvlink.errors import (
-    ConfigError,
-    CoordinatorError,
-    CoordinatorUnavailable,
-    LeaseExpired,
-    UnknownRequest,
-)
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, LeaseExpired, UnknownRequest
 from kvlink.types import Joined, WorkerChange
 
 

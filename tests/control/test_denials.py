@@ -12,13 +12,14 @@ import pytest
 from control.cards import make_card, make_offer
 from control.certificates import Pki
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient, Renewal, SettleOrder
+from kvlink.control import Claim, CoordinatorClient, Renewal, SettleOrder
 from kvlink.control.denials import DenialLog
-from kvlink.control.prompt import Prompt
-from kvlink.control.store.memory import MemoryStore
+from kvlink.control.rpc.eager_future import Prompt
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError
-from kvlink.metrics.coordinator import exposition
+from kvlink.monitoring.metrics.coordinator import exposition
 from kvlink.ticket import LeaseSeat
 from kvlink.types import TransportCard, WorkerCard
 

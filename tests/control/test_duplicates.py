@@ -15,10 +15,11 @@ from control.cards import make_card, make_offer
 from control.certificates import Pki
 from waiting import closed_port, until
 
-from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Security, Session, WorkerAgent
-from kvlink.control.incumbents import Incumbents
+from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
 from kvlink.control.refusal import WorkerIdTaken
-from kvlink.control.store.memory import MemoryStore
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.incumbents import Incumbents
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import AccessDenied
 from kvlink.types import WorkerCard
 

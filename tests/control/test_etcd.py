@@ -13,12 +13,13 @@ import pytest
 from control.cards import make_card, make_offer
 from control.etcd_cluster import EtcdCluster, give_etcd_time, start_etcd
 
-from kvlink.control import Claim, SettleOrder, serve
+from kvlink.control import Claim, SettleOrder
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.store.etcd import EtcdStore, membership
-from kvlink.control.store.etcd.api import Etcd, put, unchanged
-from kvlink.control.store.etcd.commits import Commits
+from kvlink.coordinator import serve
+from kvlink.coordinator.store.etcd import EtcdStore, membership
+from kvlink.coordinator.store.etcd.api import Etcd, put, unchanged
+from kvlink.coordinator.store.etcd.group_commit import Commits
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
 

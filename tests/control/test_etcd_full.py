@@ -15,10 +15,10 @@ from control.etcd_cluster import EtcdCluster, need_etcdctl, start_etcd
 from waiting import until
 
 from kvlink.control import CoordinatorClient
-from kvlink.control.coordinator import Coordinator
 from kvlink.control.refusal import Overloaded
 from kvlink.control.session import Session
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.coordinator.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
 

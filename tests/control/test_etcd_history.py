@@ -13,9 +13,9 @@ from waiting import until
 
 from kvlink.control import Claim
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.etcd.history import History
-from kvlink.control.store.etcd.membership import MAX_TRIES
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.etcd.history import History
+from kvlink.coordinator.store.etcd.membership import MAX_TRIES
 from kvlink.types import Joined, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -238,7 +238,7 @@ async def test_one_that_only_listed_lists_again(
 async def test_a_revision_that_will_not_come_is_not_awaited(
     store: EtcdStore, fake_etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlink.control.store.etcd.sync._STALE_S", 1e6)
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.sync._STALE_S", 1e6)
     waiting = asyncio.create_task(store._sync.reached(1_000))
     await asyncio.sleep(0)
     fake_etcd.wipe()

@@ -13,9 +13,9 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from virtual_time import run
 
 from kvlink.control import Limits
-from kvlink.control.channel import Channel
-from kvlink.control.store.etcd import api
-from kvlink.control.store.etcd.api import Etcd
+from kvlink.control.rpc.channel import Channel
+from kvlink.coordinator.store.etcd import api
+from kvlink.coordinator.store.etcd.api import Etcd
 from kvlink.v1 import etcd_pb2 as pb
 
 NUM_LEASES = Limits().workers

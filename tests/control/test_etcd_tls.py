@@ -17,7 +17,7 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from kvlink.control import Claim
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security import COORDINATOR, TlsFiles, policy
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import ConfigError
 
 NAMES = [COORDINATOR, *HOSTS]

@@ -13,13 +13,14 @@ from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.fake_etcd import Clock, FakeEtcd
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient
+from kvlink.control import Claim, CoordinatorClient
 from kvlink.control.refusal import Overloaded, Reason, Refused
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.etcd.api import delete, put
-from kvlink.control.store.etcd.commits import Commits
 from kvlink.control.values import StoreHealth
-from kvlink.status_page.serving import showing
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.etcd.api import delete, put
+from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.monitoring.status_page.serving import showing
 from kvlink.v1 import etcd_pb2 as pb
 
 

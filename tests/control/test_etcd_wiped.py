@@ -14,8 +14,8 @@ from control.processes import CoordinatorProcess
 
 from kvlink.control import CoordinatorClient
 from kvlink.control.session import Session
-from kvlink.control.store.etcd.api import Etcd, put
-from kvlink.control.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.api import Etcd, put
+from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.v1 import etcd_pb2 as pb
 
 pytestmark = [pytest.mark.verify, pytest.mark.claims_move_on, pytest.mark.timeout(180)]

@@ -13,7 +13,8 @@ from control.processes import CoordinatorProcess
 from waiting import closed_port, until
 
 from kvlink.config import WorkerConfig
-from kvlink.control import Coordinator, CoordinatorClient, Session
+from kvlink.control import CoordinatorClient, Session
+from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 from kvlink.types import Joined
 

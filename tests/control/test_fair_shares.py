@@ -16,8 +16,8 @@ from transports.pools import wide
 from kvlink import Worker
 from kvlink.control import AgentClient, Security, WorkerAgent
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE, MAX_HELLOS
-from kvlink.control.peers import caller_number, serving
 from kvlink.control.refusal import Overloaded
+from kvlink.control.rpc.peer_address import caller_number, serving
 from kvlink.control.security.policy import Trust
 
 

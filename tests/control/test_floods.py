@@ -20,12 +20,14 @@ from waiting import until
 
 from kvlink import Worker, WorkerConfig
 from kvlink.addresses import split_address
-from kvlink.control import Coordinator, CoordinatorClient, Limits, Security, server
+from kvlink.control import CoordinatorClient, Limits, Security
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
 from kvlink.control.refusal import Overloaded
-from kvlink.control.store.memory import MemoryStore
-from kvlink.status_page import visitors
-from kvlink.status_page.serving import showing
+from kvlink.control.rpc import server
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.monitoring.status_page import visitors
+from kvlink.monitoring.status_page.serving import showing
 
 STRANGERS = 200
 TLS_CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")

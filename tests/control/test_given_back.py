@@ -13,11 +13,12 @@ from control.fake_etcd import FakeEtcd
 from control.watching import holds
 from waiting import until
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient, SettleOrder
-from kvlink.control.handoff_stream import HandoffStream
-from kvlink.control.store import Store
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.memory import MemoryStore
+from kvlink.control import Claim, CoordinatorClient, SettleOrder
+from kvlink.control.rpc.handoff_stream import HandoffStream
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorUnavailable, UnknownRequest
 
 TICKET = make_offer("r").ticket

@@ -14,9 +14,10 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fleet import Fleet, Load
 from waiting import until
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient, Session
+from kvlink.control import Claim, CoordinatorClient, Session
 from kvlink.control.codec import CoordinatorCalls
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 
 pytestmark = pytest.mark.claims_move_on

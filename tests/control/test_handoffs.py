@@ -14,12 +14,13 @@ from control.processes import CoordinatorProcess
 from control.watching import holds
 from waiting import until
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient, Security, SettleOrder
-from kvlink.control.channel import Channel
+from kvlink.control import Claim, CoordinatorClient, Security, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
-from kvlink.control.handoff_stream import HandoffStream
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
-from kvlink.control.store.memory import MemoryStore
+from kvlink.control.rpc.channel import Channel
+from kvlink.control.rpc.handoff_stream import HandoffStream
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, UnknownRequest
 
 

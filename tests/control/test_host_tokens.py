@@ -16,10 +16,11 @@ from transports.pools import wide
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.addresses import split_address
-from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Security, WorkerAgent
+from kvlink.control import AgentClient, CoordinatorClient, Security, WorkerAgent
 from kvlink.control.codec import AgentCalls, CoordinatorCalls, Method
 from kvlink.control.security.host_tokens import HEADER, Prover, SharedToken, Verifier, host_tokens
 from kvlink.control.values import Claim
+from kvlink.coordinator import Coordinator
 from kvlink.errors import AccessDenied, ConfigError
 
 HOW = "run both as one user, or have KVLINK_TOKEN_FILE of both name one file"

@@ -11,9 +11,9 @@ from control.cards import make_card, make_offer
 from control.fake_etcd import FakeEtcd
 from virtual_time import run
 
-from kvlink.control.store import Store
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.memory import MemoryStore
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.memory import MemoryStore
 
 
 def over_fake_etcd() -> Store:

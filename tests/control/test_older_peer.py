@@ -19,7 +19,8 @@ from control.older.tape import TRAILER, Event, Tape, serving
 from control.raw import raw_channel
 from google.protobuf.message import Message
 
-from kvlink.control import AgentClient, Coordinator, CoordinatorClient, WorkerAgent
+from kvlink.control import AgentClient, CoordinatorClient, WorkerAgent
+from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.types import PROTOCOL_VERSION

@@ -12,9 +12,11 @@ import pytest
 from control.processes import CoordinatorProcess
 
 from kvlink.addresses import split_address
-from kvlink.control import Coordinator, CoordinatorClient, channel, server
+from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.rpc import channel, server
 from kvlink.control.values import Watch
+from kvlink.coordinator import Coordinator
 from kvlink.errors import CoordinatorUnavailable
 
 _SETTINGS, _PING, _GOAWAY = 4, 6, 7

@@ -14,10 +14,11 @@ from control.fleet import everyone_refuses
 from control.watching import holds, none_joined
 from waiting import until
 
-from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
+from kvlink.control import CoordinatorClient, Session, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.refusal import Replaced
-from kvlink.control.store.etcd import EtcdStore
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import CoordinatorUnavailable, UnknownRequest
 
 NewReplica = Callable[..., Awaitable[CoordinatorClient]]

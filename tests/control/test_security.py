@@ -16,11 +16,12 @@ from control.certificates import HOSTS, Pki, secured, write
 from cryptography.hazmat.primitives import serialization
 
 from kvlink.config import WorkerConfig
-from kvlink.control import AgentClient, Coordinator, CoordinatorClient, Security, Session, WorkerAgent
+from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
 from kvlink.control.security import COORDINATOR, Keyring, tenant_name
 from kvlink.control.security.authority import Authority
-from kvlink.control.store.memory import MemoryStore
-from kvlink.control.tenancy import stores
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.coordinator.tenant_stores import stores
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorUnavailable, KVLinkError
 
 ACME = tenant_name("acme")
@@ -255,7 +256,7 @@ def test_servers_need_certificates_of_their_kind(pki: Pki) -> None:
         Coordinator(security=pki.worker())
     with pytest.raises(ConfigError, match=f"of its one tenant; KVLINK_TLS_CERT has {COORDINATOR}"):
         WorkerAgent(accept, lambda slot, nonce: True, lambda slot, nonce: True, security=pki.coordinator())
-    with pytest.raises(ConfigError, match=r"tenancy\.stores"):
+    with pytest.raises(ConfigError, match=r"tenant_stores\.stores"):
         Coordinator(MemoryStore(), security=pki.coordinator())
 
 

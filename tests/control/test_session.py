@@ -18,9 +18,10 @@ from control.processes import CoordinatorProcess
 from control.watching import holds
 from waiting import until
 
-from kvlink.control import Coordinator, CoordinatorClient, Session, SessionState, SettleOrder
+from kvlink.control import CoordinatorClient, Session, SessionState, SettleOrder
 from kvlink.control.refusal import Replaced
-from kvlink.control.store.memory import MemoryStore
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, UnknownRequest
 
 LEASE_S = 0.6

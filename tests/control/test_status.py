@@ -12,9 +12,9 @@ import pytest
 from control.cards import make_card
 
 from kvlink.cli.status import Row, _ask, show
-from kvlink.control import Coordinator
-from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import CoordinatorStatus
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
 
 NAMES = [f"w{number:05}" for number in range(10_000)]
 

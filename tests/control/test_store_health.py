@@ -13,25 +13,26 @@ from control.fake_etcd import Clock, FakeEtcd
 from grpc_health.v1 import health_pb2
 from waiting import until
 
-from kvlink.control import Claim, Coordinator, CoordinatorClient
+from kvlink.control import Claim, CoordinatorClient
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security import Security
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.etcd.health import LOST_S, Health
-from kvlink.control.store.memory import MemoryStore
-from kvlink.control.tenancy import TenantStores
 from kvlink.control.values import StoreHealth
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.etcd.health import LOST_S, Health
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.coordinator.tenant_stores import TenantStores
 from kvlink.errors import CoordinatorUnavailable
-from kvlink.status_page.serving import showing
+from kvlink.monitoring.status_page.serving import showing
 
 NEVER_S = 1e6
 
 
 @pytest.fixture(autouse=True)
 def etcd_gets_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlink.control.store.etcd.api._PATIENCE_S", 0.0)
-    monkeypatch.setattr("kvlink.control.store.etcd.api._PATIENCE_WHEN_AWAY_S", 0.0)
-    monkeypatch.setattr("kvlink.control.store.etcd.sync._STALE_S", 0.0)
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.api._PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.api._PATIENCE_WHEN_AWAY_S", 0.0)
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.sync._STALE_S", 0.0)
 
 
 async def lose(store: EtcdStore, clock: Clock) -> None:
@@ -153,7 +154,7 @@ async def test_a_full_store_that_answers_is_not_lost(
 async def test_a_watch_that_ended_is_doubted_until_a_write_comes_through(
     fake_etcd: FakeEtcd, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlink.control.store.etcd.sync._PULSE_S", 0.001)
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.sync._PULSE_S", 0.001)
     store = EtcdStore("etcd://127.0.0.1:1/fleet", clock=clock, trust=fake_etcd)
     await store.start()
     doubts: list[StoreHealth] = []

@@ -17,7 +17,7 @@ from control.etcd_cluster import EtcdCluster, start_etcd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.control import Coordinator, CoordinatorClient, Session, SettleOrder
+from kvlink.control import CoordinatorClient, Session, SettleOrder
 from kvlink.control.codec import CoordinatorCalls, Method
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Refused
@@ -25,11 +25,12 @@ from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, Ten
 from kvlink.control.security.callers import _OBSERVERS_CALL
 from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
-from kvlink.control.store.choice import store_maker
-from kvlink.control.tenancy import stores
 from kvlink.control.values import Watch
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.factory import store_maker
+from kvlink.coordinator.tenant_stores import stores
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
-from kvlink.overview import plain
+from kvlink.monitoring.fleet_view import plain
 from kvlink.types import Joined
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from control.processes import CoordinatorProcess
 
-from kvlink.control import ControlThread, Coordinator, CoordinatorClient
+from kvlink.background import ControlThread
+from kvlink.control import CoordinatorClient
+from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 
 
@@ -138,7 +140,7 @@ def test_a_forked_child_is_told_and_exits_cleanly() -> None:
         """
         import asyncio, os, warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
-        from kvlink.control import ControlThread
+        from kvlink.background import ControlThread
         thread = ControlThread()
         thread.run(asyncio.sleep(0))
         child = os.fork()

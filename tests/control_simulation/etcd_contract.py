@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvlink.control.store.etcd.api import (
+from kvlink.control.rpc.stream import Stream
+from kvlink.coordinator.store.etcd.api import (
     _COMPACT,
     Etcd,
     after,
@@ -20,8 +21,7 @@ from kvlink.control.store.etcd.api import (
     put,
     unchanged,
 )
-from kvlink.control.store.etcd.errors import StoreFull
-from kvlink.control.stream import Stream
+from kvlink.coordinator.store.etcd.errors import StoreFull
 from kvlink.errors import CoordinatorError
 from kvlink.v1 import etcd_pb2 as pb
 

@@ -16,8 +16,8 @@ from control_simulation.network import Connection, Network
 from control_simulation.processes import Process
 
 from kvlink.control.security import Security
-from kvlink.control.security.dialling import Options
 from kvlink.control.security.host_tokens import HostTokens
+from kvlink.control.security.reloading_channel import Options
 
 _FIRST_PORT = 40_000
 

@@ -16,7 +16,7 @@ from control_simulation.running import in_virtual_time
 from control_simulation.serving import SimulatedSecurity
 
 from kvlink.control.security import Security
-from kvlink.control.store.etcd.api import Etcd
+from kvlink.coordinator.store.etcd.api import Etcd
 
 _numbers = itertools.count()
 _QUOTA = 16 << 20

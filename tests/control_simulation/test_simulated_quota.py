@@ -12,8 +12,8 @@ from control_simulation.processes import Process
 from control_simulation.running import in_virtual_time
 from control_simulation.serving import SimulatedSecurity
 
-from kvlink.control.store.etcd.api import Etcd, nested, put
-from kvlink.control.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.api import Etcd, nested, put
+from kvlink.coordinator.store.etcd.errors import StoreFull
 from kvlink.v1 import etcd_pb2 as pb
 
 

@@ -16,11 +16,11 @@ from control_simulation.processes import Process, State
 from control_simulation.serving import SimulatedSecurity
 from control_simulation.workers import TTL_S, Watcher, Worker
 
-from kvlink.control import Coordinator
 from kvlink.control.now import now
-from kvlink.control.store import Store
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.memory import MemoryStore
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.memory import MemoryStore
 
 LEASE_S = 10.0
 _PORT = 7400

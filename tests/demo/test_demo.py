@@ -30,9 +30,9 @@ from kvlink.demo.messages import Reply
 from kvlink.demo.processes import Child, ChildError, Family
 from kvlink.demo.router import Route
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
-from kvlink.engine import host_transports
 from kvlink.errors import ConfigError
 from kvlink.integrations.transformers.incoming import Incoming
+from kvlink.transfer.engine import host_transports
 
 AVAILABLE = [name for name, why_not in host_transports().items() if not why_not]
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from control.fleet import Load
 
-from kvlink.control.store.etcd.api import Etcd
+from kvlink.coordinator.store.etcd.api import Etcd
 from kvlink.errors import KVLinkError
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.control import AgentClient, ControlThread
+from kvlink.background import ControlThread
+from kvlink.control import AgentClient
 from kvlink.errors import StaleBlocks
 from kvlink.integrations.vllm.handover import Handover
 from kvlink.types import WorkerCard

@@ -26,7 +26,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvlink.control import ControlThread, Coordinator
+from kvlink.background import ControlThread
+from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm.connector import KVLinkConnector
 
 BLOCK_TOKENS, CHUNK_TOKENS, WINDOW, NUM_BLOCKS = 16, 64, 40, 64

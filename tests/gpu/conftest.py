@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvlink.errors import TransportUnavailable
-from kvlink.gpudirect import CudaDriver
+from kvlink.hardware.gpudirect import CudaDriver
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlink.benchmarks import gpu
+from kvlink.benchmarks.measurements import gpu
 
 
 @pytest.mark.timeout(600)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from test_cuda_pools import BLOCKS, by_heads, converted, cuda_pool, equal
 
-from kvlink import BlockPool, Ticket, Worker, WorkerConfig, engine
+from kvlink import BlockPool, Ticket, Worker, WorkerConfig
 from kvlink.errors import StaleBlocks, TransferError
+from kvlink.transfer import engine
 
 ALL = range(BLOCKS)
 CONFIG = {"transports": "cuda"}

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from kvlink import BlockPool, Worker, WorkerConfig
+from kvlink.config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
-from kvlink.gpudirect import CudaDriver, Kind, Ordering, Way, decide, inspect, lend
+from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, inspect, lend
 from kvlink.layout import Geometry, Order, Regions, dense
 
 BLOCKS = 256

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlink.control import ControlThread, Coordinator
+from kvlink.background import ControlThread
+from kvlink.coordinator import Coordinator
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 
-from kvlink.control import ControlThread, Coordinator
+from kvlink.background import ControlThread
+from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm import announcements, remote_leases
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.parts import ANNOUNCED, STREAM

@@ -12,7 +12,7 @@ from tracing.finding import REQUEST, SPAN_ID, TRACE_ID
 from tracing.memory import collecting_here
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.control import Coordinator
+from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm.handover import Handover
 from kvlink.integrations.vllm.parts import STREAM
 from kvlink.integrations.vllm.traces import TRACEPARENT

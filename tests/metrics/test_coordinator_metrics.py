@@ -14,14 +14,15 @@ from transports.pools import PoolSpec
 from waiting import until
 
 from kvlink import Worker, WorkerConfig
-from kvlink.control import Coordinator, CoordinatorClient
+from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, LinkReport, WorkerReport
-from kvlink.control.reports import Reports
-from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import JoinRequest
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.reports import Reports
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, UnknownRequest
-from kvlink.overview import STALE_S, plain
-from kvlink.status_page.serving import showing
+from kvlink.monitoring.fleet_view import STALE_S, plain
+from kvlink.monitoring.status_page.serving import showing
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from transports.pools import PoolSpec
 
 from kvlink import Worker, WorkerConfig
-from kvlink.control.reports import CallCounts
+from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.values import CoordinatorStatus, StoreHealth
-from kvlink.engine import Port
 from kvlink.errors import StaleBlocks
-from kvlink.figures import WorkerFigures
-from kvlink.metrics.coordinator import exposition
-from kvlink.metrics.worker import WorkerCollector
+from kvlink.monitoring.metrics.coordinator import exposition
+from kvlink.monitoring.metrics.worker import WorkerCollector
+from kvlink.monitoring.worker_stats import WorkerFigures
+from kvlink.transfer.engine import Port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
 RULES = DEPLOY / "prometheus" / "kvlink.rules.yml"

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import ClientSession
 
-from kvlink.control import Coordinator
+from kvlink.coordinator import Coordinator
 from kvlink.log import JsonFormatter
-from kvlink.status_page import visitors
-from kvlink.status_page.serving import showing
+from kvlink.monitoring.status_page import visitors
+from kvlink.monitoring.status_page.serving import showing
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import pytest
 from control.cards import make_card
 from playwright.async_api import Browser, Page, async_playwright
 
-from kvlink.control import Coordinator, CoordinatorClient
+from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, FailureCount, LinkReport, WorkerReport
-from kvlink.status_page.serving import showing
+from kvlink.coordinator import Coordinator
+from kvlink.monitoring.status_page.serving import showing
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

@@ -21,7 +21,7 @@ from kvlink.cli.top import screen
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import FailureCount, LinkReport, Overview, WorkerReport, WorkerView
 from kvlink.control.values import CoordinatorStatus
-from kvlink.overview import plain
+from kvlink.monitoring.fleet_view import plain
 
 KVLINK = [sys.executable, "-m", "kvlink"]
 

@@ -20,8 +20,8 @@ from transports.pools import PoolSpec
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import ConfigError, StaleBlocks
-from kvlink.metrics import serving
-from kvlink.metrics.worker import WorkerCollector
+from kvlink.monitoring.metrics import serving
+from kvlink.monitoring.metrics.worker import WorkerCollector
 
 LINK = {"worker": "decode", "peer": "prefill", "transport": "loopback"}
 
@@ -225,7 +225,7 @@ except ConfigError as error:
 
 
 def test_paths_beyond_the_bound_share_one_row() -> None:
-    from kvlink.traffic import MAX_PATHS, OTHERS, Path, Traffic
+    from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, Path, Traffic
 
     traffic = Traffic()
     traffic.live = lambda: {Path(f"w{index}", "tcp") for index in range(MAX_PATHS + 3)}

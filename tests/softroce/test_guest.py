@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from softroce import links
 
-from kvlink.benchmarks.perftest import PerftestError, read_bandwidth, read_latency
+from kvlink.benchmarks.harness.perftest import PerftestError, read_bandwidth, read_latency
 
 KIB = 1024
 ALL = {"rxe0", "rxe1", "rxe2", "rxe3", "rxe4"}

@@ -69,7 +69,7 @@ def over(pair: Pair) -> tuple[str, tuple[str, ...]]:
 def test_pulls_under_way_and_those_that_follow_end_within_a_second(
     rails: NewPair, leaving: str, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By csrc/verbs_silence.h after 0.92 s at most, and this machine's own delays, which are measured beside it.
+    """Within 0.92 s (csrc/transports/verbs/liveness.h) and this machine's own delays, which are measured beside it.
 
     The command itself is left out: starting it takes an emulated CPU as long as the rest."""
     pair = rails("rxe1", "rxe3", num_blocks=4098)

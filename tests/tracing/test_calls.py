@@ -16,9 +16,10 @@ from transports.pools import PoolSpec
 from waiting import eventually
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.control import Coordinator, CoordinatorClient
+from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.values import Claim
+from kvlink.coordinator import Coordinator
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import LeaseSeat
 from kvlink.tracing import TraceParent

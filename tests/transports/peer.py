@@ -18,7 +18,7 @@ import numpy as np
 from transports.pools import PoolSpec, fill, fill_share, random_contents, rows
 
 from kvlink import Pull, ReadyUnit, Ticket, Worker, WorkerConfig
-from kvlink.control import server
+from kvlink.control.rpc import server
 from kvlink.errors import UnknownRequest
 
 _agent_calls = 0

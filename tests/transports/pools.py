@@ -16,7 +16,7 @@ from transports.seen import seen
 
 from kvlink import BlockPool
 from kvlink.layout import Geometry, KVLayout, Order, Plane, Regions, dense
-from kvlink.pool import Region
+from kvlink.transfer.pool import Region
 
 Bytes = npt.NDArray[np.uint8]
 Contents = list[Bytes]

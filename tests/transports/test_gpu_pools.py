@@ -14,7 +14,7 @@ from transports.processes import RemoteWorker
 
 from kvlink import BlockPool, Worker
 from kvlink.errors import StaleBlocks, TransportUnavailable
-from kvlink.pool import Region
+from kvlink.transfer.pool import Region
 
 HOST = "loopback,shm,cma,tcp"
 

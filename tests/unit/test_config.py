@@ -8,16 +8,9 @@ from dataclasses import fields
 import pytest
 
 from kvlink.addresses import split_address
-from kvlink.config import (
-    CATALOGUE,
-    NicNames,
-    WorkerConfig,
-    parse_nics,
-    sources,
-    unknown,
-)
+from kvlink.config import CATALOGUE, NicNames, WorkerConfig, parse_nics, sources, unknown
 from kvlink.errors import ConfigError
-from kvlink.transport_names import select
+from kvlink.transfer.transport_names import select
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]
 

@@ -15,7 +15,7 @@ from kvlink.config import WorkerConfig, unknown
 from kvlink.doctor import Verdict, software
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
-from kvlink.transport_names import select
+from kvlink.transfer.transport_names import select
 
 BUILT_IN = ["shm", "verbs", "tcp"]
 

@@ -34,7 +34,7 @@ OPTIONAL = (
     "matplotlib",
     "opentelemetry",
 )
-PURE = ("errors", "types", "layout", "ticket", "config", "topology", "log", "tracing")
+PURE = ("errors", "types", "layout", "ticket", "config", "hardware.topology", "log", "tracing")
 
 BLOCK = """
 import sys
@@ -48,9 +48,10 @@ sys.meta_path.insert(0, Blocked())
 """
 IMPORT_ALL_OF_CONTROL = """
 import importlib, pkgutil
-import kvlink.control
-for module in pkgutil.walk_packages(kvlink.control.__path__, "kvlink.control."):
-    importlib.import_module(module.name)
+import kvlink.control, kvlink.coordinator
+for package in (kvlink.control, kvlink.coordinator):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
 """
 
 
@@ -73,7 +74,12 @@ def test_kvlink_imports_without_what_is_optional() -> None:
 
 
 def test_the_worker_imports_without_what_is_optional() -> None:
-    run_without(OPTIONAL, "import kvlink.worker, kvlink.prefill, kvlink.decode, kvlink.pool, kvlink.engine")
+    run_without(OPTIONAL, "import kvlink.worker, kvlink.transfer.pool, kvlink.transfer.engine")
+
+
+def test_a_worker_loads_no_coordinator() -> None:
+    loaded = "[name for name in sys.modules if name.startswith('kvlink.coordinator')]"
+    run_without((), f"import sys, kvlink.worker; assert {loaded} == []")
 
 
 def test_the_control_plane_needs_no_data_plane() -> None:
@@ -144,7 +150,7 @@ def test_extras_are_not_required() -> None:
 
 
 def test_packages_are_where_they_are_installed() -> None:
-    for name in ("kvlink.integrations", "kvlink.benchmarks", "kvlink.v1", "kvlink.control"):
+    for name in ("kvlink.integrations", "kvlink.benchmarks", "kvlink.v1", "kvlink.coordinator"):
         assert importlib.import_module(name).__file__
     assert (Path(str(kvlink.__file__)).parent / "py.typed").is_file()
 

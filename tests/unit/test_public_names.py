@@ -14,7 +14,7 @@ import pytest
 
 import kvlink
 from kvlink import errors
-from kvlink.ids import as_buffer
+from kvlink.transfer.block_ids import as_buffer
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 80
 PULL_IN_ONE_PROCESS = """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlink.control.security.watched import LOOK_EVERY_S, Watched
+from kvlink.control.security.reloading_file import LOOK_EVERY_S, Watched
 from kvlink.errors import ConfigError
 
 _HANDSHAKE_STEPS = 8

@@ -16,10 +16,10 @@ from kvlink.addresses import is_loopback, plain_host
 from kvlink.config import WorkerConfig
 from kvlink.control.security import advice
 from kvlink.control.security.callers import Gate, coordinator_gate
-from kvlink.control.security.dialling import Options, ProvingChannel, ReloadingChannel
 from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens
 from kvlink.control.security.keys import Keyring, Keys, TlsFiles, keyring
 from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
+from kvlink.control.security.reloading_channel import Options, ProvingChannel, ReloadingChannel
 from kvlink.control.security.tenants import TenantsFile
 from kvlink.control.security.tokens import TokenFile, token_file
 from kvlink.errors import ConfigError

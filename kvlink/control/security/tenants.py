@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security.callers import EVERY_TENANT, Caller, Role, check_right
 from kvlink.control.security.names import listed, tenant_name
+from kvlink.control.security.reloading_file import LOOK_EVERY_S, Watched
 from kvlink.control.security.tokens import digest
-from kvlink.control.security.watched import LOOK_EVERY_S, Watched
 from kvlink.errors import ConfigError
 
 _MAX_BYTES = 4 << 20

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvlink.config import WorkerConfig
-from kvlink.control.security.watched import LOOK_EVERY_S, Watched
+from kvlink.control.security.reloading_file import LOOK_EVERY_S, Watched
 from kvlink.errors import AccessDenied, ConfigError
 from kvlink.ticket import SIGNATURE_BYTES, Ticket
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from kvlink.control.security.watched import Watched
+from kvlink.control.security.reloading_file import Watched
 from kvlink.errors import ConfigError
 
 _MAX_CHARS = 4_096

@@ -44,7 +44,8 @@ async def recorded() -> dict[str, object]:
     from control.older import scenario
     from control.older.tape import Recorder, serving
 
-    from kvlink.control import Coordinator, Security, WorkerAgent
+    from kvlink.control import Security, WorkerAgent
+    from kvlink.coordinator import Coordinator
 
     coordinator, agent = (
         Coordinator(),

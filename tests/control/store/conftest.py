@@ -10,7 +10,7 @@ from control.cards import make_card
 from control.etcd_cluster import EtcdCluster, give_etcd_time, start_etcd
 from control.store.stages import STAGES, Stage
 
-from kvlink.control.store import Store
+from kvlink.coordinator.store import Store
 
 
 @pytest.fixture(scope="package")

@@ -13,10 +13,10 @@ import pytest
 
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.store import Store
-from kvlink.control.store.etcd import EtcdStore
-from kvlink.control.store.memory import MemoryStore
 from kvlink.control.values import Claim
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.memory import MemoryStore
 
 T = TypeVar("T")
 LEASE_S = 10.0

@@ -10,7 +10,7 @@ from control.cards import make_card
 from control.store.stages import LEASE_S, Stage, refused
 
 from kvlink.control.refusal import Reason
-from kvlink.control.store import Store
+from kvlink.coordinator.store import Store
 from kvlink.types import Joined, WorkerChange
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of a benchmark: a real Worker whose blocks hold known bytes.
+
+`python -m kvlink.benchmarks.owner FD` runs one in a process of its own, which answers JSON messages on the
+descriptor until its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvlink import BlockPool, KVLayout, Worker
+from kvlink._core import FloorSource, floor_memfd
+from kvlink.errors import KVLinkError
+from kvlink.layout import Geometry, Order, dense
+
+from .contents import Contents
+
+Answer = dict[str, Any]
+
+
+def lent_pool(layout: KVLayout) -> BlockPool:
+    """Of memory as numpy allocates it, in large pages where the system gives them to those who ask."""
+    return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
+
+
+def _filled(layout: KVLayout, seed: int, lent: bool, gpu: int | None) -> BlockPool:
+    if gpu is not None:
+        from .gpu_pool import filled
+
+        return filled(layout, gpu, seed)
+    pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
+    Contents(layout, seed).fill(pool)
+    return pool
+
+
+class Owner:
+    """Fills a pool from a seed and offers what it is asked to."""
+
+    def __init__(
+        self,
+        geometry: dict[str, Any],
+        seed: int,
+        transport: str,
+        coordinator: str,
+        lent: bool = False,
+        order: str = Order.NHD.name,
+        gpu: int | None = None,
+    ) -> None:
+        layout = dense(Geometry(**geometry), Order[order])
+        self._pool = _filled(layout, seed, lent, gpu)
+        name = f"bench-owner-{layout.tp_rank}"
+        self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
+        self._source: FloorSource | None = None
+        self._held: dict[str, tuple[Sequence[int], int, int]] = {}
+
+    def offer(
+        self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool, readers: int = 1
+    ) -> Answer:
+        """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
+        self._worker.events()  # takes note of what ended
+        tickets, took_us = [], []
+        for request_id, ids in requests.items():
+            start = time.perf_counter_ns()
+            ticket = self._worker.offer(
+                request_id, ids, num_tokens=num_tokens, readers=readers, publish=publish
+            )
+            took_us.append((time.perf_counter_ns() - start) / 1000)
+            tickets.append(ticket.to_text())
+        return {"tickets": tickets, "offer_us": took_us}
+
+    def hold(self, request_id: str, ids: Sequence[int], num_tokens: int, readers: int = 1) -> Answer:
+        """Takes note of a request that `offer_held` is to offer."""
+        self._held[request_id] = (ids, num_tokens, readers)
+        return {}
+
+    def offer_held(self, request_id: str) -> Answer:
+        """Publishes an offer that was prepared, so that no more than its name has to be sent when it is due."""
+        ids, num_tokens, readers = self._held.pop(request_id)
+        return self.offer({request_id: ids}, num_tokens, True, readers)
+
+    def release(self, request_id: str) -> Answer:
+        """Takes the blocks of an offer back that nobody read here."""
+        self._worker.abort(request_id)
+        return {}
+
+    def memory(self) -> Answer:
+        """Where the pool lies, for bare reads of it."""
+        region = self._pool.regions[0]
+        return {"address": region.address, "memfd": floor_memfd(region.memory) if region.memory else -1}
+
+    def listen(self) -> Answer:
+        """Starts sending bare answers from the pool."""
+        region = self._pool.regions[0]
+        assert region.memory is not None
+        self._source = self._source or FloorSource(region.memory)
+        return {"port": self._source.port}
+
+    def leases(self) -> Answer:
+        """Counts of this worker's offers."""
+        self._worker.events()
+        return self._worker.lease_counts()._asdict()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._source is not None:
+            self._source.close()
+        self._worker.close()
+
+
+def serve(pipe: Connection) -> None:
+    """The first message makes the Owner, the others call it."""
+    owner: Owner | None = None
+    try:
+        while True:
+            message = json.loads(pipe.recv_bytes())
+            try:
+                if owner is None:
+                    owner, reply = Owner(**message), {}
+                else:
+                    reply = getattr(owner, message["do"])(**message["arguments"])
+            except Exception as error:
+                if not isinstance(error, KVLinkError):
+                    traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            pipe.send_bytes(json.dumps(reply).encode())
+    except (EOFError, OSError):
+        if owner is not None:
+            owner.close()
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the control plane costs: latency of a cold claim, and hand-offs a second through one coordinator core.
+
+A hand-off here is one offer plus one claim of it by another process. Settling is a one-sided write and not
+the coordinator's work. All processes share this host, so their monotonic clocks are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from kvlink.control import Claim, CoordinatorClient, Offer
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.gc_tuning import collect_seldom
+from kvlink.layout import KVLayout, Plane
+from kvlink.types import HostIdentity, WorkerCard
+
+from ..harness import empty_service
+
+_SPAWN = multiprocessing.get_context("spawn")
+_TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
+_LATENCY_ROUNDS = 1_000
+_UNARY_HANDOFFS = 8_000
+_UNARY_IN_FLIGHT = 16  # a process
+_STREAM_HANDOFFS = 120_000
+_STREAM_IN_FLIGHT = 1_024  # a process, in two halves that overlap
+_TTL_S = 60.0
+
+Row = dict[str, Any]
+Load = Callable[[CoordinatorClient, int, int, int], Awaitable[None]]
+Loader = Callable[..., None]
+
+
+def rows(workers: int = 2) -> Iterator[Row]:
+    """Runs with `workers` load processes (at least 2: nobody claims what it offered itself)."""
+    workers = max(2, workers)
+    with _serving(_coordinator) as (address, pid):
+        yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
+        yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
+        count = _UNARY_HANDOFFS // workers
+        row = _throughput(pid, workers, count, loader, [address], unary, workers, count)
+        yield {"what": "unary hand-offs", **row, "verified": True}
+        count = _STREAM_HANDOFFS // workers
+        row = _throughput(pid, workers, count, loader, [address], stream, workers, count)
+        yield {"what": "batched stream hand-offs", **row, "verified": True}
+    with _serving(empty_service.serve) as (address, pid):
+        count = _UNARY_HANDOFFS // workers
+        row = _throughput(pid, workers, count, empty_service.loader, address, _UNARY_IN_FLIGHT, count)
+        yield {"what": "limit: as unary, of a gRPC service that does nothing", **row}
+
+
+# Load: each process offers its own requests and claims those of the next one -------------------------------
+
+
+async def unary(client: CoordinatorClient, me: int, other: int, count: int, run: str = "unary") -> None:
+    """One call each. `run` tells requests of one run from those of another."""
+
+    async def lane(first: int) -> None:
+        for number in range(first, count, _UNARY_IN_FLIGHT):
+            await client.offer(_offer(me, number, run))
+            _verify(await client.claim(_request(other, number, run), _TTL_S), other, number, run)
+
+    await asyncio.gather(*map(lane, range(_UNARY_IN_FLIGHT)))
+
+
+async def stream(client: CoordinatorClient, me: int, other: int, count: int) -> None:
+    """Many a message."""
+    async with client.handoffs() as handoffs:
+
+        async def half(first: int) -> None:
+            size = _STREAM_IN_FLIGHT // 2
+            for start in range(first * size, count, 2 * size):
+                numbers = range(start, min(start + size, count))
+                offers = [handoffs.offer(_offer(me, number)) for number in numbers]
+                claims = [handoffs.claim(Claim(_request(other, number), _TTL_S)) for number in numbers]
+                for number, claim in zip(numbers, claims, strict=True):
+                    _verify(await claim, other, number)
+                for offer in offers:
+                    await offer
+
+        await asyncio.gather(half(0), half(1))
+
+
+def _request(worker: int, number: int, run: str = "") -> str:
+    return f"cmpl-{worker}-{run}{number:0{32 - len(run)}d}"
+
+
+def _offer(worker: int, number: int, run: str = "") -> Offer:
+    request_id = _request(worker, number, run)
+    return Offer(request_id, f"worker-{worker}", 1, _TTL_S, 0, 1, 1, request_id.encode().ljust(_TICKET_BYTES))
+
+
+def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> None:
+    if tickets != [_offer(worker, number, run).ticket]:
+        raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
+
+
+def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
+    """`target` makes `count` hand-offs in each of as many processes as there are workers."""
+    with in_processes(target, workers, *args) as pipes:
+        one_from_each(pipes)
+        busy_s = cpu_s(coordinator)
+        for pipe in pipes:
+            pipe.send("go")
+        spans = one_from_each(pipes)
+        busy_s = cpu_s(coordinator) - busy_s
+    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
+    return {
+        "workers": workers,
+        "handoffs": count * workers,
+        "handoffs_per_s": round(count * workers / elapsed_s),
+        "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
+        "handoffs_per_coordinator_cpu_s": round(count * workers / busy_s),
+        "coordinator_busy": round(busy_s / elapsed_s, 2),
+    }
+
+
+def loader(
+    pipe: Connection, index: int, addresses: Sequence[str], load: Load, workers: int, count: int
+) -> None:
+    """Load process `index` of `workers`: joins when started, loads when told to, answers when it did so."""
+
+    async def run() -> None:
+        async with CoordinatorClient(addresses[index % len(addresses)], timeout_s=30.0) as client:
+            await client.join(card(index))
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)
+            start = time.monotonic()
+            await load(client, index, (index + 1) % workers, count)
+            pipe.send((start, time.monotonic()))
+            await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(run())
+
+
+# Latency: one process offers, another claims ------------------------------------------------------------------
+
+
+def _latency(address: str, prefill: _Prefill, run: str) -> Row:
+    with in_processes(_claimer, 1, address, run) as (claimer,):
+        claimer.recv()
+        taken_us = sorted(
+            1e6 * taken_s for taken_s in asyncio.run(_offer_each(address, prefill, claimer, run))
+        )
+    return {
+        "workers": 2,
+        "rounds": len(taken_us),
+        "min_us": round(taken_us[0]),
+        "p50_us": round(statistics.median(taken_us)),
+        "p99_us": round(taken_us[len(taken_us) * 99 // 100]),
+        "verified": True,
+    }
+
+
+async def _offer_each(address: str, prefill: _Prefill, claimer: Connection, run: str) -> list[float]:
+    async with CoordinatorClient(address) as client:
+        await client.join(card(0))
+        taken_s = [await prefill(client, claimer, number, run) for number in range(-50, _LATENCY_ROUNDS)]
+    return taken_s[50:]
+
+
+_Prefill = Callable[[CoordinatorClient, Connection, int, str], Awaitable[float]]
+
+
+async def _claim_published(client: CoordinatorClient, claimer: Connection, number: int, run: str) -> float:
+    await client.offer(_offer(0, number, run))
+    claimer.send(number)
+    asked, got = claimer.recv()
+    return float(got - asked)
+
+
+async def _offer_to_waiting(client: CoordinatorClient, claimer: Connection, number: int, run: str) -> float:
+    claimer.send(number)
+    while not (await client.status()).waiting_claims:
+        await asyncio.sleep(0)
+    published = time.monotonic()
+    await client.offer(_offer(0, number, run))
+    _, got = claimer.recv()
+    return float(got - published)
+
+
+def _claimer(pipe: Connection, _: int, address: str, run: str) -> None:
+    async def serve() -> None:
+        async with CoordinatorClient(address) as client:
+            pipe.send("ready")
+            while (number := await asyncio.to_thread(pipe.recv)) is not None:
+                asked = time.monotonic()
+                tickets = await client.claim(_request(0, number, run), 10.0)
+                got = time.monotonic()
+                _verify(tickets, 0, number, run)
+                pipe.send((asked, got))
+
+    asyncio.run(serve())
+
+
+# Processes --------------------------------------------------------------------------------------------------
+
+
+async def _coordinator() -> str:
+    collect_seldom()
+    return await Coordinator(lease_s=600.0).start()
+
+
+@contextmanager
+def _serving(service: Callable[[], Awaitable[str]]) -> Iterator[tuple[str, int]]:
+    """Its address and process id; alone on a core if there are two."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_serve, args=(theirs, service), daemon=True)
+    process.start()
+    try:
+        yield ours.recv(), process.pid or 0
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(pipe: Connection, service: Callable[[], Awaitable[str]]) -> None:
+    core = max(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+    async def run() -> None:
+        pipe.send(await service())
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def in_processes(target: Callable[..., None], count: int, *args: object) -> Iterator[list[Connection]]:
+    """Children keep off the coordinator's core where there is another, and end when told None or killed."""
+    pipes: list[Connection] = []
+    processes: list[SpawnProcess] = []
+    for index in range(count):
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_off_core, args=(target, theirs, index, *args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes:
+            with suppress(OSError):  # it may have died
+                pipe.send(None)
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _off_core(target: Callable[..., None], *args: object) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores - {max(cores)} or cores)
+    target(*args)
+
+
+def one_from_each(pipes: list[Connection]) -> list[Any]:
+    """What each process says next."""
+    return [pipe.recv() for pipe in pipes]
+
+
+def cpu_s(pid: int) -> float:
+    """Of all threads of a process: the clock that clock_getcpuclockid names on Linux."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def card(index: int) -> WorkerCard:
+    """Of load process `index`."""
+    layout = KVLayout(
+        model="bench",
+        dtype="bfloat16",
+        block_tokens=16,
+        total_heads=8,
+        first_head=0,
+        num_heads=8,
+        row_bytes=256,
+        block_stride=32 << 10,
+        token_stride=2 << 10,
+        head_stride=256,
+        num_blocks=1,
+        planes=(Plane(0, 0, 0),),
+    )
+    host = HostIdentity("bench", 0, 0, os.getpid(), os.getuid())
+    return WorkerCard(f"worker-{index}", 1, bytes(16), "127.0.0.1:1", host, layout, (32 << 10,), ())

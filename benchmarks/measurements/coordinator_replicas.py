@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several coordinators over one etcd: hand-offs a second, and how long a hand-off takes when something dies.
+
+All of it runs on this one host: coordinators, etcd members and load share its cores, so rows give CPU time, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+
+from kvlink.control import CoordinatorClient
+from kvlink.errors import ConfigError
+
+from ..harness.etcd import EtcdCluster
+from .control import Load, Row, card, cpu_s, in_processes, loader, one_from_each, stream, unary
+
+_MEMBERS = 3
+_UNARY_HANDOFFS = 3_000
+_STREAM_HANDOFFS = 12_000
+_LOADERS = 3
+_KILLS = 30
+_MEMBER_KILLS = 10
+_BEFORE_KILL_S = 0.3
+
+
+class Replica:
+    """`kvlink coordinator` as an operator runs it. Keeps its port over restarts."""
+
+    def __init__(self, store: str, lease_s: float = 600.0) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it listens. Raises ConfigError when it does not come up."""
+        host, _, port = self.address.rpartition(":")
+        options = ["--host", host, "--port", port, "--store", self._store]
+        options += ["--lease-s", str(self._lease_s)]
+        environment = os.environ | {"KVLINK_LOG": "error"}
+        command = [sys.executable, "-m", "kvlink", "coordinator", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        said = self.process.stdout.readline() if self.process.stdout else ""
+        self.address = said.strip().rpartition(" ")[2]
+        if not self.address:
+            raise ConfigError("the coordinator did not start")
+
+    def kill(self) -> None:
+        """Without a word. Idempotent."""
+        self.process.kill()
+        self.process.communicate()
+
+    close = kill
+
+
+def rows(replicas: Sequence[int]) -> Iterator[Row]:
+    """Throughput for each number of coordinators, then what losses cost with the largest."""
+    with closing(EtcdCluster(_MEMBERS)) as etcd:
+        for count in replicas:
+            yield from _throughput(etcd, count)
+        yield from _losses(etcd, max(replicas))
+
+
+def _throughput(etcd: EtcdCluster, count: int) -> Iterator[Row]:
+    with ExitStack() as stack:
+        store = f"etcd://{etcd.addresses}/throughput-{count}"
+        all_of_them = [stack.enter_context(closing(Replica(store))) for _ in range(count)]
+        for what, load, handoffs in (
+            ("unary hand-offs", unary, _UNARY_HANDOFFS),
+            ("batched stream hand-offs", stream, _STREAM_HANDOFFS),
+        ):
+            yield {"what": what, "replicas": count, **_measure(etcd, all_of_them, load, handoffs)}
+
+
+def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: int) -> Row:
+    addresses = [replica.address for replica in replicas]
+    pids = [replica.process.pid for replica in replicas]
+    each = handoffs // _LOADERS
+    with in_processes(loader, _LOADERS, addresses, load, _LOADERS, each) as pipes:
+        one_from_each(pipes)
+        before = sum(map(cpu_s, pids)), sum(map(cpu_s, etcd.pids))
+        for pipe in pipes:
+            pipe.send("go")
+        spans = one_from_each(pipes)
+        busy = sum(map(cpu_s, pids)) - before[0], sum(map(cpu_s, etcd.pids)) - before[1]
+    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
+    count = each * _LOADERS
+    return {
+        "members": _MEMBERS,
+        "workers": _LOADERS,
+        "handoffs": count,
+        "handoffs_per_s": round(count / elapsed_s),
+        "coordinator_cpu_us": round(busy[0] / count * 1e6),
+        "etcd_cpu_us": round(busy[1] / count * 1e6),
+        "cores_busy": round(sum(busy) / elapsed_s, 2),
+        "cores": os.cpu_count(),
+        "verified": True,
+    }
+
+
+# Losses -----------------------------------------------------------------------------------------------------
+
+
+def _losses(etcd: EtcdCluster, count: int) -> Iterator[Row]:
+    with ExitStack() as stack:
+        store = f"etcd://{etcd.addresses}/losses"
+        replicas = [stack.enter_context(closing(Replica(store))) for _ in range(count)]
+
+        def lose_replica(asked: str) -> Callable[[], None]:
+            victim = next(replica for replica in replicas if replica.address == asked)
+            victim.kill()
+            return victim.start
+
+        def lose_member(number: int) -> Callable[[], None]:
+            def bring_back() -> None:
+                etcd.start(number)
+                etcd.wait()
+
+            etcd.kill(number)
+            return bring_back
+
+        addresses = ",".join(replica.address for replica in replicas)
+        losses: list[tuple[str, int, Lose]] = [
+            ("an etcd follower killed", _MEMBER_KILLS, lambda _: lose_member((etcd.leader() + 1) % _MEMBERS)),
+            ("etcd's leader killed", _MEMBER_KILLS, lambda _: lose_member(etcd.leader())),
+        ]
+        if count > 1:
+            losses.insert(0, ("the coordinator in use killed", _KILLS, lose_replica))
+        for number, (what, rounds, lose) in enumerate(losses):
+            taken_s = asyncio.run(_each_loss(addresses, f"loss{number}", rounds, lose))
+            yield {"what": what, "replicas": count, "members": _MEMBERS, **_spread(taken_s)}
+
+
+Lose = Callable[[str], Callable[[], None]]
+"""Takes the address in use, kills, and returns what brings it back."""
+
+
+async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list[float]:
+    """How long the first hand-off takes that begins when something dies."""
+    taken_s = []
+    async with CoordinatorClient(addresses, timeout_s=30.0) as client:
+        await client.join(card(0))
+        number = 0
+
+        async def hand_off() -> None:
+            nonlocal number
+            number += 1
+            await unary(client, 0, 0, 1, run=f"{what}-{number}-")
+
+        for _ in range(rounds):
+            settled = time.monotonic() + _BEFORE_KILL_S
+            while time.monotonic() < settled:
+                await hand_off()
+            bring_back = lose(client.asks)
+            started = time.monotonic()
+            await hand_off()
+            taken_s.append(time.monotonic() - started)
+            await asyncio.to_thread(bring_back)
+            await client.join(card(0), rejoin=True)
+    return taken_s
+
+
+def _spread(taken_s: list[float]) -> Row:
+    taken_ms = sorted(1e3 * each_s for each_s in taken_s)
+    return {
+        "rounds": len(taken_ms),
+        "min_ms": round(taken_ms[0], 1),
+        "p50_ms": round(statistics.median(taken_ms), 1),
+        "p99_ms": round(taken_ms[len(taken_ms) * 99 // 100], 1),
+        "verified": True,
+    }

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pull between two processes with pools on GPUs, in alternation with what the driver does by itself.
+
+The limit is one device-to-device copy of as many bytes, within the reader's GPU; beside it one copy of the driver's a
+block, as a connector without a kernel has it. Timed of kvlink is what a Python caller sees, as in pull.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvlink import BlockPool, Ticket, Worker, _core
+from kvlink.errors import ConfigError
+from kvlink.hardware.kernels import compiled_for
+from kvlink.layout import Geometry, dense
+
+from ..harness.block_draws import pieces_of
+from ..harness.contents import Ids
+from ..harness.gpu_pool import filled, torch_with_gpu
+from ..harness.processes import BenchError, OwnerSide, owner_process
+from ..harness.quantiles import quantiles_us
+
+
+class Shape(NamedTuple):
+    """`blocks` blocks of `planes` planes: so many pieces of `piece_bytes`, anywhere in the pool."""
+
+    piece_bytes: int
+    planes: int
+    blocks: int
+
+
+SHAPES = (Shape(32 << 10, 64, 256), Shape(4 << 10, 160, 256), Shape(16 << 10, 1, 1))
+"""Of the rows that the bars are about: 4,096 tokens of Llama 3.1 8B, of 70B at TP 8, and one block."""
+
+_ITERS, _SMALL_ITERS = 50, 1000
+_SMALL_BYTES = 1 << 20
+_CHECK_EVERY = 10
+_BOUNCED_BYTES, _BOUNCED_PIECES, _BOUNCE_ROUNDS = 256 << 20, (256, 4 << 10, 32 << 10), 10
+_SEED = 20_251_122
+
+
+def rows(
+    gpus: Sequence[int], transport: str, iters: int | None, shapes: Sequence[Shape] = SHAPES
+) -> Iterator[dict[str, Any]]:
+    """One of each shape. gpus: the owner's and the reader's, by CUDA's numbers.
+
+    Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError, TransferError.
+    """
+    for shape in shapes:
+        with _opened(gpus, transport, shape) as bench:
+            small = shape.piece_bytes * shape.planes * shape.blocks <= _SMALL_BYTES
+            yield bench.row(iters or (_SMALL_ITERS if small else _ITERS))
+
+
+def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
+    """Slots of the bounce buffer gathered from, and scattered to, random places of the GPU's memory, a few under way at
+    a time as tcp has them; beside copies of the same pinned memory as a whole. Raises TransportUnavailable."""
+    memory, image = _core.CudaMemory(_BOUNCED_BYTES, gpu), compiled_for(gpu)
+    for direction, to_device in (("to the GPU", True), ("from the GPU", False)):
+        for piece_bytes in _BOUNCED_PIECES:
+            times = [_core.time_bounce(memory, piece_bytes, to_device, image) for _ in range(_BOUNCE_ROUNDS)]
+            ours, plain = (
+                _BOUNCED_BYTES / 2**30 / (float(np.median(ns)) / 1e9) for ns in zip(*times, strict=True)
+            )
+            yield {
+                "bounce": direction,
+                "piece_bytes": piece_bytes,
+                "gib_per_s": ours,
+                "limit": "copies of pinned memory",
+                "limit_gib_per_s": plain,
+                "of_limit": ours / plain,
+            }
+
+
+def pair_of(text: str) -> tuple[int, int]:
+    """Of "0,1": the owner's GPU and the reader's. Raises ConfigError."""
+    numbers = [int(number) if number.strip().isdecimal() else -1 for number in text.split(",")]
+    if len(numbers) != 2 or min(numbers) < 0:
+        raise ConfigError(f"--gpus {text!r}: two of CUDA's numbers, as in 0,1")
+    return numbers[0], numbers[1]
+
+
+class _Bench:
+    """Pulls random blocks of the owner's pool into random blocks of the reader's."""
+
+    def __init__(self, owner: OwnerSide, worker: Worker, wanted: BlockPool, shape: Shape) -> None:
+        self._owner, self._worker, self._wanted, self._shape = owner, worker, wanted, shape
+        self._rng = np.random.default_rng(_SEED)
+        self._requests = map("gpu-{}".format, count())
+        self._transport = ""
+
+    def row(self, iters: int) -> dict[str, Any]:
+        """Alternates between kvlink and the driver, pull by pull; every tenth pull is compared, byte by byte."""
+        piece_bytes, planes, blocks = self._shape
+        num_bytes = piece_bytes * planes * blocks
+        self._pull(compare=True)
+        ours, flat, each = [], [], []
+        for turn in range(iters):
+            ours.append(self._pull(compare=turn % _CHECK_EVERY == 0 or turn == iters - 1))
+            flat.append(self._copy(np.array([0]), num_bytes))
+            each.append(self._copy(np.arange(planes * blocks), piece_bytes))
+        limit_us = float(np.median(flat))
+        p50 = float(np.median(ours))
+        return {
+            "transport": self._transport,
+            "gpu": torch_with_gpu().cuda.get_device_name(self._worker.pool.gpu),
+            "driver": _driver(),
+            "piece_bytes": piece_bytes,
+            "pieces": planes * blocks,
+            "planes": planes,
+            "bytes": num_bytes,
+            "iters": iters,
+            **quantiles_us(ours),
+            "gib_per_s": num_bytes / 2**30 / (p50 / 1e6),
+            "limit": "one device-to-device copy",
+            "limit_gib_per_s": num_bytes / 2**30 / (limit_us / 1e6),
+            "of_limit": limit_us / p50,
+            "copy_a_piece_us": float(np.median(each)),
+            "cpu_us": self._cpu_us(min(iters, 20)),
+            "verified": True,
+        }
+
+    def _draw(self, num_blocks: int) -> Ids:
+        return self._rng.permutation(num_blocks)[: self._shape.blocks].astype(np.uint32)
+
+    def _offered(self) -> tuple[Ids, Ids, Ticket]:
+        num_blocks = self._worker.pool.layout.num_blocks
+        owner_ids, ids = self._draw(num_blocks), self._draw(num_blocks)
+        requests = {next(self._requests): owner_ids.tolist()}
+        (text,) = self._owner.call("offer", requests=requests, num_tokens=None, publish=False)["tickets"]
+        return owner_ids, ids, Ticket.from_text(text)
+
+    def _pull(self, *, compare: bool) -> float:
+        owner_ids, ids, ticket = self._offered()
+        here = self._blocks_of(self._worker.pool)
+        if compare:
+            here[:, ids.astype(np.int64)] = 0xA5
+            torch_with_gpu().cuda.synchronize(self._worker.pool.gpu)
+        start = time.perf_counter_ns()
+        pull = self._worker.pull(ticket, into=ids)
+        pull.wait()
+        took_us = (time.perf_counter_ns() - start) / 1000
+        self._transport = pull.explain()[0].transport
+        wanted = self._blocks_of(self._wanted)
+        there = wanted[:, owner_ids.astype(np.int64)]
+        if compare and not torch_with_gpu().equal(here[:, ids.astype(np.int64)], there):
+            raise BenchError("what was pulled is not what the owner has")
+        return took_us
+
+    def _copy(self, blocks: Any, size: int) -> float:
+        """Of the pool's first half to its second, by the driver."""
+        region = self._worker.pool.regions[0]
+        half = region.num_bytes // 2
+        return (
+            _core.floor_cuda_copies(pieces_of(blocks, blocks, size, region.address, region.address + half))
+            / 1000
+        )
+
+    def _cpu_us(self, pulls: int) -> float:
+        """CPU time of both processes of one pull, plan, post, wait and settle included."""
+        spent = 0
+        for _ in range(pulls):
+            _, ids, ticket = self._offered()
+            start = time.process_time_ns() + self._owner.cpu_ns()
+            self._worker.pull(ticket, into=ids).wait()
+            spent += time.process_time_ns() + self._owner.cpu_ns() - start
+        return spent / 1000 / pulls
+
+    def _blocks_of(self, pool: BlockPool) -> Any:
+        piece_bytes, planes, _ = self._shape
+        num_blocks = pool.layout.num_blocks
+        return pool.torch()[: planes * num_blocks * piece_bytes].view(planes, num_blocks, piece_bytes)
+
+
+@contextmanager
+def _opened(gpus: Sequence[int], transport: str, shape: Shape) -> Iterator[_Bench]:
+    owner_gpu, reader_gpu = gpus
+    geometry = Geometry(
+        num_layers=shape.planes, total_heads=1, row_bytes=shape.piece_bytes,
+        num_blocks=max(4 * shape.blocks, 1024), block_tokens=1, planes_per_layer=1, dtype="uint8", model="bench",
+    )  # fmt: skip
+    layout = dense(geometry)
+    wanted = filled(layout, reader_gpu, _SEED)
+    with (
+        owner_process(geometry, _SEED, transport, gpu=owner_gpu) as owner,
+        Worker(BlockPool.allocate(layout, gpu=reader_gpu), "bench-reader", transports=transport) as worker,
+    ):
+        yield _Bench(owner, worker, wanted, shape)
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[-1].split()[0]
+    except (OSError, IndexError):
+        return "unknown"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hand-off of a whole request between two processes, through a coordinator, phase by phase.
+
+offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
+besides the transfer. plan, validate, settle: as the pull counts them. post: handing the reads to the transport, the
+lanes' times added up; wire: the rest of the read. whole: offer, then from the decode worker's call until it has the
+blocks; nothing is flushed, since the pool is in host memory. overhead: what of each request's whole is not wire.
+limit: bare calls that move the pieces of another such request, after each one that comes alone.
+
+At a TP pair every rank of prefill is a process that offers, every rank of decode a worker that pulls from all those
+that have heads of its own; they share this machine. offer is then the slowest rank's, whole lasts until the last rank
+has its blocks, the phases in between are of the rank whose transfers took longest.
+
+Requests come one after the other, or as soon as one of several slots is free, or at times of their own (arrivals.py).
+In the last case there is a phase late, until a slot was free, and whole counts from the intended arrival: late, telling
+the prefill process to offer, and all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvlink import BlockPool, Worker
+from kvlink.errors import ConfigError
+from kvlink.layout import dense
+
+from ..harness.processes import coordinator_process, owner_process
+from ..harness.quantiles import with_median_interval
+from ..workloads.arrivals import Arrivals
+from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
+from ..workloads.fragmentation import order_of
+from ..workloads.models import BLOCK_TOKENS
+from .rank_handoffs import SEED, Bench, Row
+from .rank_shares import Floors, Owner, floors_between
+
+_POOL_REQUESTS = 4
+_SLOTS = 16  # requests under way at a time in an open loop, where nothing else is asked for
+_RUN_BYTES = 8 << 30
+_LEAST_ITERS, _MOST_ITERS = 10, 200
+
+
+def rows(
+    model: str,
+    tokens: int | Sequence[int],
+    transport: str,
+    tp: str = "1",
+    iters: int | None = None,
+    arrivals: Arrivals | None = None,
+    order: str = "random",
+    trace: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+    prefill_ms: float = 0.0,
+    slots: int | None = None,
+    layout: str = "NHD",
+) -> Iterator[Row]:
+    """One row a phase, then the overhead and the limit. `tokens`: of every request, or of one after the other, those
+    without room left out.
+
+    `tp`: as Degrees reads it. `iters` None: what fits the size. `arrivals`: of each of `tokens`. `order`, `trace`: as
+    order_of reads them. `prefill_ms`: of a request, before its move; 0: say nothing of TTFT. `slots`: requests under
+    way at a time, if there is room for as many; None: one, or 16 with `arrivals`. `layout`: one of LAYOUTS, at both
+    ends. Raises ConfigError, BenchError, TransferError.
+    """
+    given = [tokens] if isinstance(tokens, int) else list(tokens)
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout {layout!r}: write {' or '.join(LAYOUTS)}")
+    cache = Cache(model, Degrees.parse(tp), block_tokens, LAYOUTS[layout])
+    kept = cache.fitting(given)
+    lengths = [given[index] for index in kept]
+    blocks = order_of(order, cache.blocks(max(lengths)), trace)
+    largest = blocks.whole_runs(cache.blocks(max(lengths)))
+    room = max(1, cache.most_blocks() // largest)
+    slots = min(room, slots or (_SLOTS if arrivals else 1))
+    num_blocks = largest * max(slots, min(room, _POOL_REQUESTS))
+    with _opened(cache, num_blocks, transport) as (owners, workers, floors):
+        bench = Bench(owners, workers, cache, lengths, blocks)
+        bench.run(2, floors)  # connects and warms up
+        bench.forget()
+        common: Row = {
+            "model": model, "tp": tp, "block_tokens": block_tokens, "transport": transport, "order": order,
+            "layout": layout,
+        }  # fmt: skip
+        if cache.degrees.decode is not None:
+            common["prefill_ranks_read"] = taken_from([owner.layout for owner in owners], len(workers))
+        if not isinstance(tokens, int):
+            common["left_out"] = len(given) - len(kept)
+        block_bytes = sum(worker.pool.layout.block_bytes for worker in workers)
+        mean_bytes = sum(map(cache.blocks, lengths)) * block_bytes // len(lengths)
+        iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS))
+        if arrivals is not None:
+            common |= {"arrivals": arrivals.name}
+            common |= bench.run_open([arrivals.at_s[index] for index in kept], largest, slots)
+        elif slots > 1:
+            common |= bench.run_together(max(iters, slots), largest, slots)
+        else:
+            bench.run(iters, floors)
+        yield from bench.rows(common, prefill_ms * 1e3)
+
+
+@contextmanager
+def _opened(
+    cache: Cache, num_blocks: int, transport: str
+) -> Iterator[tuple[list[Owner], list[Worker], Floors]]:
+    """All ranks of both sides, the last worker's pool the last to go."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(coordinator_process())
+        here = transport.endswith("loopback")
+        owners = [
+            Owner(
+                stack.enter_context(
+                    owner_process(geometry, SEED, transport, coordinator, here=here, order=cache.order)
+                ),
+                dense(geometry, cache.order),
+            )
+            for geometry in cache.prefill(num_blocks)
+        ]
+        workers = [
+            stack.enter_context(
+                Worker(
+                    BlockPool.allocate(dense(geometry, cache.order)),
+                    f"bench-reader-{geometry.tp_rank}",
+                    coordinator=coordinator,
+                    transports=transport,
+                )
+            )
+            for geometry in cache.decode(num_blocks)
+        ]
+        pools = [worker.pool for worker in workers]
+        yield owners, workers, stack.enter_context(floors_between(transport, owners, pools))
+
+
+_LONG = {
+    "model", "block_tokens", "order", "layout", "bytes", "ops", "iters", "cpu_s_per_gib", "offered_per_s", "slots",
+    "left_out",
+}  # fmt: skip
+
+
+def brief(row: Row) -> Row:
+    """A row as it fits a screen."""
+    return with_median_interval(row, _LONG)

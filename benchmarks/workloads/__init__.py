@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, traces, arrivals and allocations that measurements replay."""

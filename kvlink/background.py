@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The background thread of a process: an event loop on which all its gRPC objects live, and what must end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import inspect
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import (
+    ThreadPoolExecutor,
+)  # by name: loaded at exit, it could not register for the exit
+from contextlib import closing
+from typing import Any, Protocol, TypeVar
+
+from kvlink.errors import Cancelled, ConfigError, CoordinatorUnavailable
+from kvlink.forks import ADVICE, use_grpc
+
+_log = logging.getLogger("kvlink.worker")
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 5.0
+
+
+class ControlThread:
+    """Runs coroutines for callers that are not asyncio. Closes itself at interpreter exit."""
+
+    def __init__(self, name: str = "kvlink-control") -> None:
+        use_grpc()
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    @classmethod
+    def shared(cls) -> ControlThread:
+        """The one of this process, made on first use and kept until exit.
+
+        One for all Workers, because gRPC delivers the completions of every loop on whichever loop polls first, and
+        complains of those whose loop is closed.
+        """
+        global _shared
+        with _sharing:
+            if _shared is None or _shared._why_not():
+                _shared = cls()
+            return _shared
+
+    def __repr__(self) -> str:
+        state = "of another process" if self._pid != os.getpid() else "closed" if self._closed else "running"
+        return f"ControlThread({self._thread.name}, {state})"
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """For `call_soon_threadsafe`."""
+        return self._loop
+
+    def submit(self, job: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts a coroutine on the loop. Raises ConfigError after close and after fork."""
+        why = self._why_not()
+        if why:
+            job.close()
+            raise ConfigError(why)
+        return asyncio.run_coroutine_threadsafe(job, self._loop)
+
+    def run(self, job: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Waits for a coroutine's result; cancels it when interrupted or when `timeout_s` have passed.
+
+        Raises CoordinatorUnavailable on timeout, ConfigError on the loop's own thread and as `submit` does.
+        """
+        if threading.current_thread() is self._thread:
+            job.close()
+            raise ConfigError("run() would wait for its own thread; await the coroutine instead")
+        future = self.submit(job)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            raise CoordinatorUnavailable(f"the control plane did not finish within {timeout_s} s") from None
+        finally:
+            future.cancel()
+
+    def in_background(self, job: Coroutine[Any, Any, None], otherwise: str) -> None:
+        """Starts what nobody waits for. Where it fails, the warning says `otherwise`."""
+
+        def log_failure(future: concurrent.futures.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                _log.warning("%s error=%s", otherwise, str(future.exception()))
+
+        self.submit(job).add_done_callback(log_failure)
+
+    def close(self) -> None:
+        """Cancels what still runs and stops the thread; close agents and clients before. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _open.discard(self)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _why_not(self) -> str:
+        if self._pid != os.getpid():
+            return f"this process was forked from {self._pid}, and a kvlink worker does not survive a fork; {ADVICE}"
+        return "the control thread is closed" if self._closed else ""
+
+
+_open: weakref.WeakSet[ControlThread] = weakref.WeakSet()
+_shared: ControlThread | None = None
+_sharing = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    for thread in list(_open):
+        thread.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    # Not shutdown_default_executor(): it starts a thread, which Python 3.12 refuses at interpreter exit.
+    with closing(loop), ThreadPoolExecutor(thread_name_prefix="asyncio") as executor:
+        loop.set_default_executor(executor)
+        loop.run_forever()
+        loop.run_until_complete(close_all())
+        _cancel(loop, [task for task in asyncio.all_tasks(loop) if inspect.iscoroutine(task.get_coro())])
+        # What is left is gRPC's, in Cython: it ends by itself, and would print a traceback if it were cancelled.
+        _wait_for(loop, asyncio.all_tasks(loop))
+        _cancel(loop, asyncio.all_tasks(loop))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    _wait_for(loop, tasks)
+
+
+def _wait_for(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S))
+
+
+class OpenEnd(Protocol):
+    """A channel or a server."""
+
+    async def close_now(self) -> None:
+        """Idempotent."""
+
+
+_ends: weakref.WeakValueDictionary[tuple[int, int], OpenEnd] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def opened(end: OpenEnd) -> None:
+    """Notes an object of the running event loop."""
+    _ends[id(asyncio.get_running_loop()), next(_numbers)] = end
+
+
+async def close_all() -> None:
+    """Closes what is still open on the running event loop, last opened first."""
+    here = id(asyncio.get_running_loop())
+    for key in sorted((key for key in list(_ends) if key[0] == here), reverse=True):
+        end = _ends.pop(key, None)
+        if end is not None:
+            await end.close_now()
+
+
+def off_loop(call: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    """Runs on a thread of the running loop. Raises Cancelled, not in the future, while the interpreter ends: executors
+    are the first to stop, long before anybody closes what still serves or pulls."""
+    loop = asyncio.get_running_loop()
+    try:
+        return loop.run_in_executor(None, call, *args)
+    except RuntimeError:
+        raise Cancelled("this process is ending") from None

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which coordinator the commands that look at one mean."""
+
+from __future__ import annotations
+
+from kvlink.config import WorkerConfig
+from kvlink.coordinator.coordinator import DEFAULT_PORT
+
+
+def address_of(given: str) -> str:
+    """`given`, else KVLINK_COORDINATOR, else the default port here."""
+    return given or WorkerConfig.from_env().coordinator or f"127.0.0.1:{DEFAULT_PORT}"

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts services over grpc.aio. Handlers take and return values; errors become status and sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvlink import tracing
+from kvlink.addresses import plain_host
+from kvlink.background import opened
+from kvlink.control.codec import Codec, Method
+from kvlink.control.denials import DenialLog, LogQuota
+from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from kvlink.control.refusal import REASON_TRAILER, Reason, Refused, refusal_of
+from kvlink.control.rpc.admission import Admission
+from kvlink.control.rpc.call_counts import CallCounts
+from kvlink.control.rpc.call_spans import traced
+from kvlink.control.rpc.peer_address import serving
+from kvlink.control.security import Gate, Security, answering
+from kvlink.control.security.tokens import bearer
+from kvlink.errors import ConfigError
+from kvlink.forks import use_grpc
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_log = logging.getLogger("kvlink.control")
+
+_MAX_SENTENCE = 1_000
+"""Characters; HTTP/2 headers are bounded at 8 KiB."""
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it gRPC waits for a minute
+    ("grpc.keepalive_permit_without_calls", 1),  # also those that have no call open
+    ("grpc.http2.bdp_probe", 0),  # requests are small: see channel.py
+    # Clients ask every 10 s. What they asked while this process stood still comes at once, and is no flood.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 8),
+]
+
+Send = Callable[[R], Awaitable[None]]
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Host:
+    """One listening gRPC server with its health service. Add calls, then start; belongs to the loop that starts it."""
+
+    def __init__(
+        self,
+        what: str,
+        reflect: bool = False,
+        security: Security | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        """`gate` says who calls, and refuses; without one, or without TLS, all who are admitted are alike."""
+        self._security = Security.from_env() if security is None else security
+        self.counts = CallCounts()
+        if ring := self._security.keyring:
+            self.counts.certificate_expires_at = lambda: ring.current().expires_at
+        self._denials = DenialLog()
+        self.failures = LogQuota()
+        """Of the lines about failed calls."""
+        self._what = what
+        self._reflect = reflect
+        self._gate = gate if self._security.keyring else None
+        self._services: dict[str, dict[str, _Handler]] = {}
+        self._streams: dict[asyncio.Future[None], None] = {}
+        self._health = health.aio.HealthServicer()
+        self._server: Any = None
+
+    def unary(self, method: Method[Q, R], handle: Callable[[Q], Awaitable[R]]) -> None:
+        """One request, one reply."""
+
+        async def call(blob: bytes, context: _Context) -> bytes:
+            began = time.perf_counter_ns()
+            request: Q | None = None
+            try:
+                serving(context)
+                self._admit(method, context)
+                request = method.request.decode(blob)
+                answering = handle(request)
+                if tracing.spans is not None:
+                    answering = traced(method, request, answering, context.invocation_metadata())
+                return method.reply.encode(await answering)
+            except Exception as error:
+                await self._refuse(context, method, error, getattr(request, "request_id", ""))
+            finally:
+                self.counts.answered(method.name, time.perf_counter_ns() - began)
+
+        self._add(method, grpc.unary_unary_rpc_method_handler(call))
+
+    def streaming(self, method: Method[Q, R], handle: Callable[[Q, Send[R]], Awaitable[None]]) -> None:
+        """One request, then replies until the handler returns."""
+
+        async def call(blob: bytes, context: _Context) -> None:
+            async def run() -> None:
+                await handle(method.request.decode(blob), _sender(method.reply, context))
+
+            await self._run_stream(run, method, context)
+
+        self._add(method, grpc.unary_stream_rpc_method_handler(call))
+
+    def bidirectional(
+        self, method: Method[Q, R], handle: Callable[[AsyncIterator[Q], Send[R]], Awaitable[None]]
+    ) -> None:
+        """Requests and replies until the handler returns."""
+
+        async def call(blobs: AsyncIterator[bytes], context: _Context) -> None:
+            async def run() -> None:
+                await handle(_decoded(method.request, blobs), _sender(method.reply, context))
+
+            await self._run_stream(run, method, context)
+
+        self._add(method, grpc.stream_stream_rpc_method_handler(call))
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens and returns "host:port" as bound.
+
+        Raises ConfigError when the port cannot be had, plaintext may not be spoken there, or there is no token.
+        """
+        host = plain_host(host)
+        credentials = self._security.server_credentials(host)
+        verifier = self._security.verifier(host)
+        admission = Admission(verifier, self._what, self._denied) if verifier else None
+        use_grpc()
+        self._server = self._security.server(_OPTIONS, [admission] if admission else [])
+        opened(self)
+        for service, handlers in self._services.items():
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if self._reflect:
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        address = f"[{host}]" if ":" in host else host
+        try:
+            if credentials is None:
+                bound = self._server.add_insecure_port(f"{address}:{port}")
+            else:
+                bound = self._server.add_secure_port(f"{address}:{port}", credentials)
+        except RuntimeError as error:
+            why = "is another server there, or the address not this host's?"
+            raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
+        if admission is not None:
+            admission.port = bound
+        await self._server.start()
+        await self.say_ready(True)
+        return f"{address}:{bound}"
+
+    async def say_ready(self, ready: bool) -> None:
+        """Tells health checks whether to send anybody here."""
+        status = health_pb2.HealthCheckResponse
+        await self._say(status.SERVING if ready else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls and ends streams at once; cancels what still runs after `grace_s`. Idempotent."""
+        for stream in list(self._streams):
+            stream.cancel()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def close_now(self) -> None:
+        """As `stop`, within moments."""
+        await self.stop(0.1)
+
+    def _add(self, method: Method[Any, Any], handler: _Handler) -> None:
+        self._services.setdefault(method.service, {})[method.name] = handler
+
+    def _denied(self, path: str, peer: str) -> None:
+        service, _, name = path.removeprefix("/").partition("/")
+        self.counts.refused(name if name in self._services.get(service, ()) else "", Reason.DENIED.name)
+        self._denials.note(path, peer, "no token of this host")
+
+    def _admit(self, method: Method[Any, Any], context: _Context) -> None:
+        """Raises Refused (DENIED)."""
+        if self._gate is not None:
+            names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+            header = dict(context.invocation_metadata() or ()).get("authorization", "")
+            answering(self._gate(method.name, names, bearer(header)))
+
+    async def _say(self, status: int) -> None:
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+    async def _run_stream(
+        self, run: Callable[[], Awaitable[None]], method: Method[Any, Any], context: _Context
+    ) -> None:
+        """As a task that `stop` cancels: a peer whose stream is cut by gRPC itself sees noise in its log."""
+
+        async def admitted() -> None:
+            self._admit(method, context)
+            await run()
+
+        stream = asyncio.ensure_future(admitted())
+        self._streams[stream] = None
+        try:
+            await asyncio.wait([stream])
+            if stream.cancelled():
+                raise Refused(Reason.NOT_READY, "the server is shutting down; ask again")
+            stream.result()
+        except Exception as error:
+            await self._refuse(context, method, error)
+        finally:
+            del self._streams[stream]
+            stream.cancel()
+
+    async def _refuse(
+        self, context: _Context, method: Method[Any, Any], error: Exception, request_id: str = ""
+    ) -> NoReturn:
+        refused = refusal_of(error)
+        self.counts.refused(method.name, refused.reason.name)
+        if refused.reason is Reason.DENIED:
+            self._denials.note(method.path, context.peer(), refused.sentence)
+        if refused.reason is Reason.FAILED and (unsaid := self.failures.take()) is not None:
+            _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
+        await context.abort(
+            grpc.StatusCode[refused.reason.status],
+            refused.sentence[:_MAX_SENTENCE],
+            ((REASON_TRAILER, refused.reason.name),),
+        )
+
+
+async def _decoded(codec: Codec[Q], blobs: AsyncIterator[bytes]) -> AsyncIterator[Q]:
+    async for blob in blobs:
+        yield codec.decode(blob)
+
+
+def _sender(codec: Codec[R], context: _Context) -> Send[R]:
+    one_at_a_time = asyncio.Lock()
+
+    async def send(value: R) -> None:
+        async with one_at_a_time:
+            await context.write(codec.encode(value))
+
+    return send

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator's end of one hand-off stream: batches in, results out, waiting claims answered later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from kvlink import tracing
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.denials import LogQuota
+from kvlink.control.refusal import Reason, refusal_of
+from kvlink.control.rpc.call_spans import follow
+from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.values import (
+    Claim,
+    HandoffBatch,
+    HandoffKind,
+    HandoffResults,
+    Offer,
+    RefusedHandoff,
+    SettleOrder,
+)
+from kvlink.coordinator.store import Store
+
+_log = logging.getLogger("kvlink.control")
+_Answer = Prompt[list[bytes]]
+
+_MOST_GIVEN = 4_096
+"""Claims whose tickets may still be on their way when their reader withdraws."""
+
+_Operation = Offer | SettleOrder | Claim
+
+
+class HandoffServer:
+    """Serves one stream. Results gather while a message is being sent."""
+
+    def __init__(
+        self, store: Store, send: Callable[[HandoffResults], Awaitable[None]], failures: LogQuota
+    ) -> None:
+        """`failures`: of the lines about failed operations."""
+        self._store = store
+        self._failures = failures
+        self._send = send
+        self._num_offers = self._num_settles = self._num_claims = 0
+        self._told = (0, 0)
+        self._claimed: list[tuple[int, list[bytes]]] = []
+        self._refused: list[RefusedHandoff] = []
+        self._waiting: dict[_Answer, tuple[int, Claim]] = {}
+        self._answers: dict[int, _Answer] = {}
+        """Those of `_waiting` by their numbers."""
+        self._given: OrderedDict[int, Claim] = OrderedDict()
+        """The last claims that brought tickets, by their numbers."""
+        self._news = asyncio.Event()
+
+    async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
+        """Returns when the peer has sent its last batch and every claim is answered. Cancel to give up."""
+        telling = asyncio.create_task(self._tell_news())
+        try:
+            async for batch in batches:
+                await self._carry_out(batch)
+                await self._tell()
+            if self._waiting:
+                await asyncio.wait(self._waiting)
+            await self._tell()
+        finally:
+            telling.cancel()
+            while self._waiting:
+                self._waiting.popitem()[0].cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _carry_out(self, batch: HandoffBatch) -> None:
+        offers = [self._store.offer(offer) for offer in batch.offers]
+        if tracing.spans is not None:
+            follow(CoordinatorCalls.OFFER, batch.offers, offers)
+        await self._note_refused(HandoffKind.OFFER, self._num_offers, batch.offers, offers)
+        self._num_offers += len(offers)
+        settles = [self._store.settle(order) for order in batch.settles]
+        await self._note_refused(HandoffKind.SETTLE, self._num_settles, batch.settles, settles)
+        self._num_settles += len(settles)
+        withdrawn = set(batch.withdrawn)
+        for number, claim in enumerate(batch.claims, self._num_claims):
+            if number not in withdrawn:
+                self._claim(claim, number)
+        self._num_claims += len(batch.claims)
+        for number in withdrawn:
+            if answer := self._answers.pop(number, None):
+                del self._waiting[answer]
+                answer.cancel()
+            elif claim_given := self._given.pop(number, None):
+                self._store.give_back(claim_given)
+
+    async def _note_refused(
+        self,
+        kind: HandoffKind,
+        number: int,
+        operations: Sequence[_Operation],
+        done: Sequence[asyncio.Future[None]],
+    ) -> None:
+        """Of operations numbered from `number` on, when all are over."""
+        for each in done:
+            if not each.done():
+                await asyncio.wait([each])
+        for offset, each in enumerate(done):
+            if error := each.exception():
+                self._refuse(kind, number + offset, operations[offset], error)
+
+    def _claim(self, claim: Claim, number: int) -> None:
+        answer = self._store.claim(claim)
+        if tracing.spans is not None:
+            follow(CoordinatorCalls.CLAIM, [claim], [answer])
+        if answer.done():
+            self._note_answer(number, claim, answer)
+        else:
+            self._waiting[answer] = number, claim
+            self._answers[number] = answer
+            answer.on_answer = self._answered
+
+    def _answered(self, answer: _Answer) -> None:
+        number, claim = self._waiting.pop(answer)
+        del self._answers[number]
+        self._note_answer(number, claim, answer)
+        self._news.set()
+
+    def _note_answer(self, number: int, claim: Claim, answer: _Answer) -> None:
+        if error := answer.exception():
+            self._refuse(HandoffKind.CLAIM, number, claim, error)
+        else:
+            self._claimed.append((number, answer.result()))
+            self._given[number] = claim
+            if len(self._given) > _MOST_GIVEN:
+                self._given.popitem(last=False)
+
+    def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
+        refused = refusal_of(error)
+        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
+            request_id = getattr(operation, "request_id", "")
+            _log.error(
+                "%s failed request=%s unsaid=%d", kind.name.lower(), request_id, unsaid, exc_info=error
+            )
+        self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
+
+    async def _tell_news(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self._tell()
+
+    async def _tell(self) -> None:
+        done = (self._num_offers, self._num_settles)
+        if done == self._told and not self._claimed and not self._refused:
+            return
+        results = HandoffResults(*done, self._claimed, self._refused)
+        self._told, self._claimed, self._refused = done, [], []
+        await self._send(results)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of any number of coordinators, none of them special, in etcd.
+
+Each has all of it in memory by one watch, reads there, and writes by compare-and-set. Nothing per block is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from kvlink.control.limits import Limits
+from kvlink.control.now import now
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.feed import Feed
+from kvlink.control.security import Trust
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.etcd.api import Etcd, split_url
+from kvlink.coordinator.store.etcd.claims import Claiming
+from kvlink.coordinator.store.etcd.errors import as_refusal
+from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.membership import Membership
+from kvlink.coordinator.store.etcd.mirror import Mirror, News
+from kvlink.coordinator.store.etcd.offers import Offering
+from kvlink.coordinator.store.etcd.settle_orders import Ordering
+from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.types import Joined, WorkerCard, WorkerChange
+
+__all__ = ["EtcdStore"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_WATCH_BACKLOG = 1_024
+_LOADING_S = 2.5
+
+
+@dataclass(slots=True)
+class _Totals:
+    joined: int = 0
+    offered: int = 0
+    settle_orders: int = 0
+
+
+class EtcdStore:
+    """A `Store`. `clock` counts seconds and never goes back; leases of workers go by etcd's own."""
+
+    def __init__(
+        self,
+        url: str,
+        lease_s: float = 10.0,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = now,
+        tenant: str = "",
+        trust: Trust | None = None,
+    ) -> None:
+        """`url` as `kvlink coordinator --store` has it; `trust` as for Etcd. Raises ConfigError."""
+        addresses, fleet = split_url(url)
+        limits, layout = limits or Limits(), Keys(fleet, tenant)
+        self._clock = clock
+        self._etcd = etcd = Etcd(addresses, trust, clock)
+        self._mirror = mirror = Mirror(layout, limits)
+        self._sync = sync = Sync(etcd, layout, mirror, self._take_news, self._is_awaited, clock)
+        self._commits = commits = Commits(etcd, sync.written)
+        self._members = members = Membership(etcd, layout, mirror, sync, lease_s, limits)
+        self._offering = Offering(layout, mirror, sync, members, commits, limits)
+        self._claiming = Claiming(etcd, layout, mirror, sync, commits, limits)
+        self._ordering = Ordering(layout, mirror, members, commits, limits)
+        self._totals = _Totals()
+        self._watchers: dict[Feed[WorkerChanges], None] = {}
+        self._pending: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
+        self._closed = False
+        etcd.health.on_doubt = self._arm
+
+    async def start(self) -> None:
+        """Returns when etcd has been read, or in a while: until it has, calls are refused (NOT_READY)."""
+        self._sync.start()
+        with contextlib.suppress(Refused):
+            await self._wait_for_state(_LOADING_S)
+
+    async def join(self, card: WorkerCard, rejoin: bool) -> int:
+        epoch = await self._guarded(self._members.join, card, rejoin)
+        self._totals.joined += 1
+        return epoch
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:
+        return await self._guarded(self._members.beat, worker_id, epoch)
+
+    async def leave(self, worker_id: str, epoch: int) -> None:
+        await self._guarded(self._members.leave, worker_id, epoch)
+
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
+        return (await self._guarded(self._members.member, worker_id, epoch)).card
+
+    async def workers(self) -> list[WorkerCard]:
+        await self._guarded(_nothing)
+        return [member.card for member in self._mirror.members.values()]
+
+    async def watch(self) -> Feed[WorkerChanges]:
+        cards = await self.workers()
+        self._check_not_lost()
+        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.pop(feed, None))
+        feed.put([WorkerChange(Joined.UP, card) for card in cards])
+        self._watchers[feed] = None
+        return feed
+
+    def offer(self, offer: Offer) -> asyncio.Future[None]:
+        return self._begun(self._offer, offer)
+
+    async def _offer(self, offer: Offer) -> None:
+        await self._offering.offer(offer)
+        self._totals.offered += 1
+
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
+        answer: Prompt[list[bytes]] = Prompt()
+        try:
+            if self._closed:
+                raise refusals.closing()
+            self._check_not_lost()
+            self._claiming.claim(claim, answer, self._clock())
+        except Refused as refused:
+            answer.set_exception(refused)
+        self._arm()
+        return answer
+
+    def give_back(self, claim: Claim) -> None:
+        giving = self._begun(self._claiming.give_back, claim)
+        giving.add_done_callback(lambda _: giving.cancelled() or giving.exception())  # it has been logged
+
+    def settle(self, order: SettleOrder) -> asyncio.Future[None]:
+        return self._begun(self._settle, order)
+
+    async def _settle(self, order: SettleOrder) -> None:
+        await self._ordering.settle(order)
+        self._totals.settle_orders += 1
+
+    async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
+        return await self._guarded(self._ordering.listen, worker_id, epoch)
+
+    async def status(self) -> CoordinatorStatus:
+        return CoordinatorStatus(
+            workers=len(self._mirror.members),
+            tickets=self._mirror.num_free,
+            waiting_claims=len(self._claiming),
+            joined=self._totals.joined,
+            lost_workers=self._mirror.num_lost,
+            offered=self._totals.offered,
+            claimed=self._claiming.num_claimed,
+            expired=self._mirror.num_expired,
+            settle_orders=self._totals.settle_orders,
+        )
+
+    def health(self) -> StoreHealth:
+        return self._etcd.health.report()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._claiming.close()
+        for feed in list(self._watchers):
+            feed.close()
+        self._ordering.close()
+        for task in list(self._pending):
+            task.cancel()
+        await asyncio.gather(*self._pending, return_exceptions=True)
+        await self._sync.close()
+        await self._commits.close()
+        await self._members.close()
+        await self._etcd.close()
+
+    def tick(self) -> None:
+        """Ends what is due by the clock. Runs by itself."""
+        self._timer_due = math.inf
+        if self._etcd.health.expire():
+            self._send_elsewhere()
+        self._offering.collect(self._clock())
+        self._claiming.give_up(self._clock())
+        self._arm()
+
+    def _arm(self) -> None:
+        due = min(
+            self._mirror.due.next(),
+            self._offering.next_deadline(),
+            self._claiming.next_deadline(),
+            self._etcd.health.next_deadline(),
+        )
+        if due >= self._timer_due or self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
+
+    def _send_elsewhere(self) -> None:
+        """Ends what could only be answered out of a mirror that is too old."""
+        why = refusals.store_is_lost(repr(self._etcd))
+        self._claiming.refuse_all(why)
+        for feed in list(self._watchers):
+            feed.close(Refused(why.reason, why.sentence))
+
+    def _check_not_lost(self) -> None:
+        if self._etcd.health.is_lost:
+            raise refusals.store_is_lost(repr(self._etcd))
+
+    def _is_awaited(self) -> bool:
+        return bool(self._watchers) or len(self._claiming) > 0
+
+    def _take_news(self, news: News) -> None:
+        for feed in list(self._watchers) if news.workers else ():
+            if not feed.put(news.workers):
+                feed.close(refusals.watch_fell_behind())
+        for change in news.workers:
+            if change.what is Joined.DOWN:
+                self._ordering.stop(change.card.worker_id)
+        for key, order in news.orders:
+            self._ordering.pass_on(key, order)
+        for request_id in news.requests:
+            self._claiming.pump(request_id)
+        self._arm()
+
+    async def _guarded(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a call once the state is known. Raises Refused and nothing else."""
+        try:
+            if not self._sync.loaded.is_set():
+                await self._wait_for_state(_LOADING_S / 5)
+            return await call(*args, **kwargs)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            raise refusals.closing() from None
+        except Exception as error:
+            raise (refusals.closing() if self._closed else as_refusal(error)) from None
+
+    async def _wait_for_state(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._sync.loaded.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            raise Refused(
+                Reason.NOT_READY,
+                f"the coordinator has not yet read its store, {self._etcd!r}: not there, or too slow; ask again",
+            ) from None
+
+    def _begun(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._guarded(call, value))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+        return task
+
+
+async def _nothing() -> None:
+    pass

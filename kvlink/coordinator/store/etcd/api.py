@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""etcd's v3 API, as much of it as the store uses: calls, and small makers of what goes into a transaction.
+
+Calls go over kvlink's own Channel, so members fail over as coordinators do. Why no client library: see
+docs/operate/etcd.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from kvlink.control.codec import Codec, Method
+from kvlink.control.now import now
+from kvlink.control.rpc.channel import Channel
+from kvlink.control.rpc.stream import Stream
+from kvlink.control.security import Trust
+from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.health import Health
+from kvlink.coordinator.store.etcd.history import History
+from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
+from kvlink.v1 import etcd_pb2 as pb
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+M = TypeVar("M", bound=Message)
+
+_ATTEMPT_S = 0.7
+"""What one member gets for one call."""
+_PATIENCE_S = 2.5
+"""Covers an election; less than clients wait, so that they hear the reason."""
+_PATIENCE_WHEN_AWAY_S = 0.5
+"""After one call has failed, until one succeeds."""
+_RENEWED_AT_ONCE = 500
+"""Leases in one call. 8,000 took 0.5 s of a busy core, and a coordinator may have 10,000 workers."""
+_PAGE = 1_000
+"""Keys a reply of `load`."""
+_NO_SPACE = "database space exceeded"
+"""In what etcd says under RESOURCE_EXHAUSTED, which gRPC uses for other things, too."""
+
+
+def _codec(message: type[M]) -> Codec[M]:
+    return Codec(lambda value: value.SerializeToString(), message.FromString)
+
+
+def _method(service: str, name: str, request: type[Q], reply: type[R]) -> Method[Q, R]:
+    return Method(f"etcdserverpb.{service}", name, _codec(request), _codec(reply))
+
+
+_RANGE = _method("KV", "Range", pb.RangeRequest, pb.RangeResponse)
+_TXN = _method("KV", "Txn", pb.TxnRequest, pb.TxnResponse)
+_COMPACT = _method("KV", "Compact", pb.CompactionRequest, pb.CompactionResponse)
+_WATCH = _method("Watch", "Watch", pb.WatchRequest, pb.WatchResponse)
+_GRANT = _method("Lease", "LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
+_REVOKE = _method("Lease", "LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
+_KEEP_ALIVE = _method("Lease", "LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
+
+
+class Etcd:
+    """Any member of "host:2379,host2:2379". Every call asks on for a while, then raises CoordinatorUnavailable.
+
+    A write that raised may have happened. What etcd refuses raises CoordinatorError, and StoreFull when it has no room.
+    `history` checks every answer that a majority agreed on.
+    """
+
+    def __init__(self, addresses: str, trust: Trust | None = None, clock: Callable[[], float] = now) -> None:
+        """`trust`: how members are reached; from the environment when not given."""
+        advice = "Check that a majority of its members runs"
+        self._channel = Channel(addresses, "etcd", advice, trust=trust, attempt_s=_ATTEMPT_S)
+        self._patience_s = _PATIENCE_S
+        self.history = History()
+        self.health = Health(clock)
+
+    def __repr__(self) -> str:
+        return repr(self._channel)
+
+    async def _call(self, method: Method[Q, R], request: Q) -> R:
+        try:
+            reply = await self._channel.call(method, request, self._patience_s)
+        except CoordinatorUnavailable:
+            self._patience_s = _PATIENCE_WHEN_AWAY_S
+            self.health.doubt()
+            raise
+        except CoordinatorError as error:
+            if _NO_SPACE not in str(error):
+                raise
+            self.health.note_full(error)
+            raise StoreFull(str(error)) from None
+        self._patience_s = _PATIENCE_S
+        return reply
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._channel.close()
+
+    async def commit(self, txn: pb.TxnRequest) -> pb.TxnResponse:
+        """Carries out one transaction."""
+        began = self.history.mark()
+        reply = await self._call(_TXN, txn)
+        self.history.note(reply.header, began)
+        if self.health.is_full and _room_counts(txn):
+            self.health.note_room()
+        return reply
+
+    async def read(self, key: bytes, end: bytes = b"") -> pb.RangeResponse:
+        """What a majority agrees on now: `key`, or all from it up to `end`."""
+        return await self._range(pb.RangeRequest(key=key, range_end=end))
+
+    async def _range(self, request: pb.RangeRequest) -> pb.RangeResponse:
+        began = self.history.mark()
+        reply = await self._call(_RANGE, request)
+        self.history.note(reply.header, began)
+        return reply
+
+    async def load(self, prefix: bytes) -> tuple[int, list[pb.KeyValue]]:
+        """Everything under a prefix, as of the revision returned with it."""
+        start, end, revision = prefix, after(prefix), 0
+        found: list[pb.KeyValue] = []
+        while True:
+            request = pb.RangeRequest(key=start, range_end=end, limit=_PAGE, revision=revision)
+            reply = await self._range(request)
+            revision = revision or reply.header.revision
+            found += reply.kvs
+            if not reply.more:
+                return revision, found
+            start = found[-1].key + b"\0"
+
+    async def watch(self, prefix: bytes, revision: int) -> Stream[pb.WatchRequest, pb.WatchResponse]:
+        """Every change under a prefix from `revision` on. The first reply only confirms."""
+        # A member that has lost the majority ends the stream instead of falling silent.
+        stream = self._channel.open(_WATCH, (("hasleader", "true"),))
+        create = pb.WatchCreateRequest(key=prefix, range_end=after(prefix), start_revision=revision)
+        await stream.send(pb.WatchRequest(create_request=create))
+        return stream
+
+    async def compact(self, revision: int) -> None:
+        """Forgets what keys were before `revision`. Quiet when another has done so."""
+        try:
+            await self._call(_COMPACT, pb.CompactionRequest(revision=revision))
+        except CoordinatorUnavailable:
+            raise
+        except CoordinatorError:
+            pass
+
+    async def grant(self, ttl_s: int) -> int:
+        """A new lease; etcd may make it longer."""
+        return (await self._call(_GRANT, pb.LeaseGrantRequest(TTL=ttl_s))).ID
+
+    async def revoke(self, lease: int) -> None:
+        """Ends a lease and deletes all of its keys. Quiet when there is none."""
+        try:
+            await self._call(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
+        except CoordinatorUnavailable:
+            raise
+        except CoordinatorError:
+            pass
+
+    async def keep_alive(self, leases: Iterable[int]) -> set[int]:
+        """Renews leases and returns those that exist. Some at a time: each call has a time of its own."""
+        alive: set[int] = set()
+        left = iter(leases)
+        while some := list(itertools.islice(left, _RENEWED_AT_ONCE)):
+            alive |= await self._renew(some)
+        return alive
+
+    async def _renew(self, leases: list[int]) -> set[int]:
+        """Asks one member only."""
+        alive = set()
+        stream = self._channel.open(_KEEP_ALIVE)
+
+        async def exchange() -> None:
+            for lease in leases:
+                await stream.send(pb.LeaseKeepAliveRequest(ID=lease))
+            await stream.finish()
+            while (reply := await stream.receive()) is not None:
+                if reply.TTL > 0:
+                    alive.add(reply.ID)
+
+        try:
+            await asyncio.wait_for(exchange(), _ATTEMPT_S)
+        except CoordinatorUnavailable:
+            self.health.doubt()
+            raise
+        except asyncio.TimeoutError:
+            self.health.doubt()
+            stream.leave()
+            raise CoordinatorUnavailable(
+                f"{self._channel!r} did not renew {len(leases)} leases in {_ATTEMPT_S} s"
+            ) from None
+        finally:
+            stream.cancel()
+        return alive
+
+
+def after(prefix: bytes) -> bytes:
+    """The first key behind all that start with `prefix`, which does not end in 0xff."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def unchanged(key: bytes, revision: int) -> pb.Compare:
+    """Holds when `key` was last written at `revision`; 0: when it is absent."""
+    return pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=revision)
+
+
+def leased(key: bytes, lease: int) -> pb.Compare:
+    """Holds when `key` is there, under this lease."""
+    return pb.Compare(target=pb.Compare.LEASE, key=key, lease=lease)
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> pb.RequestOp:
+    """Writes."""
+    return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease))
+
+
+def delete(key: bytes) -> pb.RequestOp:
+    """Deletes."""
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+
+
+def get(key: bytes) -> pb.RequestOp:
+    """Reads."""
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+
+
+def writes(txn: pb.TxnRequest) -> bool:
+    """Whether it may need room: deletions do not."""
+    ops = (*txn.success, *txn.failure)
+    return any(op.HasField("request_put") or writes(op.request_txn) for op in ops)
+
+
+def _room_counts(txn: pb.TxnRequest) -> bool:
+    """Whether etcd looks at its quota. It does not for nested puts, which it takes when it is full, too."""
+    return any(op.HasField("request_put") for op in (*txn.success, *txn.failure))
+
+
+def nested(txn: pb.TxnRequest) -> pb.RequestOp:
+    """A transaction as part of another. All comparisons are made before anything is written."""
+    return pb.RequestOp(request_txn=txn)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """ "etcd://a:2379,b:2379/fleet" → ("a:2379,b:2379", "fleet"). Raises ConfigError."""
+    scheme, separator, rest = url.partition("://")
+    addresses, _, fleet = rest.partition("/")
+    if scheme != "etcd" or not separator or not addresses or "/" in fleet:
+        raise ConfigError(
+            f"{url!r} names no store: write memory, or etcd://host:2379,host2:2379, with /NAME behind when "
+            "several fleets share one etcd"
+        )
+    return addresses, fleet or "default"

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is joined: a card and everything else of a worker under one lease, its epoch granted by compare-and-set."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvlink.control.codec import StoredRecords
+from kvlink.control.limits import Limits
+from kvlink.control.refusal import Reason, named
+from kvlink.control.values import Life
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.etcd.api import Etcd, delete, get, leased, put, unchanged
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.mirror import Member, Mirror
+from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.coordinator.store.members import grant
+from kvlink.errors import KVLinkError
+from kvlink.types import WorkerCard
+from kvlink.v1 import etcd_pb2 as pb
+
+_PRUNE_AT_ONCE = 60
+_TOGETHER_S = 0.05
+"""How long a renewal waits for others: a stream to etcd costs a millisecond of CPU, whatever goes through it."""
+_RENEWAL_PAUSES_S = (0.05, 0.2, 0.0)
+MAX_TRIES = 16
+"""Of a write that others, or a mirror that is behind, prevent; the caller may ask again."""
+
+
+class _Seen(NamedTuple):
+    """What a majority agrees on about one worker_id."""
+
+    life: Life | None
+    life_revision: int
+    member: Member | None
+    card: bytes
+
+    @property
+    def member_revision(self) -> int:
+        return self.member.revision if self.member else 0
+
+
+class Membership:
+    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+
+    def __init__(
+        self, etcd: Etcd, layout: Keys, mirror: Mirror, sync: Sync, lease_s: float, limits: Limits
+    ) -> None:
+        self._etcd = etcd
+        self._layout = layout
+        self._mirror = mirror
+        self._sync = sync
+        self._ttl_s = math.ceil(lease_s)
+        self._limits = limits
+        self._renewing: dict[int, asyncio.Future[bool]] = {}
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def join(self, card: WorkerCard, rejoin: bool) -> int:
+        """As Store.join. The same process keeps its lease, another one of the name gets a fresh one."""
+        members = self._mirror.members
+        if card.worker_id not in members and len(members) >= self._limits.workers:
+            raise refusals.too_many_workers(len(members))
+        for _ in range(MAX_TRIES):
+            seen = await self._look(card.worker_id)
+            epoch = grant(seen.life, card, rejoin)
+            blob = StoredRecords.CARD.encode(replace(card, epoch=epoch))
+            lease = await self._lease_to_keep(seen, card)
+            if lease and seen.card == blob and self._mirror.members.get(card.worker_id) == seen.member:
+                return epoch
+            if await self._write(seen, Life(epoch, card.incarnation), blob, lease):
+                await self._prune()
+                return epoch
+        raise refusals.store_changes(f"worker {named(card.worker_id)}", MAX_TRIES)
+
+    async def _write(self, seen: _Seen, life: Life, card: bytes, lease: int) -> bool:
+        """False: somebody else was first. `lease` 0: a fresh one."""
+        worker_id = StoredRecords.CARD.decode(card).worker_id
+        epoch_key, worker_key = self._layout.epoch(worker_id), self._layout.worker(worker_id)
+        lease_now = lease or await self._etcd.grant(self._ttl_s)  # if unused it ends by itself
+        done = await self._etcd.commit(
+            pb.TxnRequest(
+                compare=[
+                    unchanged(epoch_key, seen.life_revision),
+                    unchanged(worker_key, seen.member_revision),
+                ],
+                success=[
+                    put(epoch_key, StoredRecords.LIFE.encode(life)),
+                    put(worker_key, card, lease_now),
+                ],
+            )
+        )
+        if not done.succeeded:
+            return False
+        if not lease and seen.member is not None:
+            await self._end(seen.member.lease)
+        else:
+            await self._sync.reached(done.header.revision)
+        return True
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:
+        """As Store.beat."""
+        member = self._mirror.members.get(worker_id) or (await self._look(worker_id)).member
+        if member is None or member.card.epoch != epoch:
+            member = (await self._look(worker_id)).member
+        return member is not None and member.card.epoch == epoch and await self._renew(member.lease)
+
+    async def leave(self, worker_id: str, epoch: int) -> None:
+        """As Store.leave."""
+        seen = await self._look(worker_id)
+        if seen.member is None or seen.member.card.epoch != epoch:
+            return
+        worker_key, epoch_key = self._layout.worker(worker_id), self._layout.epoch(worker_id)
+        life = Life(epoch, seen.member.card.incarnation, left=True)
+        done = await self._etcd.commit(
+            pb.TxnRequest(
+                compare=[leased(worker_key, seen.member.lease)],
+                success=[delete(worker_key), put(epoch_key, StoredRecords.LIFE.encode(life))],
+            )
+        )
+        if done.succeeded:
+            await self._end(seen.member.lease)
+
+    async def member(self, worker_id: str, epoch: int, absent: Reason = Reason.UNKNOWN) -> Member:
+        """A joined worker, of that epoch unless 0. Refused: `absent`, RESTARTED. Asks etcd when in doubt."""
+        member = self._mirror.members.get(worker_id)
+        if member is None or epoch not in (0, member.card.epoch):
+            member = (await self._look(worker_id)).member
+        if member is None:
+            raise refusals.not_joined(worker_id, absent)
+        if epoch not in (0, member.card.epoch):
+            raise refusals.restarted(worker_id, epoch, member.card.epoch)
+        return member
+
+    async def _look(self, worker_id: str) -> _Seen:
+        keys = (self._layout.epoch(worker_id), self._layout.worker(worker_id))
+        done = await self._etcd.commit(pb.TxnRequest(success=[get(key) for key in keys]))
+        (life,), (card,) = (response.response_range.kvs or (None,) for response in done.responses)
+        return _Seen(
+            StoredRecords.LIFE.decode(life.value) if life else None,
+            life.mod_revision if life else 0,
+            Member(StoredRecords.CARD.decode(card.value), card.lease, card.mod_revision) if card else None,
+            card.value if card else b"",
+        )
+
+    async def _lease_to_keep(self, seen: _Seen, card: WorkerCard) -> int:
+        """The lease of this very process, if it runs still; else 0."""
+        member = seen.member
+        if member is None or member.card.incarnation != card.incarnation:
+            return 0
+        return member.lease if await self._renew(member.lease) else 0
+
+    async def _end(self, lease: int) -> None:
+        """Deletes what lies under a lease, and returns when the mirror has seen it go."""
+        await self._etcd.revoke(lease)
+        await self._sync.pulse()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
+
+    def _renew(self, lease: int) -> asyncio.Future[bool]:
+        """Whether the lease is there and begins anew. Those that come within a moment go together."""
+        renewing = self._renewing.get(lease)
+        if renewing is None:
+            renewing = self._renewing[lease] = asyncio.get_running_loop().create_future()
+            if self._renewal is None or self._renewal.done():
+                self._renewal = asyncio.create_task(self._renew_all())
+        return asyncio.shield(renewing)
+
+    async def _renew_all(self) -> None:
+        while self._renewing:
+            await asyncio.sleep(_TOGETHER_S)
+            batch, self._renewing = self._renewing, {}
+            alive: set[int] | KVLinkError = set()
+            for pause_s in _RENEWAL_PAUSES_S:
+                try:
+                    alive = await self._etcd.keep_alive(batch)
+                    break
+                except KVLinkError as error:
+                    alive = error
+                await asyncio.sleep(pause_s)
+            for lease, waiting in batch.items():
+                if isinstance(alive, KVLinkError):
+                    waiting.set_exception(alive)
+                    waiting.exception()  # whoever asked may be gone
+                else:
+                    waiting.set_result(lease in alive)
+
+    async def _prune(self) -> None:
+        """Forgets the epochs that were given longest ago, of workers that are gone, when there are too many."""
+        lives, members = self._mirror.lives, self._mirror.members
+        if len(lives) <= self._limits.remembered_epochs + len(members):
+            return
+        gone = sorted((revision, name) for name, (_, revision) in lives.items() if name not in members)
+        ops = [delete(self._layout.epoch(name)) for _, name in gone[:_PRUNE_AT_ONCE]]
+        await self._etcd.commit(pb.TxnRequest(success=ops))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets go into etcd by compare-and-set, and are deleted when their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import NamedTuple
+
+from kvlink.control.codec import StoredRecords
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.limits import Limits
+from kvlink.control.refusal import Reason, named
+from kvlink.control.values import Offer
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.etcd.api import delete, get, leased, put, unchanged
+from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.membership import MAX_TRIES, Membership
+from kvlink.coordinator.store.etcd.mirror import RECORD, Mirror
+from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.v1 import etcd_pb2 as pb
+
+_COLLECT_WITHIN_S = 2.0
+"""Every coordinator deletes what is over after a random part of this, so that mostly one does."""
+
+
+class _Stored(NamedTuple):
+    """A ticket in etcd; revision 0: there is none."""
+
+    revision: int = 0
+    lease: int = 0
+    ticket: bytes = b""
+
+
+class Offering:
+    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+
+    def __init__(
+        self,
+        layout: Keys,
+        mirror: Mirror,
+        sync: Sync,
+        membership: Membership,
+        commits: Commits,
+        limits: Limits,
+    ) -> None:
+        self._layout = layout
+        self._mirror = mirror
+        self._sync = sync
+        self._membership = membership
+        self._commits = commits
+        self._limits = limits
+        self._garbage: Deadlines[tuple[str, int]] = Deadlines()
+
+    async def offer(self, offer: Offer) -> None:
+        """As Store.offer."""
+        stored = self._admit(offer)
+        for _ in range(MAX_TRIES):
+            member = await self._membership.member(offer.worker_id, offer.epoch, Reason.NOT_JOINED)
+            if (stored.ticket, stored.lease) == (offer.ticket, member.lease):
+                return
+            worker_key = self._layout.worker(offer.worker_id)
+            key = self._layout.ticket(offer.request_id, offer.tp_rank)
+            txn = pb.TxnRequest(
+                compare=[leased(worker_key, member.lease), unchanged(key, stored.revision)],
+                success=[put(key, StoredRecords.OFFER.encode(offer), member.lease)],
+                failure=[get(worker_key), get(key)],
+            )
+            done = await self._commits.submit(txn, key)
+            if done.succeeded:
+                return
+            workers, tickets = (response.response_range.kvs for response in done.responses)
+            if not workers or workers[0].lease != member.lease:
+                await self._sync.pulse()  # the mirror is behind: the worker has restarted or is gone
+            stored = self._read(tickets[0], offer) if tickets else _Stored()
+        raise refusals.store_changes(f"request {named(offer.request_id)}", MAX_TRIES)
+
+    def _admit(self, offer: Offer) -> _Stored:
+        """What the mirror has of this rank. Raises Refused (MALFORMED, TOO_MANY)."""
+        request = self._mirror.requests.get(offer.request_id)
+        if request is None:
+            self._check_room(offer)
+            return _Stored()
+        ticket = request.tickets.get(offer.tp_rank)
+        free = request.free()
+        sizes = {other.offer.tp_size for other in free.values()}
+        if sizes and offer.tp_size not in sizes:
+            raise refusals.ranks_disagree(offer, sizes.pop())
+        if offer.tp_rank not in free:
+            self._check_room(offer)
+        if ticket is None:
+            return _Stored()
+        return _Stored(ticket.revision, ticket.lease, b"" if ticket.expired else ticket.offer.ticket)
+
+    def _check_room(self, offer: Offer) -> None:
+        count = self._mirror.num_free_of(offer.worker_id)
+        if count >= self._limits.tickets_per_worker:
+            raise refusals.too_many_tickets(offer.worker_id, count)
+
+    def _read(self, kv: pb.KeyValue, offer: Offer) -> _Stored:
+        request = self._mirror.requests.get(offer.request_id)
+        known = request.tickets.get(offer.tp_rank) if request else None
+        if known is not None and known.expired and known.revision == kv.mod_revision:
+            return _Stored(kv.mod_revision, kv.lease)
+        return _Stored(kv.mod_revision, kv.lease, StoredRecords.OFFER.decode(kv.value).ticket)
+
+    def next_deadline(self) -> float:
+        """`collect` has nothing to do before."""
+        return self._garbage.next()
+
+    def collect(self, now: float) -> None:
+        """Deletes what is over, a little later and in the background."""
+        for of in self._mirror.expire(now):
+            self._garbage.set(of, now + random.uniform(0, _COLLECT_WITHIN_S))
+        for request_id, rank in self._garbage.due(now):
+            self._delete(request_id, rank, now)
+
+    def _delete(self, request_id: str, rank: int, now: float) -> None:
+        request = self._mirror.requests.get(request_id)
+        if request is None:
+            return
+        if rank == RECORD:
+            key, revision = self._layout.claim(request_id), request.claimed_revision
+        else:
+            ticket = request.tickets.get(rank)
+            if ticket is None or not ticket.expired:
+                return
+            key, revision = self._layout.ticket(request_id, rank), ticket.revision
+        txn = pb.TxnRequest(compare=[unchanged(key, revision)], success=[delete(key)])
+
+        def deleted(done: asyncio.Future[pb.TxnResponse]) -> None:
+            if not done.cancelled() and done.exception() is not None:
+                self._garbage.set((request_id, rank), now + 10 * _COLLECT_WITHIN_S)
+
+        self._commits.submit(txn, key).add_done_callback(deleted)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settle orders: keys that whichever coordinator has the worker's keep-alive stream passes on and deletes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from kvlink.control.codec import StoredRecords
+from kvlink.control.limits import Limits
+from kvlink.control.rpc.feed import Feed
+from kvlink.control.values import SettleOrder
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.etcd.api import delete, leased, put
+from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.membership import Membership
+from kvlink.coordinator.store.etcd.mirror import Mirror
+from kvlink.v1 import etcd_pb2 as pb
+
+
+class _Orders(Feed[SettleOrder]):
+    """Towards one life of a worker. What has been taken is deleted."""
+
+    def __init__(self, epoch: int, limit: int, commits: Commits) -> None:
+        super().__init__(limit)
+        self.epoch = epoch
+        self._keys: deque[bytes] = deque()
+        self._commits = commits
+
+    def add(self, key: bytes, order: SettleOrder) -> None:
+        if order.epoch == self.epoch and self.put(order):
+            self._keys.append(key)
+
+    async def __anext__(self) -> SettleOrder:
+        order = await super().__anext__()
+        key = self._keys.popleft()
+        deleting = self._commits.submit(pb.TxnRequest(success=[delete(key)]), key)
+        deleting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return order
+
+
+class Ordering:
+    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+
+    def __init__(
+        self,
+        layout: Keys,
+        mirror: Mirror,
+        membership: Membership,
+        commits: Commits,
+        limits: Limits,
+    ) -> None:
+        self._layout = layout
+        self._mirror = mirror
+        self._membership = membership
+        self._commits = commits
+        self._limits = limits
+        self._feeds: dict[str, _Orders] = {}
+
+    async def settle(self, order: SettleOrder) -> None:
+        """As Store.settle."""
+        member = await self._membership.member(order.worker_id, order.epoch)
+        waiting = len(self._mirror.orders.get(order.worker_id, ()))
+        if waiting >= self._limits.pending_settles:
+            raise refusals.too_many_orders(order.worker_id, waiting)
+        key = self._layout.settle(order.worker_id, os.urandom(8).hex())
+        txn = pb.TxnRequest(
+            compare=[leased(self._layout.worker(order.worker_id), member.lease)],
+            success=[put(key, StoredRecords.SETTLE.encode(order), member.lease)],
+        )
+        done = await self._commits.submit(txn, key)
+        if not done.succeeded:
+            raise refusals.not_joined(order.worker_id)
+
+    async def listen(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
+        """As Store.orders."""
+        member = await self._membership.member(worker_id, epoch)
+        self.stop(worker_id)
+        feed = self._feeds[worker_id] = _Orders(
+            member.card.epoch, self._limits.pending_settles, self._commits
+        )
+        for key, order in list(self._mirror.orders.get(worker_id, {}).items()):
+            feed.add(key, order)
+        return feed
+
+    def pass_on(self, key: bytes, order: SettleOrder) -> None:
+        """To the worker, if it listens here."""
+        feed = self._feeds.get(order.worker_id)
+        if feed is not None:
+            feed.add(key, order)
+
+    def stop(self, worker_id: str) -> None:
+        """Ends the feed of a worker that is gone. Idempotent."""
+        feed = self._feeds.pop(worker_id, None)
+        if feed is not None:
+            feed.drain()
+            feed.close()
+
+    def close(self) -> None:
+        """Ends every feed. Idempotent."""
+        for worker_id in list(self._feeds):
+            self.stop(worker_id)

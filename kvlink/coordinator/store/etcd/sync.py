@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a Mirror up to date: one listing, then one watch, from member to member as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from kvlink.control.backoff import Backoff
+from kvlink.control.now import now
+from kvlink.coordinator.store.etcd.api import Etcd, put
+from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.history import same
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.mirror import Mirror, News
+from kvlink.errors import KVLinkError
+from kvlink.v1 import etcd_pb2 as pb
+
+_log = logging.getLogger("kvlink.control")
+
+_PULSE_S = 1.0
+_IDLE_PULSE_S = 30.0
+"""While nobody waits for anything here."""
+_STALE_S = 1.5
+"""A watch that has not brought what was written this long ago goes to another member."""
+_KEPT_S = 120.0
+"""How much of etcd's history a coordinator that lost its members can still make up; older is compacted away."""
+
+
+class Sync:
+    """Runs from `start` to `close`. Calls `on_news` for every revision, in order.
+
+    `is_awaited` says whether anybody would suffer from a watch that has fallen silent. When etcd was emptied or
+    restored, it is listed again.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        layout: Keys,
+        mirror: Mirror,
+        on_news: Callable[[News], None],
+        is_awaited: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._etcd = etcd
+        self._layout = layout
+        self._mirror = mirror
+        self._on_news = on_news
+        self._is_awaited = is_awaited
+        self._clock = clock
+        self._revision = 0
+        self._last: list[pb.Event] = []
+        """The events of `_revision`; none after a listing."""
+        self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._history: deque[tuple[float, int]] = deque()
+        self._compacted_at = -math.inf
+        self._leave_member: Callable[[], None] = lambda: None
+        self._following: asyncio.Task[None] | None = None
+        self._following_since = -math.inf
+        self._tasks: list[asyncio.Task[None]] = []
+        self.loaded = asyncio.Event()
+        etcd.history.on_break = self._start_over
+
+    def start(self) -> None:
+        """Once."""
+        self._etcd.health.doubt()
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._beat())]
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _, _, done in self._awaited:
+            done.cancel()
+
+    async def reached(self, revision: int) -> bool:
+        """True: the mirror has what was written at `revision`. False: another member is being asked for it."""
+        if self._revision >= revision:
+            return True
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._awaited, (revision, next(self._numbers), done))
+        await asyncio.wait([done], timeout=_STALE_S)
+        if not done.done():
+            done.cancel()
+            _log.warning("the watch is behind revision=%d seen=%d", revision, self._revision)
+            self._restart()
+        return self._revision >= revision
+
+    async def written(self, revision: int) -> None:
+        """As `reached`, of what was written just now: that it came back proves that the mirror is up to date."""
+        if await self.reached(revision) and self.loaded.is_set():
+            self._etcd.health.proved()
+
+    async def pulse(self) -> None:
+        """Returns when everything written before has reached the mirror. Raises CoordinatorUnavailable."""
+        self._etcd.health.doubt()
+        done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
+        await self.written(done.header.revision)
+        self._history.append((self._clock(), done.header.revision))
+
+    def _restart(self) -> None:
+        """Unless that has just been done, for another who waited."""
+        if self._following is not None and now() - self._following_since > _STALE_S:
+            self._leave_member()
+            self._following.cancel()
+
+    def _start_over(self, why: str) -> None:
+        """Forgets what the mirror cannot know any more; all is listed again."""
+        _log.warning("etcd was emptied or restored, reading it again seen=%d why=%s", self._revision, why)
+        self.loaded.clear()
+        self._mirror.forget_requests()
+        self._history.clear()
+        self._revision, self._last = 0, []
+        self._release(math.inf)
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            self._following_since = now()
+            self._following = asyncio.create_task(self._follow(backoff))
+            try:
+                await asyncio.wait([self._following])
+                if not self._following.cancelled() and (error := self._following.exception()) is not None:
+                    if not isinstance(error, KVLinkError):
+                        _log.error("cannot follow etcd", exc_info=error)
+                    else:
+                        _log.warning("lost etcd error=%s", error)
+            finally:
+                self._following.cancel()
+            await asyncio.sleep(backoff.delay_s())
+
+    async def _follow(self, backoff: Backoff) -> None:
+        if self.loaded.is_set() and self._last:
+            # A watch from a revision that etcd has not reached yet falls silent. After a read it would be known.
+            await self._etcd.read(self._layout.pulse)
+            if not self.loaded.is_set():
+                return
+            overlap, start = self._last, self._revision
+        else:
+            revision, kvs = await self._etcd.load(self._layout.prefix)
+            self._on_news(self._mirror.replace_all(kvs, self._clock()))
+            self._advance(revision, [])
+            self.loaded.set()
+            self._etcd.health.proved()
+            overlap, start = [], revision + 1
+        stream = await self._etcd.watch(self._layout.prefix, start)
+        self._leave_member = stream.leave
+        try:
+            while (reply := await stream.receive()) is not None:
+                self._etcd.history.note_watch(reply.header)
+                if reply.compact_revision:
+                    _log.warning("etcd has forgotten what came after revision=%d", self._revision)
+                    self.loaded.clear()
+                    return
+                if reply.canceled:
+                    stream.leave()
+                    return
+                backoff.reset()
+                revisions = _by_revision(reply)
+                if overlap and revisions:
+                    if not same(revisions.pop(0), overlap):
+                        self._etcd.history.other(f"revision {start} holds something else")
+                        return
+                    overlap = []
+                self._take(revisions)
+        finally:
+            stream.cancel()
+            self._etcd.health.doubt()
+
+    def _take(self, revisions: list[list[pb.Event]]) -> None:
+        for events in revisions:
+            revision = events[0].kv.mod_revision
+            if revision > self._revision:
+                self._on_news(self._mirror.apply(events, self._clock()))
+                self._advance(revision, events)
+
+    def _advance(self, revision: int, events: list[pb.Event]) -> None:
+        if revision >= self._revision:
+            self._revision, self._last = revision, events
+        self._etcd.history.reached(revision)
+        self._release(self._revision)
+
+    def _release(self, revision: float) -> None:
+        while self._awaited and self._awaited[0][0] <= revision:
+            _, _, done = heapq.heappop(self._awaited)
+            if not done.done():
+                done.set_result(None)
+
+    async def _beat(self) -> None:
+        pulsed = now()
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            is_needed = self._is_awaited() or self._etcd.health.is_doubted
+            if not is_needed and now() - pulsed < _IDLE_PULSE_S:
+                continue
+            pulsed = now()
+            await self.tend()
+
+    async def tend(self) -> None:
+        """Pulses, and compacts what is old enough, which an etcd that is full needs most."""
+        await self._attempt(self._pulse_or_read())
+        await self._attempt(self._compact())
+
+    async def _attempt(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except KVLinkError as error:
+            _log.info("etcd does not answer error=%s", error)
+
+    async def _pulse_or_read(self) -> None:
+        try:
+            await self.pulse()
+        except StoreFull:
+            reply = await self._etcd.read(self._layout.pulse)
+            self._history.append((self._clock(), reply.header.revision))
+            self._etcd.health.proved()  # as far as that is possible: a watch shows writes only
+
+    async def _compact(self) -> None:
+        oldest, now = 0, self._clock()
+        while self._history and self._history[0][0] < now - _KEPT_S:
+            oldest = self._history.popleft()[1]
+        if oldest and now - self._compacted_at > _KEPT_S / 2:
+            self._compacted_at = now
+            await self._etcd.compact(oldest)
+
+
+def _by_revision(reply: pb.WatchResponse) -> list[list[pb.Event]]:
+    groups = itertools.groupby(reply.events, lambda event: event.kv.mod_revision)
+    return [list(events) for _, events in groups]

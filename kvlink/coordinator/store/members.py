@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is joined, under which epoch, until when. Pure: takes the time as a value, returns what changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.limits import Limits
+from kvlink.control.values import Life
+from kvlink.coordinator.store import refusals
+from kvlink.types import Joined, WorkerCard, WorkerChange
+
+BEATS_PER_LEASE = 4
+_LATE = 0.1
+"""Of a lease: less is no stall, and no lost beat."""
+
+
+def grant(life: Life | None, card: WorkerCard, rejoin: bool) -> int:
+    """The epoch of a process that joins where `life` was the last one known. Raises Refused (REPLACED)."""
+    if life is None:
+        return max(1, card.epoch)
+    if life.incarnation == card.incarnation:
+        return life.epoch
+    if rejoin and card.epoch <= life.epoch:
+        raise refusals.replaced(card, life.epoch)
+    return max(life.epoch + 1, card.epoch)
+
+
+class Members:
+    """The joined workers, and the last epoch of those that are gone (bounded, oldest forgotten first)."""
+
+    def __init__(self, lease_s: float, limits: Limits) -> None:
+        self._lease_s = lease_s
+        self._limits = limits
+        self._cards: dict[str, WorkerCard] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._excused: set[str] = set()
+        self._lives: OrderedDict[str, Life] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._cards)
+
+    def join(self, card: WorkerCard, rejoin: bool, now: float) -> tuple[int, list[WorkerChange]]:
+        """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
+        if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
+            raise refusals.too_many_workers(len(self._cards))
+        epoch = grant(self._lives.get(card.worker_id), card, rejoin)
+        card = replace(card, epoch=epoch)
+        before = self._cards.get(card.worker_id)
+        self._cards[card.worker_id] = card
+        self._renew(card.worker_id, now)
+        self._remember(card)
+        changes = [WorkerChange(Joined.DOWN, before)] if before and before.epoch != epoch else []
+        return epoch, [*changes, WorkerChange(Joined.UP, card)] if before != card else changes
+
+    def _remember(self, card: WorkerCard) -> None:
+        self._lives[card.worker_id] = Life(card.epoch, card.incarnation)
+        self._lives.move_to_end(card.worker_id)
+        while len(self._lives) > self._limits.remembered_epochs + len(self._cards):
+            oldest = next(iter(self._lives))
+            if oldest in self._cards:
+                self._lives.move_to_end(oldest)
+            else:
+                del self._lives[oldest]
+
+    def beat(self, worker_id: str, epoch: int, now: float) -> bool:
+        """Renews a lease. False: this worker and epoch is not joined."""
+        if not self.runs(worker_id, epoch):
+            return False
+        self._renew(worker_id, now)
+        return True
+
+    def _renew(self, worker_id: str, now: float) -> None:
+        self._deadlines.set(worker_id, now + self._lease_s)
+        self._excused.discard(worker_id)
+
+    def leave(self, worker_id: str, epoch: int) -> list[WorkerChange]:
+        """Removes a worker unless it runs under another epoch by now."""
+        return [self._remove(worker_id)] if self.runs(worker_id, epoch) else []
+
+    def runs(self, worker_id: str, epoch: int) -> bool:
+        """Whether exactly this life of the worker is joined."""
+        card = self._cards.get(worker_id)
+        return card is not None and card.epoch == epoch
+
+    def card(self, worker_id: str, epoch: int) -> WorkerCard:
+        """The card of a worker, of that epoch unless 0. Raises Refused (UNKNOWN, RESTARTED)."""
+        card = self._cards.get(worker_id)
+        if card is None:
+            raise refusals.not_joined(worker_id)
+        if epoch not in (0, card.epoch):
+            raise refusals.restarted(worker_id, epoch, card.epoch)
+        return card
+
+    def cards(self) -> Iterable[WorkerCard]:
+        """Everyone who is joined."""
+        return self._cards.values()
+
+    def next_deadline(self) -> float:
+        """`expire` has nothing to do before."""
+        return self._deadlines.next()
+
+    def expire(self, now: float, late_s: float = 0.0) -> list[WorkerChange]:
+        """Removes the workers that stopped beating.
+
+        A caller that comes `late_s` late, stopped or without a CPU, may have their beats in its sockets, unread.
+        Each then gets the time of another beat, once.
+        """
+        changes = []
+        for worker_id in self._deadlines.due(now):
+            if late_s < self._lease_s * _LATE or worker_id in self._excused:
+                changes.append(self._remove(worker_id))
+                continue
+            self._excused.add(worker_id)
+            self._deadlines.set(worker_id, now + self._lease_s / BEATS_PER_LEASE)
+        return changes
+
+    def _remove(self, worker_id: str) -> WorkerChange:
+        self._deadlines.discard(worker_id)
+        self._excused.discard(worker_id)
+        return WorkerChange(Joined.DOWN, self._cards.pop(worker_id))

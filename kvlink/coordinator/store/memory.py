@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a single coordinator, in its memory: the pure Members and Offers, a timer, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvlink.control.limits import Limits
+from kvlink.control.now import now
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.feed import Feed
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.members import Members
+from kvlink.coordinator.store.pending_offers import Answer, Offers
+from kvlink.types import Joined, WorkerCard, WorkerChange
+
+_WATCH_BACKLOG = 1_024
+"""Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
+_STALL_S = 1.0
+
+_log = logging.getLogger("kvlink.control")
+
+
+@dataclass(slots=True)
+class _Totals:
+    joined: int = 0
+    lost_workers: int = 0
+    offered: int = 0
+    settle_orders: int = 0
+
+
+class MemoryStore:
+    """A `Store`. `clock` counts seconds and never goes back; `tick` runs by itself when something is due."""
+
+    def __init__(
+        self, lease_s: float = 10.0, limits: Limits | None = None, clock: Callable[[], float] = now
+    ) -> None:
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._members = Members(lease_s, self._limits)
+        self._offers: Offers[Prompt[list[bytes]]] = Offers(self._limits)
+        self._totals = _Totals()
+        self._watchers: dict[Feed[WorkerChanges], None] = {}
+        self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
+        self._closed = False
+        self._done: asyncio.Future[None]
+        """One for all that went well: there are many of them."""
+
+    async def start(self) -> None:  # noqa: D102
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self._done.set_result(None)
+
+    async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
+        epoch, changes = self._members.join(card, rejoin, self._clock())
+        self._totals.joined += 1
+        for change in changes:
+            if change.what is Joined.DOWN:
+                self._forget(change.card, refusals.has_restarted(card.worker_id, epoch))
+        self._publish(changes)
+        self._arm(self._members.next_deadline())
+        return epoch
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:  # noqa: D102
+        return self._members.beat(worker_id, epoch, self._clock())
+
+    async def leave(self, worker_id: str, epoch: int) -> None:  # noqa: D102
+        changes = self._members.leave(worker_id, epoch)
+        for change in changes:
+            self._forget(change.card, refusals.has_left(worker_id))
+        self._publish(changes)
+
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
+        return self._members.card(worker_id, epoch)
+
+    async def workers(self) -> list[WorkerCard]:  # noqa: D102
+        return list(self._members.cards())
+
+    async def watch(self) -> Feed[WorkerChanges]:  # noqa: D102
+        feed: Feed[WorkerChanges] = Feed(_WATCH_BACKLOG, lambda: self._watchers.pop(feed, None))
+        feed.put([WorkerChange(Joined.UP, card) for card in self._members.cards()])
+        self._watchers[feed] = None
+        return feed
+
+    def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
+        try:
+            if not self._members.runs(offer.worker_id, offer.epoch):
+                raise self._not_running(offer.worker_id, offer.epoch)
+            self._totals.offered += 1
+            now = self._clock()
+            answers = self._offers.offer(offer, now)
+        except Refused as refused:
+            return _failed(refused)
+        if answers:
+            self._answer(answers)
+        self._arm(now + offer.ttl_s)
+        return self._done
+
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
+        answer: Prompt[list[bytes]] = Prompt(loop=self._loop)
+        try:
+            tickets = self._offers.take(claim)
+            if tickets is None:
+                self._wait(claim, answer)
+            else:
+                answer.set_result(tickets)
+        except Refused as refused:
+            answer.set_exception(refused)
+        return answer
+
+    def _wait(self, claim: Claim, answer: Prompt[list[bytes]]) -> None:
+        if self._closed:
+            raise refusals.closing()
+        now = self._clock()
+        self._offers.wait(claim, answer, now)
+        answer.on_cancel = self._offers.cancel
+        self._arm(now + claim.timeout_s)
+
+    def give_back(self, claim: Claim) -> None:  # noqa: D102
+        self._answer(self._offers.give_back(claim, self._clock(), self._members.runs))
+        self._arm(self._offers.next_deadline())
+
+    def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
+        try:
+            self._members.card(order.worker_id, order.epoch)
+            if not self._orders_of(order.worker_id, order.epoch).put(order):
+                raise refusals.too_many_orders(order.worker_id, self._limits.pending_settles)
+        except Refused as refused:
+            return _failed(refused)
+        self._totals.settle_orders += 1
+        return self._done
+
+    async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
+        self._members.card(worker_id, epoch)
+        last = self._orders_of(worker_id, epoch)
+        queued = last.drain()
+        last.close()
+        feed = self._orders_of(worker_id, epoch)
+        for order in queued:
+            feed.put(order)
+        return feed
+
+    async def status(self) -> CoordinatorStatus:  # noqa: D102
+        return CoordinatorStatus(
+            workers=len(self._members),
+            tickets=self._offers.num_tickets,
+            waiting_claims=self._offers.num_waiting,
+            joined=self._totals.joined,
+            lost_workers=self._totals.lost_workers,
+            offered=self._totals.offered,
+            claimed=self._offers.num_claimed,
+            expired=self._offers.num_expired,
+            settle_orders=self._totals.settle_orders,
+        )
+
+    def health(self) -> StoreHealth:  # noqa: D102
+        return StoreHealth()
+
+    async def close(self) -> None:  # noqa: D102
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = -math.inf  # never again
+        for waiter in self._offers.waiting():
+            self._offers.cancel(waiter)
+            waiter.set_exception(refusals.closing())
+        for watcher in list(self._watchers):
+            watcher.close()
+        for _, feed in list(self._orders.values()):
+            feed.close()
+
+    def tick(self, late_s: float = 0.0) -> None:
+        """Ends what is due by the clock, and was due `late_s` ago."""
+        now = self._clock()
+        changes = self._members.expire(now, late_s)
+        for change in changes:
+            self._totals.lost_workers += 1
+            self._forget(change.card, refusals.stopped_beating(change.card.worker_id))
+        self._publish(changes)
+        self._answer(self._offers.expire(now))
+        if not self._closed:
+            self._timer_due = math.inf
+            self._arm(min(self._members.next_deadline(), self._offers.next_deadline()))
+
+    def _arm(self, due: float) -> None:
+        if due >= self._timer_due:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_later(max(0.0, due - self._clock()), self._wake)
+
+    def _wake(self) -> None:
+        assert self._timer is not None
+        late_s = self._loop.time() - self._timer.when()
+        if late_s > _STALL_S:
+            _log.warning(
+                "this coordinator did not run for seconds=%.1f: workers due get one more beat", late_s
+            )
+        self.tick(late_s)
+
+    def _answer(self, answers: Iterable[Answer[Prompt[list[bytes]]]]) -> None:
+        for waiter, tickets, refused in answers:
+            if refused is None:
+                waiter.set_result(tickets)
+            else:
+                waiter.set_exception(refused)
+
+    def _publish(self, changes: WorkerChanges) -> None:
+        for watcher in list(self._watchers) if changes else ():
+            if not watcher.put(changes):
+                watcher.close(refusals.watch_fell_behind())
+
+    def _forget(self, card: WorkerCard, why: str) -> None:
+        self._offers.drop_worker(card.worker_id, why)
+        if card.worker_id in self._orders:
+            self._orders[card.worker_id][1].close()
+
+    def _orders_of(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
+        known_epoch, known = self._orders.get(worker_id, (0, None))
+        if known is not None and known_epoch == epoch:
+            return known
+
+        def forget() -> None:
+            if self._orders.get(worker_id, (0, None))[1] is feed:
+                del self._orders[worker_id]
+
+        feed: Feed[SettleOrder] = Feed(self._limits.pending_settles, forget)
+        self._orders[worker_id] = (epoch, feed)
+        return feed
+
+    def _not_running(self, worker_id: str, epoch: int) -> Refused:
+        try:
+            running = self._members.card(worker_id, 0).epoch
+        except Refused as unknown:
+            return Refused(Reason.NOT_JOINED, unknown.sentence)
+        return refusals.restarted(worker_id, epoch, running)
+
+
+def _failed(refused: Refused) -> asyncio.Future[None]:
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    failed.set_exception(refused)
+    return failed

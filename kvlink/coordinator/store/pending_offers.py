@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tickets wait for whom. Pure: takes the time as a value, returns which waiting claims are answered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvlink.control.deadlines import Deadlines
+from kvlink.control.limits import Limits
+from kvlink.control.refusal import Refused
+from kvlink.control.values import Claim, Offer
+from kvlink.coordinator.store import refusals
+
+W = TypeVar("W", bound=Hashable)
+
+Answer = tuple[W, list[bytes], Refused | None]
+"""A waiting claim has ended: whose, with these tickets or refused. Tuples, and nothing larger: there are many."""
+
+
+@dataclass(slots=True)
+class _Request(Generic[W]):
+    """Exists while a ticket or a waiter does."""
+
+    ranks: dict[int, Offer] = field(default_factory=dict)
+    tp_size: int = 1
+    num_seats: int = 0
+    """Of the ticket that has most."""
+    served: set[int] = field(default_factory=set)
+    claim_ids: set[bytes] = field(default_factory=set)
+    lasts_until: float = 0.0
+    """No ticket lives longer."""
+    waiters: dict[W, Claim] = field(default_factory=dict)
+    """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """A request whose every reader has claimed."""
+
+    offers: list[Offer]
+    """In rank order."""
+    served: set[int]
+    claim_ids: set[bytes]
+    lasts_until: float
+
+    @property
+    def tickets(self) -> list[bytes]:
+        return [offer.ticket for offer in self.offers]
+
+
+class Offers(Generic[W]):
+    """Tickets by request and rank, waiting claims, and how requests ended (bounded).
+
+    Who waits is told apart by any value that the caller gives.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests: dict[str, _Request[W]] = {}
+        self._by_worker: dict[str, set[tuple[str, int]]] = {}
+        self._tickets: Deadlines[tuple[str, int]] = Deadlines()
+        self._waiting: dict[W, str] = {}
+        self._patience: Deadlines[W] = Deadlines()
+        self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
+        self._claimed: OrderedDict[str, int] = OrderedDict()
+        """Bytes of those of `_ended` that hold tickets."""
+        self._claimed_until: Deadlines[str] = Deadlines()
+        self._ticket_bytes = 0
+        self._claimed_bytes = 0
+        self.num_claimed = 0
+        self.num_expired = 0
+
+    @property
+    def num_tickets(self) -> int:
+        """Offered and neither fully claimed nor expired."""
+        return len(self._tickets)
+
+    @property
+    def num_waiting(self) -> int:
+        """Claims waiting for an offer."""
+        return len(self._waiting)
+
+    def waiting(self) -> list[W]:
+        """Everyone who waits for an offer."""
+        return list(self._waiting)
+
+    def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
+        """Takes a ticket in, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
+        request_id, worker_id, _, ttl_s, rank, tp_size, num_seats, ticket = offer
+        ended = self._ended.get(request_id)
+        if isinstance(ended, _Claimed) and ticket in ended.tickets:
+            return []
+        request = self._requests.get(request_id)
+        if request is None:
+            request = _Request()
+        elif request.ranks and request.tp_size != tp_size:
+            raise refusals.ranks_disagree(offer, request.tp_size)
+        key = request_id, rank
+        owned = self._by_worker.get(worker_id) or set()
+        if len(owned) >= self._limits.tickets_per_worker and key not in owned:
+            raise refusals.too_many_tickets(worker_id, len(owned))
+        before = request.ranks.get(rank)
+        ticket_bytes = self._ticket_bytes + len(ticket) - (len(before.ticket) if before else 0)
+        if ticket_bytes > self._limits.ticket_bytes:
+            raise refusals.too_many_bytes(worker_id, self._limits.ticket_bytes)
+        self._ticket_bytes = ticket_bytes
+        if before is not None and before.worker_id != worker_id:
+            self._disown(before.worker_id, key)
+        if ended is not None:
+            self._remember_no_more(request_id)
+        self._make_room()
+        request.lasts_until = max(request.lasts_until, now + ttl_s)
+        request.tp_size = tp_size
+        request.num_seats = max(request.num_seats, num_seats)
+        request.ranks[rank] = offer
+        answers = self._serve_waiters(request) if request.waiters else []
+        if request.ranks:  # was not given out at once
+            owned.add(key)
+            self._requests[request_id] = request
+            self._by_worker[worker_id] = owned
+            self._tickets.set(key, now + ttl_s)
+        return answers
+
+    def take(self, claim: Claim) -> list[bytes] | None:
+        """The tickets, if every rank has offered. Raises Refused when the request ended unclaimed."""
+        request = self._requests.get(claim.request_id)
+        if request is not None and len(request.ranks) == request.tp_size:
+            return self._serve(request, claim)
+        ended = self._ended.get(claim.request_id)
+        if isinstance(ended, _Claimed):
+            return ended.tickets if claim.claim_id and claim.claim_id in ended.claim_ids else None
+        if ended is not None and request is None:
+            raise Refused(ended.reason, ended.sentence)
+        return None
+
+    def wait(self, claim: Claim, waiter: W, now: float) -> None:
+        """Queues a claim that `take` could not answer. Raises Refused (TOO_MANY)."""
+        if len(self._waiting) >= self._limits.waiting_claims:
+            raise refusals.too_many_claims(len(self._waiting))
+        request = self._requests.get(claim.request_id)
+        if request is None:
+            request = self._requests[claim.request_id] = _Request()
+        request.waiters[waiter] = claim
+        self._waiting[waiter] = claim.request_id
+        self._patience.set(waiter, now + claim.timeout_s)
+
+    def cancel(self, waiter: W) -> None:
+        """The caller of a claim is gone. One that does not wait changes nothing."""
+        request_id = self._waiting.pop(waiter, None)
+        if request_id is not None:
+            self._patience.discard(waiter)
+            request = self._requests[request_id]
+            del request.waiters[waiter]
+            self._prune(request_id, request)
+
+    def give_back(
+        self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
+    ) -> list[Answer[W]]:
+        """The reader of an answered claim did not take the tickets: others may claim them while they last.
+
+        Tickets of workers that do not run under their epoch any more stay claimed.
+        """
+        name = claim.request_id
+        ended = self._ended.get(name)
+        given = ended if isinstance(ended, _Claimed) else self._requests.get(name)
+        if given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids:
+            return []
+        given.served.discard(claim.reader)
+        if claim.claim_id:
+            given.claim_ids.discard(claim.claim_id)
+        if not isinstance(given, _Claimed) or not all(runs(of.worker_id, of.epoch) for of in given.offers):
+            return []
+        self._remember_no_more(name)
+        request = self._requests.setdefault(name, _Request())
+        request.served, request.claim_ids = given.served, given.claim_ids
+        answers: list[Answer[W]] = []
+        try:
+            for offer in given.offers:
+                answers += self.offer(offer._replace(ttl_s=given.lasts_until - now), now)
+        except Refused:  # there is no room for them any more
+            self._prune(name, request)
+        return answers
+
+    def drop_worker(self, worker_id: str, why: str) -> None:
+        """Forgets what a worker offered. Claims keep waiting: its next life may offer the request again."""
+        for request_id, rank in list(self._by_worker.get(worker_id, ())):
+            self._drop(request_id, rank, refusals.gone_with_worker(request_id, why))
+
+    def next_deadline(self) -> float:
+        """`expire` has nothing to do before."""
+        return min(self._tickets.next(), self._patience.next(), self._claimed_until.next())
+
+    def expire(self, now: float) -> list[Answer[W]]:
+        """Drops the tickets that ran out, claimed ones too, then refuses the claims that waited long enough."""
+        for request_id in self._claimed_until.due(now):
+            self._remember_no_more(request_id)
+        for request_id, rank in self._tickets.due(now):
+            offer = self._requests[request_id].ranks[rank]
+            self.num_expired += 1
+            self._drop(request_id, rank, refusals.expired(offer))
+        return [self._give_up(waiter) for waiter in self._patience.due(now)]
+
+    def _serve(self, request: _Request[W], claim: Claim) -> list[bytes]:
+        request_id, _, reader, num_readers, claim_id = claim
+        ranks = request.ranks
+        offers = [ranks[rank] for rank in range(request.tp_size)]
+        tickets = [offer.ticket for offer in offers]
+        request.served.add(reader)
+        request.claim_ids.add(claim_id)
+        self.num_claimed += 1
+        if num_readers <= len(request.served) >= request.num_seats:
+            num_bytes = sum(map(len, tickets))
+            claimed = _Claimed(offers, request.served, request.claim_ids, request.lasts_until)
+            self._end(request_id, claimed)
+            self._claimed[request_id] = num_bytes
+            self._claimed_bytes += num_bytes
+            self._claimed_until.set(request_id, request.lasts_until)
+            self._forget(ranks.values())
+            self._make_room()
+            ranks.clear()
+            self._prune(request_id, request)
+        return tickets
+
+    def _serve_waiters(self, request: _Request[W]) -> list[Answer[W]]:
+        answers: list[Answer[W]] = []
+        while request.waiters and len(request.ranks) == request.tp_size:
+            waiter, claim = request.waiters.popitem()
+            del self._waiting[waiter]
+            self._patience.discard(waiter)
+            answers.append((waiter, self._serve(request, claim), None))
+        return answers
+
+    def _drop(self, request_id: str, rank: int, why: Refused) -> None:
+        request = self._requests[request_id]
+        self._forget([request.ranks.pop(rank)])
+        self._end(request_id, why)
+        self._prune(request_id, request)
+
+    def _end(self, request_id: str, how: _Claimed | Refused) -> None:
+        self._remember_no_more(request_id)
+        self._ended[request_id] = how
+        if len(self._ended) > self._limits.remembered_requests:
+            self._remember_no_more(next(iter(self._ended)))
+
+    def _remember_no_more(self, request_id: str) -> None:
+        if isinstance(self._ended.pop(request_id, None), _Claimed):
+            self._claimed_bytes -= self._claimed.pop(request_id)
+            self._claimed_until.discard(request_id)
+
+    def _make_room(self) -> None:
+        """Claimed tickets are kept for claims that are sent again. They give way to those that nobody has yet."""
+        most = min(self._limits.ticket_bytes // 4, self._limits.ticket_bytes - self._ticket_bytes)
+        while self._claimed_bytes > most:
+            self._remember_no_more(next(iter(self._claimed)))
+
+    def _forget(self, offers: Iterable[Offer]) -> None:
+        for request_id, worker_id, _, _, rank, _, _, ticket in offers:
+            self._ticket_bytes -= len(ticket)
+            self._tickets.discard((request_id, rank))
+            self._disown(worker_id, (request_id, rank))
+
+    def _prune(self, request_id: str, request: _Request[W]) -> None:
+        if request.ranks:
+            return
+        if request.waiters:
+            request.served, request.claim_ids, request.num_seats, request.lasts_until = set(), set(), 0, 0.0
+        else:
+            self._requests.pop(request_id, None)
+
+    def _disown(self, worker_id: str, key: tuple[str, int]) -> None:
+        owned = self._by_worker.get(worker_id)
+        if owned is not None:
+            owned.discard(key)
+            if not owned:
+                del self._by_worker[worker_id]
+
+    def _give_up(self, waiter: W) -> Answer[W]:
+        request = self._requests[self._waiting[waiter]]
+        claim = request.waiters[waiter]
+        offered, tp_size = len(request.ranks), request.tp_size
+        self.cancel(waiter)
+        return waiter, [], refusals.in_vain(claim, offered, tp_size)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One store a tenant: what a tenant has is nowhere that another could look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvlink.control.refusal import Reason, Refused
+from kvlink.control.rpc.eager_future import Prompt, prompt
+from kvlink.control.rpc.feed import Feed
+from kvlink.control.security import Role, Security, caller
+from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
+from kvlink.coordinator.store import Store
+from kvlink.types import WorkerCard
+
+_MAX_TENANTS = 1_024
+
+
+def stores(make: Callable[[str], Store], security: Security) -> Store:
+    """One a tenant under TLS; without it nobody knows who calls, and all share one."""
+    return TenantStores(make) if security.keyring else make("")
+
+
+async def by_tenant(store: Store) -> dict[str, list[WorkerCard]]:
+    """Everyone who is joined and in the caller's sight; of tenant "" where nobody knows who calls."""
+    return await store.by_tenant() if isinstance(store, TenantStores) else {"": await store.workers()}
+
+
+class TenantStores:
+    """A `Store` that is the calling tenant's. For observers of all tenants, and for this process, they are one.
+
+    `make(tenant)` gives a tenant its store when it first calls.
+    """
+
+    def __init__(self, make: Callable[[str], Store]) -> None:
+        self._make = make
+        self._stores: dict[str, asyncio.Task[Store]] = {}
+
+    async def start(self) -> None:  # noqa: D102
+        pass
+
+    async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
+        return await (await self._here()).join(card, rejoin)
+
+    async def beat(self, worker_id: str, epoch: int) -> bool:  # noqa: D102
+        return await (await self._here()).beat(worker_id, epoch)
+
+    async def leave(self, worker_id: str, epoch: int) -> None:  # noqa: D102
+        await (await self._here()).leave(worker_id, epoch)
+
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
+        return _shown(await (await self._here()).worker(worker_id, epoch))
+
+    async def workers(self) -> list[WorkerCard]:  # noqa: D102
+        return [card for cards in (await self.by_tenant()).values() for card in cards]
+
+    async def by_tenant(self) -> dict[str, list[WorkerCard]]:
+        """As `workers`."""
+        return {
+            tenant: [_shown(card) for card in await store.workers()]
+            for tenant, store in (await self._in_sight()).items()
+        }
+
+    async def watch(self) -> Feed[WorkerChanges]:  # noqa: D102
+        return await (await self._here()).watch()
+
+    def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
+        here = self._opening()
+        return here.result().offer(offer) if here.done() else asyncio.ensure_future(_offer_at(here, offer))
+
+    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
+        here = self._opening()
+        return here.result().claim(claim) if here.done() else prompt(_claim_at(here, claim))
+
+    def give_back(self, claim: Claim) -> None:  # noqa: D102
+        self._opened()[caller().tenant].give_back(claim)
+
+    def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
+        here = self._opening()
+        return here.result().settle(order) if here.done() else asyncio.ensure_future(_settle_at(here, order))
+
+    async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
+        return await (await self._here()).orders(worker_id, epoch)
+
+    async def status(self) -> CoordinatorStatus:  # noqa: D102
+        rows = [await store.status() for store in (await self._in_sight()).values()]
+        return CoordinatorStatus._make(map(sum, zip(CoordinatorStatus(), *rows, strict=True)))
+
+    def health(self) -> StoreHealth:  # noqa: D102
+        return StoreHealth.worst(store.health() for store in self._opened().values())
+
+    async def close(self) -> None:  # noqa: D102
+        for opening in self._stores.values():
+            opening.cancel()
+        for store in await asyncio.gather(*self._stores.values(), return_exceptions=True):
+            if not isinstance(store, BaseException):
+                await store.close()
+
+    async def _here(self) -> Store:
+        return await asyncio.shield(self._opening())
+
+    def _opening(self) -> asyncio.Task[Store]:
+        """The calling tenant's store. One that could not be started is tried again."""
+        tenant = caller().tenant
+        if caller().sees_all:
+            raise Refused(Reason.DENIED, "this call is about one tenant, and you are of none")
+        opening = self._stores.get(tenant)
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
+            if opening is None and len(self._stores) >= _MAX_TENANTS:
+                raise Refused(Reason.TOO_MANY, f"{_MAX_TENANTS} tenants are here, which is the limit")
+            opening = self._stores[tenant] = asyncio.ensure_future(_started(self._make(tenant)))
+        return opening
+
+    async def _in_sight(self) -> dict[str, Store]:
+        if not caller().sees_all:
+            return {caller().tenant: await self._here()}
+        return self._opened()
+
+    def _opened(self) -> dict[str, Store]:
+        opened = [(name, each) for name, each in self._stores.items() if each.done() and not each.cancelled()]
+        return {name: each.result() for name, each in opened if not each.exception()}
+
+
+async def _started(store: Store) -> Store:
+    await store.start()
+    return store
+
+
+async def _offer_at(here: asyncio.Task[Store], offer: Offer) -> None:
+    await (await asyncio.shield(here)).offer(offer)
+
+
+async def _claim_at(here: asyncio.Task[Store], claim: Claim) -> list[bytes]:
+    return await (await asyncio.shield(here)).claim(claim)
+
+
+async def _settle_at(here: asyncio.Task[Store], order: SettleOrder) -> None:
+    await (await asyncio.shield(here)).settle(order)
+
+
+def _shown(card: WorkerCard) -> WorkerCard:
+    """Observers get no keys."""
+    if caller().role is Role.WORKER:
+        return card
+    bare = [replace(each, address=b"", pool_keys=(), lease_keys=()) for each in card.transports]
+    return replace(card, transports=tuple(bare))

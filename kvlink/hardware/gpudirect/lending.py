@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects the facts of a range, decides, and exports the dma-buf. Talks to CUDA through a Driver only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from kvlink.config import Way
+from kvlink.errors import TransportUnavailable
+from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
+from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Ordering
+from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
+
+
+def allocations(driver: Driver, address: int, num_bytes: int) -> tuple[tuple[Allocation, ...], bool]:
+    """The allocations behind a range in order of address, and whether they cover it without a hole."""
+    found: list[Allocation] = []
+    cursor = address
+    while cursor < address + num_bytes:
+        here = driver.allocation(cursor)
+        if here is None or here.base + here.num_bytes <= cursor:
+            return tuple(found), False
+        found.append(here)
+        cursor = here.base + here.num_bytes
+    return tuple(found), True
+
+
+def inspect(
+    driver: Driver, address: int, num_bytes: int, nic_refuses_dma_buf: str = "", root: Path = Path("/")
+) -> tuple[Facts, Gpu, tuple[Allocation, ...]]:
+    """Collects the facts of a range. Raises TransportUnavailable for addresses that CUDA does not know."""
+    behind, mapped = allocations(driver, address, num_bytes)
+    if not behind:
+        raise TransportUnavailable(
+            f"CUDA knows no memory at {address:#x}", "lend a CUDA tensor that is alive"
+        )
+    gpu = driver.gpu(behind[0].device)
+    facts = Facts(
+        num_bytes=num_bytes,
+        kind=behind[0].kind,
+        num_allocations=len(behind),
+        num_devices=len({each.device for each in behind}),
+        mapped=mapped,
+        rdma_capable=all(each.rdma_capable for each in behind),
+        gpu_rdma=gpu.rdma,
+        gpu_dma_buf=gpu.dma_buf,
+        kernel=kernel_version(root),
+        nic_refuses_dma_buf=nic_refuses_dma_buf,
+        peermem=bool(peermem_module(root)),
+        bar1_bytes=None if gpu.coherent else bar1_bytes(root, gpu.bus_id),
+    )
+    return facts, gpu, behind
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a range of GPU memory is: its device, and the allocations behind it in order of address."""
+
+    gpu: Gpu
+    allocations: tuple[Allocation, ...]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        kinds = ",".join(dict.fromkeys(each.kind.value for each in self.allocations))
+        first, last = self.allocations[0], self.allocations[-1]
+        return (
+            f"device=cuda:{self.gpu.ordinal} pci={self.gpu.bus_id} memory={kinds!r} "
+            f"allocations={len(self.allocations)} range={first.base:#x}-{last.base + last.num_bytes:#x} "
+            f"granularity={first.granularity}"
+        )
+
+
+def placed(driver: Driver, address: int, num_bytes: int) -> Placement:
+    """Where a range is. Raises TransportUnavailable for addresses that CUDA does not know."""
+    _, gpu, behind = inspect(driver, address, num_bytes)
+    return Placement(gpu, behind)
+
+
+class Lent:
+    """A range as `lend` prepared it. Register it as `decision.way` says, then close this.
+
+    dma-buf: ibv_reg_dmabuf_mr(pd, `offset`, num_bytes, address, `fd`, …). peermem: ibv_reg_mr on the device address.
+    `fd` is -1 unless the way is dma-buf. The kernel keeps its own reference from the registration on.
+    """
+
+    def __init__(self, driver: Driver, gpu: Gpu, decision: Decision, fd: int, offset: int) -> None:
+        self.decision = decision
+        self.gpu = gpu
+        self.fd = fd
+        self.offset = offset
+        self._driver = driver
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the descriptor. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def needs_flush(self, scope: Ordering = Ordering.OWNER) -> bool:
+        """False: the GPU orders the writes itself, they do not go to the GPU, or (GPUs that offer no flush) only work
+        launched from now on sees them.
+        """
+        return self.decision.way is not Way.BOUNCE and self.gpu.ordering < scope and self.gpu.flush_from_host
+
+    def flush_writes(self, scope: Ordering = Ordering.OWNER) -> bool:
+        """Makes landed bytes visible to kernels that already run. Call once a batch, after its completions.
+
+        False: nothing to do, see needs_flush.
+        """
+        if not self.needs_flush(scope):
+            return False
+        self._driver.flush(self.gpu.ordinal, scope)
+        return True
+
+
+def lend(
+    driver: Driver,
+    address: int,
+    num_bytes: int,
+    *,
+    allowed: Sequence[Way] = tuple(Way),
+    nic_refuses_dma_buf: str = "",
+    pcie: bool = False,
+    root: Path = Path("/"),
+) -> Lent:
+    """Prepares [address, address + num_bytes) for a NIC. Lend again when physical memory behind it changes.
+
+    pcie: on coherent GPUs, asks for the mapping through BAR1 rather than through the CPU; a NIC must use one
+    of them only, because they are not ordered against each other.
+    Raises TransportUnavailable when no allowed way works.
+    """
+    facts, gpu, behind = inspect(driver, address, num_bytes, nic_refuses_dma_buf, root)
+    decision = decide(facts, allowed)
+    fd, offset = -1, 0
+    if decision.way is Way.DMA_BUF:
+        base, length = whole_pages(address, num_bytes)
+        fd, offset = driver.export(gpu.ordinal, base, length, pcie and gpu.coherent), address - base
+    lent = Lent(driver, gpu, decision, fd, offset)
+    if decision.way is not Way.BOUNCE:
+        try:
+            for allocation in behind:
+                driver.sync_memops(allocation)
+        except BaseException:
+            lent.close()
+            raise
+    return lent
+
+
+def whole_pages(
+    address: int, num_bytes: int, page_bytes: int = os.sysconf("SC_PAGE_SIZE")
+) -> tuple[int, int]:
+    """The smallest run of whole host pages around a range: (address, bytes). CUDA exports nothing finer."""
+    base = address & -page_bytes
+    return base, (address + num_bytes + page_bytes - 1 & -page_bytes) - base

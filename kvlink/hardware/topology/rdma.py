@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RDMA devices, their ports and GIDs. What only a driver can say (MTU, limits) is in `kvlink.hardware.device_caps`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+
+from kvlink.hardware.sysfs import names, numbered, read, read_int
+from kvlink.hardware.topology import pci
+from kvlink.hardware.topology.pci import PciDevice
+
+DEVICES = "sys/class/infiniband"
+
+
+class LinkLayer(Enum):
+    """What a port is cabled to. Ports of different layers cannot reach each other."""
+
+    INFINIBAND = "InfiniBand"
+    ETHERNET = "Ethernet"
+    UNKNOWN = "Unknown"
+    """Neither, such as EFA."""
+
+
+class GidType(Enum):
+    """How packets that use a GID are framed, in the kernel's words."""
+
+    IB_OR_ROCE_V1 = "IB/RoCE v1"
+    ROCE_V2 = "RoCE v2"
+    UNKNOWN = ""
+
+
+class PortState(Enum):
+    """The kernel's number. Only ACTIVE carries data."""
+
+    UNKNOWN = 0
+    DOWN = 1
+    INIT = 2
+    ARMED = 3
+    ACTIVE = 4
+    ACTIVE_DEFER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One address of a port."""
+
+    index: int
+    value: str
+    """Eight groups of four hex digits, as the kernel writes it."""
+    kind: GidType
+    netdev: str
+    """The network interface it belongs to; "" on InfiniBand, or when that is in another network namespace."""
+
+    @property
+    def address(self) -> IPv4Address | IPv6Address:
+        """The IP address that a RoCE GID is; an IPv4-mapped one as IPv4."""
+        address = IPv6Address(self.value)
+        return address.ipv4_mapped or address
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """One port of a device."""
+
+    number: int
+    state: PortState
+    phys_state: str
+    """LinkUp, Polling, Disabled…"""
+    link_layer: LinkLayer
+    rate_gbps: float
+    """Gb/s of all lanes; 0: unknown."""
+    lid: int
+    """Address within an InfiniBand subnet; 0 on Ethernet."""
+    gids: tuple[Gid, ...]
+    """All that are set, by index."""
+    netdev: str
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaDevice:
+    """One RDMA device as verbs names it."""
+
+    name: str
+    pci: PciDevice | None
+    """None: a soft device (rxe, siw)."""
+    node_guid: str
+    firmware: str
+    hca_type: str
+    is_iwarp: bool
+    ports: tuple[RdmaPort, ...]
+
+
+def devices(root: Path, only_node: int | None, gids: bool = True) -> tuple[RdmaDevice, ...]:
+    """Every device in human order of its name; without `gids` its ports seem to have none."""
+    return tuple(_device(root, name, only_node, gids) for name in names(root, DEVICES))
+
+
+def _device(root: Path, name: str, only_node: int | None, with_gids: bool) -> RdmaDevice:
+    at = f"{DEVICES}/{name}"
+    # Only soft devices have `parent`, the interface they ride on; that one's card is not theirs.
+    upper = read(root, f"{at}/parent")
+    return RdmaDevice(
+        name=name,
+        pci=None if upper else pci.device(root, f"{at}/device", only_node),
+        node_guid=read(root, f"{at}/node_guid"),
+        firmware=read(root, f"{at}/fw_ver"),
+        hca_type=read(root, f"{at}/hca_type"),
+        is_iwarp=read(root, f"{at}/node_type").endswith("RNIC"),
+        ports=tuple(_port(root, at, number, upper, with_gids) for number in numbered(root, f"{at}/ports")),
+    )
+
+
+def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> RdmaPort:
+    at = f"{device}/ports/{number}"
+    indices = numbered(root, f"{at}/gids") if with_gids else []
+    gids = tuple(gid for index in indices if (gid := _gid(root, at, index)))
+    behind = next((gid.netdev for gid in gids if gid.netdev), "")
+    return RdmaPort(
+        number=number,
+        state=_state(read(root, f"{at}/state")),
+        phys_state=read(root, f"{at}/phys_state").partition(": ")[2],
+        link_layer=_link_layer(read(root, f"{at}/link_layer")),
+        rate_gbps=_rate(read(root, f"{at}/rate")),
+        lid=read_int(root, f"{at}/lid") or 0,
+        gids=gids,
+        netdev=behind or upper or _netdev_of(root, device, number),
+    )
+
+
+def _gid(root: Path, port: str, index: int) -> Gid | None:
+    value = read(root, f"{port}/gids/{index}")
+    if not value.strip("0:") or not _is_address(value):
+        return None
+    kind = read(root, f"{port}/gid_attrs/types/{index}")
+    return Gid(
+        index=index,
+        value=value,
+        kind=next((known for known in GidType if known.value == kind), GidType.UNKNOWN),
+        netdev=read(root, f"{port}/gid_attrs/ndevs/{index}"),
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _netdev_of(root: Path, device: str, port: int) -> str:
+    """The card's network interface with this port's number: for a port without a GID, which is one that is down."""
+    interfaces = names(root, f"{device}/device/net")
+    numbers = [(name, read_int(root, f"{device}/device/net/{name}/dev_port")) for name in interfaces]
+    return next((name for name, number in numbers if number == port - 1), "")
+
+
+def _state(text: str) -> PortState:
+    number = text.partition(":")[0]
+    known = {str(state.value): state for state in PortState}
+    return known.get(number, PortState.UNKNOWN)
+
+
+def _link_layer(text: str) -> LinkLayer:
+    return next((layer for layer in LinkLayer if layer.value == text), LinkLayer.UNKNOWN)
+
+
+def _rate(text: str) -> float:
+    """400 of "400 Gb/sec (4X NDR)"."""
+    match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
+    return float(match[1]) if match else 0.0

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of Prometheus's families out of kvlink's counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from kvlink.durations import BOUNDS_S, Durations
+
+_F = TypeVar("_F", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
+
+Labels = dict[str, str]
+
+
+@dataclass(slots=True)
+class Families:
+    """Families in the order in which they were first added to; `meaning` is the HELP of the first addition."""
+
+    _families: dict[str, Metric] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._families.values())
+
+    def count(self, name: str, meaning: str, value: float, labels: Labels) -> None:
+        """A counter; `name` ends in _total."""
+        self._family(CounterMetricFamily, name, meaning, labels).add_metric(tuple(labels.values()), value)
+
+    def gauge(self, name: str, meaning: str, value: float, labels: Labels) -> None:
+        """What is now."""
+        self._family(GaugeMetricFamily, name, meaning, labels).add_metric(tuple(labels.values()), value)
+
+    def histogram(
+        self, name: str, meaning: str, durations: Durations, labels: Labels, *, coarse: bool = False
+    ) -> None:
+        """In seconds. `coarse`: every second bound only, where there is a histogram a peer."""
+        family = self._family(HistogramMetricFamily, name, meaning, labels)
+        buckets = _cumulative(durations.buckets, 2 if coarse else 1)
+        family.add_metric(tuple(labels.values()), buckets, durations.sum_ns / 1e9)
+
+    def _family(self, kind: type[_F], name: str, meaning: str, labels: Labels) -> _F:
+        family = self._families.get(name)
+        if not isinstance(family, kind):
+            family = self._families[name] = kind(name, meaning, labels=tuple(labels))
+        return family
+
+
+def _cumulative(buckets: Sequence[int], step: int) -> list[tuple[str, int]]:
+    below = list(itertools.accumulate(buckets))
+    bounded = [(f"{bound:.6g}", count) for bound, count in zip(BOUNDS_S, below, strict=False)]
+    return [*bounded[step - 1 :: step], ("+Inf", below[-1])]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's metrics, read from its counters when scraped. Names that vLLM's connector has, too, mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvlink.durations import Durations
+from kvlink.errors import KVLinkError
+from kvlink.monitoring.metrics.families import Families
+from kvlink.monitoring.worker_stats import Counted, Link, WorkerFigures
+
+_PHASE = "Time of one phase; plan, read, validate and settle of valid transfers, by transport."
+_PHASES = ("plan", "read", "validate", "settle")
+
+
+class WorkerCollector(Collector):
+    """For `CollectorRegistry.register`. A worker of the process before a fork is left out."""
+
+    def __init__(self, workers: Sequence[Counted]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterable[Metric]:
+        """One scrape."""
+        families = Families()
+        for worker in self._workers:
+            try:
+                figures = worker.figures()
+            except KVLinkError:
+                continue
+            _add_leases(families, figures)
+            _add_phases(families, figures)
+            _add_starts(families, figures)
+            _add_ports(families, figures)
+            for link in figures.links:
+                _add_link(families, link, figures.worker_id)
+        return families
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are known to be free."""
+        return ()
+
+
+def _add_leases(families: Families, figures: WorkerFigures) -> None:
+    worker, leases = {"worker": figures.worker_id}, figures.leases
+    gauges = {
+        "active_leases": ("Offers whose blocks are pinned for their readers.", leases.active),
+        "oldest_lease_seconds": ("Age of the oldest of them.", leases.oldest_s),
+        "lease_slots": ("Readers that can hold offers at one time.", figures.lease_slots),
+        "pinned_blocks": ("Blocks of live offers.", figures.pinned_blocks),
+        "pool_blocks": ("Blocks of the pool.", figures.pool_blocks),
+        "pool_bytes": ("Bytes of the pool.", figures.pool_bytes),
+    }
+    counters = {
+        "granted_leases_total": ("Offers made.", leases.granted),
+        "settled_leases_total": ("Offers that all their readers settled.", leases.settled),
+        "expired_leases_total": ("Offers that nobody fetched within their lease.", leases.expired),
+        "aborted_leases_total": ("Offers withdrawn.", leases.aborted),
+        "fenced_readers_total": ("Readers cut off because their lease expired.", leases.fenced_readers),
+    }
+    for name, (meaning, value) in gauges.items():
+        families.gauge(f"kvlink_{name}", meaning, value, worker)
+    for name, (meaning, count) in counters.items():
+        families.count(f"kvlink_{name}", meaning, count, worker)
+    if figures.joined is not None:
+        families.gauge("kvlink_joined", "1: the coordinator knows this worker.", figures.joined, worker)
+        families.count("kvlink_rejoins_total", "Coordinator lost and found.", figures.rejoins, worker)
+
+
+def _add_starts(families: Families, figures: WorkerFigures) -> None:
+    worker = {"worker": figures.worker_id}
+    retries = "Connects to an owner that were tried again."
+    families.count("kvlink_connect_retries_total", retries, figures.connect_retries, worker)
+    restarts = "Pulls that began again on a new connection because theirs was cut."
+    families.count("kvlink_restarted_pulls_total", restarts, figures.restarts, worker)
+    for reason, number in figures.failed_starts.items():
+        unstarted = "Pulls that failed before any transfer started: claim or connect."
+        families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})
+
+
+def _add_ports(families: Families, figures: WorkerFigures) -> None:
+    for port in figures.ports:
+        labels = {"worker": figures.worker_id, "nic": port.name}
+        families.gauge("kvlink_nic_away", "1: its device is gone, and looked for.", bool(port.away), labels)
+        families.count(
+            "kvlink_nic_losses_total", "Times its device was removed or failed.", port.times_away, labels
+        )
+
+
+def _add_phases(families: Families, figures: WorkerFigures) -> None:
+    alone = {"offer": figures.offers, "claim": figures.claims, "connect": figures.connects}
+    rows = {("", phase): durations for phase, durations in alone.items()}
+    for link in figures.links:
+        for phase in _PHASES:
+            key = (link.path.transport, phase)
+            rows[key] = rows.get(key, Durations()).plus(getattr(link.counts, phase))
+    for (transport, phase), durations in rows.items():
+        labels = {"worker": figures.worker_id, "transport": transport, "phase": phase}
+        families.histogram("kvlink_phase_seconds", _PHASE, durations, labels)
+
+
+def _add_link(families: Families, link: Link, worker: str) -> None:
+    labels = {"worker": worker, "peer": link.path.worker_id, "transport": link.path.transport}
+    counts = link.counts
+    whole = "Transfer from one owner: call until all of it was valid (and settled)."
+    families.histogram("kvlink_transfer_seconds", whole, counts.total, labels, coarse=True)
+    for name, meaning, number in (
+        ("received_bytes", "Valid bytes.", counts.num_bytes),
+        ("read_operations", "Reads that blocks were merged into.", counts.num_ops),
+        ("read_descriptors", "Pieces of memory that reads were scattered to.", counts.num_segments),
+        (
+            "retried_steps",
+            "Steps of transfers that a lane gave back and that were done again.",
+            counts.redone,
+        ),
+        ("unsettled_transfers", "Valid, but the owner was not told one-sidedly.", counts.unsettled),
+        ("stale_reads", "Reads that validation caught: dropped.", counts.failed.get("StaleBlocks", 0)),
+    ):
+        families.count(f"kvlink_{name}_total", meaning, number, labels)
+    for reason, number in counts.failed.items():
+        failed = "Transfers that failed: no byte of them was used."
+        families.count("kvlink_failed_transfers_total", failed, number, {**labels, "reason": reason})
+    families.gauge("kvlink_queued_transfers", "Queued or under way at lanes, now.", link.queued, labels)
+    families.gauge("kvlink_connected", "1: connected to this owner.", link.connected, labels)

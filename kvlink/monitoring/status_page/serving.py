@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator's HTTP server. Needs aiohttp and prometheus_client; lives on the coordinator's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+from aiohttp import web
+
+from kvlink.coordinator.coordinator import Coordinator
+from kvlink.errors import ConfigError
+from kvlink.monitoring.fleet_view import plain
+from kvlink.monitoring.metrics.coordinator import exposition
+from kvlink.monitoring.status_page.complaints import request_log
+from kvlink.monitoring.status_page.visitors import Visitors
+
+_PAGE = Path(__file__).with_name("page.html")
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FRESH_S = 1.0
+_NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+@asynccontextmanager
+async def showing(coordinator: Coordinator, host: str, port: int) -> AsyncIterator[str]:
+    """Serves until left; yields the URL. Raises ConfigError when the port cannot be had."""
+    application = _application(coordinator)
+    runner = web.AppRunner(application, access_log=None, logger=request_log(), shutdown_timeout=1.0)
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        with (
+            closing(Visitors(runner.server)) as visitors,
+            closing(await _listen(visitors, host, port)) as listening,
+        ):
+            yield _url(host, listening)
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(visitors: Visitors, host: str, port: int) -> asyncio.Server:
+    try:
+        return await asyncio.get_running_loop().create_server(visitors, host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"the status page cannot listen on {host}:{port}: {error.strerror}; give another --http-port"
+        ) from error
+
+
+def _url(host: str, listening: asyncio.Server) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.sockets[0].getsockname()[1]}"
+
+
+def _application(coordinator: Coordinator) -> web.Application:
+    page = _PAGE.read_text(encoding="utf-8")
+    headers = {**_NO_STORE, "Content-Security-Policy": policy(page), "Referrer-Policy": "no-referrer"}
+
+    async def show(_: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html", headers=headers)
+
+    figures_now = Figures(coordinator)
+
+    async def figures(_: web.Request) -> web.Response:
+        return web.Response(text=await figures_now.text(), content_type="application/json", headers=_NO_STORE)
+
+    async def metrics(_: web.Request) -> web.Response:
+        text = exposition(await coordinator.status(), coordinator.counts, coordinator.readiness.health())
+        return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
+
+    async def ready(_: web.Request) -> web.Response:
+        why = coordinator.readiness.why_not()
+        return web.Response(text=f"{why or 'ready'}\n", status=503 if why else 200, headers=_NO_STORE)
+
+    app = web.Application(client_max_size=1024)
+    shown = {"/": show, "/figures.json": figures, "/metrics": metrics, "/ready": ready}
+    app.add_routes(web.get(path, answer) for path, answer in shown.items())
+    return app
+
+
+class Figures:
+    """However many look, and however large the fleet: made once a second at most, beside the event loop."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = asyncio.Lock()
+        self._text = ""
+        self._made = -math.inf
+
+    async def text(self) -> str:
+        """JSON."""
+        async with self._lock:
+            if time.monotonic() - self._made >= _FRESH_S:
+                shown = await self._coordinator.status(), await self._coordinator.overview()
+                self._text = await asyncio.to_thread(lambda: json.dumps(plain(*shown)))
+                self._made = time.monotonic()
+            return self._text
+
+
+def policy(page: str) -> str:
+    """The page's own script and style run, nothing else does: not even what slipped through escaping."""
+    script, style = (_hashes(page, tag) for tag in ("script", "style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hashes(page: str, tag: str) -> str:
+    inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

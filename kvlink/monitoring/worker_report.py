@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker tells its coordinator with each beat: the figures, bounded, with percentiles since the last time."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from kvlink.control.overview import MAX_LINKS, MAX_REASONS, FailureCount, LinkReport, WorkerReport
+from kvlink.durations import Durations
+from kvlink.errors import KVLinkError
+from kvlink.monitoring.worker_stats import Counted, Link, WorkerFigures
+from kvlink.transfer.path_stats import Path
+
+_log = logging.getLogger("kvlink.worker")
+
+
+class Reporter:
+    """Call it once a beat, on one thread."""
+
+    def __init__(self, worker: Counted) -> None:
+        self._worker = worker
+        self._last: dict[Path, Durations] = {}
+
+    def __call__(self) -> WorkerReport | None:
+        """None when the worker cannot say: it is closing. Raises nothing, as the beat must go out."""
+        try:
+            figures = self._worker.figures()
+        except KVLinkError:
+            return None
+        except Exception:
+            _log.exception("no figures for the coordinator")
+            return None
+        report = _report(figures, self._last)
+        self._last = {link.path: link.counts.total for link in figures.links}
+        return report
+
+
+def _report(figures: WorkerFigures, last: dict[Path, Durations]) -> WorkerReport:
+    leases = figures.leases
+    order = sorted(figures.links, key=lambda link: (link.connected, link.counts.num_bytes), reverse=True)
+    failures = Counter(figures.failed_starts)
+    for link in figures.links:
+        failures.update(link.counts.failed)
+    return WorkerReport(
+        active_leases=leases.active,
+        oldest_lease_s=leases.oldest_s,
+        lease_slots=figures.lease_slots,
+        pinned_blocks=figures.pinned_blocks,
+        pool_blocks=figures.pool_blocks,
+        granted=leases.granted,
+        settled=leases.settled,
+        expired=leases.expired,
+        aborted=leases.aborted,
+        fenced_readers=leases.fenced_readers,
+        num_links=len(figures.links),
+        links=tuple(_link(link, last.get(link.path, Durations())) for link in order[:MAX_LINKS]),
+        failures=tuple(FailureCount(*row) for row in failures.most_common(MAX_REASONS)),
+        transfers=sum(link.counts.valid for link in figures.links),
+        received_bytes=sum(link.counts.num_bytes for link in figures.links),
+    )
+
+
+def _link(link: Link, before: Durations) -> LinkReport:
+    counts, recent = link.counts, link.counts.total.since(before)
+    return LinkReport(
+        *link.path,
+        connected=link.connected,
+        queued=link.queued,
+        transfers=counts.valid,
+        bytes=counts.num_bytes,
+        failed=sum(counts.failed.values()),
+        stale=counts.failed.get("StaleBlocks", 0),
+        p50_s=recent.quantile_s(0.5),
+        p99_s=recent.quantile_s(0.99),
+    )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pull should cost: start-up + operations + bytes. One shape for every transport, fitted as pulls happen."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time of a pull = start_us + num_ops * op_ns / 1000 + bytes / rate. `gib_per_s` is in 2^30 bytes."""
+
+    start_us: float
+    op_ns: float
+    gib_per_s: float
+
+    def predict_us(self, num_ops: int, num_bytes: int) -> float:
+        """Microseconds from pull() to settled."""
+        return self.start_us + num_ops * self.op_ns / 1000 + num_bytes / (self.gib_per_s * 2**30) * 1e6
+
+
+# First guesses until this peer's own pulls say better; medians of `kvlink bench pull` on a 2-core cloud machine.
+PRIORS = {
+    "loopback": Cost(3, 40, 10),
+    "shm": Cost(3, 40, 10),
+    "cma": Cost(5, 100, 5),
+    "tcp": Cost(35, 100, 3),
+    "verbs": Cost(16, 80, 45.6),  # these two assumed, as csrc/staging/device_staging.cc has them
+    "cuda": Cost(15, 2, 300),
+}
+
+
+@dataclass(slots=True)
+class FittedCost:
+    """A prior whose rate follows the pulls seen. Any thread; a sample lost to a race is harmless."""
+
+    prior: Cost
+    _ratios: dict[int, deque[float]] = field(default_factory=dict)
+    """By size: small pulls miss the prior by other factors than large ones."""
+
+    def predict_us(self, num_ops: int, num_bytes: int) -> float:
+        """The prior, scaled by the median of measured / predicted over the last pulls of the nearest size."""
+        size = num_bytes.bit_length()
+        nearest = min([*self._ratios], key=lambda seen: abs(seen - size), default=None)
+        ratios = sorted(self._ratios[nearest]) if nearest is not None else [1.0]
+        return self.prior.predict_us(num_ops, num_bytes) * ratios[len(ratios) // 2]
+
+    def learn(self, num_ops: int, num_bytes: int, measured_us: float) -> None:
+        """Adds one finished pull."""
+        ratios = self._ratios.setdefault(num_bytes.bit_length(), deque(maxlen=32))
+        ratios.append(measured_us / self.prior.predict_us(num_ops, num_bytes))

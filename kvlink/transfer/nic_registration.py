@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NICs are given of a pool: the ports near it, and for the memory of a GPU the way that reaches it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from kvlink import _core
+from kvlink.config import Way, WorkerConfig, parse_ways
+from kvlink.errors import TransportUnavailable
+from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, Lent, lend
+from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
+from kvlink.transfer.pool import BlockPool, Region
+
+_log = logging.getLogger("kvlink.loan")
+
+_OUT_OF_REACH = "NICs do not reach this GPU memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """`refused` says why no NIC may have the pool; empty: they may. Of a GPU each region has a `lent`, then the staging
+    buffer, if there is one."""
+
+    ports: Sequence[tuple[str, int]] = ()
+    """As csrc/transport_api/transport.h takes them, with their Mb/s, best first."""
+    left_out: tuple[RefusedNic, ...] = ()
+    lent: tuple[Lent, ...] = ()
+    refused: str = ""
+    bounced: str = ""
+    """Why NICs do not reach the pool, which is on a GPU: what they read into it is staged in host memory."""
+
+    @property
+    def by_dma_buf(self) -> bool:
+        """Whether the NIC's driver may still refuse a descriptor."""
+        return any(each.decision.way is Way.DMA_BUF for each in self.lent)
+
+    @property
+    def flush(self) -> Callable[[], object] | None:
+        """To be called once the bytes of a pull have landed, before the GPU looks at them; None: needs none."""
+        one = next(iter(self.lent), None)  # all are on one GPU
+        return one.flush_writes if one and one.needs_flush() else None
+
+    @contextmanager
+    def added(
+        self,
+        core: _core.Engine,
+        pool: BlockPool,
+        staging: _core.CudaMemory | None = None,
+        *,
+        always: bool = False,
+    ) -> Iterator[None]:
+        """Adds the pool's regions to `core`, and the staging buffer, which is used where it pays or `always`.
+
+        Descriptors are open until the block ends: start it inside.
+        """
+        with ExitStack() as stack:
+            lent = [stack.enter_context(each) for each in self.lent]
+            for region, how in zip_longest(pool.regions, lent[: len(pool.regions)]):
+                _add(core, region, how)
+            if staging is not None and (lent or always):
+                at = lent[-1] if lent else None
+                core.stage(staging, always, at.fd if at else -1, at.offset if at else 0)
+            yield
+
+
+def lend_to_nics(
+    pool: BlockPool,
+    config: WorkerConfig,
+    *,
+    staging: _core.CudaMemory | None = None,
+    make_driver: Callable[[], Driver] = CudaDriver,
+    nic_refuses_dma_buf: str = "",
+    root: Path = Path("/"),
+) -> Loan:
+    """Chooses ports by their distance to the pool, and prepares a GPU's memory for them: the pool's and `staging`.
+
+    `nic_refuses_dma_buf`: what a NIC answered to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
+    """
+    if pool.gpu is None:
+        return Loan(*select_ports(MemoryPlace(), config.nics, root))
+    ways = parse_ways(config.gpudirect)
+    try:
+        driver = make_driver()
+    except TransportUnavailable as error:
+        return _without_driver(pool.gpu, ways, config, error, root)
+    ports: list[tuple[str, int]] = []
+    left_out: tuple[RefusedNic, ...] = ()
+    try:
+        place = MemoryPlace(gpu=driver.gpu(pool.gpu).bus_id)
+        ports, left_out = select_ports(place, config.nics, root)
+        if not ports:
+            raise TransportUnavailable(_none_near(place, left_out))
+        ranges = [(region.address, region.num_bytes) for region in pool.regions]
+        if staging is not None:
+            ranges.append((staging.address, staging.bytes))
+        lent, bounced = _lend_all(driver, ranges, ways, nic_refuses_dma_buf, root)
+    except TransportUnavailable as error:
+        _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
+        return Loan(ports, left_out, refused=str(error))
+    if bounced is not None:
+        return Loan(ports, left_out, bounced=_why_bounced(bounced))
+    for decision in dict.fromkeys(each.decision for each in lent):
+        level = logging.WARNING if decision.refused else logging.INFO
+        _log.log(level, "lent device=cuda:%d by=%s", pool.gpu, decision)
+    return Loan(ports, left_out, lent)
+
+
+def _without_driver(
+    gpu: int, ways: Sequence[Way], config: WorkerConfig, why: TransportUnavailable, root: Path
+) -> Loan:
+    """Nothing can be registered, nor is it known which NICs are near: those near host memory may serve the bounce."""
+    if Way.BOUNCE not in ways:
+        _log.warning("NICs are not given the pool device=cuda:%d error=%s", gpu, why)
+        return Loan(refused=str(why))
+    return Loan(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
+
+
+def _lend_all(
+    driver: Driver,
+    ranges: Sequence[tuple[int, int]],
+    ways: Sequence[Way],
+    nic_refuses_dma_buf: str,
+    root: Path,
+) -> tuple[tuple[Lent, ...], Decision | None]:
+    """All ranges, or none and the decision that says why. Raises TransportUnavailable."""
+    lent: list[Lent] = []
+    with ExitStack() as unless_all:
+        for address, num_bytes in ranges:
+            each = lend(
+                driver,
+                address,
+                num_bytes,
+                allowed=ways,
+                nic_refuses_dma_buf=nic_refuses_dma_buf,
+                root=root,
+            )
+            lent.append(unless_all.enter_context(each))
+            if each.decision.way is Way.BOUNCE:
+                return (), each.decision
+        unless_all.pop_all()
+    return tuple(lent), None
+
+
+def _why_bounced(decision: Decision) -> str:
+    reasons = "".join(f"; not {each.way.value}: {each.reason}" for each in decision.refused)
+    fixes = dict.fromkeys(each.fix for each in decision.refused)
+    fix = "; or ".join(fixes) or "allow dma-buf or peermem in KVLINK_GPUDIRECT"
+    return f"{_OUT_OF_REACH}{reasons}. {fix}"
+
+
+def _none_near(place: MemoryPlace, left_out: Sequence[RefusedNic]) -> str:
+    return f"no NIC serves GPU {place.gpu}: " + ("; ".join(map(str, left_out)) or "there is no RDMA device")
+
+
+def _add(core: _core.Engine, region: Region, lent: Lent | None) -> None:
+    if region.memory is not None:
+        core.add_pool_region(region.memory)
+        return
+    core.add_foreign_region(
+        region.address,
+        region.num_bytes,
+        region.keeper,
+        device=region.gpu is not None,
+        dmabuf_fd=lent.fd if lent else -1,
+        dmabuf_offset=lent.offset if lent else 0,
+    )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill worker's side: offers of requests' blocks, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvlink.durations import Durations
+from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.ticket import LeaseSeat, Ticket, check_request_id
+from kvlink.tracing import TraceParent
+from kvlink.transfer.block_ids import BlockIds, as_array, check_distinct
+from kvlink.transfer.engine import Engine
+from kvlink.types import LeaseEvent, ReadyUnit
+
+_MAX_EVENTS = 1 << 16  # kept for a user who never asks; older ones are forgotten
+_TIMED_EVERY = 16
+_LOOK_S = 200e-6  # at an event of a GPU: the last kernels of a prompt take milliseconds
+_COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing grows when nobody asks for events
+
+
+@dataclass(slots=True)
+class _Offered:
+    lease: int
+    num_blocks: int = 0
+    """That wait for readers."""
+    ticket: Ticket | None = None
+    """None: it is being signed, or somebody else wrote it."""
+
+
+class Passing(Protocol):
+    """Work of a device that ends by itself: a torch.cuda.Event, or a stream."""
+
+    def query(self) -> bool:
+        """Whether it has ended. Never blocks."""
+
+
+class Offers:
+    """The live offers of one worker. Safe from any thread."""
+
+    def __init__(self, engine: Engine, worker_id: str, epoch: int, agent: str) -> None:
+        self.durations = Durations()
+        """What `offer` took, of one offer in 16: timing costs a tenth of it."""
+        self._engine = engine
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._agent = agent
+        self._lease_ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._by_request: dict[str, _Offered] = {}
+        self._requests: dict[int, str | None] = {}
+        """By lease; None: it was taken back."""
+        self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
+        self.on_ended: Callable[[str], None] = lambda request_id: None
+        self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
+        """Runs a coroutine, which belongs to a request."""
+        self.sign: Callable[[Ticket], Ticket] = lambda ticket: ticket
+
+    def __len__(self) -> int:
+        """Offers whose blocks are still pinned, as far as `events` has been asked."""
+        return len(self._by_request)
+
+    def offer(
+        self,
+        request_id: str,
+        block_ids: BlockIds,
+        *,
+        num_tokens: int | None,
+        ttl_s: float,
+        readers: int,
+        ready: int | None,
+        ready_unit: ReadyUnit,
+        after: Passing | None = None,
+        trace: str = "",
+    ) -> Ticket:
+        """See `Worker.offer`."""
+        lease = next(self._lease_ids)
+        began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
+        layout = self._engine.pool.layout
+        check_request_id(request_id)
+        ids = as_array(block_ids, request_id)
+        tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
+        _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
+        units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
+        written = _written(request_id, ready, units, ready_unit)
+        now = written if after is None or after.query() else 0
+        seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
+        unsigned = Ticket(
+            request_id=request_id,
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            agent=self._agent,
+            seats=seats,
+            block_ids=ids,
+            num_tokens=tokens,
+            ready=now,
+            ready_unit=ready_unit,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+            ttl_s=ttl_s,
+            trace=TraceParent.parse(trace) if trace else None,
+        )
+        try:
+            ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
+        except BaseException:
+            self._take_back(request_id, lease)
+            raise
+        if after is not None and now < written:
+            self.in_background(self._ready_after(lease, after, written), request_id)
+        if began:
+            self.durations.add(time.perf_counter_ns() - began)
+        return ticket
+
+    def _grant(
+        self, request_id: str, lease: int, num_blocks: int, readers: int, ready: int, ttl_s: float
+    ) -> tuple[tuple[LeaseSeat, ...], _Offered]:
+        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
+            self._collect()
+        with self._lock:
+            if request_id in self._by_request:
+                raise ConfigError(
+                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+                )
+            seats = self._engine.grant(lease, readers, ready, ttl_s)
+            offered = self._by_request[request_id] = _Offered(lease, num_blocks)
+            self._requests[lease] = request_id
+        return tuple(LeaseSeat(*seat) for seat in seats), offered
+
+    def _take_back(self, request_id: str, lease: int) -> None:
+        """Ends an offer that nobody was told of: no event follows, and its name is free."""
+        with self._lock:
+            del self._by_request[request_id]
+            self._requests[lease] = None
+        self._engine.core.abort(lease)
+
+    async def _ready_after(self, lease: int, after: Passing, ready: int) -> None:
+        try:
+            while not after.query():
+                await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            self._engine.core.abort(lease)  # what lies in the blocks is not known
+            raise
+        self._engine.core.set_ready(lease, ready)  # False: it has ended
+
+    def grant_at(self, request_id: str, seats: Sequence[LeaseSeat], ttl_s: float) -> None:
+        """Takes a lease at seats that the caller chose, for a ticket that the caller writes: so a scheduler answers
+        a request without asking its workers, all of which hold the same seats. Its event follows as an offer's.
+
+        seats: their slots must be free (1 to KVLINK_LEASE_SLOTS), their nonces random. Raises ConfigError.
+        """
+        check_request_id(request_id)
+        lease = next(self._lease_ids)
+        with self._lock:
+            if request_id in self._by_request:
+                raise ConfigError(f"request {request_id} is offered already")
+            rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
+            self._engine.core.grant_at(lease, rows, 0, ttl_s)
+            self._by_request[request_id] = _Offered(lease)
+            self._requests[lease] = request_id
+
+    def set_ttl(self, request_id: str, ttl_s: float) -> None:
+        """Lets an offer end `ttl_s` seconds from now, sooner or later than it would. Raises UnknownRequest."""
+        if not self._engine.core.set_ttl(self._lease_of(request_id), ttl_s):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def hand_over(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
+        """The caller's ticket is out: so many blocks wait `ttl_s` seconds for its readers. Raises UnknownRequest."""
+        self.set_ttl(request_id, ttl_s)
+        with self._lock:
+            if (offered := self._by_request.get(request_id)) is not None:
+                offered.num_blocks = num_blocks
+
+    def set_ready(self, request_id: str, ready: int) -> None:
+        """See `Worker.set_ready`."""
+        if not self._engine.core.set_ready(self._lease_of(request_id), ready):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def extend(self, request_id: str, ttl_s: float) -> None:
+        """See `Worker.extend`."""
+        if not self._engine.core.extend(self._lease_of(request_id), ttl_s):
+            raise UnknownRequest(f"the offer of request {request_id} has ended")
+
+    def abort(self, request_id: str) -> None:
+        """See `Worker.abort`."""
+        self._engine.core.abort(self._lease_of(request_id))
+
+    def events(self) -> list[LeaseEvent]:
+        """See `Worker.events`."""
+        self._collect()
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _collect(self) -> None:
+        for ended in self._engine.take_ended():
+            with self._lock:
+                request_id = self._requests[ended.lease]
+                if request_id is None:
+                    del self._requests[ended.lease]
+                    continue
+            self.on_ended(request_id)  # first: from then on its name may be offered again
+            with self._lock:
+                del self._requests[ended.lease], self._by_request[request_id]
+                self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
+
+    def tickets(self) -> list[Ticket]:
+        """Tickets of the live offers."""
+        with self._lock:
+            return [offered.ticket for offered in self._by_request.values() if offered.ticket]
+
+    def num_pinned_blocks(self) -> int:
+        """Blocks of the live offers, a block of two offers counted twice."""
+        self._collect()
+        with self._lock:
+            return sum(offered.num_blocks for offered in self._by_request.values())
+
+    def _lease_of(self, request_id: str) -> int:
+        with self._lock:
+            offered = self._by_request.get(request_id) if isinstance(request_id, str) else None
+        if offered is None:
+            check_request_id(request_id)
+            raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
+        return offered.lease
+
+
+def _written(request_id: str, ready: int | None, units: int, unit: ReadyUnit) -> int:
+    written = units if ready is None else ready
+    if not 0 <= written <= units:
+        raise ConfigError(f"offer {request_id}: ready={ready} of {units} {unit.name.lower()}")
+    return written
+
+
+def _check_offer(
+    request_id: str,
+    ids: array[int],
+    tokens: int,
+    block_tokens: int,
+    num_blocks: int,
+    ttl_s: float,
+    readers: int,
+) -> None:
+    check_distinct(ids, num_blocks, request_id)
+    if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:
+        raise ConfigError(
+            f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}"
+        )
+    if not 0 < ttl_s <= 86400 or not 1 <= readers <= 255:
+        raise ConfigError(f"offer {request_id}: ttl_s must be in (0, 86400] and readers 1 to 255")

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners a decode worker reads from: their cards, the path chosen to each, and the connection kept open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvlink.background import off_loop
+from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
+from kvlink.layout import Assignment, assign
+from kvlink.transfer.cost_model import PRIORS, FittedCost
+from kvlink.transfer.engine import Connection, Engine
+from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
+from kvlink.transfer.path_log import PathLog
+from kvlink.transfer.path_stats import Path
+from kvlink.transfer.peer import PathRefusedError, Peer, Refusal, Refusals, one_path
+from kvlink.transfer.shared_connect import SharedConnects
+from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
+
+_DRAIN_TICK_S = 0.02
+_MEND_S = 10.0  # as csrc/engine/connection.cc has it
+
+
+class Directory(Protocol):
+    """Where cards come from and how an owner is asked to admit a reader. Implemented by the control plane."""
+
+    async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
+        """`fresh`: asks again even if it is known; the worker may have restarted. Raises PeerUnreachable."""
+
+    async def connect(
+        self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
+    ) -> tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]:
+        """Connection id, one reply a lane, pool and lease keys; empty where they are the card's."""
+
+
+@dataclass(slots=True)
+class Peers:
+    """Connected owners by (worker_id, epoch). `get` from any thread, everything else on the control loop."""
+
+    engine: Engine
+    directory: Directory
+    connects: SharedConnects = field(init=False)
+    _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
+    _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
+    _path_log: PathLog = field(default_factory=PathLog)
+
+    def __post_init__(self) -> None:
+        """In a forked child there are no peers: their connections are the parent's."""
+        self.connects = SharedConnects(self._connect)
+        self.engine.on_forked = self._abandon
+        self.engine.traffic.live = self._paths
+
+    def get(self, worker_id: str, epoch: int) -> Peer | None:
+        """A peer whose connection was good when last used."""
+        return self._peers.get((worker_id, epoch))
+
+    def all(self) -> list[Peer]:
+        """Every connected owner."""
+        return list(self._peers.values())
+
+    async def connect(self, worker_id: str, epoch: int, agent: str, deadline: float) -> Peer | None:
+        """Connects, or joins a connect under way. None: this rank reads nothing from that owner.
+
+        `deadline` is by `time.monotonic()`. Raises KVLinkError.
+        """
+        peer = self._peers.get((worker_id, epoch))
+        if peer is not None and not peer.connection.broken:
+            return peer
+        return await self.connects.connect((worker_id, epoch), agent, deadline)
+
+    def _abandon(self) -> None:
+        _abandoned.append(self._peers)
+        self._peers = {}
+
+    def _paths(self) -> set[Path]:
+        """Paths to owners that are connected."""
+        peers = [*self._peers.values()]
+        return {Path(peer.card.worker_id, peer.transport) for peer in peers if not peer.connection.broken}
+
+    def close(self) -> None:
+        """Closes every connection. Idempotent."""
+        for connection in [*(peer.connection for peer in self._peers.values()), *self._retiring.values()]:
+            connection.close()
+        self._peers.clear()
+
+    async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
+        card = await self.directory.card(*key, agent, fresh=fresh)
+        if card.epoch != key[1]:
+            raise StaleBlocks(
+                f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs",
+                StaleReason.RESTARTED,
+            )
+        assignment = self.assignment(card)
+        if assignment is None:
+            return None
+        refusals = Refusals(card.worker_id)
+        by_nic: list[str] = []
+        opened: set[str] = set()
+        candidates = self._candidates(card, refusals)
+        ends = time.monotonic() + timeout_s
+        while candidates and (left_s := ends - time.monotonic()) > 0:
+            name, offered = candidates.pop(0)
+            is_verbs = name.removeprefix("fault+") == "verbs"
+            try:
+                with one_path():
+                    connection = self.engine.open(name, offered.address, card.worker_id)
+                opened.add(name)
+                # A network that drops everything must leave time for another one.
+                path_s = left_s / 2 if is_verbs and candidates else left_s
+                peer = await self._try(connection, card, name, offered, assignment, refusals.rows, path_s)
+            except PathRefusedError as refused:
+                refusals.note(name, refused.error)
+                by_nic += [name] if is_verbs else []
+                continue
+            if by_nic and self._stands_in(key, by_nic, opened):
+                peer.stands_in = True
+                peer.connection.mend_after(_MEND_S)
+            self._replace(key, peer)
+            return peer
+        for name, _ in candidates:
+            refusals.note(name, "no time was left to try it")
+        raise refusals.error()
+
+    def _stands_in(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
+        """Whether what was tried `by_nic` may work later: it did, NICs are away here, or only the owner refused."""
+        known = self._peers.get(key)
+        worked = known is not None and (known.stands_in or known.transport in by_nic)
+        return worked or not opened.isdisjoint(by_nic) or any(port.away for port in self.engine.ports())
+
+    def assignment(self, card: WorkerCard) -> Assignment | None:
+        """What this rank reads from an owner; None: nothing. Raises LayoutMismatch."""
+        if card.protocol_version != PROTOCOL_VERSION:
+            raise LayoutMismatch(
+                f"{card.worker_id} speaks protocol {card.protocol_version}, this worker {PROTOCOL_VERSION}"
+            )
+        own = self.engine.pool.layout
+        difference = own.difference(card.layout)
+        if difference is not None:
+            raise LayoutMismatch(f"{card.worker_id}: {difference}")
+        return assign(own, card.layout)
+
+    def _candidates(self, card: WorkerCard, refusals: Refusals) -> list[tuple[str, TransportCard]]:
+        """Transports both ends have, in this worker's order. A fault wrapper speaks to the plain one."""
+        offered = {own.name.removeprefix("fault+"): own for own in card.transports}
+        candidates = []
+        for own in self.engine.cards():
+            theirs = offered.get(own.name.removeprefix("fault+"))
+            if theirs is None:
+                refusals.note(own.name, f"{card.worker_id} does not offer it")
+            elif theirs.refused:
+                refusals.note(own.name, f"{card.worker_id} cannot lend its pool: {theirs.refused}")
+            else:
+                candidates.append((own.name, theirs))
+        return candidates
+
+    async def _try(
+        self,
+        connection: Connection,
+        card: WorkerCard,
+        name: str,
+        offered: TransportCard,
+        assignment: Assignment,
+        refused: Sequence[Refusal],
+        timeout_s: float,
+    ) -> Peer:
+        try:
+            hellos = connection.hellos()
+            with one_path(of_agent=True):
+                number, replies, pool_keys, lease_keys = await self.directory.connect(
+                    card, offered.name, hellos
+                )
+            keys = (pool_keys or offered.pool_keys, lease_keys or offered.lease_keys)
+            with one_path():
+                regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
+            planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
+        except BaseException:
+            connection.close()
+            raise
+        cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
+        left_out = [*map(str, self.engine.nics_left_out)]
+        left_out += [f"{port.name}: {port.away}" for port in self.engine.ports() if port.away]
+        bounces_at = bouncing_ends(name in self.engine.bounces, offered.bounces)
+        if bounces_at:
+            reasons = [f"not {refusal.transport}: {refusal.reason}" for refusal in refused]
+            warn_of_path(card.worker_id, name, bounces_at, reasons)
+        return Peer(
+            card, name, connection, planner, assignment, tuple(refused), tuple(left_out), bounces_at, cost
+        )
+
+    def _replace(self, key: tuple[str, int], peer: Peer) -> None:
+        """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""
+        for known, old in list(self._peers.items()):
+            if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
+                self._retire(self._peers.pop(known).connection)
+        self._peers[key] = peer
+        self._path_log.taken(peer)
+
+    def _retire(self, connection: Connection) -> None:
+        """Closes it once the pulls end that its other lanes still carry."""
+        task = asyncio.create_task(_close_when_idle(connection))
+        self._retiring[task] = connection
+        task.add_done_callback(self._retiring.pop)
+
+
+async def _close_when_idle(connection: Connection) -> None:
+    while not connection.idle:
+        await asyncio.sleep(_DRAIN_TICK_S)
+    connection.close()
+
+
+_abandoned: list[dict[tuple[str, int], Peer]] = []

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode worker's side: the handle of one pull of a request's blocks, from one or several owners."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from kvlink.errors import Cancelled, ConfigError, KVLinkError
+from kvlink.timeouts import checked
+from kvlink.transfer.completion import Awaited, LoopWaiter, cancellation
+from kvlink.transfer.engine import FAILED, SETTLED, failure
+from kvlink.transfer.explain import PathTaken, paths_taken
+from kvlink.transfer.pull_start import Part, Starting, settling, stop
+from kvlink.transfer.restart import Restart
+
+
+class PullStats(NamedTuple):
+    """Of one pull, summed over its owners; times in microseconds, of the slowest owner."""
+
+    num_bytes: int = 0
+    num_ops: int = 0
+    num_segments: int = 0
+    plan_us: float = 0.0
+    post_us: float = 0.0
+    """Part of read_us: until the transport had taken all reads, as the sum of the times of its lanes."""
+    read_us: float = 0.0
+    validate_us: float = 0.0
+    settle_us: float = 0.0
+    total_us: float = 0.0
+    ran_inline: bool = False
+    """The caller's thread posted the reads, and not one of kvlink's."""
+    settled: bool = False
+
+
+class Pull(Awaited[PullStats]):
+    """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
+
+    On a GPU they are there for its kernels once `wait` or `await` has returned: either asks the GPU to show them.
+    Safe from any thread; `await` works on any event loop. Leaving a `with` or `async with` block of a pull waits for
+    it, or cancels it when an exception leaves the block.
+    """
+
+    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_restart", "_starting", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        parts: list[Part] | None,
+        starting: Starting | None,
+        on_unsettled: Callable[[Part], None] | None,
+        on_landed: Callable[[], object] | None = None,
+        restart: Restart | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._parts = parts
+        self._starting = starting
+        self._on_unsettled = on_unsettled
+        self._on_landed = on_landed
+        self._restart = restart
+
+    def __repr__(self) -> str:
+        """State in words."""
+        try:
+            if not self.done():
+                return f"Pull({self.request_id!r}: running)"
+        except ConfigError:
+            return f"Pull({self.request_id!r}: of the parent process)"
+        error = self._error()
+        return (
+            f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
+        )
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        parts = self._started(0)
+        if parts is None or not all(transfer.done() for _, _, transfer in parts):
+            return False
+        return self._restart is None or not self._begins_again(self._restart, parts)
+
+    def _begins_again(self, restart: Restart, parts: list[Part]) -> bool:
+        """Whether the pull goes on after `parts`, which have ended."""
+        if all(transfer.state != FAILED for _, _, transfer in parts):
+            return False
+        with restart.lock:
+            if parts is not self._started(0):
+                return True  # another thread looked first
+            starting = restart.begin(self.request_id, parts)
+            if starting is None:
+                return False
+            self._starting = starting  # first: without parts, this is where they are looked for
+            self._parts = None
+            return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits at most `timeout_s` seconds with the GIL released. False: still running, and it goes on.
+
+        Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
+        """
+        parts = self._parts if self._on_landed is None else None
+        if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
+            return True  # a small warm pull: nothing to wait for, nothing to report
+        deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
+        while self._wait_once(deadline):
+            if self.done():
+                self._conclude()
+                return True
+        return False
+
+    def _wait_once(self, deadline: float | None) -> bool:
+        """Waits for all that was started, and returns whether it has ended in time. It may begin again then."""
+        parts = self._started(None if deadline is None else max(deadline - time.monotonic(), 0))
+        if parts is None:
+            return False
+        for _, _, transfer in parts:
+            if not transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+                return False
+        return True
+
+    def __await__(self) -> Generator[Any, None, PullStats]:
+        """Waits on the running event loop. Raises as `wait` does.
+
+        As with a task, cancelling any of those who await it cancels the pull, and their await ends once no byte of it
+        lands any more. Await `asyncio.shield(pull)` to leave it running.
+        """
+        return self._ended().__await__()
+
+    async def _ended(self) -> PullStats:
+        if not self.done():
+            self._pid = os.getpid()
+            try:
+                while not self.done():
+                    await self._until_ended()
+            except asyncio.CancelledError:
+                await self._cancelled()
+                raise
+            except GeneratorExit:
+                self._cancel_own()
+                raise
+        self._conclude()
+        return self.stats
+
+    async def _cancelled(self) -> None:
+        """Ends the pull as `cancel` does, and leaves the loop free meanwhile. Being cancelled does not cut it short."""
+        if self._restart is not None:
+            self._restart.give_up()
+        again: asyncio.CancelledError | None = None
+        try:
+            while not self.done():
+                again = await cancellation(self._until_ended(stopping=True)) or again
+        except GeneratorExit:
+            self._cancel_own()
+            raise
+        if again is not None:
+            raise again
+
+    def _cancel_own(self) -> None:
+        """For a coroutine that is closed, or a thread. Not in a forked child: the pull is the parent's."""
+        if self._pid == os.getpid():
+            self.cancel()
+
+    async def _until_ended(self, stopping: bool = False) -> None:
+        if self._parts is None and self._starting is not None:
+            self._starting.check_own()
+            if stopping:
+                self._starting.cancel()
+            started = asyncio.wrap_future(self._starting)
+            started.add_done_callback(_ignore)  # whatever it raised, _conclude says better
+            await asyncio.wait([started])
+        transfers = [transfer for _, _, transfer in self._started(0) or []]
+        if stopping:
+            for transfer in transfers:
+                transfer.cancel()
+        for transfer in transfers:
+            await LoopWaiter.of_running_loop().ended(transfer)
+
+    def __enter__(self) -> Pull:
+        self._pid = os.getpid()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self._cancel_own()
+
+    async def __aenter__(self) -> Pull:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self
+        elif issubclass(kind, GeneratorExit):
+            self._cancel_own()
+        else:
+            await self._cancelled()
+
+    def cancel(self) -> None:
+        """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
+        if self._restart is not None:
+            self._restart.give_up()
+        if self._parts is None and self._starting is not None:
+            self._starting.check_own()
+            self._starting.cancel()
+        for part in self._started(None) or []:
+            stop(part)
+
+    def close(self) -> None:
+        """As `cancel`."""
+        self.cancel()
+
+    def settle(self) -> bool:
+        """Gives the owners their blocks back, when the pull was made with settle=False. False: one is out of reach.
+
+        For readers that take a request in several pulls: settle the last once all have ended well. Waits for nothing.
+        """
+        told = [part[1].connection.settle(*settling(part)) for part in self._started(0) or []]
+        return all(told)
+
+    @property
+    def stats(self) -> PullStats:
+        """Of the owners whose transfers were started. Final once done."""
+        transfers = [transfer for _, _, transfer in self._started(0) or []]
+        if not transfers:
+            return PullStats()
+        rows = [transfer.stats() for transfer in transfers]
+        sums = [sum(row[column] for row in rows) for column in range(3)]
+        slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 9)]
+        ran_inline = all(row[9] for row in rows)
+        settled = all(transfer.state == SETTLED for transfer in transfers)
+        return PullStats._make([*sums, *slowest_us, ran_inline, settled])
+
+    def explain(self) -> list[PathTaken]:
+        """The path to each owner, why better ones were refused, and predicted against measured time."""
+        cut = {} if self._restart is None else self._restart.cut
+        return paths_taken(self._started(0) or [], cut)
+
+    def _started(self, timeout_s: float | None) -> list[Part] | None:
+        """The parts, none if it could not start, or None while it is starting."""
+        if self._parts is None and self._starting is not None:
+            self._starting.check_own()
+            try:
+                return self._starting.result(timeout_s)
+            except concurrent.futures.TimeoutError:
+                return None
+            except (concurrent.futures.CancelledError, KVLinkError):
+                return []
+        return self._parts
+
+    def _conclude(self) -> None:
+        """Raises what the pull failed with; has owners told of what was not settled one-sidedly; flushes."""
+        parts = self._started(0)
+        if not parts or any(transfer.state != SETTLED for _, _, transfer in parts):
+            error = self._error()
+            if error is not None:
+                raise error
+            self._report_unsettled()
+        flush = self._on_landed
+        if flush is not None:
+            flush()
+            self._on_landed = None
+
+    def _report_unsettled(self) -> None:
+        if self._on_unsettled is not None:
+            report, self._on_unsettled = self._on_unsettled, None
+            for part in self._started(0) or []:
+                if part[2].state != SETTLED:
+                    report(part)
+
+    def _error(self) -> KVLinkError | None:
+        if self._parts is None and self._starting is not None:
+            if self._starting.cancelled():
+                return Cancelled(f"request {self.request_id}: cancelled before it was connected")
+            error = self._starting.exception(0)
+            if error is not None:
+                error = error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
+                return error if self._restart is None else self._restart.failed(error)
+        for ticket, peer, transfer in self._started(0) or []:
+            where = f"request {self.request_id} from {ticket.worker_id} over {peer.transport}"
+            failed = failure(transfer, where)
+            if failed is not None:
+                return failed
+        return None
+
+
+def _ignore(started: asyncio.Future[list[Part]]) -> None:
+    """asyncio complains of an exception that nobody has asked for."""
+    if not started.cancelled():
+        started.exception()

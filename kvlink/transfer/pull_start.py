@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pull starts: at once where its owner is connected, else after connecting to all its owners side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvlink import tracing
+from kvlink.background import ControlThread
+from kvlink.errors import ConfigError, PeerUnreachable, TransferError
+from kvlink.forks import check_own, num_forks
+from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.tracing import Kind
+from kvlink.transfer.engine import Transfer
+from kvlink.transfer.peer import Peer
+from kvlink.transfer.peers import Peers
+from kvlink.types import ReadyUnit
+
+_BLOCKS = ReadyUnit.BLOCKS
+_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
+
+Want = tuple[Any, tuple[int, int] | None, tuple[int, int] | None, bool, float]
+"""What `pull` was asked for, apart from the ticket: into, tokens, layers, settle, timeout_s."""
+
+Part = tuple[Ticket, Peer, Transfer]
+"""One owner's share of a pull. Plain like Want: every small pull pays for making them."""
+
+
+def stop(part: Part) -> None:
+    """On return no byte of it lands any more."""
+    transfer = part[2]
+    transfer.cancel()
+    transfer.wait(-1)
+
+
+def settling(part: Part) -> tuple[int, int]:
+    """The slot, and what its owner must find there to give the blocks back."""
+    ticket, peer, _ = part
+    seat = ticket.seats[peer.seat]
+    return seat.slot, settled_value(ticket, seat, peer.num_seats)
+
+
+Connected = list[tuple[Ticket, Peer]]
+
+
+class Starting(concurrent.futures.Future[list[Part]]):
+    """The parts, once all are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_at = num_forks()
+
+    def check_own(self) -> None:
+        """Raises ConfigError in a forked child, where nobody would ever resolve it."""
+        if not self.done():
+            check_own(self._made_at, "this pull")
+
+
+def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
+    """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
+    into, tokens, layers, settle, timeout_s = want
+    num_layers = peer.num_layers
+    try:
+        seat = ticket.seats[peer.seat]
+    except IndexError:
+        raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
+    begin, end = (
+        (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket)
+    )
+    first_layer, end_layer = (
+        (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket)
+    )
+    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
+    return peer.connection.pull(
+        peer.planner, ticket.block_ids, into, begin, end, first_layer, end_layer,
+        seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0,
+        0 if ticket.ready >= units else _STREAM[ticket.ready_unit], timeout_s,
+    )  # fmt: skip
+
+
+def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
+    """What to raise for a ticket that was offered to fewer readers."""
+    return ConfigError(
+        f"request {ticket.request_id}: this rank reads with seat {seat} and the ticket has "
+        f"{len(ticket.seats)}; offer it with readers={num_readers}"
+    )
+
+
+def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
+    """What settles a seat, and with it those that the ticket has beyond its readers."""
+    return seat.settle_nonce if len(ticket.seats) == num_readers else seat.settle_nonce ^ num_readers
+
+
+def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
+    """The same range. Raises ConfigError unless it is one of `count`; it may be empty."""
+    if not 0 <= asked[0] <= asked[1] <= count:
+        raise ConfigError(f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} of {count}")
+    return asked
+
+
+class Starts:
+    """Pulls that wait for their owners, and how many never began, by the name of the exception."""
+
+    def __init__(self, control: ControlThread) -> None:
+        self.failed: Counter[str] = Counter()
+        self.num_restarts = 0
+        self.closing = False
+        self._control = control
+        self._waiting: weakref.WeakSet[Starting] = weakref.WeakSet()
+
+    def start(
+        self, connect: Callable[[float], Awaitable[Connected]], want: Want, kept: Sequence[Part] = ()
+    ) -> Starting:
+        """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners.
+
+        `kept`: parts of the same pull that have ended.
+        """
+        deadline = time.monotonic() + want[-1]
+        want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its own meanwhile
+        starting = Starting()
+        job = start_connected(starting, partial(connect, deadline), want, deadline, kept)
+        running = self._control.submit(job)
+        self._waiting.add(starting)
+
+        def ended(starting: concurrent.futures.Future[list[Part]]) -> None:
+            if starting.cancelled():
+                running.cancel()
+                self.failed["Cancelled"] += 1
+            elif error := starting.exception():
+                self.failed[type(error).__name__] += 1
+
+        starting.add_done_callback(ended)
+        return starting
+
+    def cancel_all(self) -> None:
+        """The worker is closing."""
+        self.closing = True
+        for starting in list(self._waiting):
+            starting.cancel()
+
+
+async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
+    """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
+    about = {"kvlink.request_id": tickets[0].request_id}
+    with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
+        found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
+        if any(peer is not None and peer.connection.broken for peer in found):  # since it was looked at
+            found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
+    connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
+    if not connected:
+        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
+    return connected
+
+
+async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None:
+    """Others may wait for the same connect: each is told what failed of its own."""
+    try:
+        return await peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
+    except TransferError as error:
+        raise type(error)(f"request {ticket.request_id}: {error}") from error
+
+
+async def start_connected(
+    starting: Starting,
+    connect: Callable[[], Awaitable[Connected]],
+    want: Want,
+    deadline: float,
+    kept: Sequence[Part] = (),
+) -> None:
+    """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
+    try:
+        connected = await connect()
+        if starting.set_running_or_notify_cancel():
+            starting.set_result([*kept, *_start_all(connected, want, deadline)])
+    except asyncio.CancelledError:
+        starting.cancel()
+        raise
+    except Exception as error:
+        if starting.running() or starting.set_running_or_notify_cancel():
+            starting.set_exception(error)
+
+
+def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
+    """Starts reading every owner. Raises KVLinkError; nothing runs then."""
+    parts: list[Part] = []
+    try:
+        for ticket, peer in connected:
+            transfer = start(peer, ticket, (*want[:-1], max(deadline - time.monotonic(), 0.0)))
+            if transfer is None:
+                raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
+            parts.append((ticket, peer, transfer))
+    except BaseException:
+        for part in parts:
+            stop(part)
+        raise
+    return parts

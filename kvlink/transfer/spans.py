@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Worker is made of when somebody collects spans: the same, and it tells what it did.
+
+A pull's spans are made when whoever waits for it learns of its end, out of the times that the transfers took by their
+own measure. The trace comes with the ticket: each span hangs below the one before it, offer, claim, read, settle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvlink import tracing
+from kvlink.errors import KVLinkError
+from kvlink.ticket import Ticket, check_request_id
+from kvlink.tracing import Attributes, Kind, TraceParent
+from kvlink.transfer.block_ids import BlockIds, as_buffer
+from kvlink.transfer.engine import SETTLED, failure
+from kvlink.transfer.offers import Offers
+from kvlink.transfer.pull import Pull, PullStats
+from kvlink.transfer.pull_start import Part, Starting
+from kvlink.transfer.restart import Restart
+
+
+def kinds() -> tuple[type[Offers], type[Pull]]:
+    """Of a Worker that is made now."""
+    tracing.start()
+    return (Offers, Pull) if tracing.spans is None else (TracedOffers, TracedPull)
+
+
+class TracedOffers(Offers):
+    """Each offer is a span, to which its ticket belongs."""
+
+    def offer(self, request_id: str, block_ids: BlockIds, *, trace: str = "", **how: Any) -> Ticket:
+        """See `Worker.offer`."""
+        check_request_id(request_id)
+        ids = as_buffer(block_ids, request_id)
+        about: Attributes = {
+            "kvlink.request_id": request_id,
+            "kvlink.peer": self._worker_id,
+            "kvlink.blocks": len(ids),
+        }
+        with tracing.span("kvlink.offer", Kind.PRODUCER, TraceParent.parse(trace), about) as span:
+            return super().offer(request_id, ids, trace=str(span.context) if span else trace, **how)
+
+
+async def claimed(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:
+    """What `claiming` returns, and belongs to the span of the claim from now on. Raises what it raises."""
+    if tracing.spans is None:
+        return await claiming
+    began_ns, about = time.time_ns(), {"kvlink.request_id": request_id}
+    try:
+        tickets = await claiming
+    except KVLinkError as error:
+        _record("kvlink.claim", None, (began_ns, time.time_ns()), about, str(error))
+        raise
+    trace = _record("kvlink.claim", tickets[0].trace, (began_ns, time.time_ns()), about)
+    return [replace(ticket, trace=trace) for ticket in tickets]
+
+
+class TracedPull(Pull):
+    """Its reads are spans, and its settles. One that never began has told why in its claim or its connect."""
+
+    __slots__ = ("_called_in", "_reads", "_settles", "_told")
+
+    def __init__(
+        self,
+        request_id: str,
+        parts: list[Part] | None,
+        starting: Starting | None,
+        on_unsettled: Callable[[Part], None] | None,
+        on_landed: Callable[[], object] | None = None,
+        restart: Restart | None = None,
+    ) -> None:
+        super().__init__(request_id, parts, starting, on_unsettled, on_landed, restart)
+        self._called_in = tracing.spans.current() if tracing.spans else None
+        self._settles = on_unsettled is not None
+        self._reads: list[TraceParent | None] = []
+        self._told = False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See `Pull.wait`."""
+        try:
+            return super().wait(timeout_s)
+        finally:
+            self._tell()
+
+    async def _ended(self) -> PullStats:
+        try:
+            return await super()._ended()
+        finally:
+            self._tell()
+
+    def cancel(self) -> None:
+        """See `Pull.cancel`."""
+        super().cancel()
+        self._tell()
+
+    async def _cancelled(self) -> None:
+        try:
+            await super()._cancelled()
+        finally:
+            self._tell()
+
+    def settle(self) -> bool:
+        """See `Pull.settle`."""
+        began_ns = time.time_ns()
+        told = super().settle()
+        self._tell()
+        for part, read in zip(self._started(0) or [], self._reads, strict=False):
+            why = "" if told else "the connection is broken"
+            _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
+        return told
+
+    def _tell(self) -> None:
+        """Once, when all has ended."""
+        if not self._told and self.done():
+            self._told = True
+            self._reads = [self._told_of(part) for part in self._started(0) or []]
+
+    def _told_of(self, part: Part) -> TraceParent | None:
+        ticket, peer, transfer = part
+        num_bytes, ops, segments, plan_ns, _, read_ns, validate_ns, settle_ns, total_ns, inline, *_ = (
+            transfer.stats()
+        )
+        error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
+        ago_ns = time.monotonic_ns() - transfer.started_ns  # before the other clock: never early
+        began_ns = time.time_ns() - ago_ns
+        valid_ns, ended_ns = began_ns + total_ns - settle_ns, began_ns + total_ns
+        about = _about(part) | {
+            "kvlink.bytes": num_bytes, "kvlink.operations": ops, "kvlink.descriptors": segments,
+            "kvlink.plan_us": plan_ns / 1e3, "kvlink.read_us": read_ns / 1e3,
+            "kvlink.validate_us": validate_ns / 1e3, "kvlink.inline": inline,
+        }  # fmt: skip
+        parent = ticket.trace or self._called_in
+        read = _record("kvlink.read", parent, (began_ns, valid_ns), about, str(error or ""))
+        if self._settles and error is None:
+            why = "" if transfer.state == SETTLED else "the owner is told through the control plane"
+            _record("kvlink.settle", read, (valid_ns, ended_ns), _about(part), why)
+        return read
+
+
+def _about(part: Part) -> dict[str, str | int | float | bool]:
+    ticket, peer, _ = part
+    return {
+        "kvlink.request_id": ticket.request_id,
+        "kvlink.peer": ticket.worker_id,
+        "kvlink.transport": peer.transport,
+    }
+
+
+def _record(
+    name: str, parent: TraceParent | None, times_ns: tuple[int, int], about: Attributes, failed: str = ""
+) -> TraceParent | None:
+    if tracing.spans is None:
+        return None
+    return tracing.spans.record(name, Kind.CLIENT, parent, times_ns, about, failed)

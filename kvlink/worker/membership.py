@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's life on the control plane: its agent, its membership, what it publishes and claims there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from kvlink import tracing
+from kvlink.config import WorkerConfig
+from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
+from kvlink.control.overview import WorkerReport
+from kvlink.durations import Durations
+from kvlink.errors import ConfigError
+from kvlink.hardware.host_identity import this_host
+from kvlink.ticket import Ticket
+from kvlink.transfer.engine import Engine
+from kvlink.transfer.path_log import log_start
+from kvlink.types import WorkerCard
+from kvlink.worker.directory import ControlDirectory
+from kvlink.worker.port_events import PortLog
+from kvlink.worker.reachability import advertised_host, at_advertised, only_this_host
+
+_log = logging.getLogger("kvlink.worker")
+
+OwnEngine = Callable[[], Engine]
+"""The engine that runs now."""
+
+
+class Presence:
+    """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
+
+    def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
+        self._config = config
+        self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
+        security = Security.of(config)
+        at = config.coordinator
+        self._client = CoordinatorClient(at, security=security) if at else None
+        self._agent = WorkerAgent(
+            lambda *request: engine().accept(*request),
+            settle=self._settle_own,
+            renew=lambda slot, nonce: engine().core.renew(slot, nonce),
+            security=security,
+        )
+        self._session: Session | None = None
+        self._ports: PortLog | None = None
+        self.directory = ControlDirectory(self._client, security)
+        self.claims = Durations()
+        """Of those that were answered with tickets, waiting included."""
+        self.report: Callable[[], WorkerReport | None] = lambda: None
+        """What the coordinator is told with each beat."""
+
+    @classmethod
+    async def open(cls, config: WorkerConfig, engine: OwnEngine) -> Presence:
+        """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
+        advertised = advertised_host(config)
+        reason, fix = only_this_host(config)
+        if reason:
+            _log.warning("%s; %s", reason, fix)
+        presence = cls(config, engine)
+        await presence._agent.start(config.host, config.agent_port, advertised)
+        return presence
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether tickets can be published and claimed."""
+        return self._client is not None
+
+    def require_coordinator(self, what: str) -> None:
+        """Raises ConfigError when `what` is asked for and there is none."""
+        if not self.has_coordinator:
+            raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
+
+    @property
+    def joined(self) -> bool | None:
+        """Whether the coordinator knows this worker; None: there is no coordinator."""
+        return None if self._session is None else self._session.state is SessionState.JOINED
+
+    @property
+    def num_rejoins(self) -> int:
+        """How often the coordinator was lost and found again."""
+        return 0 if self._session is None else self._session.num_rejoins
+
+    async def join(self, worker_id: str, engine: Engine) -> WorkerCard:
+        """Publishes the worker's card, with the epoch that was granted. Raises CoordinatorUnavailable."""
+        card = WorkerCard(
+            worker_id=worker_id,
+            epoch=engine.epoch,
+            incarnation=secrets.token_bytes(16),
+            agent=self._agent.address,
+            host=this_host(),
+            layout=engine.pool.layout,
+            region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
+            transports=at_advertised(engine.cards(), self._config),
+        )
+        if self._client is not None:
+            await self._leave_session()
+            self._session = await Session.join(
+                self._client, card, self._settle_own, report=lambda: self.report()
+            )
+            card = self._session.card
+        self._agent.publish(card)
+        log_start(worker_id, card.agent, card.transports)
+        self._leave_ports()
+        self._ports = PortLog(engine, worker_id)
+        return card
+
+    async def leave(self) -> None:
+        """Idempotent."""
+        self._leave_ports()
+        await self._leave_session()
+        await self._agent.close()
+        await self.directory.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def publish(self, ticket: Ticket) -> None:
+        """Sends a ticket to the coordinator and keeps it there until `forget`. Raises CoordinatorError."""
+        if self._session is None:
+            return
+        offer = Offer(
+            request_id=ticket.request_id,
+            worker_id=ticket.worker_id,
+            epoch=ticket.epoch,
+            ttl_s=ticket.ttl_s,
+            tp_rank=ticket.tp_rank,
+            tp_size=ticket.tp_size,
+            num_seats=len(ticket.seats),
+            ticket=ticket.to_bytes(),
+        )
+        with tracing.joined(ticket.trace):
+            await self._session.offer(offer)
+
+    def forget(self, request_id: str) -> None:
+        """The offer has ended: do not publish it again after a coordinator's restart."""
+        if self._session is not None:
+            self._session.forget(request_id)
+
+    async def claim(
+        self, request_id: str, timeout_s: float, reader: int, num_readers: int
+    ) -> Sequence[Ticket]:
+        """Waits for the tickets of all ranks. Raises UnknownRequest, LeaseExpired, CoordinatorUnavailable."""
+        if self._client is None:
+            return []
+        began = time.perf_counter_ns()
+        blobs = await self._client.claim(request_id, timeout_s, reader, num_readers)
+        self.claims.add(time.perf_counter_ns() - began)
+        return [Ticket.from_bytes(blob) for blob in blobs]
+
+    def _leave_ports(self) -> None:
+        if self._ports is not None:
+            self._ports.close()
+            self._ports = None
+
+    async def _leave_session(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the owners of a pull are found: named by tickets, or by claiming a request at the coordinator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvlink.errors import ConfigError
+from kvlink.layout import KVLayout
+from kvlink.ticket import Ticket, check_request_id
+from kvlink.transfer import spans
+from kvlink.transfer.peers import Peers
+from kvlink.transfer.pull import Pull
+from kvlink.transfer.pull_start import Connected, connect_all
+from kvlink.worker.membership import Presence
+from kvlink.worker.unread import EmptyPull, Range, Unread, check_ranges
+
+Tickets = Ticket | str | Sequence[Ticket | str]
+
+_LEAST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Of one worker. `checked` returns a ticket that the worker may use; it raises AccessDenied."""
+
+    peers: Peers
+    presence: Presence
+    layout: KVLayout
+    checked: Callable[[Ticket], Ticket]
+    unread: Unread
+
+    def of(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
+        """The request, and what finds and connects its owners until a deadline. Raises ConfigError, AccessDenied."""
+        if isinstance(ticket := parsed(ticket), str):
+            self._require_coordinator(ticket)
+            return ticket, partial(self._claim_and_connect, ticket)
+        tickets = self._tickets(ticket)
+        return tickets[0].request_id, partial(connect_all, self.peers, tickets)
+
+    def release(self, ticket: Tickets, timeout_s: float) -> bool:
+        """See `Worker.release`. `timeout_s`: how long to claim for. False: not all are told one-sidedly, or yet."""
+        if not isinstance(ticket := parsed(ticket), str):
+            return self.unread.release(self._tickets(ticket))
+        self._require_coordinator(ticket)
+        self.unread.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
+        return False
+
+    def empty_pull(
+        self, ticket: Tickets, tokens: Range, layers: Range, settle: bool, timeout_s: float
+    ) -> Pull:
+        """A pull that `wants_nothing`. Raises ConfigError, AccessDenied."""
+        ticket = parsed(ticket)
+        tickets = [] if isinstance(ticket, str) else self._tickets(ticket)
+        for each in tickets:
+            check_ranges(each, tokens, layers, self.layout.num_layers)
+        request_id = ticket if isinstance(ticket, str) else tickets[0].request_id
+        return EmptyPull(request_id, partial(self.release, ticket, timeout_s), settle)
+
+    def _require_coordinator(self, request_id: str) -> None:
+        self.presence.require_coordinator(f"request {request_id}: claiming by id")
+
+    def _tickets(self, ticket: Ticket | Sequence[Ticket | str]) -> list[Ticket]:
+        given = [ticket] if isinstance(ticket, Ticket) else ticket
+        tickets = [self.checked(_ticket(each)) for each in given]
+        if not tickets:
+            raise ConfigError("at least one ticket is needed")
+        return tickets
+
+    async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
+        claiming = self.presence.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
+        return [*map(self.checked, await spans.claimed(request_id, claiming))]
+
+    async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
+        tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
+        return await connect_all(self.peers, tickets, deadline)
+
+    async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
+        self.unread.release(await self._claim(request_id, timeout_s))
+
+
+def parsed(ticket: Tickets | None, request_id: str | None = None) -> Tickets:
+    """One of both: the text of a ticket as the ticket, a request id as it is. Raises ConfigError for anything else."""
+    if (ticket is None) is (request_id is None):
+        raise ConfigError(
+            "either a ticket or request_id= is needed" + (", not both" if request_id is not None else "")
+        )
+    if request_id is not None:
+        check_request_id(request_id)
+        return request_id
+    if isinstance(ticket, str):
+        if Ticket.is_text(ticket):
+            return Ticket.from_text(ticket)
+        check_request_id(ticket)
+    elif not isinstance(ticket, (Ticket, Sequence)) or isinstance(ticket, (bytes, bytearray)):
+        raise ConfigError(
+            f"a Ticket, its text, a list of them or a request id is needed, not {type(ticket).__name__}"
+        )
+    return ticket
+
+
+def _ticket(given: object) -> Ticket:
+    if isinstance(given, str):
+        return Ticket.from_text(given)
+    if not isinstance(given, Ticket):
+        raise ConfigError(f"a list of tickets must hold tickets only, not {type(given).__name__}")
+    return given

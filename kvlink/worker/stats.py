@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers a worker's statistics from its parts when they are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvlink.monitoring.worker_stats import Link, WorkerFigures
+from kvlink.transfer.engine import Engine
+from kvlink.transfer.offers import Offers
+from kvlink.transfer.path_stats import Path
+from kvlink.transfer.peers import Peers
+from kvlink.transfer.pull_start import Starts
+from kvlink.worker.membership import Presence
+
+
+def gather(
+    worker_id: str, engine: Engine, offers: Offers, peers: Peers, presence: Presence, starts: Starts
+) -> WorkerFigures:
+    """Takes microseconds a link. From any thread. Raises ConfigError in a forked child."""
+    pool = engine.pool
+    pinned_blocks = offers.num_pinned_blocks()  # first: it ends what was settled
+    return WorkerFigures(
+        worker_id=worker_id,
+        epoch=engine.epoch,
+        leases=engine.lease_counts(),
+        lease_slots=engine.lease_slots,
+        pinned_blocks=pinned_blocks,
+        pool_blocks=pool.layout.num_blocks,
+        pool_bytes=sum(region.num_bytes for region in pool.regions),
+        links=_links(engine, peers),
+        offers=offers.durations,
+        claims=presence.claims,
+        connects=peers.connects.durations,
+        connect_retries=peers.connects.num_retries,
+        failed_starts=dict(starts.failed),
+        restarts=starts.num_restarts,
+        joined=presence.joined,
+        rejoins=presence.num_rejoins,
+        ports=tuple(engine.ports()),
+    )
+
+
+def _links(engine: Engine, peers: Peers) -> tuple[Link, ...]:
+    connected: Counter[Path] = Counter()
+    queued: Counter[Path] = Counter()
+    counts = engine.traffic.counts()
+    for peer in peers.all():
+        path = engine.traffic.path(peer.card.worker_id, peer.transport)
+        connected[path] += not peer.connection.broken
+        queued[path] += peer.connection.pending
+    return tuple(Link(path, connected[path] > 0, queued[path], of) for path, of in counts.items())

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker of an inference server: lends its block pool, offers requests, pulls requests from others."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvlink.background import ControlThread
+from kvlink.config import WorkerConfig
+from kvlink.control import ticket_signing
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.monitoring import metrics
+from kvlink.monitoring.worker_report import Reporter
+from kvlink.monitoring.worker_stats import WorkerFigures
+from kvlink.ticket import Ticket, check_name
+from kvlink.timeouts import checked
+from kvlink.transfer import spans
+from kvlink.transfer.block_ids import BlockIds, as_buffer
+from kvlink.transfer.completion import each_ended, when_ended
+from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
+from kvlink.transfer.offers import Passing
+from kvlink.transfer.peer import Peer
+from kvlink.transfer.peers import Peers
+from kvlink.transfer.pool import BlockPool
+from kvlink.transfer.pull import Pull
+from kvlink.transfer.pull_start import Starts, start
+from kvlink.transfer.restart import Restart
+from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
+from kvlink.worker.membership import Presence
+from kvlink.worker.sources import Sources, Tickets, parsed
+from kvlink.worker.stats import gather
+from kvlink.worker.unread import Unread, wants_nothing
+
+_log = logging.getLogger("kvlink.worker")
+
+_NEEDED: Any = None
+_JOIN_S, _CLOSE_S = 10.0, 5.0
+
+
+class Worker:
+    """Joins on construction; `close` (or leaving a `with` block) leaves. Safe from any thread.
+
+    pool: the blocks that it lends and pulls into.
+    worker_id: unique among the workers of a deployment, and stable over restarts; 1 to 512 bytes.
+    coordinator: "host:port"; none needed when tickets ride on the router's message.
+    transports: as KVLINK_TRANSPORTS, for example "shm,tcp".
+    config: everything else; read from the environment when not given.
+    Raises ConfigError, CoordinatorUnavailable.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        worker_id: str,
+        *,
+        coordinator: str | None = None,
+        transports: str | None = None,
+        config: WorkerConfig | None = None,
+    ) -> None:
+        check_name(worker_id, "worker id")
+        config = WorkerConfig.from_env() if config is None else config
+        self.config = replace(
+            config,
+            coordinator=config.coordinator if coordinator is None else coordinator,
+            transports=config.transports if transports is None else transports,
+        )
+        self.pool = pool
+        self.worker_id = worker_id
+        self._timeout_s = self.config.timeout_s
+        self._pid = os.getpid()
+        self._closed, self._closing = False, threading.RLock()
+        with ExitStack() as opened:
+            self._control = ControlThread.shared()
+            self._starts = Starts(self._control)
+            self._engine = Engine(pool, time.time_ns(), self.config)
+            opened.callback(lambda: self._engine.close())
+            presence = Presence.open(self.config, lambda: self._engine)  # which _join may replace
+            self._presence = self._control.run(presence, _JOIN_S)
+            opened.callback(self._leave)
+            self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
+            offers, self._pull = spans.kinds()
+            self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
+            """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
+            self.offers.on_ended = self._forget
+            self.offers.in_background = partial(self._in_background, what="look for the device's end")
+            self.offers.sign, self._checked = ticket_signing(self.config)
+            self._peers = Peers(self._engine, self._presence.directory)
+            unread = Unread(self._peers, self._presence.directory, self._in_background)
+            self._on_unsettled = unread.settle_by_agent
+            self._restart = partial(Restart, self._starts, self._peers)
+            self._sources = Sources(self._peers, self._presence, pool.layout, self._checked, unread)
+            self._presence.report = Reporter(self)
+            if self.config.metrics_port:
+                opened.callback(metrics.serve(self, self.config))
+            self._opened = opened.pop_all()
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self.offers)} offers, {len(self._peers.all())} peers"
+        return f"Worker({self.worker_id!r} epoch {self.card.epoch} at {self.card.agent}: {state})"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Prefill's side.
+
+    def offer(
+        self,
+        request_id: str,
+        block_ids: BlockIds,
+        *,
+        num_tokens: int | None = None,
+        ttl_s: float | None = None,
+        readers: int = 1,
+        ready: int | None = None,
+        ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
+        after: Passing | None = None,
+        publish: bool = False,
+        trace: str = "",
+    ) -> Ticket:
+        """Pins a request's blocks for its readers and returns the ticket that they need. Calls nobody.
+
+        block_ids: integers in any sequence; cover tokens 0…num_tokens in order; none may be written until the event.
+        num_tokens: all that fits the blocks when not given; the last block may be partial.
+        ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
+        readers: how many seats; `layout.num_seats` says how many readers of another TP degree need.
+        ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
+        after: a torch.cuda.Event recorded behind the kernels that write the blocks, or their stream: readers wait until
+            it has passed, and nobody here. Without one the blocks must be written by now.
+        publish: also sends the ticket to the coordinator, in the background.
+        trace: W3C `traceparent` of the request, for who collects spans; a malformed one is ignored.
+        Raises ConfigError for bad arguments and for a full lease table.
+        """
+        if publish:
+            self._presence.require_coordinator(f"request {request_id}: publish=True")
+        ticket = self.offers.offer(
+            request_id,
+            block_ids,
+            num_tokens=num_tokens,
+            ttl_s=self.config.lease_s if ttl_s is None else ttl_s,
+            readers=readers,
+            ready=ready,
+            ready_unit=ready_unit,
+            after=after,
+            trace=trace,
+        )
+        if publish:
+            self._in_background(self._presence.publish(ticket), request_id, "publish")
+        return ticket
+
+    def set_ready(self, request_id: str, ready: int) -> None:
+        """Tells streaming readers that `ready` units are written. Never goes back. Raises UnknownRequest."""
+        self.offers.set_ready(request_id, ready)
+
+    def extend(self, request_id: str, ttl_s: float) -> None:
+        """Lets an offer live at least `ttl_s` seconds from now. Raises UnknownRequest."""
+        self.offers.extend(request_id, ttl_s)
+
+    def abort(self, request_id: str) -> None:
+        """Ends an offer now; a read under way turns stale. Its event follows. Raises UnknownRequest."""
+        self.offers.abort(request_id)
+
+    def events(self) -> list[LeaseEvent]:
+        """Offers that ended since the last call: their blocks may be written again. Never blocks."""
+        return self.offers.events()
+
+    def watch_events(self) -> AsyncIterator[LeaseEvent]:
+        """Yields offers as they end, on the running event loop, until this worker is closed."""
+        return when_ended(self._engine, self.offers.events)
+
+    def watch_events_blocking(self, timeout_s: float | None = None) -> Iterator[LeaseEvent]:
+        """As `watch_events`, for a thread of its own; ends too when no offer has ended for `timeout_s` seconds."""
+        limit_s = None if timeout_s is None else checked(timeout_s)
+        return each_ended(self._engine, self.offers.events, limit_s)
+
+    # Decode's side.
+
+    def pull(
+        self,
+        ticket: Tickets | None = None,
+        into: BlockIds = _NEEDED,
+        *,
+        request_id: str | None = None,
+        tokens: tuple[int, int] | None = None,
+        layers: tuple[int, int] | None = None,
+        settle: bool = True,
+        timeout_s: float | None = None,
+    ) -> Pull:
+        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. An empty range, or an
+        empty `into`, reads nothing and ends at once: it gives the blocks back as `release` does.
+
+        ticket: one Ticket or its text, one of each owner rank, or a request id.
+        request_id: instead of `ticket`: a request id to claim at the coordinator, and nothing else.
+        into: block ids, as `offer` takes them; array("I") or contiguous numpy uint32 is fastest.
+        tokens: half-open range to read, for example to leave out a cached prefix.
+        layers: half-open range of layers.
+        settle: give the owner its blocks back at once when all is valid.
+        timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given); 0: now or not at all.
+        Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
+        """
+        if request_id is not None or not isinstance(ticket, Ticket):
+            ticket = parsed(ticket, request_id)
+        block_ids = as_buffer(into, "into")
+        limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
+        ranged = tokens is not None or layers is not None or len(block_ids) == 0
+        if ranged and wants_nothing(len(block_ids), tokens, layers):
+            return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
+        want = (block_ids, tokens, layers, settle, limit_s)
+        on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
+        if isinstance(ticket, Ticket):
+            peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
+            if peer is not None and (transfer := start(peer, ticket, want)) is not None:
+                restart = self._restart(want, transfer.started_ns / 1e9) if transfer.state <= FAILED else None
+                parts = [(ticket, peer, transfer)]
+                return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart)
+        claimed, connect = self._sources.of(ticket)
+        restart, starting = self._restart(want, time.monotonic()), self._starts.start(connect, want)
+        return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
+
+    def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
+        """Gives a request's blocks back unread. Waits for nothing and connects to nobody: owners that are not connected
+        are told in the background. Quiet where the lease has ended. Takes and raises what `pull` does."""
+        if self._closed:
+            raise ConfigError("this worker is closed")
+        self._sources.release(parsed(ticket, request_id), self._timeout_s)
+
+    def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
+        """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
+        deadline = time.monotonic() + checked(timeout_s)
+        job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
+        return self._control.run(job, timeout_s)
+
+    def peers(self) -> list[Peer]:
+        """Owners this worker is connected to."""
+        return self._peers.all()
+
+    def lease_counts(self) -> LeaseCounts:
+        """What became of this worker's offers."""
+        return self._engine.lease_counts()
+
+    def figures(self) -> WorkerFigures:
+        """What was counted until now: for scrapes, not for every pull."""
+        return gather(self.worker_id, self._engine, self.offers, self._peers, self._presence, self._starts)
+
+    def close(self) -> None:
+        """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._closing:  # a second thread waits for the first
+            if not self._closed:
+                self._closed = True
+                _open.discard(self)
+                self._opened.close()
+                self._peers.close()
+
+    def _leave(self) -> None:
+        self._starts.cancel_all()
+        try:
+            self._control.run(self._presence.leave(), _CLOSE_S)
+        except KVLinkError as error:
+            _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
+
+    async def _join(self) -> WorkerCard:
+        card = await self._presence.join(self.worker_id, self._engine)
+        if card.epoch != self._engine.epoch:
+            # This host's clock went back. The lease table must carry the epoch that readers are told.
+            self._engine.close()
+            self._engine = Engine(self.pool, card.epoch + 1, self.config)
+            card = await self._presence.join(self.worker_id, self._engine)
+        return card
+
+    def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
+        self._control.in_background(job, f"{what} failed request={request_id}")
+
+    def _forget(self, request_id: str) -> None:
+        self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
+
+
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in list(_open):
+        worker.close()

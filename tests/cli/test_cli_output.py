@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print fits where it goes: narrow terminals, pipes, other encodings, full disks, people."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from waiting import closed_port
+
+from kvlink.cli.fitting import Fitted, plain_table
+from kvlink.cli.numbers import age_text, size_text
+from kvlink.cli.status import _row
+from kvlink.cli.tables import _table
+from kvlink.hardware.host_identity import this_host
+from kvlink.layout import Geometry, dense
+from kvlink.types import TransportCard, WorkerCard
+
+LOOKING = ("doctor", "topology", "config")
+COMMANDS = ("coordinator", "top", "version", "bench", "router")
+
+
+def kvlink(*arguments: str, stdout: Any = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("KVLINK_", "COLUMNS"))}
+    return subprocess.run(
+        [sys.executable, "-m", "kvlink", *arguments],
+        env=own | env,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+
+
+# Where it goes.
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_terminal_that_is_not_utf_8(command: str) -> None:
+    done = kvlink(command, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert kvlink(command, PYTHONIOENCODING="utf-8").returncode == 0
+
+
+def test_letters_that_an_encoding_lacks_have_others_in_their_place() -> None:
+    assert " x " in kvlink("topology", PYTHONIOENCODING="ascii").stdout
+    done = kvlink("config", PYTHONIOENCODING="ascii", KVLINK_TLS_CA="/été/→")
+    assert r"/\xe9t\xe9/->" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [*((each,) for each in LOOKING), ("config", "--json"), ("--version",), ("-h",)]
+)
+def test_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = kvlink(*arguments, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "kvlink: cannot write the output: No space left on device\n")
+
+
+def test_a_daemon_without_stdout_works() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m kvlink config >&-"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# How wide.
+
+
+@pytest.mark.parametrize("command", ["topology", "config"])
+def test_without_a_terminal_tables_are_80_columns_wide(command: str) -> None:
+    lines = kvlink(command).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert max(map(len, kvlink(command, COLUMNS="60").stdout.splitlines())) <= 60
+
+
+def test_wide_shows_all_columns_before_and_behind_the_command() -> None:
+    narrow = kvlink("config", COLUMNS="80").stdout
+    assert "not shown: default, source (--wide shows all)" in narrow
+    for arguments in ("--wide", "config"), ("config", "--wide"):
+        wide = kvlink(*arguments, COLUMNS="80").stdout
+        assert "not shown" not in wide
+        assert re.search(r"KVLINK_PORT +0 +0 +default +tcp port for data", wide)
+
+
+def shown(table: Fitted, width: int) -> str:
+    console = Console(width=width, record=True, file=sys.stderr)
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_least_important_columns_are_left_out_and_named() -> None:
+    table = plain_table("a", "b", "c", "d")
+    table.add_row("a" * 20, "b" * 20, "c" * 20, "d" * 20)
+    fitted = Fitted(table, ("d", "b"))
+    assert [letter for letter in "abcd" if letter * 20 in shown(fitted, 100)] == ["a", "b", "c", "d"]
+    assert [letter for letter in "abcd" if letter * 20 in shown(fitted, 66)] == ["a", "b", "d"]
+    assert [letter for letter in "abcd" if letter * 20 in shown(fitted, 44)] == ["b", "d"]
+    assert "not shown: a, c (--wide shows all)" in shown(fitted, 44)
+    assert [letter for letter in "abcd" if letter * 20 in shown(fitted, 20)] == ["d"]
+
+
+def test_nothing_is_cut_off_at_any_width() -> None:
+    cells = {
+        "worker": "prefill-0",
+        "of limit": "0.82",
+        "a longer head": "1",
+        "limit": "non-temporal copy",
+        "p50": "11,170",
+    }
+    table = plain_table(*cells)
+    table.add_row(*cells.values())
+    for width in range(9, 90):
+        heads, _, values, *_ = shown(Fitted(table, ("worker", "p50")), width).splitlines()
+        named = re.split(r"\s{2,}", heads.strip())
+        assert re.split(r"\s{2,}", values.strip()) == [cells[name] for name in named], width
+        assert max(len(heads.rstrip()), len(values.rstrip())) <= width
+
+
+def test_words_are_broken_between_and_not_within() -> None:
+    table = plain_table("id", "why")
+    table.add_row("worker-1", "this sentence is longer than what a line of this terminal has room for")
+    lines = shown(Fitted(table), 60).splitlines()
+    assert {len(line) <= 60 for line in lines} == {True}
+    words = " ".join(" ".join(lines).split())
+    assert words.endswith("worker-1 this sentence is longer than what a line of this terminal has room for")
+
+
+def test_a_row_of_a_benchmark_is_readable_at_80_columns() -> None:
+    row = {
+        "transport": "shm", "block_bytes": 16384, "blocks": 4096, "bytes": 67108864, "iters": 20, "order": "random",
+        "min_us": 5559.2, "p50_us": 11169.85, "p90_us": 19466.3, "p99_us": 73132.3, "gib_per_s": 5.59,
+        "limit": "non-temporal copy", "of_limit": 0.82, "cpu_s_per_gib": 0.089, "verified": True, "other": None,
+    }  # fmt: skip
+    text = shown(_table([row], "bench pull"), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("block bytes", "p50 us", "GiB/s", "16 KiB", "11,170", "shm"):
+        assert words in text, text
+    assert "67,108,864" not in shown(_table([row], ""), 300)
+
+
+# For people.
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (16384, "16 KiB"),
+        (1536, "1.50 KiB"),
+        (1 << 30, "1 GiB"),
+        (5 << 40, "5 TiB"),
+    ],
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (42, "42 s"), (90, "1.5 min"), (3600, "1.0 h"), (86400 * 12, "12 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age_text(seconds) == text
+
+
+def test_status_says_when_a_worker_started_and_not_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = 1_795_590_548_997_790_078
+    monkeypatch.setattr(time, "time", lambda: epoch / 1e9 + 7200)
+    layout = dense(Geometry(1, 1, 64, 8))
+    ways = (TransportCard("tcp", b"", (), b""),)
+    card = WorkerCard("prefill-0", epoch, b"", "10.0.0.1:7", this_host(), layout, (1 << 27,), ways)
+    text = shown(_table([_row(card, {}, as_json=False)], ""), 300)
+    assert "2.0 h ago" in text
+    assert "128 MiB" in text
+    assert not re.search(r"\d{6}|\d,\d{3},", text)
+    assert _row(card, {}, as_json=True)["epoch"] == epoch
+
+
+# Ways in.
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_h_is_help(command: str) -> None:
+    done = kvlink(command, "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: kvlink" in done.stdout
+
+
+def test_help_is_a_command_too() -> None:
+    assert kvlink("help", "version").stdout == kvlink("version", "--help").stdout
+    assert kvlink("help").stdout == kvlink("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvlink do", {"doctor"}),
+        ("kvlink bench p", {"pull", "plan", "peers"}),
+        ("kvlink router --pre", {"--prefill"}),
+    ],
+)
+def test_shells_complete_commands_and_those_of_other_packages(words: str, offered: set[str]) -> None:
+    at = str(len(words.split()) - 1)
+    done = kvlink(_KVLINK_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=at)
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_certs_as_json(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    done = kvlink("certs", "--dir", str(tmp_path / "a b"), "--json")
+    assert done.returncode == 0, done.stderr
+    made = [line for line in done.stdout.splitlines() if line]
+    assert all(line.startswith("{") for line in made)
+    assert f'"KVLINK_TLS_CERT": "{tmp_path}/a b/default.pem"' in made[1]
+    again = kvlink("certs", "--dir", str(tmp_path / "a b"), "--renew")
+    assert f"KVLINK_TLS_CERT='{tmp_path}/a b/default.pem'" in again.stdout
+
+
+def test_q_ends_top() -> None:
+    with closed_port() as nobody:
+        screen, terminal = pty.openpty()
+        command = [sys.executable, "-m", "kvlink", "top", "--coordinator", nobody]
+        with subprocess.Popen(
+            command, stdin=terminal, stdout=terminal, env=os.environ | {"TERM": "xterm"}
+        ) as process:
+            os.close(terminal)
+            assert os.read(screen, 1)  # it has drawn: it listens
+            os.write(screen, b"xq")
+            assert process.wait(60) == 0
+        os.close(screen)

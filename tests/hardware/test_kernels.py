@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are compiled once, and kept where the next process finds them whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvlink.errors import TransportUnavailable
+from kvlink.hardware.kernels import SOURCE, compiled, kept
+
+
+class Compiler:
+    """Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __call__(self, source: bytes, target: str) -> bytes:
+        self.asked.append(target)
+        return source + target.encode()
+
+
+def test_it_is_compiled_once_for_each_source_and_gpu(tmp_path: Path) -> None:
+    compiler = Compiler()
+    for _ in range(2):
+        assert kept(tmp_path / "new", b"a", "sm_90", compiler) == b"asm_90"
+        assert kept(tmp_path / "new", b"b", "sm_90", compiler) == b"bsm_90"
+        assert kept(tmp_path / "new", b"a", "sm_100", compiler) == b"asm_100"
+    assert compiler.asked == ["sm_90", "sm_90", "sm_100"]
+
+
+def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
+    compiler = Compiler()
+    kept(tmp_path, b"a", "sm_90", compiler)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for broken in (b"", whole[:20], whole[:-1], whole + b"x", bytes(len(whole))):
+        file.write_bytes(broken)
+        assert kept(tmp_path, b"a", "sm_90", compiler) == b"asm_90"
+        assert file.read_bytes() == whole
+    assert len(compiler.asked) == 6
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert kept(tmp_path / "file", b"a", "sm_90", Compiler()) == b"asm_90"
+
+
+def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(TransportUnavailable, match="cuda-python is not installed") as caught:
+        compiled(SOURCE.read_bytes(), "sm_90")
+    assert "kvlink[cuda]" in caught.value.fix
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    """It needs no GPU."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="pip install cuda-bindings nvidia-cuda-nvrtc")
+    try:
+        compiled(b"", "sm_90")
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_source_compiles(target: str) -> None:
+    image = compiled(SOURCE.read_bytes(), target)
+    assert image.startswith(b"\x7fELF")
+    assert b"kvlink_gather" in image
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_what_does_not_compile_says_why() -> None:
+    with pytest.raises(TransportUnavailable, match=r"does not compile for sm_90: gather\.cu\(1\): error"):
+        compiled(b"nonsense", "sm_90")
+
+
+def test_the_source_has_the_kernel_that_the_core_asks_for() -> None:
+    core = (SOURCE.parents[3] / "csrc" / "device" / "gather.cc").read_text()
+    (name,) = re.findall(r'module_get_function\(&function_, module_, "(\w+)"', core)
+    assert f'extern "C" __global__ void {name}(' in SOURCE.read_text()

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending the wait for a pull ends the pull first. Its reads end when the test says so, and not when asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, cast
+
+import pytest
+
+from kvlink.errors import Cancelled, ConfigError
+from kvlink.transfer.engine import FAILED, RUNNING, SETTLED
+from kvlink.transfer.pull import Pull
+from kvlink.transfer.pull_start import Part, Starting
+
+
+class HeldTransfer:
+    """Reads that a NIC has already."""
+
+    def __init__(self) -> None:
+        self.state = RUNNING
+        self.cancels = 0
+        self.blocking_waits = 0
+        self._ended = asyncio.Event()
+
+    def cancel(self) -> None:
+        self.cancels += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        if timeout_s < 0:
+            self.blocking_waits += 1
+            self.end()
+        return self.done()
+
+    def done(self) -> bool:
+        return self.state != RUNNING
+
+    def failure(self) -> tuple[str, str, str, int] | None:
+        return ("Cancelled", "the caller cancelled the pull", "", 0) if self.state == FAILED else None
+
+    def stats(self) -> tuple[Any, ...]:
+        return (*[0] * 9, False)
+
+    def end(self) -> None:
+        if not self.done():
+            self.state = FAILED if self.cancels else SETTLED
+            self._ended.set()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+
+class Waiter:
+    """Of the loop, in place of one that waits for a C++ thread."""
+
+    @classmethod
+    def of_running_loop(cls) -> Waiter:
+        return cls()
+
+    async def ended(self, transfer: HeldTransfer) -> None:
+        await transfer.ended()
+
+
+class Owner:
+    worker_id = "owner"
+    transport = "made up"
+
+
+@pytest.fixture
+async def held(monkeypatch: pytest.MonkeyPatch) -> HeldTransfer:
+    monkeypatch.setattr("kvlink.transfer.pull.LoopWaiter", Waiter)
+    return HeldTransfer()
+
+
+def part(held: HeldTransfer) -> Part:
+    return cast(Part, (Owner(), Owner(), held))
+
+
+def running(held: HeldTransfer) -> Pull:
+    return Pull("request", [part(held)], None, None)
+
+
+async def turns(task: asyncio.Future[Any]) -> bool:
+    """Whether it has ended after all that it can do by itself."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def wait_for(pull: Pull) -> object:
+    return await pull
+
+
+async def test_a_cancelled_await_ends_once_the_reads_have(held: HeldTransfer) -> None:
+    task = asyncio.create_task(wait_for(running(held)))
+    assert not await turns(task)
+    assert held.cancels == 0
+    for _ in range(3):  # the second must not cut the first one's work short
+        task.cancel()
+        assert not await turns(task)
+        assert held.cancels
+    held.end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert held.blocking_waits == 0, "the loop stood still"
+
+
+async def test_wait_for_returns_once_the_reads_have_ended(held: HeldTransfer) -> None:
+    pull = running(held)
+    task = asyncio.create_task(asyncio.wait_for(pull, 0))  # cancels it before it began
+    assert not await turns(task)
+    held.end()
+    with pytest.raises(asyncio.TimeoutError):
+        await task
+    assert held.cancels
+    with pytest.raises(Cancelled):
+        pull.wait()
+
+
+async def test_a_task_runs_a_pull_as_a_coroutine(held: HeldTransfer) -> None:
+    pull = running(held)
+    tasks = [asyncio.create_task(pull) for _ in range(3)]
+    assert not await turns(tasks[0])
+    held.end()
+    assert [(await task).settled for task in tasks] == [True] * 3
+    assert (await asyncio.create_task(pull)).settled
+
+
+async def test_a_task_that_is_cancelled_before_its_first_step(held: HeldTransfer) -> None:
+    pull = running(held)
+    task = asyncio.create_task(pull)
+    task.cancel()
+    assert not await turns(task)
+    assert held.cancels
+    held.end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cancelled_task_of_gather_cancels_every_pull() -> None:
+    pulls = [Pull("request", None, Starting(), None) for _ in range(3)]
+    task = asyncio.ensure_future(asyncio.gather(*pulls))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for pull in pulls:
+        with pytest.raises(Cancelled, match="before it was connected"):
+            pull.wait(0)
+
+
+async def test_cancelled_by_one_of_two_who_await(held: HeldTransfer) -> None:
+    pull = running(held)
+    one, other = (asyncio.create_task(wait_for(pull)) for _ in range(2))
+    await turns(one)
+    one.cancel()
+    assert not await turns(one)
+    held.end()
+    with pytest.raises(asyncio.CancelledError):
+        await one
+    with pytest.raises(Cancelled):
+        await other
+
+
+async def test_shielded_it_goes_on(held: HeldTransfer) -> None:
+    pull = running(held)
+    task = asyncio.ensure_future(asyncio.shield(pull))
+    await turns(task)
+    task.cancel()
+    assert await turns(task)
+    assert held.cancels == 0
+    held.end()
+    assert (await pull).settled
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_transfers_that_start_while_the_await_is_cancelled_end_too(held: HeldTransfer) -> None:
+    starting = Starting()
+    assert starting.set_running_or_notify_cancel()  # from here on it cannot be called off
+    pull = Pull("request", None, starting, None)
+    task = asyncio.create_task(wait_for(pull))
+    await turns(task)
+    task.cancel()
+    assert not await turns(task)
+    starting.set_result([part(held)])
+    assert not await turns(task)
+    assert held.cancels
+    held.end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_start_that_fails_while_the_await_is_cancelled(held: HeldTransfer) -> None:
+    starting = Starting()
+    assert starting.set_running_or_notify_cancel()
+    pull = Pull("request", None, starting, None)
+    task = asyncio.create_task(wait_for(pull))
+    await turns(task)
+    task.cancel()
+    await turns(task)
+    starting.set_exception(ConfigError("no such block"))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ConfigError):
+        pull.wait()
+
+
+async def test_a_closed_coroutine_has_ended_the_reads(held: HeldTransfer) -> None:
+    waiting = running(held).__await__()
+    next(waiting)
+    waiting.close()
+    assert held.cancels == held.blocking_waits == 1
+
+
+async def test_a_closed_coroutine_of_a_fork_leaves_the_parents_reads_alone(
+    held: HeldTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = running(held).__await__()
+    next(waiting)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    waiting.close()
+    assert held.cancels == held.blocking_waits == 0
+
+
+async def test_leaving_an_async_block_by_an_exception_cancels(held: HeldTransfer) -> None:
+    async def leave() -> None:
+        async with running(held):
+            raise LookupError
+
+    task = asyncio.create_task(leave())
+    assert not await turns(task)
+    task.cancel()
+    assert not await turns(task)
+    assert held.cancels
+    held.end()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_leaving_an_async_block_waits(held: HeldTransfer) -> None:
+    async def leave() -> Pull:
+        async with running(held) as pull:
+            pass
+        return pull
+
+    task = asyncio.create_task(leave())
+    assert not await turns(task)
+    held.end()
+    assert (await task).stats.settled
+    assert held.cancels == 0
+
+
+async def test_leaving_a_block(held: HeldTransfer) -> None:
+    with pytest.raises(LookupError), running(held):
+        raise LookupError
+    assert held.cancels == held.blocking_waits == 1
+    other = HeldTransfer()
+    with running(other) as pull:
+        assert not pull.done()
+    assert pull.stats.settled
+
+
+@pytest.mark.parametrize("timeout_s", [-1, -0.001, float("nan")])
+async def test_negative_timeouts_are_refused(held: HeldTransfer, timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="at least 0 s"):
+        running(held).wait(timeout_s)
+    assert not running(held).wait(0)
+    assert not running(held).wait(1e-9)
+    assert held.cancels == 0

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NICs are given of a pool: ports by its place, and the memory of a GPU by a way that reaches it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from descriptors import descriptors, opened_since
+from hardware import machines
+from hardware.fake_cuda import HOPPER, FakeCuda, at
+
+from kvlink import WorkerConfig, _core
+from kvlink.config import Way
+from kvlink.errors import ConfigError, TransportUnavailable
+from kvlink.hardware.gpudirect import Gpu, Kind, Ordering
+from kvlink.layout import Geometry, Order, Regions, dense
+from kvlink.transfer.nic_registration import Loan, lend_to_nics
+from kvlink.transfer.pool import BlockPool, Region
+
+LAYOUT = dense(
+    Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=8, block_tokens=4),
+    Order.NHD,
+    Regions.PER_LAYER,
+)
+SIZE = LAYOUT.region_bytes()[0]
+BASE = 0x7F0000000000
+SECOND = BASE + (1 << 20) + 64  # in the middle of a page
+CONFIG = WorkerConfig()
+
+
+def gpu_pool() -> BlockPool:
+    """Two regions of one GPU; nobody follows their addresses."""
+    return BlockPool([Region(address, SIZE, None, None, gpu=0) for address in (BASE, SECOND)], LAYOUT)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    machines.hgx_h100(tmp_path).write("proc/sys/kernel/osrelease", "6.8.0-40-generic")
+    return tmp_path
+
+
+@pytest.fixture
+def gpu(root: Path) -> Gpu:
+    """The first GPU of that machine."""
+    return replace(HOPPER, bus_id=machines.discover(root).gpus[0].address)
+
+
+def cuda(gpu: Gpu, kind: Kind = Kind.CUDA_MALLOC) -> FakeCuda:
+    return FakeCuda(gpu, at(BASE, 4 << 20, kind))
+
+
+def lend(driver: FakeCuda, root: Path, config: WorkerConfig = CONFIG, nic_says: str = "") -> Loan:
+    return lend_to_nics(
+        gpu_pool(), config, make_driver=lambda: driver, nic_refuses_dma_buf=nic_says, root=root
+    )
+
+
+def core() -> _core.Engine:
+    return _core.Engine(1, ["tcp"], "127.0.0.1", 0, "", 16, 1, 0, 0, ())
+
+
+def test_host_memory_needs_no_driver(root: Path) -> None:
+    def no_driver() -> FakeCuda:
+        raise AssertionError("host memory is no matter of CUDA")
+
+    pool = BlockPool.allocate(LAYOUT)
+    loan = lend_to_nics(pool, CONFIG, make_driver=no_driver, root=root)
+    assert list(loan.ports) == [(f"mlx5_{number}:1", 100_000) for number in range(8)]
+    assert [nic.device for nic in loan.left_out] == ["mlx5_8"]
+    assert (loan.refused, loan.flush, loan.by_dma_buf) == ("", None, False)
+    engine = core()
+    with loan.added(engine, pool):
+        engine.start()
+    ((_, _, keys, _, refused, bounces),) = engine.access()
+    engine.close()
+    assert (len(keys), refused, bounces) == (2, "", False)
+
+
+def test_nothing_is_leased_before_the_start() -> None:
+    engine = core()
+    assert engine.take_ended() == []
+    for asked in (
+        lambda: engine.grant(1, 1, 0, 1.0),
+        lambda: engine.grant_at(1, [(0, 1, 2)], 0, 1.0),
+        lambda: engine.settle_own(0, 1),
+        lambda: engine.abort(1),
+        engine.lease_counts,
+    ):
+        with pytest.raises(ConfigError, match="has not started"):
+            asked()
+    engine.close()
+
+
+def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
+    before = descriptors()
+    driver = cuda(gpu)
+    loan = lend(driver, root)
+    assert list(loan.ports) == [("mlx5_0:1", 400_000)]
+    assert len(loan.left_out) == 8
+    assert "is SYS from the GPU" in next(str(nic) for nic in loan.left_out if nic.device == "mlx5_4")
+    assert loan.refused == ""
+    assert loan.by_dma_buf
+    assert [each.offset for each in loan.lent] == [0, 64]
+    assert [address for address, _, _ in driver.exported] == [BASE, SECOND - 64]
+    fds = [each.fd for each in loan.lent]
+    engine = core()
+    with loan.added(engine, gpu_pool()):
+        assert all(os.fstat(fd) for fd in fds)
+        engine.start()
+    ((_, _, keys, _, refused, _),) = engine.access()
+    engine.close()
+    assert (keys, refused.partition(",")[0]) == ([], "tcp reaches host memory")
+    assert [each.fd for each in loan.lent] == [-1, -1]
+    del engine
+    assert not opened_since(before)
+
+
+def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
+    loan = lend(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
+    assert (list(loan.ports), loan.left_out, loan.refused) == ([("mlx5_4:1", 100_000)], (), "")
+    for each in loan.lent:
+        each.close()
+    with pytest.raises(ConfigError, match="names mlx5_77"):
+        lend(cuda(gpu), root, WorkerConfig(nics="mlx5_77"))
+
+
+def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu) -> None:
+    (root / "sys/module/nvidia_peermem").mkdir(parents=True)
+    loan = lend(cuda(gpu), root, nic_says="mlx5_0:1 cannot register: Operation not supported")
+    assert [each.decision.way for each in loan.lent] == [Way.PEERMEM] * 2
+    assert not loan.by_dma_buf
+    assert "Operation not supported" in str(loan.lent[0].decision)
+
+
+@pytest.mark.parametrize(
+    ("gpudirect", "says"),
+    [
+        ("", ["not dma-buf: the GPU's driver exports no", "not peermem: nvidia-peermem is not loaded", "modprobe"]),
+        ("bounce", ["NICs do not reach this GPU memory", "allow dma-buf or peermem in KVLINK_GPUDIRECT"]),
+    ],
+)  # fmt: skip
+def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, says: list[str]) -> None:
+    before = descriptors()
+    loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
+    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
+    assert all(part in loan.bounced for part in says), loan.bounced
+    assert loan.refused == ""
+    assert not opened_since(before)
+    engine = core()
+    engine.bounce("tcp", loan.bounced)
+    with loan.added(engine, gpu_pool()):
+        engine.start()
+    ((_, _, keys, _, refused, bounces),) = engine.access()
+    engine.close()
+    assert (keys, bounces) == ([], False)
+    assert "it cannot be staged (bounce is not allowed; add it to KVLINK_GPUDIRECT)" in refused
+
+
+def test_what_may_not_be_staged_is_refused_loudly(
+    root: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = descriptors()
+    loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
+    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
+    for part in ("cannot be lent", "exports no dma-buf", "nvidia-peermem is not loaded"):
+        assert part in loan.refused
+    assert loan.refused in caplog.text
+    assert loan.bounced == ""
+    assert not opened_since(before)
+
+
+def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gpu: Gpu) -> None:
+    before = descriptors()
+    first, second = at(BASE, SIZE), at(SECOND, SIZE, Kind.ASYNC)
+    driver = FakeCuda(gpu, first, second)
+    loan = lend(driver, root)
+    assert len(driver.exported) == 1
+    assert "cudaMallocAsync cannot be registered" in loan.bounced
+    assert loan.lent == ()
+    assert not opened_since(before)
+
+
+def test_no_nic_is_better_than_a_far_one(tmp_path: Path) -> None:
+    found = machines.cloud_vm(tmp_path).discover()
+    loan = lend(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
+    assert list(loan.ports) == []
+    assert "no NIC serves GPU" in loan.refused
+    assert "set KVLINK_NICS=mlx5_1:1" in loan.refused
+
+
+def test_without_cuda_python_it_says_so(root: Path) -> None:
+    def absent() -> FakeCuda:
+        raise TransportUnavailable("cuda-python is not installed", "pip install cuda-bindings")
+
+    loan = lend_to_nics(gpu_pool(), CONFIG, make_driver=absent, root=root)
+    assert loan.bounced.endswith("this GPU memory: cuda-python is not installed. pip install cuda-bindings")
+    assert (loan.refused, len(loan.ports)) == ("", 8)
+    loan = lend_to_nics(gpu_pool(), WorkerConfig(gpudirect="dma-buf"), make_driver=absent, root=root)
+    assert loan.refused == "cuda-python is not installed. pip install cuda-bindings"
+    assert (loan.bounced, loan.ports) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("ordering", "offered", "flushes"),
+    [
+        (Ordering.NONE, True, True),
+        (Ordering.NONE, False, False),
+        (Ordering.OWNER, True, False),
+        (Ordering.ALL_DEVICES, True, False),
+    ],
+)
+def test_landed_bytes_are_flushed_when_the_gpu_says_so(
+    root: Path, gpu: Gpu, ordering: Ordering, offered: bool, flushes: bool
+) -> None:
+    driver = cuda(replace(gpu, ordering=ordering, flush_from_host=offered))
+    loan = lend(driver, root)
+    for each in loan.lent:
+        each.close()
+    assert (loan.flush is not None) == flushes
+    if loan.flush:
+        loan.flush()
+    assert driver.flushed == [Ordering.OWNER] * flushes
+
+
+def test_the_staging_buffer_is_lent_as_the_pool_is(root: Path, gpu: Gpu) -> None:
+    """The engine is given it behind the pool's regions; without NICs that reach it, only when it always stages."""
+    memory = SimpleNamespace(address=BASE + (2 << 20), bytes=1 << 20)
+    driver = cuda(gpu)
+    loan = lend_to_nics(gpu_pool(), CONFIG, staging=memory, make_driver=lambda: driver, root=root)  # type: ignore[arg-type]
+    assert [each.decision.way for each in loan.lent] == [Way.DMA_BUF] * 3
+    given: list[object] = []
+    engine = SimpleNamespace(
+        add_foreign_region=lambda *region, **_: given.append(region[0]),
+        stage=lambda staging, always, fd, offset: given.append((staging, always, fd >= 0, offset)),
+    )
+    with loan.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
+        assert given == [BASE, SECOND, (memory, False, True, 0)]
+    for always in (False, True):
+        given.clear()
+        with Loan().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
+            assert given == [BASE, SECOND] + [(memory, True, False, 0)] * always
+
+
+def test_a_pool_says_where_it_is(gpu: Gpu) -> None:
+    first, second = gpu_pool().placements(cuda(gpu, Kind.VMM))
+    assert (first.gpu, first.allocations) == (gpu, second.allocations)
+    assert str(first) == (
+        f"device=cuda:0 pci={gpu.bus_id} memory='cuMemMap (expandable segments)' allocations=1 "
+        f"range={BASE:#x}-{BASE + (4 << 20):#x} granularity=0"
+    )
+    assert BlockPool.allocate(LAYOUT).placements() == ()
+    with pytest.raises(TransportUnavailable, match="CUDA knows no memory"):
+        gpu_pool().placements(FakeCuda(gpu))

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from array import array
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transfer.reference_plan import Pool, apply, copy_rows
+
+from kvlink import _core
+from kvlink.errors import ConfigError, LayoutMismatch
+from kvlink.layout import Axis, Geometry, KVLayout, Order, Regions, assign, dense, from_strides
+
+MAX_OP_BYTES = 1 << 20
+MAX_OP_SEGMENTS = 256
+
+
+def planner_of(reader: Pool, owner: Pool, heads: tuple[int, int] = (0, 2**32 - 1)) -> _core.Planner:
+    return _core.Planner(
+        reader.core_layout(),
+        owner.core_layout(),
+        reader.ranges(),
+        [region.nbytes for region in owner.regions],
+        list(range(len(owner.regions))),
+        heads,
+    )
+
+
+def ids(blocks: list[int]) -> array[int]:
+    return array("I", blocks)
+
+
+class Case(NamedTuple):
+    """One pull between two random ranks of one random model."""
+
+    reader: KVLayout
+    owner: KVLayout
+    reader_blocks: list[int]
+    owner_blocks: list[int]
+    tokens: range
+    layers: range
+
+
+def axes_and_regions() -> st.SearchStrategy[tuple[list[Axis], Regions]]:
+    return st.tuples(st.permutations(list(Axis)), st.sampled_from(Regions))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, geometry: Geometry) -> KVLayout:
+    """Any nesting of the axes with any gaps, not only those that engines use."""
+    if draw(st.booleans()):
+        order, regions = draw(st.sampled_from(Order)), draw(st.sampled_from(Regions))
+        assume({*order.axes[: len(regions.axes)]} == {*regions.axes})
+        return dense(geometry, order, regions)
+    axes, regions = draw(axes_and_regions())
+    strides = {}
+    step = geometry.row_bytes
+    for axis in axes:
+        if axis not in regions.axes:
+            strides[axis] = step + draw(st.integers(0, 9))
+            step = strides[axis] * geometry.count(axis)
+    return from_strides(geometry, strides, regions)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    few = st.integers(1, 4)
+    heads = draw(st.sampled_from((1, 2, 4, 6)))
+    degrees = st.sampled_from([size for size in (1, 2, 3, 4, 8) if not heads % size or not size % heads])
+    model = {
+        "num_layers": draw(few),
+        "total_heads": heads,
+        "row_bytes": draw(st.integers(1, 20)),
+        "planes_per_layer": draw(st.integers(1, 2)),
+    }
+    ends, blocks = [], []
+    for _ in range(2):
+        tp_size = draw(degrees)
+        geometry = Geometry(
+            **model,
+            num_blocks=draw(st.integers(1, 9)),
+            block_tokens=draw(few),
+            tp_rank=draw(st.integers(0, tp_size - 1)),
+            tp_size=tp_size,
+        )
+        ends.append(draw(layouts(geometry)))
+        every = range(geometry.num_blocks)
+        blocks.append(draw(st.permutations(every)) if draw(st.booleans()) else list(every))
+    capacity = min(end.num_blocks * end.block_tokens for end in ends)
+    last = draw(st.integers(1, capacity))
+    first = draw(st.integers(0, last - 1))
+    end_layer = draw(st.integers(1, model["num_layers"]))
+    used = [blocks[: end.num_blocks_for(last)] for end, blocks in zip(ends, blocks, strict=True)]
+    return Case(*ends, *used, range(first, last), range(draw(st.integers(0, end_layer - 1)), end_layer))
+
+
+@settings(max_examples=600)
+@given(cases())
+def test_a_plan_does_what_the_slow_reference_does(case: Case) -> None:
+    assignment = assign(case.reader, case.owner)
+    assume(assignment is not None)
+    assert assignment is not None
+    reader, owner, expected = Pool(case.reader, 1), Pool(case.owner, 2), Pool(case.reader, 1)
+    planner = planner_of(reader, owner, assignment.heads)
+    plan = planner.plan(
+        ids(case.owner_blocks),
+        ids(case.reader_blocks),
+        (case.tokens.start, case.tokens.stop),
+        (case.layers.start, case.layers.stop),
+    )
+    heads = range(*assignment.heads)
+    copy_rows(owner, expected, case.owner_blocks, case.reader_blocks, case.tokens, case.layers, heads)
+    apply(plan, owner, reader)
+    assert all(map(np.array_equal, reader.regions, expected.regions))
+    assert plan.bytes == len(case.tokens) * len(heads) * case.owner.row_bytes * sum(
+        plane.layer in case.layers for plane in case.owner.planes
+    )
+
+
+DEGREES = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("reader_tp", "owner_tp", "heads"), list(product(DEGREES, DEGREES, (1, 4, 8))))
+def test_a_whole_reader_group_gets_the_whole_cache(reader_tp: int, owner_tp: int, heads: int) -> None:
+    """NHD owners with blocks of 3 tokens, HND readers with blocks of 5; readers plan over all owners."""
+    owners = [
+        Pool(
+            dense(Geometry(2, heads, 4, 7, 3, tp_rank=rank, tp_size=owner_tp)), seed=rank * heads // owner_tp
+        )
+        for rank in range(owner_tp)
+    ]  # ranks with equal heads hold equal bytes
+    owner_blocks, reader_blocks, num_tokens = [6, 1, 3, 2, 5], [2, 0, 4], 13
+    for rank in range(reader_tp):
+        layout = dense(
+            Geometry(2, heads, 4, 6, 5, tp_rank=rank, tp_size=reader_tp), Order.HND, Regions.PER_LAYER
+        )
+        reader, expected = Pool(layout, seed=99), Pool(layout, seed=99)
+        taken = 0
+        for owner in owners:
+            assignment = assign(layout, owner.layout)
+            if assignment is None:
+                continue
+            planner = planner_of(reader, owner, assignment.heads)
+            apply(planner.plan(ids(owner_blocks), ids(reader_blocks), (0, num_tokens)), owner, reader)
+            span = range(*assignment.heads)
+            copy_rows(owner, expected, owner_blocks, reader_blocks, range(num_tokens), range(2), span)
+            taken += len(span)
+        assert taken == layout.num_heads
+        assert all(map(np.array_equal, reader.regions, expected.regions))
+
+
+def test_ops_stay_within_their_bounds() -> None:
+    geometry = Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=4096, block_tokens=16)
+    pool = Pool(dense(geometry), seed=0)
+    planner = planner_of(pool, pool)
+    upwards, downwards = ids(list(range(4096))), ids(list(range(4095, -1, -1)))
+    whole = planner.plan(upwards, upwards, (0, 4096 * 16))
+    assert (whole.num_ops, whole.num_segments) == (8, 8)
+    scattered = planner.plan(upwards, downwards, (0, 4096 * 16))
+    assert (scattered.num_ops, scattered.num_segments) == (32, 8192)
+    for plan in (whole, scattered):
+        assert plan.ops()["bytes"].max() <= MAX_OP_BYTES
+        assert plan.ops()["num_segments"].max() <= MAX_OP_SEGMENTS
+
+
+def test_a_plan_is_refilled_in_place() -> None:
+    pool = Pool(dense(Geometry(2, 2, 8, 9, 4)), seed=0)
+    planner = planner_of(pool, pool)
+    large = planner.plan(ids([0, 2, 4, 6]), ids([1, 3, 5, 7]), (0, 16))
+    small = planner.plan(ids([0]), ids([1]), (0, 4), into=large)
+    assert small is large
+    assert (large.num_ops, large.num_segments, large.bytes) == (4, 4, 4 * 4 * 2 * 8)
+
+
+POOL = dense(Geometry(num_layers=3, total_heads=2, row_bytes=8, num_blocks=8, block_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("owner_blocks", "reader_blocks", "tokens", "layers", "message"),
+    [
+        ([8], [0], (0, 4), (0, 3), "owner_blocks names block 8 but there are 8: see index 0"),
+        ([0], [2**32 - 1], (0, 4), (0, 3), "reader_blocks names block 4294967295"),
+        ([0], [0, 1], (0, 5), (0, 3), "owner_blocks has 1 blocks of 4 tokens, too few for 5"),
+        ([0, 1], [], (0, 5), (0, 3), "reader_blocks has 0 blocks"),
+        ([0, 1], [5, 5], (0, 8), (0, 3), "reader_blocks names a block twice: 5, again at index 1"),
+        ([0], [0], (3, 2), (0, 3), "tokens: the range begins after its end"),
+        ([0], [0], (0, 4), (2, 1), "layers: the range begins after its end"),
+        ([0], [0], (0, 4), (0, 4), "layers: the range ends at 4 but there are 3"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    owner_blocks: list[int],
+    reader_blocks: list[int],
+    tokens: tuple[int, int],
+    layers: tuple[int, int],
+    message: str,
+) -> None:
+    pool = Pool(POOL, seed=0)
+    with pytest.raises(ConfigError, match=message):
+        planner_of(pool, pool).plan(ids(owner_blocks), ids(reader_blocks), tokens, layers)
+
+
+def test_caches_that_differ_are_refused() -> None:
+    reader, owner = Pool(POOL, seed=0), Pool(dense(Geometry(3, 2, 16, 8, 4)), seed=0)
+    with pytest.raises(LayoutMismatch, match="row_bytes differs: reader has 8, owner has 16"):
+        planner_of(reader, owner)
+    with pytest.raises(LayoutMismatch, match=r"asked for \[2, 9\): nothing in common"):
+        planner_of(reader, reader, (2, 9))
+
+
+def test_a_region_too_small_is_refused() -> None:
+    pool = Pool(POOL, seed=0)
+    pool.regions[0] = pool.regions[0][:-1]
+    with pytest.raises(
+        ConfigError, match=r"reader layout: planes\[5\] at offset 2560 needs 512 bytes, region 0 has 3071"
+    ):
+        planner_of(pool, Pool(POOL, seed=0))

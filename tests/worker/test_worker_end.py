@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends with a worker, and what must not stay behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from descriptors import descriptors, opened_since
+from waiting import eventually
+
+from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker
+from kvlink.durations import Durations
+from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.layout import Geometry, dense
+from kvlink.transfer.engine import CompletionQueue
+from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, Path, PathCounts, Traffic
+from kvlink.transfer.reconnect import Attempts
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))
+    with Worker(BlockPool.allocate(layout), "worker", transports="loopback") as made:
+        yield made
+
+
+async def test_events_end_with_the_worker(worker: Worker) -> None:
+    seen: list[LeaseEvent] = []
+
+    async def watch() -> None:
+        async for event in worker.watch_events():
+            seen.append(event)  # noqa: PERF401
+
+    watching = [asyncio.create_task(watch()) for _ in range(2)]
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    while not seen:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(worker.close)
+    await asyncio.gather(*watching)
+    assert [event.how for event in seen] == [LeaseEnd.ABORTED]
+    assert [event async for event in worker.watch_events()] == []
+
+
+def test_events_in_a_thread(worker: Worker) -> None:
+    seen: list[LeaseEvent] = []
+    thread = threading.Thread(target=lambda: seen.extend(worker.watch_events_blocking()))
+    thread.start()
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    eventually(lambda: not len(worker.offers))
+    worker.close()
+    thread.join()
+    assert [event.request_id for event in seen] == ["aborted"]
+
+
+def test_events_in_a_thread_that_waits_no_longer(worker: Worker) -> None:
+    assert list(worker.watch_events_blocking(0)) == []
+    worker.offer("aborted", [1])
+    worker.abort("aborted")
+    assert [event.request_id for event in worker.watch_events_blocking(0)] == ["aborted"]
+    with pytest.raises(ConfigError, match="timeout_s"):
+        worker.watch_events_blocking(-1)
+
+
+def test_watchers_that_are_gone_leave_nothing(worker: Worker) -> None:
+    before = descriptors()
+    for number in range(3):
+        worker.offer(f"request-{number}", [1])
+        worker.abort(f"request-{number}")
+        assert next(worker.watch_events_blocking()).request_id == f"request-{number}"
+    assert not opened_since(before)
+    assert not worker._engine._rung
+
+
+def test_a_watcher_that_is_gone_is_told_nothing(worker: Worker) -> None:
+    queue = CompletionQueue()
+    worker._engine.ring_when_closed(queue)
+    del queue
+    gc.collect()
+    worker.close()
+    assert not worker._engine._rung
+
+
+def test_a_closed_worker_holds_no_descriptors() -> None:
+    layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))
+    pools = BlockPool.allocate(layout), BlockPool.allocate(layout)
+
+    def work() -> list[Worker]:
+        workers = [Worker(pool, f"worker-{number}", transports="tcp") for number, pool in enumerate(pools)]
+        owner, reader = workers
+        assert reader.pull(owner.offer("request", [1, 2]), [3, 4]).wait()
+        eventually(lambda: owner.lease_counts().settled == 1)
+        for worker in workers:
+            worker.close()
+        return workers
+
+    closed = work()  # with what the process keeps for all of them
+    before = descriptors()
+    closed += work()
+    assert not opened_since(before)
+    assert [worker.lease_counts().settled for worker in closed] == [1, 0, 1, 0]
+    assert closed[0].figures().leases.settled == 1
+
+
+def test_what_a_closed_worker_answers(worker: Worker) -> None:
+    worker.offer("request", [1])
+    worker.abort("request")
+    eventually(lambda: worker.lease_counts().aborted == 1)
+    worker.close()
+    with pytest.raises(UnknownRequest, match="has ended"):
+        worker.set_ready("request", 1)
+    assert [event.request_id for event in worker.events()] == ["request"]
+    with pytest.raises(ConfigError, match="closed"):
+        worker.offer("late", [2])
+    worker.close()
+
+
+def test_a_constructor_that_failed_is_told_of_once() -> None:
+    program = (
+        "from kvlink import BlockPool, Worker, WorkerConfig\n"
+        "from kvlink.layout import Geometry, dense\n"
+        "layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))\n"
+        "pool = BlockPool.allocate(layout)\n"
+        "Worker(pool, 'worker', config=WorkerConfig(transports='loopback', token_file='/no/such/file'))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: cannot read the token" in said.stderr
+    assert said.stderr.count("Traceback") == said.stderr.count("direct cause") + 1
+    assert "Exception ignored" not in said.stderr
+
+
+def test_a_second_close_waits_for_the_first(worker: Worker) -> None:
+    begun, go, order = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        begun.set()
+        go.wait()
+        order.append("closed")
+
+    def close_too() -> None:
+        worker.close()
+        order.append("second")
+
+    worker._opened.callback(hold)
+    first, second = threading.Thread(target=worker.close), threading.Thread(target=close_too)
+    first.start()
+    begun.wait()
+    second.start()
+    second.join(0.05)
+    go.set()
+    first.join()
+    second.join()
+    assert order == ["closed", "second"]
+
+
+def test_a_close_within_a_close(worker: Worker) -> None:
+    worker._opened.callback(worker.close)  # as a signal handler does that comes in the middle
+    worker.close()
+    assert "closed" in repr(worker)
+
+
+def test_a_ticket_that_cannot_be_signed_holds_no_lease(worker: Worker) -> None:
+    def refuse(ticket: Ticket) -> Ticket:
+        raise ConfigError("the key file is gone")
+
+    sign, worker.offers.sign = worker.offers.sign, refuse
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="key file"):
+            worker.offer("request", [1, 2])
+    worker.offers.sign = sign
+    worker.offer("request", [1, 2])
+    eventually(lambda: worker.events() == [] and worker.lease_counts().active == 1)
+    worker.abort("request")
+    events = eventually(worker.events)
+    assert [(event.request_id, event.how) for event in events] == [("request", LeaseEnd.ABORTED)]
+    assert worker.figures().pinned_blocks == 0
+
+
+def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:
+    program = "import sys, kvlink.background; print('concurrent.futures.thread' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout == "True\n"
+
+
+def test_owners_that_are_gone_make_room() -> None:
+    traffic = Traffic()
+    live = Path("oldest", "tcp")
+    traffic.live = lambda: {live}
+    traffic.tally(*live)
+    for number in range(MAX_PATHS + 50):
+        traffic.tally(f"owner-{number}", "tcp")
+    counts = traffic.counts()
+    assert {live, Path(f"owner-{MAX_PATHS + 49}", "tcp"), Path(OTHERS, "tcp")} <= counts.keys()
+    assert Path("owner-0", "tcp") not in counts
+    assert traffic.path("owner-0", "tcp") == Path(OTHERS, "tcp")
+    assert len(counts) == MAX_PATHS + 1
+
+
+def test_an_owner_that_is_connected_again_is_not_the_oldest() -> None:
+    traffic = Traffic()
+    for number in (*range(MAX_PATHS), 0, MAX_PATHS):
+        traffic.tally(f"owner-{number}", "tcp")
+    assert Path("owner-0", "tcp") in traffic.counts()
+    assert Path("owner-1", "tcp") not in traffic.counts()
+
+
+def test_with_more_owners_than_paths_new_ones_share_one() -> None:
+    traffic = Traffic()
+    paths = [Path(f"owner-{number}", "tcp") for number in range(MAX_PATHS + 2)]
+    traffic.live = lambda: paths
+    tallies = [traffic.tally(*path) for path in paths]
+    assert tallies[-1] is tallies[-2]
+    assert Path(OTHERS, "tcp") in traffic.counts()
+
+
+def test_counts_of_two_paths() -> None:
+    def counts(factor: int, failed: dict[str, int]) -> PathCounts:
+        durations = [Durations() for _ in range(5)]
+        for index, each in enumerate(durations):
+            each.add(1000 * factor * (index + 1))
+        return PathCounts._make([*(factor * number for number in range(1, 7)), failed, *durations])
+
+    both = counts(1, {"StaleBlocks": 1}).plus(counts(10, {"StaleBlocks": 2, "Cancelled": 1}))
+    assert both[:6] == (11, 22, 33, 44, 55, 66)
+    assert both.failed == {"StaleBlocks": 3, "Cancelled": 1}
+    assert [each.sum_ns for each in both[7:]] == [11_000 * factor for factor in range(1, 6)]
+
+
+def test_failed_attempts_are_forgotten_after_a_while() -> None:
+    attempts = Attempts()
+    assert not attempts.forgotten(1e9)
+    attempts.failed("refused", 100.0, 100.0, silent=False)
+    assert not attempts.forgotten(attempts.not_before + 59)
+    assert attempts.forgotten(attempts.not_before + 61)
