@@ -193,7 +193,7 @@ def measure_control(
     replicas: Annotated[str, typer.Option(help="With etcd: how many coordinators.")] = "1,2,3",
     as_json: Json = False,
 ) -> None:
-    """Offer and claim through coordinators: latency, hand-offs a second, and what losses cost."""
+    """Offer and claim through coordinators: latency, handoffs a second, and what losses cost."""
     from .measurements import control
     from .measurements import coordinator_replicas as several
 

@@ -31,7 +31,7 @@ async def serve() -> str:
 
 
 def loader(pipe: Connection, index: int, address: str, in_flight: int, count: int) -> None:
-    """A load process that makes two calls a hand-off, one after the other, with `in_flight` hand-offs at a time."""
+    """A load process that makes two calls a handoff, one after the other, with `in_flight` handoffs at a time."""
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(address) as channel:

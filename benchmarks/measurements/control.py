@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control plane costs: latency of a cold claim, and hand-offs a second through one coordinator core.
+"""What the control plane costs: latency of a cold claim, and handoffs a second through one coordinator core.
 
-A hand-off here is one offer plus one claim of it by another process. Settling is a one-sided write and not
+A handoff here is one offer plus one claim of it by another process. Settling is a one-sided write and not
 the coordinator's work. All processes share this host, so their monotonic clocks are one.
 """
 
@@ -49,10 +49,10 @@ def rows(workers: int = 2) -> Iterator[Row]:
         yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
         count = _UNARY_HANDOFFS // workers
         row = _throughput(pid, workers, count, loader, [address], unary, workers, count)
-        yield {"what": "unary hand-offs", **row, "verified": True}
+        yield {"what": "unary handoffs", **row, "verified": True}
         count = _STREAM_HANDOFFS // workers
         row = _throughput(pid, workers, count, loader, [address], stream, workers, count)
-        yield {"what": "batched stream hand-offs", **row, "verified": True}
+        yield {"what": "batched stream handoffs", **row, "verified": True}
     with _serving(empty_service.serve) as (address, pid):
         count = _UNARY_HANDOFFS // workers
         row = _throughput(pid, workers, count, empty_service.loader, address, _UNARY_IN_FLIGHT, count)
@@ -106,7 +106,7 @@ def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> No
 
 
 def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
-    """`target` makes `count` hand-offs in each of as many processes as there are workers."""
+    """`target` makes `count` handoffs in each of as many processes as there are workers."""
     with in_processes(target, workers, *args) as pipes:
         one_from_each(pipes)
         busy_s = cpu_s(coordinator)

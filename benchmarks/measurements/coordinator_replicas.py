@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several coordinators over one etcd: hand-offs a second, and how long a hand-off takes when something dies.
+"""Several coordinators over one etcd: handoffs a second, and how long a handoff takes when something dies.
 
 All of it runs on this one host: coordinators, etcd members and load share its cores, so rows give CPU time, too.
 """
@@ -73,8 +73,8 @@ def _throughput(etcd: EtcdCluster, count: int) -> Iterator[Row]:
         store = f"etcd://{etcd.addresses}/throughput-{count}"
         all_of_them = [stack.enter_context(closing(Replica(store))) for _ in range(count)]
         for what, load, handoffs in (
-            ("unary hand-offs", unary, _UNARY_HANDOFFS),
-            ("batched stream hand-offs", stream, _STREAM_HANDOFFS),
+            ("unary handoffs", unary, _UNARY_HANDOFFS),
+            ("batched stream handoffs", stream, _STREAM_HANDOFFS),
         ):
             yield {"what": what, "replicas": count, **_measure(etcd, all_of_them, load, handoffs)}
 
@@ -143,7 +143,7 @@ Lose = Callable[[str], Callable[[], None]]
 
 
 async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list[float]:
-    """How long the first hand-off takes that begins when something dies."""
+    """How long the first handoff takes that begins when something dies."""
     taken_s = []
     async with CoordinatorClient(addresses, timeout_s=30.0) as client:
         await client.join(card(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hand-off of a whole request between two processes, through a coordinator, phase by phase.
+"""The handoff of a whole request between two processes, through a coordinator, phase by phase.
 
 offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
 besides the transfer. plan, validate, settle: as the pull counts them. post: handing the reads to the transport, the

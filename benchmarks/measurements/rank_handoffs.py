@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs of requests between all ranks of two sides: made, timed phase by phase, every byte compared."""
+"""Handoffs of requests between all ranks of two sides: made, timed phase by phase, every byte compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED = 20_250_102
 _VERIFY_EVERY = 4  # besides the first and the last
 
 
-class _HandOver(NamedTuple):
+class _Handoff(NamedTuple):
     """One that was made. `us`: phase by phase."""
 
     tokens: int
@@ -67,7 +67,7 @@ class Bench:
 
     def forget(self) -> None:
         """Drops what was measured so far."""
-        self._made: list[_HandOver] = []
+        self._made: list[_Handoff] = []
         self._late_us: list[float] = []
         self._limits_us: dict[str, list[float]] = {}
         self._verified = self._wrong = self._cpu_ns = 0
@@ -80,7 +80,7 @@ class Bench:
             if check:
                 self._poison(request.ids)
             with self._counted():
-                self._made.append(self._hand_over(request))
+                self._made.append(self._handoff(request))
             if check:
                 self._verify(request)
             for name in floors.names:
@@ -117,19 +117,19 @@ class Bench:
 
     def _run_in_slots(
         self, at_s: Sequence[float], lengths: Sequence[int], largest: int, slots: int
-    ) -> tuple[list[Served], dict[int, _HandOver]]:
+    ) -> tuple[list[Served], dict[int, _Handoff]]:
         """What became of each request, and those that were made by their index. A slot has `largest` blocks; its last
         request is verified.
         """
         requests = [self._request(tokens, largest) for tokens in lengths]
         self._poison(np.arange(self._num_blocks, dtype=np.uint32))
-        made: dict[int, _HandOver] = {}
+        made: dict[int, _Handoff] = {}
         last: dict[int, Request] = {}
 
         def serve(slot: int, index: int) -> None:
             last.pop(slot, None)
             request = requests[index]._replace(ids=requests[index].ids + np.uint32(slot * largest))
-            made[index] = self._hand_over(request)
+            made[index] = self._handoff(request)
             last[slot] = request
 
         with self._counted():
@@ -197,7 +197,7 @@ class Bench:
             )
         return request
 
-    def _hand_over(self, request: Request) -> _HandOver:
+    def _handoff(self, request: Request) -> _Handoff:
         request_id = request.request_id
         with self._asking:
             answers = [owner.call("offer_held", request_id=request_id) for owner, _ in self._owners]
@@ -221,7 +221,7 @@ class Bench:
             stats.settle_us, offer_us + took_us,
         )  # fmt: skip
         num_bytes, num_ops = sum(each.num_bytes for each in every), sum(each.num_ops for each in every)
-        return _HandOver(request.tokens, num_bytes, num_ops, us)
+        return _Handoff(request.tokens, num_bytes, num_ops, us)
 
     def _poison(self, ids: Ids) -> None:
         for worker, contents in zip(self._workers, self._contents, strict=True):

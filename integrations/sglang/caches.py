@@ -2,7 +2,7 @@
 """SGLang's buffers as kvlink pools: one Worker for each group of equally shaped buffers.
 
 SGLang lists its buffers as addresses: K of every layer, then V of every layer, and apart from them the state
-buffers (sliding window, Mamba, …). In each the unit of a hand-over is an item of fixed size: a page of the KV cache,
+buffers (sliding window, Mamba, …). In each the unit of a handoff is an item of fixed size: a page of the KV cache,
 a slot or a page of a state.
 """
 

@@ -7,7 +7,7 @@ See docs/servers/transformers.md for how to use it and what each failure looks l
 from __future__ import annotations
 
 from .handoff import HandoffStats, KVLinkHandoff
-from .handover import Handover
+from .handoff_message import Handoff
 from .incoming import Landed
 
-__all__ = ["HandoffStats", "Handover", "KVLinkHandoff", "Landed"]
+__all__ = ["Handoff", "HandoffStats", "KVLinkHandoff", "Landed"]

@@ -90,7 +90,7 @@ class Batching:
 
 
 class Names:
-    """Ids of requests that were given to a hand-off and have not ended. Callers choose them, so that two may have one;
+    """Ids of requests that were given to a handoff and have not ended. Callers choose them, so that two may have one;
     the later is refused. Safe from any thread."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def _run(job: Callable[[], None]) -> None:
     try:
         job()
     except Exception:  # transformers would end all requests for it
-        _log.exception("a job of a hand-over failed")
+        _log.exception("a job of a handoff failed")
 
 
 class HeldBlocks:

@@ -21,7 +21,7 @@ from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
 from kvlink.errors import TransferError
 
 from .handoff import KVLinkHandoff
-from .handover import Handover
+from .handoff_message import Handoff
 
 PAGE_TOKENS = 16
 _NUM_PAGES = 256
@@ -101,9 +101,9 @@ class PrefillRole(_Peer):
 
     def prefill(self, request_id: str, prompt: str) -> Reply:
         """What the router carries to decode, and a digest of the prompt's blocks."""
-        handover = self.handoff.prefill(tokenize(prompt), request_id).result(_RESULT_S * self.patience)
-        blocks = handover.open_ticket().block_ids
-        return {"handover": handover.to_json(), "digest": self.digest(blocks, len(handover.prompt))}
+        handoff = self.handoff.prefill(tokenize(prompt), request_id).result(_RESULT_S * self.patience)
+        blocks = handoff.open_ticket().block_ids
+        return {"handoff": handoff.to_json(), "digest": self.digest(blocks, len(handoff.prompt))}
 
     def ended(self, timeout_s: float) -> Reply:
         """Waits for all offers to end, and counts what did not end as it should."""
@@ -125,13 +125,13 @@ class DecodeRole(_Peer):
         """See Role."""
         return {"decode": self.decode}
 
-    def decode(self, handover: str, num_tokens: int) -> Reply:
+    def decode(self, handoff: str, num_tokens: int) -> Reply:
         """Pulls and generates. "us": of the pull alone, microseconds from its start to validated, settled blocks.
 
         Raises what the pull failed with; the tokens would be right nevertheless, of a prompt computed here.
         """
         self._poison()
-        received = Handover.from_json(handover)
+        received = Handoff.from_json(handoff)
         tokens = self.tokens_of(self.handoff.submit(received, max_new_tokens=num_tokens))
         landed = self.handoff.newest()
         if landed is None or landed.pull is None or landed.error is not None:
@@ -157,7 +157,7 @@ class DecodeRole(_Peer):
 
 
 class ReferenceRole(_Engine):
-    """The judge's yardstick: no worker, no hand-over, a cache that never leaves its process."""
+    """The judge's yardstick: no worker, no handoff, a cache that never leaves its process."""
 
     def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
         super().__init__(patience, device)

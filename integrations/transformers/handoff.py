@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two verbs of a hand-over: `prefill` in one process, `submit` in the other."""
+"""The two verbs of a handoff: `prefill` in one process, `submit` in the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlink.background import ControlThread
 from kvlink.errors import ConfigError
 
 from .batching import Batching, HeldBlocks
-from .handover import Handover
+from .handoff_message import Handoff
 from .incoming import Incoming, Landed
 from .memory import pool_of
 from .outgoing import Outgoing
@@ -100,10 +100,10 @@ class KVLinkHandoff:
 
     def prefill(
         self, prompt: Sequence[int], request_id: str | None = None, **logit_processor_kwargs: Any
-    ) -> Future[Handover]:
+    ) -> Future[Handoff]:
         """Computes a prompt and its first token, and offers the blocks until they are settled or the lease ends.
 
-        The future gives the Handover, or the TransferError that says why there is none; the manager's own results do
+        The future gives the Handoff, or the TransferError that says why there is none; the manager's own results do
         not show the request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache and for
         a request_id that runs here already.
         """
@@ -111,7 +111,7 @@ class KVLinkHandoff:
 
     def submit(
         self,
-        handover: Handover,
+        handoff: Handoff,
         request_id: str | None = None,
         *,
         max_new_tokens: int | None = None,
@@ -124,33 +124,33 @@ class KVLinkHandoff:
 
         Results come from the manager, as for `manager.add_request`, whose arguments these are; the first token is
         the first of them, and counts. When the blocks cannot be had the prompt is computed here instead.
-        Raises ConfigError, and starts nothing, for a hand-over that is malformed or mixed up with another, for prompt
+        Raises ConfigError, and starts nothing, for a handoff that is malformed or mixed up with another, for prompt
         and max_new_tokens that do not fit the cache, and for a request_id that runs here already.
         """
         defaults = self._batching.manager.generation_config
         try:
             state = request_types()[0](
-                request_id=f"handover-{next(self._numbers)}" if request_id is None else request_id,
-                initial_tokens=list(handover.prompt),
+                request_id=f"handoff-{next(self._numbers)}" if request_id is None else request_id,
+                initial_tokens=list(handoff.prompt),
                 max_new_tokens=defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
                 eos_token_id=defaults.eos_token_id if eos_token_id is None else eos_token_id,
                 streaming=streaming,
                 record_timestamps=record_timestamps,
                 logit_processor_kwargs=logit_processor_kwargs,
             )
-            self._incoming.submit(state, handover.open_ticket(), handover)
+            self._incoming.submit(state, handoff.open_ticket(), handoff)
         except ConfigError:
             with self._refusing:
                 self._num_refused += 1
             raise
         return str(state.request_id)
 
-    def abort(self, handover: Handover) -> None:
+    def abort(self, handoff: Handoff) -> None:
         """Ends an offer of this process now; its blocks come back. Raises UnknownRequest, ConfigError."""
-        self.worker.abort(Ticket.from_text(handover.ticket).request_id)
+        self.worker.abort(Ticket.from_text(handoff.ticket).request_id)
 
     def stats(self) -> HandoffStats:
-        """What became of the hand-overs so far."""
+        """What became of the handoffs so far."""
         leases = self.worker.lease_counts()
         return HandoffStats(
             offered=leases.granted,
@@ -165,7 +165,7 @@ class KVLinkHandoff:
         )
 
     def newest(self) -> Landed | None:
-        """How the newest hand-over came in that no longer waits for bytes. Its blocks may be others' by now."""
+        """How the newest handoff came in that no longer waits for bytes. Its blocks may be others' by now."""
         return self._incoming.newest
 
     def close(self) -> None:

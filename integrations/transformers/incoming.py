@@ -19,7 +19,7 @@ from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError
 
 from .batching import Batching, HeldBlocks
-from .handover import Handover
+from .handoff_message import Handoff
 from .support import request_types
 
 _log = logging.getLogger("kvlink.transformers")
@@ -27,7 +27,7 @@ _log = logging.getLogger("kvlink.transformers")
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """One hand-over that came in: its pull and the blocks that it wrote, or why its prompt is computed here instead."""
+    """One handoff that came in: its pull and the blocks that it wrote, or why its prompt is computed here instead."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Arrival:
 
     state: Any
     ticket: Ticket
-    handover: Handover
+    handoff: Handoff
     table: list[int] = field(default_factory=list)
     num_matched: int = 0
     pull: Pull | None = None
@@ -67,14 +67,14 @@ class Incoming:
         self.num_pulled = self.num_recomputed = self.num_bytes = 0
         self.newest: Landed | None = None
 
-    def submit(self, state: Any, ticket: Ticket, handover: Handover) -> None:
+    def submit(self, state: Any, ticket: Ticket, handoff: Handoff) -> None:
         """Raises ConfigError for a request that could never run here. Everything else happens later."""
         self._batching.check_accepting()
         self._batching.processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
         request_id = state.request_id
         if request_id in self._scheduler.active_requests or request_id in self._scheduler.waiting_requests:
             raise ConfigError(f"request {request_id} runs here already")
-        num_tokens = len(handover.prompt)
+        num_tokens = len(handoff.prompt)
         if ticket.num_tokens != num_tokens or not num_tokens:
             raise ConfigError(
                 f"the ticket of {ticket.request_id} is of {ticket.num_tokens} tokens, not {num_tokens}"
@@ -82,7 +82,7 @@ class Incoming:
         # The last token is not stored. Without a limit nobody knows how many come.
         self._batching.check_fits(request_id, num_tokens + max((state.max_new_tokens or 2) - 1, 0))
         self._batching.names.take(request_id)
-        self._batching.post(partial(self._arrive, _Arrival(state, ticket, handover)))
+        self._batching.post(partial(self._arrive, _Arrival(state, ticket, handoff)))
 
     # On the generation thread.
 
@@ -105,7 +105,7 @@ class Incoming:
 
     def close(self) -> None:
         """Recomputes what has not arrived, or fails it when nobody generates. No pull is under way any more."""
-        closed = Cancelled("the hand-off was closed")
+        closed = Cancelled("the handoff was closed")
         if not self._batching.manager.is_running():
             while self._arrivals:
                 request_id, arrival = self._arrivals.popitem()
@@ -122,7 +122,7 @@ class Incoming:
         self._waiting.append(arrival)
 
     def _allocate(self, arrival: _Arrival) -> bool:
-        state, num_tokens = arrival.state, len(arrival.handover.prompt)
+        state, num_tokens = arrival.state, len(arrival.handoff.prompt)
         is_roomy = self._scheduler._try_to_meet_safety_margin()
         if not is_roomy and len(self._scheduler.active_requests) > len(self._arrivals):
             return False  # leave what is left to those that generate, as the scheduler does
@@ -155,12 +155,10 @@ class Incoming:
 
     def _join(self, arrival: _Arrival, error: Exception | None) -> None:
         state, request_id = arrival.state, arrival.state.request_id
-        state.position_offset = len(arrival.handover.prompt)
+        state.position_offset = len(arrival.handoff.prompt)
         state.remaining_prefill_tokens = []
         state.status = self._status.DECODING
-        ended = state.update_and_check_completion(
-            arrival.handover.first_token, arrival.handover.first_logprob
-        )
+        ended = state.update_and_check_completion(arrival.handoff.first_token, arrival.handoff.first_logprob)
         if ended or error is not None:
             self._scheduler.finish_request(request_id)
         if error is not None:
@@ -176,7 +174,7 @@ class Incoming:
 
     def _adopt(self, arrival: _Arrival) -> None:
         block_tokens = self._batching.allocator.tokens_per_page
-        num_full = len(arrival.handover.prompt) // block_tokens - arrival.num_matched // block_tokens
+        num_full = len(arrival.handoff.prompt) // block_tokens - arrival.num_matched // block_tokens
         self._held.give(arrival.state.request_id, arrival.table)
         self._adopted.add(arrival.state.request_id)
         # From here on other prompts with the same start find these blocks.
@@ -187,7 +185,7 @@ class Incoming:
 
     async def _pull(self, arrival: _Arrival) -> None:
         error: Exception | None = None
-        num_tokens = len(arrival.handover.prompt)
+        num_tokens = len(arrival.handoff.prompt)
         blocks = array("I", arrival.table[: self._worker.pool.layout.num_blocks_for(num_tokens)])
         try:
             if not arrival.cancelled:

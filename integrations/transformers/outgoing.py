@@ -13,7 +13,7 @@ from kvlink import LeaseEvent, Worker
 from kvlink.errors import Cancelled, ConfigError, TransferError
 
 from .batching import Batching, HeldBlocks
-from .handover import Handover, check_tokens, fingerprint
+from .handoff_message import Handoff, check_tokens, fingerprint
 from .support import request_types
 
 _MAX_NAME_BYTES = 400  # the ticket's has at most 512, with a number and a hash
@@ -22,8 +22,8 @@ _MAX_NAME_BYTES = 400  # the ticket's has at most 512, with a number and a hash
 @dataclass(slots=True)
 class _Prefill:
     prompt: tuple[int, ...]
-    future: Future[Handover] = field(default_factory=Future)
-    outcome: Handover | Exception | None = None
+    future: Future[Handoff] = field(default_factory=Future)
+    outcome: Handoff | Exception | None = None
 
 
 class Outgoing:
@@ -40,7 +40,7 @@ class Outgoing:
 
     def prefill(
         self, prompt: Sequence[int], request_id: str | None, options: dict[str, Any]
-    ) -> Future[Handover]:
+    ) -> Future[Handoff]:
         """See `KVLinkHandoff.prefill`."""
         self._batching.check_accepting()
         request_id = f"prefill-{next(self._numbers)}" if request_id is None else request_id
@@ -93,7 +93,7 @@ class Outgoing:
         if prefill is None or tuple(output.prompt_ids) != prefill.prompt:
             return False
         self._forget(output.request_id)
-        if isinstance(prefill.outcome, Handover):
+        if isinstance(prefill.outcome, Handoff):
             prefill.future.set_result(prefill.outcome)
         else:
             failure = TransferError(f"request {output.request_id} was not prefilled: {output.error}")
@@ -111,17 +111,17 @@ class Outgoing:
         while self._prefills:
             request_id, prefill = next(iter(self._prefills.items()))
             self._forget(request_id)
-            prefill.future.set_exception(Cancelled(f"request {request_id}: the hand-off was closed"))
+            prefill.future.set_exception(Cancelled(f"request {request_id}: the handoff was closed"))
 
     def _forget(self, request_id: str) -> None:
         self._prefills.pop(request_id, None)
         self._batching.names.give_back(request_id)
 
-    def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handover:
+    def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handoff:
         first_token = state.to_generation_output().generated_tokens[0]
         logprob = state.logprobs[0] if state.logprobs else None
         name = f"{request_id}#{next(self._numbers)}{fingerprint(prompt, first_token)}"
         num_blocks = self._worker.pool.layout.num_blocks_for(len(prompt))
         ticket = self._worker.offer(name, table[:num_blocks], num_tokens=len(prompt))
         self._offered[name] = table
-        return Handover(ticket.to_text(), prompt, first_token, logprob)
+        return Handoff(ticket.to_text(), prompt, first_token, logprob)

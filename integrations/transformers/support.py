@@ -56,10 +56,10 @@ def check_manager(manager: Any) -> None:
     _require("RequestStatus", status, "PENDING DECODING FINISHED")
     if manager.distributed_helper.tp_size > 1:
         raise ConfigError(
-            "hand-overs of tensor-parallel models are not supported: run prefill and decode with TP 1"
+            "handoffs of tensor-parallel models are not supported: run prefill and decode with TP 1"
         )
     if manager.num_return_sequences != 1:
-        raise ConfigError("hand-overs need num_return_sequences=1")
+        raise ConfigError("handoffs need num_return_sequences=1")
 
 
 def full_attention_allocator(processor: Any) -> Any:
@@ -68,7 +68,7 @@ def full_attention_allocator(processor: Any) -> Any:
     allocators: Mapping[str, Any] = processor.cache.cache_allocators
     if list(allocators) != [_FULL_ATTENTION]:
         others = ", ".join(sorted(set(allocators) - {_FULL_ATTENTION})) or "none"
-        raise ConfigError(f"hand-overs need a model of {_FULL_ATTENTION} only, this one also has {others}")
+        raise ConfigError(f"handoffs need a model of {_FULL_ATTENTION} only, this one also has {others}")
     _require("FullAttentionCacheAllocator", allocators[_FULL_ATTENTION], _ALLOCATOR)
     return allocators[_FULL_ATTENTION]
 

@@ -4,7 +4,7 @@
 The entry point below makes the name known. Where plug-ins are off, `kv_connector_module_path` is this module.
 
 `connector` is what vLLM loads; it splits into `scheduler` (in the engine's process, decides) and `worker` (beside the
-model, moves bytes). `handover` is what rides on the router's message.
+model, moves bytes). `handoff` is what rides on the router's message.
 """
 
 from __future__ import annotations

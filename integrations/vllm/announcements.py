@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of hand-overs on their way through the coordinator: numbered offers there, claimed one after the other.
+"""Parts of handoffs on their way through the coordinator: numbered offers there, claimed one after the other.
 
 Lives in the scheduler's process, on kvlink's control thread; the scheduler itself never waits.
 """
@@ -19,7 +19,7 @@ from kvlink.control import CoordinatorClient, Offer
 from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
 from kvlink.tracing import TraceParent
 
-from .handover import Owner
+from .handoff import Owner
 from .parts import Part
 
 _log = logging.getLogger("vllm.kvlink")
@@ -52,7 +52,7 @@ class Following:
     @property
     def trace(self) -> TraceParent | None:
         """What its claims belong to: the offer, once it is known; before that what asked for it."""
-        offered_in = self._first.handover.trace if self._first else None
+        offered_in = self._first.handoff.trace if self._first else None
         return offered_in or self._asked_in
 
     def stop(self) -> None:

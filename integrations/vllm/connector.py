@@ -33,14 +33,14 @@ from .engine_config import (
     when_launched_has_run,
     window_of,
 )
-from .handover import Greeting
-from .orders import Orders
+from .handoff import RankInfo
 from .outgoing import Chunk
-from .scheduler import Scheduling
+from .scheduler import SchedulerSide
 from .settings import Settings
 from .slots import SlotGroups
 from .stats import KVLinkMetrics, KVLinkStats
-from .worker import Serving
+from .step_commands import StepCommands
+from .worker import WorkerSide
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -49,21 +49,21 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Of one step."""
 
-    orders: Orders
+    orders: StepCommands
 
 
 @dataclass
 class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Of one rank."""
 
-    greeting: Greeting
+    greeting: RankInfo
 
 
 @dataclass
 class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Ranks that started anew, after sleep; and how many took the leases of requests that are computed."""
 
-    greetings: dict[int, Greeting] = field(default_factory=dict)
+    greetings: dict[int, RankInfo] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
@@ -85,13 +85,13 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
         self._engine_id = str(transfer.engine_id)
         self._rank = rank_of(vllm_config, role)
-        self._scheduling: Scheduling | None = None
-        self._serving: Serving | None = None
+        self._scheduling: SchedulerSide | None = None
+        self._serving: WorkerSide | None = None
         self._tensors: dict[str, Any] = {}
-        self._greetings: dict[int, Greeting] = {}
-        self._woken: dict[int, Greeting] = {}
+        self._greetings: dict[int, RankInfo] = {}
+        self._woken: dict[int, RankInfo] = {}
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = Scheduling(
+            self._scheduling = SchedulerSide(
                 self._engine_id,
                 SlotGroups(self._settings.worker.lease_slots, self._settings.seats),
                 kv_cache_config.select_transfer_block_ids,
@@ -121,7 +121,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model += " groups=" + "+".join(str(len(names)) for names in groups)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
         options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
-        self._serving = Serving(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
+        self._serving = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
         self._woken = {self._rank.tp_rank: self._serving.greeting}
 
     def unregister_kv_caches(self) -> None:
@@ -175,7 +175,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVLinkWorkerMetadata(woken, Counter(held)) if woken or held else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
-        """Since the last step. In the scheduler's process: hand-overs that were not used."""
+        """Since the last step. In the scheduler's process: handoffs that were not used."""
         if self._scheduling is not None:
             return KVLinkStats.of_unused(self._scheduling.take_counts())
         data = self._serving.take_tally() if self._serving is not None else None
@@ -188,37 +188,39 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._greet({rank: one.greeting for rank, one in metadata.items()})
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """A hand-over restores every group that is transferred."""
+        """A handoff restores every group that is transferred."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
     def on_new_request(self, request: Any) -> None:
         """Keeps its lease at the prefill server alive while it waits."""
-        self._decides.on_new_request(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens that the prefill server has and we have not."""
-        return self._decides.num_matched(request, num_computed_tokens)
+        return self._scheduler.num_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plans the load, or the lease of a request that will be handed over."""
-        self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
         """For this step."""
-        self._decides.scheduled(self._chunks(scheduler_output), scheduler_output.preempted_req_ids or ())
+        self._scheduler.scheduled(self._chunks(scheduler_output), scheduler_output.preempted_req_ids or ())
         return KVLinkMetadata(
-            self._decides.take_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+            self._scheduler.take_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
-        self._decides.received(connector_output.finished_recving or (), connector_output.failed_recving or ())
-        self._decides.sent(connector_output.finished_sending or ())
+        self._scheduler.received(
+            connector_output.finished_recving or (), connector_output.failed_recving or ()
+        )
+        self._scheduler.sent(connector_output.finished_sending or ())
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, KVLinkWorkerMetadata):
             self._greet(said.greetings)
-            self._decides.held(said.holders)
+            self._scheduler.held(said.holders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, of a model with one."""
@@ -228,11 +230,11 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks stay until they were fetched, and what tells the decode server how."""
-        return self._decides.finished(request, block_ids, request.status in _COMPLETE)
+        return self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
 
     def reset_cache(self) -> bool:
         """From /reset_prefix_cache?reset_external=true. False: leases were open; they end with the next step."""
-        return self._decides.reset()
+        return self._scheduler.reset()
 
     # In either.
 
@@ -255,7 +257,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVLinkMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def _decides(self) -> Scheduling:
+    def _scheduler(self) -> SchedulerSide:
         assert self._scheduling is not None, "called in a worker's process"
         return self._scheduling
 
@@ -268,6 +270,6 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
 
-    def _greet(self, greetings: dict[int, Greeting]) -> None:
+    def _greet(self, greetings: dict[int, RankInfo]) -> None:
         self._greetings |= greetings
-        self._decides.set_ranks(greeting for _, greeting in sorted(self._greetings.items()))
+        self._scheduler.set_ranks(greeting for _, greeting in sorted(self._greetings.items()))

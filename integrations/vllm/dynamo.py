@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamo's workers carry the hand-overs of connectors that they know by name (since its pull request 9414, 2026-05)."""
+"""Dynamo's workers carry the handoffs of connectors that they know by name (since its pull request 9414, 2026-05)."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from kvlink.layout import num_seats
 
 from .announcements import Announcements, Following
 from .caches import Rank
-from .handover import KEY, Handover
-from .orders import Load, Orders
+from .handoff import KEY, Handoff
 from .parts import STREAM, Part
 from .rejections import is_rejection
 from .remote_leases import RemoteLeases
 from .siblings import Siblings
+from .step_commands import Load, StepCommands
 from .traces import trace_of
 from .windows import Windows, loadable, needed_from
 
@@ -32,9 +32,9 @@ Digest = Callable[[Any, int], str]
 
 @dataclass(slots=True)
 class _Incoming:
-    """`handover` is None while it is awaited, and when `refused` says why there is none."""
+    """`handoff` is None while it is awaited, and when `refused` says why there is none."""
 
-    handover: Handover | None = None
+    handoff: Handoff | None = None
     num_tokens: int = 0
     """That prefill computes or has computed."""
     refused: str = ""
@@ -46,17 +46,17 @@ class _Incoming:
     settles: bool = False
     """Its load ends the lease."""
     ask_again: bool = False
-    """The router may come once more, with prefill's answer: the same hand-over, under the same lease."""
+    """The router may come once more, with prefill's answer: the same handoff, under the same lease."""
 
     @property
     def awaited(self) -> bool:
-        return self.handover is None and not self.refused
+        return self.handoff is None and not self.refused
 
 
 class Incoming:
     """Requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
 
-    own: any of this server's ranks. digest: as prefill made it. counts: what became of hand-overs that were not used.
+    own: any of this server's ranks. digest: as prefill made it. counts: what became of handoffs that were not used.
     windows: of the cache groups that are transferred.
     """
 
@@ -88,12 +88,12 @@ class Incoming:
         elif params.get(KEY):
             incoming = self._requests[request.request_id] = _Incoming()
             try:
-                handover = Handover.from_params(params)
+                handoff = Handoff.from_params(params)
             except ConfigError as error:
                 self._counts["malformed"] += 1
                 incoming.refused = str(error)
             else:
-                self._take(request, incoming, handover, handover.num_tokens)
+                self._take(request, incoming, handoff, handoff.num_tokens)
         elif self._announcements is not None and isinstance(name, str) and name:
             following = self._announcements.follow(name, trace_of(request))
             self._requests[request.request_id] = _Incoming(following=following, ask_again=True)
@@ -110,17 +110,17 @@ class Incoming:
             return 0, False
         if incoming.awaited and not self._begun(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
-        if incoming.handover is not None and not incoming.refused:
-            if self._siblings.must_wait(incoming.handover, request.request_id):
+        if incoming.handoff is not None and not incoming.refused:
+            if self._siblings.must_wait(incoming.handoff, request.request_id):
                 return None, False
-            if self._siblings.is_spent(incoming.handover):
-                self._leave_spent(request, incoming.handover)
+            if self._siblings.is_spent(incoming.handoff):
+                self._leave_spent(request, incoming.handoff)
                 return 0, False
         count = max(self._num_tokens(request, incoming) - num_computed, 0)
         return count, count > 0
 
     def allocated(
-        self, request: Any, groups: tuple[array[int], ...], num_external: int, orders: Orders
+        self, request: Any, groups: tuple[array[int], ...], num_external: int, orders: StepCommands
     ) -> None:
         """Blocks exist now; `num_external` tokens of them are ours to load."""
         params = request.kv_transfer_params
@@ -133,12 +133,12 @@ class Incoming:
             return
         end = self._num_tokens(request, incoming)
         incoming.told = True
-        if incoming.handover is not None and not incoming.refused:
-            incoming.settles = self._siblings.settles(incoming.handover, request.request_id)
+        if incoming.handoff is not None and not incoming.refused:
+            incoming.settles = self._siblings.settles(incoming.handoff, request.request_id)
         orders.loads.append(
             Load(
                 request.request_id,
-                incoming.handover,
+                incoming.handoff,
                 groups,
                 end - num_external,
                 end,
@@ -149,7 +149,7 @@ class Incoming:
             )
         )
 
-    def tell(self, orders: Orders) -> None:
+    def tell(self, orders: StepCommands) -> None:
         """What prefill servers have said of loads that run."""
         for request_id, incoming in self._requests.items():
             if incoming.following is None or not incoming.told:
@@ -165,20 +165,20 @@ class Incoming:
         """Loads that ended, well or not. Ranks that none of ours read from wait for nothing."""
         for request_id in request_ids:
             incoming = self._pop(request_id)
-            if incoming is None or incoming.handover is None or incoming.refused:
+            if incoming is None or incoming.handoff is None or incoming.refused:
                 continue
-            handover, well = incoming.handover, request_id not in failed
+            handoff, well = incoming.handoff, request_id not in failed
             if well:
-                self._siblings.has_read(handover)
-            last = self._siblings.leave(handover, request_id)
+                self._siblings.has_read(handoff)
+            last = self._siblings.leave(handoff, request_id)
             if incoming.ask_again:
-                self._leave(handover)
+                self._leave(handoff)
             elif incoming.settles and well:
-                self._give_back(handover, self._unread(range(len(handover.owners))), used=True)
+                self._give_back(handoff, self._unread(range(len(handoff.owners))), used=True)
             elif last:
-                self._give_back(handover, range(len(handover.owners)), used=True)
+                self._give_back(handoff, range(len(handoff.owners)), used=True)
 
-    def ended(self, request: Any, orders: Orders) -> None:
+    def ended(self, request: Any, orders: StepCommands) -> None:
         """The request is over, whatever it was doing."""
         request_id = request.request_id
         self._remote.forget(request_id)
@@ -205,13 +205,13 @@ class Incoming:
         if not params.get(KEY):
             return
         try:
-            handover = Handover.from_params(params)
+            handoff = Handoff.from_params(params)
         except ConfigError:
             self._counts["malformed"] += 1
             return
-        if not self._siblings.are_there(handover) and not self._siblings.was_used(handover):
+        if not self._siblings.are_there(handoff) and not self._siblings.was_used(handoff):
             self._counts["released"] += 1
-            self._give_back(handover, range(len(handover.owners)), used=False)
+            self._give_back(handoff, range(len(handoff.owners)), used=False)
 
     def _begun(self, request: Any, incoming: _Incoming) -> bool:
         assert incoming.following is not None
@@ -219,21 +219,21 @@ class Incoming:
         incoming.parts += incoming.following.take()
         if incoming.parts:
             first = incoming.parts[0]
-            self._take(request, incoming, first.handover, first.num_tokens)
+            self._take(request, incoming, first.handoff, first.num_tokens)
             return True
         if why_ended:
             self._pop(request.request_id)
             self._compute_here(request, f"its prefill was not announced ({why_ended})")
         return False
 
-    def _take(self, request: Any, incoming: _Incoming, handover: Handover, num_tokens: int) -> None:
-        incoming.handover, incoming.num_tokens = handover, num_tokens
-        if request.prompt_token_ids is None or self._digest(request, num_tokens) != handover.prompt:
+    def _take(self, request: Any, incoming: _Incoming, handoff: Handoff, num_tokens: int) -> None:
+        incoming.handoff, incoming.num_tokens = handoff, num_tokens
+        if request.prompt_token_ids is None or self._digest(request, num_tokens) != handoff.prompt:
             self._counts["another_prompt"] += 1
-            incoming.refused = "the hand-over is of another prompt; the router may have mixed up two requests"
+            incoming.refused = "the handoff is of another prompt; the router may have mixed up two requests"
         else:
-            self._siblings.join(handover, request.request_id)
-            self._remote.watch(request.request_id, handover)
+            self._siblings.join(handoff, request.request_id)
+            self._remote.watch(request.request_id, handoff)
 
     def _compute_here(self, request: Any, why: str) -> None:
         _log.warning("request %s: %s; computing it here", request.request_id, why)
@@ -242,8 +242,8 @@ class Incoming:
 
     def _num_tokens(self, request: Any, incoming: _Incoming) -> int:
         prompt = int(request.num_prompt_tokens)
-        handed_over = prompt if incoming.refused else min(prompt, incoming.num_tokens)
-        return loadable(self._windows, prompt, handed_over)
+        handed_off = prompt if incoming.refused else min(prompt, incoming.num_tokens)
+        return loadable(self._windows, prompt, handed_off)
 
     def _unread(self, ranks: range) -> list[int]:
         """Those of an owner that none of ours reads from: they hold what another one holds, too."""
@@ -252,40 +252,40 @@ class Incoming:
         ]
 
     def _release(self, request_id: str) -> None:
-        """Unless the hand-over is of another request, or others are under its lease: these may still read."""
+        """Unless the handoff is of another request, or others are under its lease: these may still read."""
         incoming = self._pop(request_id)
-        if incoming is None or incoming.handover is None or incoming.refused:
+        if incoming is None or incoming.handoff is None or incoming.refused:
             return
-        handover = incoming.handover
-        read = self._siblings.was_read(handover)
-        if not self._siblings.leave(handover, request_id):
+        handoff = incoming.handoff
+        read = self._siblings.was_read(handoff)
+        if not self._siblings.leave(handoff, request_id):
             return
         self._counts["released"] += not read
         if incoming.ask_again:
-            self._leave(handover)
+            self._leave(handoff)
         else:
-            self._give_back(handover, range(len(handover.owners)), used=read)
+            self._give_back(handoff, range(len(handoff.owners)), used=read)
 
-    def _give_back(self, handover: Handover, ranks: Iterable[int], *, used: bool) -> None:
+    def _give_back(self, handoff: Handoff, ranks: Iterable[int], *, used: bool) -> None:
         """The lease ends: no other request is under it."""
-        self._siblings.spend(handover, used=used)
-        self._remote.release(handover, ranks)
+        self._siblings.spend(handoff, used=used)
+        self._remote.release(handoff, ranks)
 
-    def _leave_spent(self, request: Any, handover: Handover) -> None:
+    def _leave_spent(self, request: Any, handoff: Handoff) -> None:
         self._pop(request.request_id)
-        self._siblings.leave(handover, request.request_id)
+        self._siblings.leave(handoff, request.request_id)
         request.kv_transfer_params["do_remote_prefill"] = False
         self._counts["used_already"] += 1
         _log.info(
-            "request %s: its hand-over (prefill request %s) was used here already; computing it here",
+            "request %s: its handoff (prefill request %s) was used here already; computing it here",
             request.request_id,
-            handover.request_id,
+            handoff.request_id,
         )
 
-    def _leave(self, handover: Handover) -> None:
-        others = (incoming.handover for incoming in self._requests.values())
-        if not any(other is not None and other.seats == handover.seats for other in others):
-            self._remote.leave(handover)
+    def _leave(self, handoff: Handoff) -> None:
+        others = (incoming.handoff for incoming in self._requests.values())
+        if not any(other is not None and other.seats == handoff.seats for other in others):
+            self._remote.leave(handoff)
 
     def _pop(self, request_id: str) -> _Incoming | None:
         self._remote.forget(request_id)

@@ -15,9 +15,9 @@ from kvlink import Pull, Worker
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
 
 from .caches import Caches
-from .handover import Handover, expanded
-from .orders import Load
+from .handoff import Handoff, expanded
 from .parts import Part
+from .step_commands import Load
 from .tally import Tally, Transfer
 from .windows import gap_in
 
@@ -51,7 +51,7 @@ class _Loading:
     early_bytes: int = 0
     """That were here when the last part was announced."""
     settles: bool = True
-    """False: the lease is left to the scheduler's side: others are under it, or the hand-over may come once more."""
+    """False: the lease is left to the scheduler's side: others are under it, or the handoff may come once more."""
 
     def over(self) -> bool:
         """Whether nothing runs, and nothing more is to be started."""
@@ -92,12 +92,12 @@ class Loads:
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
         loading.pulled_to = [load.first_token] * groups
         loading.settles = load.settles
-        if load.refused or load.handover is None:
+        if load.refused or load.handoff is None:
             loading.error = StaleBlocks(f"request {load.request_id}: {load.refused}")
         elif load.in_parts:
             loading.complete = False
         else:
-            self._pull(loading, load.handover, load.num_tokens, written=True)
+            self._pull(loading, load.handoff, load.num_tokens, written=True)
 
     def add(self, request_id: str, part: Part) -> None:
         """Pulls what a part has beyond those before. Parts of a load that has ended are nobody's."""
@@ -108,8 +108,8 @@ class Loads:
         if part.last:
             loading.settles = part.sure and loading.load.settles
             loading.early_bytes = sum(pull.stats.num_bytes for pull in loading.pulls)
-        end = min(part.handover.num_tokens, loading.load.num_tokens)
-        self._pull(loading, part.handover, end, written=part.written)
+        end = min(part.handoff.num_tokens, loading.load.num_tokens)
+        self._pull(loading, part.handoff, end, written=part.written)
 
     def cut(self, request_id: str, why: str) -> None:
         """No more parts come: what is here is worth nothing, unless all of it was announced."""
@@ -138,17 +138,17 @@ class Loads:
                 self._report(loading.load, loading.error)
         return Ended(received, failed)
 
-    def _pull(self, loading: _Loading, handover: Handover, end: int, *, written: bool) -> None:
+    def _pull(self, loading: _Loading, handoff: Handoff, end: int, *, written: bool) -> None:
         """One pull of each cache group that has tokens to load."""
         start = time.perf_counter_ns()
         try:
-            ranges = [self._range(loading, handover, group, end) for group in range(len(self._caches.groups))]
+            ranges = [self._range(loading, handoff, group, end) for group in range(len(self._caches.groups))]
             wanted = [group for group, (first, upto) in enumerate(ranges) if first < upto]
             alone = len(wanted) == 1 and not loading.load.in_parts and loading.settles
             for group in wanted:
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 loading.pulls.append(
-                    self._pull_group(loading.load, handover, group, ranges[group], written, settle=alone)
+                    self._pull_group(loading.load, handoff, group, ranges[group], written, settle=alone)
                 )
                 loading.pulled_to[group] = end
         except KVLinkError as error:
@@ -160,7 +160,7 @@ class Loads:
     def _pull_group(
         self,
         load: Load,
-        handover: Handover,
+        handoff: Handoff,
         group: int,
         tokens: tuple[int, int],
         written: bool,
@@ -168,7 +168,7 @@ class Loads:
         settle: bool,
     ) -> Pull:
         unit = self._caches.token_unit
-        tickets = handover.tickets(group, unit, written=written)
+        tickets = handoff.tickets(group, unit, written=written)
         return self._worker.pull(
             tickets[0] if len(tickets) == 1 else tickets,
             expanded(load.groups[group], self._caches.kernel_blocks),
@@ -177,25 +177,25 @@ class Loads:
             settle=settle,
         )
 
-    def _range(self, loading: _Loading, handover: Handover, group: int, end: int) -> tuple[int, int]:
+    def _range(self, loading: _Loading, handoff: Handoff, group: int, end: int) -> tuple[int, int]:
         """Tokens to load: those that are not here, and that neither side's sliding window has left behind.
 
         Raises StaleBlocks when prefill has no block any more for a token that is read here.
         """
-        load, theirs = loading.load, handover.groups[group]
+        load, theirs = loading.load, handoff.groups[group]
         if not theirs and not loading.complete:  # they come with a later part
             return end, end
         ours = _leading_gaps(load.groups[group]) * self._block_tokens * self._caches.kernel_blocks
         missing = max(loading.pulled_to[group], ours)
         needed = max(missing, load.needed_from[group] if load.needed_from else 0)
-        gap = gap_in(theirs, handover.block_tokens, needed, end)
+        gap = gap_in(theirs, handoff.block_tokens, needed, end)
         if gap is not None:
             raise StaleBlocks(
                 f"prefill holds no block for token {gap} of cache group {group}, and tokens {needed} to {end} are "
                 "needed: its sliding window has moved on, as it answered more than one token; have the router ask "
                 "prefill for max_tokens=1"
             )
-        return max(missing, _leading_gaps(theirs) * handover.block_tokens), end
+        return max(missing, _leading_gaps(theirs) * handoff.block_tokens), end
 
     def _conclude(self, request_id: str, loading: _Loading) -> None:
         if loading.settles and (loading.load.in_parts or len(loading.pulls) > 1):
@@ -221,7 +221,7 @@ class Loads:
         _log.warning(
             "request %s (prefill request %s): its KV cache was not loaded, and not used: %s",
             load.request_id,
-            load.handover.request_id if load.handover is not None else "unknown",
+            load.handoff.request_id if load.handoff is not None else "unknown",
             error,
         )
 

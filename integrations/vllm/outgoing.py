@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill's side of hand-overs in parts: each chunk's blocks are announced when it is scheduled, before it is computed.
+"""Prefill's side of handoffs in parts: each chunk's blocks are announced when it is scheduled, before it is computed.
 Those of the first follow once every worker holds the lease: who looks at a slot too early finds it stale.
 
 Pure but for the announcing, which happens in the background. Blocks of sliding windows come last, with the answer:
@@ -18,7 +18,7 @@ from kvlink.ticket import LeaseSeat
 from kvlink.tracing import TraceParent
 
 from .announcements import Announcements
-from .handover import Greeting, Handover, expanded
+from .handoff import Handoff, RankInfo, expanded
 from .parts import STREAM, Part
 
 _MAX_NAME = 256
@@ -27,7 +27,7 @@ GroupIds = tuple[list[int], ...]
 
 
 class Writes(Protocol):
-    """Makes the hand-over of a request."""
+    """Makes the handoff of a request."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class Writes(Protocol):
         groups: tuple[array[int], ...],
         num_tokens: int,
         prompt: str,
-    ) -> Handover:
+    ) -> Handoff:
         """`groups`: blocks of the pool, which hold `num_tokens`. `prompt`: digest of the whole prompt."""
 
 
@@ -108,13 +108,13 @@ class Outgoing:
         copied = tuple(map(list, blocks))
         self._requests[request.request_id] = _Outgoing(name, request, seats, copied, digest())
 
-    def give_up(self, request_id: str, own: Greeting, why: str) -> None:
+    def give_up(self, request_id: str, own: RankInfo, why: str) -> None:
         """It was preempted or aborted. Idempotent."""
         out = self._requests.pop(request_id, None)
         if out is not None and not out.complete:
             self._send(out, own, Part.gone(why))
 
-    def advance(self, chunks: Mapping[str, Chunk], own: Sequence[Greeting], write: Writes) -> dict[str, int]:
+    def advance(self, chunks: Mapping[str, Chunk], own: Sequence[RankInfo], write: Writes) -> dict[str, int]:
         """Announces what a step computes. Returns how many blocks of the pool are written once it has run."""
         written = {}
         for request_id in self._requests.keys() & chunks.keys():
@@ -134,25 +134,25 @@ class Outgoing:
             self._announce(out, own, write)
         return written
 
-    def held(self, holders: Mapping[str, int], own: Sequence[Greeting], write: Writes) -> None:
+    def held(self, holders: Mapping[str, int], own: Sequence[RankInfo], write: Writes) -> None:
         """So many more workers hold the leases of these requests."""
         for request_id in self._requests.keys() & holders.keys():
             out = self._requests[request_id]
             out.holders += holders[request_id]
             self._announce(out, own, write)
 
-    def finish(self, request_id: str, own: Greeting, handover: Handover) -> str:
+    def finish(self, request_id: str, own: RankInfo, handoff: Handoff) -> str:
         """Announces what was left. Returns the name under which everything was announced; empty: not everything."""
         out = self._requests.pop(request_id, None)
         if out is None or not out.goes_well():
             return ""
         if not out.complete:
-            out.trace = handover.trace
-            part = Part(handover, handover.num_tokens, last=True, written=True, sure=True)
+            out.trace = handoff.trace
+            part = Part(handoff, handoff.num_tokens, last=True, written=True, sure=True)
             self._send(out, own, part.to_bytes())
         return out.name
 
-    def _announce(self, out: _Outgoing, own: Sequence[Greeting], write: Writes) -> None:
+    def _announce(self, out: _Outgoing, own: Sequence[RankInfo], write: Writes) -> None:
         if not out.num_blocks or out.holders < len(own):
             return
         whole = int(out.request.num_prompt_tokens)
@@ -161,12 +161,12 @@ class Outgoing:
             for group, grows in zip(out.blocks, self._grows, strict=True)
         )
         num_tokens = min(out.num_blocks * own[0].block_tokens, whole)
-        handover = write(out.request, out.seats, blocks, num_tokens, out.prompt)
-        out.complete, out.trace = out.ends and all(self._grows), handover.trace
-        part = Part(handover, whole, last=out.complete, written=False, sure=out.goes_well())
+        handoff = write(out.request, out.seats, blocks, num_tokens, out.prompt)
+        out.complete, out.trace = out.ends and all(self._grows), handoff.trace
+        part = Part(handoff, whole, last=out.complete, written=False, sure=out.goes_well())
         self._send(out, own[0], part.to_bytes())
 
-    def _send(self, out: _Outgoing, own: Greeting, part: bytes) -> None:
+    def _send(self, out: _Outgoing, own: RankInfo, part: bytes) -> None:
         assert self._announcements is not None
         name, number = out.name, len(out.announced)
         announced = self._announcements.announce(name, number, own.owner, self._ttl_s, part, out.trace)

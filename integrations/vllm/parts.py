@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over in parts: what a prefill server says of a prompt that it is still computing, chunk by chunk."""
+"""A handoff in parts: what a prefill server says of a prompt that it is still computing, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvlink.errors import ConfigError, StaleBlocks, StaleReason
 
-from .handover import KEY, Handover, check_signature, signed
+from .handoff import KEY, Handoff, check_signature, signed
 
 STREAM = "kvlink_stream"
 """In `kv_transfer_params` of both sides: the name under which prefill announces parts and decode claims them."""
@@ -19,9 +19,9 @@ _GONE = "gone"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All that has blocks by now, from token 0 on. Parts of one hand-over differ in nothing else."""
+    """All that has blocks by now, from token 0 on. Parts of one handoff differ in nothing else."""
 
-    handover: Handover
+    handoff: Handoff
     """`num_tokens`: of these blocks; `prompt`: of the whole prompt. Groups that come last have no blocks yet."""
     num_tokens: int
     """Of the whole prompt."""
@@ -35,7 +35,7 @@ class Part:
     def to_bytes(self) -> bytes:
         """What the coordinator carries."""
         part = {
-            KEY: self.handover.to_params(),
+            KEY: self.handoff.to_params(),
             "num_tokens": self.num_tokens,
             "last": self.last,
             "written": self.written,
@@ -55,16 +55,14 @@ class Part:
                 )
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
             sure = given.get("sure", False)
-            handover = Handover.from_params(given)
+            handoff = Handoff.from_params(given)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"no part of a hand-over: {error!r}") from None
+            raise ConfigError(f"no part of a handoff: {error!r}") from None
         if type(num_tokens) is not int or not all(isinstance(one, bool) for one in (last, written, sure)):
-            raise ConfigError("no part of a hand-over: fields of another type")
-        if not handover.num_tokens <= num_tokens < 2**31 or (last and handover.num_tokens != num_tokens):
-            raise ConfigError(
-                f"no part of a hand-over: {handover.num_tokens} of {num_tokens} tokens, {last=}"
-            )
-        return cls(handover, num_tokens, last, written, sure)
+            raise ConfigError("no part of a handoff: fields of another type")
+        if not handoff.num_tokens <= num_tokens < 2**31 or (last and handoff.num_tokens != num_tokens):
+            raise ConfigError(f"no part of a handoff: {handoff.num_tokens} of {num_tokens} tokens, {last=}")
+        return cls(handoff, num_tokens, last, written, sure)
 
     @staticmethod
     def gone(why: str) -> bytes:
@@ -72,8 +70,8 @@ class Part:
         return json.dumps(signed({_GONE: why})).encode()
 
     def continues(self, first: Part) -> bool:
-        """Whether both are of one hand-over: after a preemption prefill begins anew, under another lease."""
-        ours, theirs = self.handover, first.handover
+        """Whether both are of one handoff: after a preemption prefill begins anew, under another lease."""
+        ours, theirs = self.handoff, first.handoff
         return (
             ours.seats == theirs.seats
             and ours.owners == theirs.owners

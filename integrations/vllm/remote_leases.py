@@ -20,7 +20,7 @@ from kvlink.control import AgentClients, Renewal, SettleOrder
 from kvlink.errors import KVLinkError, UnknownRequest
 from kvlink.ticket import LeaseSeat
 
-from .handover import Handover, Owner
+from .handoff import Handoff, Owner
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -33,13 +33,13 @@ _CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class _Watched:
-    handover: Handover
+    handoff: Handoff
     due: float
     """By time.monotonic()."""
 
     @property
     def every_s(self) -> float:
-        return self.handover.ttl_s / 3
+        return self.handoff.ttl_s / 3
 
 
 class RemoteLeases:
@@ -49,29 +49,29 @@ class RemoteLeases:
         self._control = ControlThread.shared()
         self._agents = AgentClients()
         self._watched: dict[str, _Watched] = {}
-        self._left: dict[tuple[LeaseSeat, ...], tuple[float, Handover]] = {}
+        self._left: dict[tuple[LeaseSeat, ...], tuple[float, Handoff]] = {}
         self._ticking = self._control.submit(self._tick_for_ever())
 
     def __len__(self) -> int:
         return len(self._watched)
 
-    def watch(self, request_id: str, handover: Handover) -> None:
+    def watch(self, request_id: str, handoff: Handoff) -> None:
         """Renews from the next tick on. A request that is read within a tick costs nothing."""
-        self._left.pop(handover.seats, None)
-        self._watched[request_id] = _Watched(handover, time.monotonic())
+        self._left.pop(handoff.seats, None)
+        self._watched[request_id] = _Watched(handoff, time.monotonic())
 
     def forget(self, request_id: str) -> None:
         """The request is being read, or will not be. Idempotent."""
         self._watched.pop(request_id, None)
 
-    def release(self, handover: Handover, ranks: Iterable[int]) -> None:
+    def release(self, handoff: Handoff, ranks: Iterable[int]) -> None:
         """Nobody reads from these ranks: they get their blocks back, in the background."""
-        for owner in map(handover.owners.__getitem__, ranks):
-            self._in_background(self._release(owner, handover))
+        for owner in map(handoff.owners.__getitem__, ranks):
+            self._in_background(self._release(owner, handoff))
 
-    def leave(self, handover: Handover) -> None:
-        """As `release` of all ranks, but later, and not at all if the same hand-over is watched until then."""
-        self._left[handover.seats] = time.monotonic() + _AGAIN_S, handover
+    def leave(self, handoff: Handoff) -> None:
+        """As `release` of all ranks, but later, and not at all if the same handoff is watched until then."""
+        self._left[handoff.seats] = time.monotonic() + _AGAIN_S, handoff
 
     def close(self) -> None:
         """Idempotent."""
@@ -93,14 +93,14 @@ class RemoteLeases:
             by_owner: dict[Owner, list[tuple[int, int]]] = defaultdict(list)
             for watched in due:
                 watched.due = now + watched.every_s
-                for owner in watched.handover.owners:
-                    by_owner[owner].extend((seat.slot, seat.settle_nonce) for seat in watched.handover.seats)
+                for owner in watched.handoff.owners:
+                    by_owner[owner].extend((seat.slot, seat.settle_nonce) for seat in watched.handoff.seats)
             await asyncio.gather(
                 *(self._renew(owner, seats) for owner, seats in by_owner.items()),
                 *(self._release(owner, left) for left in self._take_left(now) for owner in left.owners),
             )
 
-    def _take_left(self, now: float) -> list[Handover]:
+    def _take_left(self, now: float) -> list[Handoff]:
         due = [seats for seats, (when, _) in list(self._left.items()) if when <= now]
         return [taken[1] for seats in due if (taken := self._left.pop(seats, None)) is not None]
 
@@ -112,8 +112,8 @@ class RemoteLeases:
         except KVLinkError as error:
             _log.warning("leases not renewed worker=%s error=%s", owner.worker_id, error)
 
-    async def _release(self, owner: Owner, handover: Handover) -> None:
-        seat = handover.seats[0]
+    async def _release(self, owner: Owner, handoff: Handoff) -> None:
+        seat = handoff.seats[0]
         # One reader in all: with its seat all others end.
         order = SettleOrder(owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce ^ 1)
         try:
@@ -121,4 +121,4 @@ class RemoteLeases:
         except UnknownRequest:  # it has ended, or its owner has
             return
         except KVLinkError as error:
-            _log.warning("blocks not given back request=%s error=%s", handover.request_id, error)
+            _log.warning("blocks not given back request=%s error=%s", handoff.request_id, error)

@@ -16,12 +16,12 @@ from kvlink.ticket import LeaseSeat
 
 from .announcements import Announcements
 from .caches import Rank
-from .handover import KEY, Greeting, Handover, expanded, prompt_digest
+from .handoff import KEY, Handoff, RankInfo, expanded, prompt_digest
 from .incoming import Incoming
-from .orders import HandedOver, Orders
 from .outgoing import Chunk, GroupIds, Outgoing
 from .parts import ANNOUNCED
 from .slots import SlotGroups
+from .step_commands import HandedOff, StepCommands
 from .tickets_out import TicketsOut
 from .traces import Traces
 from .windows import Windows, gap_in, needed_from
@@ -29,8 +29,8 @@ from .windows import Windows, gap_in, needed_from
 _log = logging.getLogger("vllm.kvlink")
 
 
-class Scheduling:
-    """Both roles in one: a request says which side of a hand-over it is on.
+class SchedulerSide:
+    """Both roles in one: a request says which side of a handoff it is on.
 
     slots: lease slots of every worker. select: picks the groups that are transferred out of vLLM's block ids.
     own: any of this server's ranks. may_send: False for a kv_consumer. announcements: None without a coordinator.
@@ -58,18 +58,18 @@ class Scheduling:
         self._lease_s = lease_s
         self._may_send = may_send
         self._announcements = announcements
-        self._ranks: tuple[Greeting, ...] = ()
+        self._ranks: tuple[RankInfo, ...] = ()
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
-        self._orders = Orders()
+        self._orders = StepCommands()
         self._traces = Traces()
         self._out = TicketsOut()
         self.counts: Counter[str] = Counter()
-        """Hand-overs that were not used, by reason, since they were last taken."""
+        """Handoffs that were not used, by reason, since they were last taken."""
         self._windows = windows
         self._incoming = Incoming(own, announcements, self._digest, self.counts, windows)
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
-    def set_ranks(self, ranks: Iterable[Greeting]) -> None:
+    def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """The workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
 
@@ -109,11 +109,11 @@ class Scheduling:
             if seats is not None and request_id in self._outgoing:
                 self._withdraw(request_id, seats, "preempted")
         if self._outgoing:
-            self._orders.written = self._outgoing.advance(chunks, self._ranks, self._handover)
+            self._orders.written = self._outgoing.advance(chunks, self._ranks, self._handoff)
 
     def held(self, holders: Mapping[str, int]) -> None:
         """How many workers took the leases of requests that are read while they are computed."""
-        self._outgoing.held(holders, self._ranks, self._handover)
+        self._outgoing.held(holders, self._ranks, self._handoff)
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Leases that ended on every worker: their slots are free."""
@@ -142,21 +142,21 @@ class Scheduling:
             self._withdraw(request_id, seats, "its sliding window has moved on past the prompt")
             return False, None
         num_blocks = sum(block != 0 for group in own for block in group)
-        self._orders.handed_over[request_id] = HandedOver(num_blocks, self._lease_s)
-        handover = self._handover(request, seats, own, num_tokens, self._digest(request, num_tokens))
-        self._orders.retired += self._out.add(request_id, handover.prompt)
-        announced = self._outgoing.finish(request_id, self._ranks[0], handover)
+        self._orders.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
+        handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
+        self._orders.retired += self._out.add(request_id, handoff.prompt)
+        announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
             "remote_request_id": request_id,
-            "remote_host": handover.owners[0].agent.rpartition(":")[0],
-            "remote_port": int(handover.owners[0].agent.rpartition(":")[2]),
-            "tp_size": len(handover.owners),
-            "remote_num_tokens": handover.num_tokens,
-            KEY: handover.to_params(),
+            "remote_host": handoff.owners[0].agent.rpartition(":")[0],
+            "remote_port": int(handoff.owners[0].agent.rpartition(":")[2]),
+            "tp_size": len(handoff.owners),
+            "remote_num_tokens": handoff.num_tokens,
+            KEY: handoff.to_params(),
             **({ANNOUNCED: announced} if announced else {}),
         }
 
@@ -186,10 +186,10 @@ class Scheduling:
 
     # Both.
 
-    def take_orders(self, *, idle: bool = False) -> Orders:
+    def take_orders(self, *, idle: bool = False) -> StepCommands:
         """What the workers are told in this step. `idle`: it computes nothing."""
         self._incoming.tell(self._orders)
-        orders, self._orders = self._orders, Orders()
+        orders, self._orders = self._orders, StepCommands()
         orders.idle = idle
         return orders
 
@@ -200,7 +200,7 @@ class Scheduling:
         return not len(self._out)
 
     def take_counts(self) -> dict[str, int]:
-        """Hand-overs that were not used since the last call, by reason."""
+        """Handoffs that were not used since the last call, by reason."""
         counts = dict(self.counts)
         self.counts.clear()
         return counts
@@ -240,15 +240,15 @@ class Scheduling:
         if self._orders.granted.pop(request_id, None) is None:
             self._orders.withdrawn.append(request_id)
 
-    def _handover(
+    def _handoff(
         self,
         request: Any,
         seats: tuple[LeaseSeat, ...],
         groups: tuple[array[int], ...],
         num_tokens: int,
         prompt: str,
-    ) -> Handover:
-        return Handover(
+    ) -> Handoff:
+        return Handoff(
             request_id=request.request_id,
             owners=tuple(rank.owner for rank in self._ranks),
             seats=seats,

@@ -47,7 +47,7 @@ _COUNTERS = {
     ),
     "unused": (
         "vllm:kvlink_unused_handovers_total",
-        "Hand-overs that were refused, came without blocks, or were given back unread.",
+        "Handoffs that were refused, came without blocks, or were given back unread.",
         "reason",
     ),
 }
@@ -75,7 +75,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of_unused(cls, counts: Mapping[str, int]) -> KVLinkStats | None:
-        """Of hand-overs that were not used, by reason; None: there were none."""
+        """Of handoffs that were not used, by reason; None: there were none."""
         if not counts:
             return None
         stats = cls()
@@ -124,7 +124,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
         if data["failures"]:
             row["Failed loads"] = _listed(data["failures"])
         if data["unused"]:
-            row["Unused hand-overs"] = _listed(data["unused"])
+            row["Unused handoffs"] = _listed(data["unused"])
         row["Leases expired"] = data["expired"]
         return row
 

@@ -10,7 +10,7 @@ _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
 
 class TicketsOut:
-    """Of one server, from the hand-over until every worker has reported the lease's end."""
+    """Of one server, from the handoff until every worker has reported the lease's end."""
 
     def __init__(self) -> None:
         self._family_of: dict[str, tuple[str, str] | None] = {}

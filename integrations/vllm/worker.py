@@ -15,9 +15,9 @@ from kvlink import LeaseEnd, Worker, WorkerConfig
 from kvlink.errors import KVLinkError
 
 from .caches import Caches
-from .handover import Greeting, Owner
+from .handoff import Owner, RankInfo
 from .loads import Loads
-from .orders import HandedOver, Orders
+from .step_commands import HandedOff, StepCommands
 from .tally import Tally
 
 _log = logging.getLogger("vllm.kvlink")
@@ -35,7 +35,7 @@ class Results(NamedTuple):
     failed: set[str]
 
 
-class Serving:
+class WorkerSide:
     """One rank's kvlink worker, and what it does for vLLM."""
 
     def __init__(self, worker_id: str, caches: Caches, config: WorkerConfig) -> None:
@@ -51,7 +51,7 @@ class Serving:
         self._tally = Tally()
         card = self._worker.card
         owner = Owner(card.worker_id, card.epoch, card.agent)
-        self.greeting = Greeting(owner, card.layout.block_tokens * caches.token_unit, caches.kernel_blocks)
+        self.greeting = RankInfo(owner, card.layout.block_tokens * caches.token_unit, caches.kernel_blocks)
         self._loads = Loads(self._worker, caches, self.greeting.block_tokens, self._tally)
         transports = [
             f"{one.name}{f' (cannot lend: {one.refused})' if one.refused else ''}" for one in card.transports
@@ -60,7 +60,7 @@ class Serving:
             "kvlink worker %s at %s lends %r by %s", worker_id, card.agent, caches.pool, ", ".join(transports)
         )
 
-    def carry_out(self, orders: Orders) -> None:
+    def carry_out(self, orders: StepCommands) -> None:
         """Before the step. Microseconds, but for the first pull from a new peer, which connects in the background."""
         self._patience_s = _IDLE_S if orders.idle else 0.0
         for request_id in orders.withdrawn:
@@ -71,8 +71,8 @@ class Serving:
             self._worker.offers.grant_at(request_id, seats, _UNTIL_HANDED_OVER_S)
             self._held.add(request_id)
         self._just_held.update(orders.granted.keys() & orders.written.keys())
-        for request_id, handed_over in orders.handed_over.items():
-            self._hand_over(request_id, handed_over)
+        for request_id, handed_off in orders.handed_off.items():
+            self._handoff(request_id, handed_off)
         for request_id in orders.retired:
             with contextlib.suppress(KVLinkError):  # it has ended: its event follows
                 self._worker.offers.abort(request_id)
@@ -131,7 +131,7 @@ class Serving:
         except KVLinkError as error:
             _log.warning("lease not withdrawn request=%s error=%s", request_id, error)
 
-    def _hand_over(self, request_id: str, handed_over: HandedOver) -> None:
+    def _handoff(self, request_id: str, handed_off: HandedOff) -> None:
         """A fast reader may have settled before we hear that the ticket is out."""
         self._collect_ended()
         self._held.discard(request_id)
@@ -141,7 +141,7 @@ class Serving:
             return
         self._out.add(request_id)
         with contextlib.suppress(KVLinkError):  # it ended since we looked: its event follows
-            self._worker.offers.hand_over(request_id, handed_over.num_blocks, handed_over.ttl_s)
+            self._worker.offers.hand_over(request_id, handed_off.num_blocks, handed_off.ttl_s)
 
     def _collect_ended(self) -> None:
         for event in self._worker.events():

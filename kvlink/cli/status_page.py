@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, nullcontext
 
 import typer
 
-from kvlink.coordinator.coordinator import Beside, Coordinator
+from kvlink.coordinator.coordinator import BackgroundService, Coordinator
 from kvlink.errors import ConfigError
 
 
-def beside(host: str, port: int | None) -> Beside:
+def beside(host: str, port: int | None) -> BackgroundService:
     """None: no page. Raises ConfigError when what it needs is not installed."""
     if port is None:
         return lambda coordinator: nullcontext()

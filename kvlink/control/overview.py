@@ -80,7 +80,7 @@ class WorkerView(NamedTuple):
 
 
 class CallCount(NamedTuple):
-    """Answered calls of one method; in a hand-off stream none is counted."""
+    """Answered calls of one method; in a handoff stream none is counted."""
 
     method: str
     number: int

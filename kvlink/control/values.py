@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control plane's calls take and answer. Named tuples, as every hand-off makes several."""
+"""What the control plane's calls take and answer. Named tuples, as every handoff makes several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Membership(NamedTuple):
     keep_alive_s: float
 
 
-class Life(NamedTuple):
+class Incarnation(NamedTuple):
     """The last known process of a worker_id."""
 
     epoch: int
@@ -138,7 +138,7 @@ class Push(NamedTuple):
 
 
 class HandoffBatch(NamedTuple):
-    """Operations of a hand-off stream, carried out in this order."""
+    """Operations of a handoff stream, carried out in this order."""
 
     offers: list[Offer]
     settles: list[SettleOrder]

@@ -50,7 +50,7 @@ _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
 
 DEFAULT_PORT = 7400
-_LAST_WORDS_S = 0.5
+_CLOSE_GRACE_S = 0.5
 """For replies that are on their way when a coordinator closes."""
 
 
@@ -109,14 +109,14 @@ class Coordinator:
         await self.readiness.look()
         for answer in self._claims:
             answer.cancel()
-        await self._host.stop(_LAST_WORDS_S)
+        await self._host.stop(_CLOSE_GRACE_S)
 
     async def close(self) -> None:
         """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
         self._leaving = True
         await self.readiness.close()
         await self._store.close()
-        await self._host.stop(_LAST_WORDS_S)
+        await self._host.stop(_CLOSE_GRACE_S)
 
     def _add_calls(self, host: Host) -> None:
         host.unary(Calls.JOIN, self._join)
@@ -225,7 +225,7 @@ class Coordinator:
         return self.counts.overview(views) if caller().sees_all else Overview(views)
 
 
-Beside = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]
+BackgroundService = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]
 """What runs as long as a coordinator does, on its event loop."""
 
 
@@ -245,7 +245,7 @@ async def serve(
     security: Security | None = None,
     gate: Gate = coordinator_gate,
     on_ready: Callable[[str], None] = lambda address: None,
-    beside: Beside = lambda coordinator: contextlib.nullcontext(),
+    beside: BackgroundService = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then hands over and returns.
 

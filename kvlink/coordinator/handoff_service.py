@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's end of one hand-off stream: batches in, results out, waiting claims answered later."""
+"""The coordinator's end of one handoff stream: batches in, results out, waiting claims answered later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.denials import LogQuota
 from kvlink.control.refusal import Reason, refusal_of
 from kvlink.control.rpc.call_spans import follow
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.values import (
     Claim,
     HandoffBatch,
@@ -26,7 +26,7 @@ from kvlink.control.values import (
 from kvlink.coordinator.store import Store
 
 _log = logging.getLogger("kvlink.control")
-_Answer = Prompt[list[bytes]]
+_Answer = EagerFuture[list[bytes]]
 
 _MOST_GIVEN = 4_096
 """Claims whose tickets may still be on their way when their reader withdraws."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.rpc.eager_future import Prompt, prompt
+from kvlink.control.rpc.eager_future import EagerFuture, eagerly
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Role, Security, caller
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
@@ -70,9 +70,9 @@ class TenantStores:
         here = self._opening()
         return here.result().offer(offer) if here.done() else asyncio.ensure_future(_offer_at(here, offer))
 
-    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
+    def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
         here = self._opening()
-        return here.result().claim(claim) if here.done() else prompt(_claim_at(here, claim))
+        return here.result().claim(claim) if here.done() else eagerly(_claim_at(here, claim))
 
     def give_back(self, claim: Claim) -> None:  # noqa: D102
         self._opened()[caller().tenant].give_back(claim)

@@ -55,7 +55,7 @@ class Route:
             return failed(self.transport, str(error))
 
     def _row(self, expected: Callable[[], Expected]) -> Row:
-        replies = {name: self._hand_over(name, name, NUM_NEW_TOKENS) for name in PROMPTS}
+        replies = {name: self._handoff(name, name, NUM_NEW_TOKENS) for name in PROMPTS}
         problems = [
             f"other bytes than were offered for {name!r}" for name in replies if _differs(replies[name])
         ]
@@ -83,7 +83,7 @@ class Route:
     def _measure(self, name: str, problems: list[str]) -> tuple[int, float, str]:
         """Bytes and median microseconds of a pull, and how that one went; every pull has an offer and new blocks of its
         own."""
-        pulls = [self._hand_over(f"{name}, pull {i}", name, num_tokens=1) for i in range(NUM_TIMED_PULLS)]
+        pulls = [self._handoff(f"{name}, pull {i}", name, num_tokens=1) for i in range(NUM_TIMED_PULLS)]
         num_wrong = sum(map(_differs, pulls))
         if num_wrong:
             problems.append(f"other bytes than were offered in {num_wrong} of {len(pulls)} timed pulls")
@@ -91,12 +91,12 @@ class Route:
         explanation = next(pull["explanation"] for pull in reversed(pulls) if pull["us"] == middle)
         return pulls[0]["bytes"], middle, explanation
 
-    def _hand_over(self, request: str, name: str, num_tokens: int) -> Reply:
+    def _handoff(self, request: str, name: str, num_tokens: int) -> Reply:
         """One request, from prompt to tokens: decode's reply, and the digest of what prefill offered."""
         offer = self.prefill.call(
             "prefill", "prefill", request_id=f"{request} over {self.transport}", prompt=PROMPTS[name]
         )
-        reply = self.decode.call("decode", "decode", handover=offer["handover"], num_tokens=num_tokens)
+        reply = self.decode.call("decode", "decode", handoff=offer["handoff"], num_tokens=num_tokens)
         self.step()
         return {**reply, "offered": offer["digest"]}
 

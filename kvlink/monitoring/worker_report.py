@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells its coordinator with each beat: the figures, bounded, with percentiles since the last time."""
+"""What a worker tells its coordinator with each beat: the stats, bounded, with percentiles since the last time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from kvlink.control.overview import MAX_LINKS, MAX_REASONS, FailureCount, LinkReport, WorkerReport
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError
-from kvlink.monitoring.worker_stats import Counted, Link, WorkerFigures
+from kvlink.monitoring.worker_stats import Counted, Link, WorkerStats
 from kvlink.transfer.path_stats import Path
 
 _log = logging.getLogger("kvlink.worker")
@@ -25,39 +25,39 @@ class Reporter:
     def __call__(self) -> WorkerReport | None:
         """None when the worker cannot say: it is closing. Raises nothing, as the beat must go out."""
         try:
-            figures = self._worker.figures()
+            stats = self._worker.stats()
         except KVLinkError:
             return None
         except Exception:
-            _log.exception("no figures for the coordinator")
+            _log.exception("no stats for the coordinator")
             return None
-        report = _report(figures, self._last)
-        self._last = {link.path: link.counts.total for link in figures.links}
+        report = _report(stats, self._last)
+        self._last = {link.path: link.counts.total for link in stats.links}
         return report
 
 
-def _report(figures: WorkerFigures, last: dict[Path, Durations]) -> WorkerReport:
-    leases = figures.leases
-    order = sorted(figures.links, key=lambda link: (link.connected, link.counts.num_bytes), reverse=True)
-    failures = Counter(figures.failed_starts)
-    for link in figures.links:
+def _report(stats: WorkerStats, last: dict[Path, Durations]) -> WorkerReport:
+    leases = stats.leases
+    order = sorted(stats.links, key=lambda link: (link.connected, link.counts.num_bytes), reverse=True)
+    failures = Counter(stats.failed_starts)
+    for link in stats.links:
         failures.update(link.counts.failed)
     return WorkerReport(
         active_leases=leases.active,
         oldest_lease_s=leases.oldest_s,
-        lease_slots=figures.lease_slots,
-        pinned_blocks=figures.pinned_blocks,
-        pool_blocks=figures.pool_blocks,
+        lease_slots=stats.lease_slots,
+        pinned_blocks=stats.pinned_blocks,
+        pool_blocks=stats.pool_blocks,
         granted=leases.granted,
         settled=leases.settled,
         expired=leases.expired,
         aborted=leases.aborted,
         fenced_readers=leases.fenced_readers,
-        num_links=len(figures.links),
+        num_links=len(stats.links),
         links=tuple(_link(link, last.get(link.path, Durations())) for link in order[:MAX_LINKS]),
         failures=tuple(FailureCount(*row) for row in failures.most_common(MAX_REASONS)),
-        transfers=sum(link.counts.valid for link in figures.links),
-        received_bytes=sum(link.counts.num_bytes for link in figures.links),
+        transfers=sum(link.counts.valid for link in stats.links),
+        received_bytes=sum(link.counts.num_bytes for link in stats.links),
     )
 
 

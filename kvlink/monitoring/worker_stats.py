@@ -23,7 +23,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFigures:
+class WorkerStats:
     """Since the start, unless said otherwise."""
 
     worker_id: str
@@ -53,5 +53,5 @@ class WorkerFigures:
 class Counted(Protocol):
     """A Worker."""
 
-    def figures(self) -> WorkerFigures:
+    def stats(self) -> WorkerStats:
         """What it has counted. Raises KVLinkError when it cannot say."""

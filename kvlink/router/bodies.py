@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each side is asked, out of what the client asked. The hand-off itself is opaque: it is carried, never read,
+"""What each side is asked, out of what the client asked. The handoff itself is opaque: it is carried, never read,
 but for whether decode needs it any more.
 """
 
@@ -32,7 +32,7 @@ _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
-    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a hand-off.
+    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a handoff.
 
     stream: a name under which decode may follow while it computes.
     """
@@ -61,7 +61,7 @@ def _ours(stream: str, traceparent: str) -> Body:
 
 
 def decode_body(body: Body, handoff: Body | None) -> Body:
-    """The client's body; with the hand-off, or without any when decode is to compute the prompt itself."""
+    """The client's body; with the handoff, or without any when decode is to compute the prompt itself."""
     asked = {key: value for key, value in body.items() if key != HANDOFF}
     return asked | {HANDOFF: handoff} if handoff else asked
 
@@ -73,7 +73,7 @@ def handoff_of(answer: Any) -> Body | None:
 
 
 def announced(handoff: Body | None, stream: str) -> bool:
-    """Whether decode was told everything under this name: it needs no hand-off any more."""
+    """Whether decode was told everything under this name: it needs no handoff any more."""
     return handoff is not None and handoff.get(_ANNOUNCED) == stream
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Literal
 
 Event = Literal[
-    "handed_over",
+    "handed_off",
     "followed",
     "not_suited",
     "without_handoff",
@@ -16,10 +16,10 @@ Event = Literal[
     "refused",
 ]
 _MEANINGS: dict[Event, str] = {
-    "handed_over": "prefill answers with a hand-off for decode",
+    "handed_off": "prefill answers with a handoff for decode",
     "followed": "requests that decode answered having followed their prefill while it ran",
-    "not_suited": "requests that one hand-off cannot serve; decode computed them alone",
-    "without_handoff": "prefill answers without a hand-off; decode computed the prompt again",
+    "not_suited": "requests that one handoff cannot serve; decode computed them alone",
+    "without_handoff": "prefill answers without a handoff; decode computed the prompt again",
     "without_prefill": "requests that found no prefill server; decode computed them alone",
     "decode_retried": "requests that a decode server did not begin to answer; the next one was asked",
     "refused": "requests answered with 503 because nobody could take them",

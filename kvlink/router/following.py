@@ -30,7 +30,7 @@ async def following(
     headers: Mapping[str, str],
     stream: str,
 ) -> AsyncIterator[Followed | Body | None]:
-    """Yields the answer of the decode server at `url`; or what `prefill` returned, its hand-off, when decode cannot
+    """Yields the answer of the decode server at `url`; or what `prefill` returned, its handoff, when decode cannot
     follow it or failed at it. Leaving ends both requests.
 
     stream: the name that prefill was given. Raises what `prefill` raises, and NotServed of decode.

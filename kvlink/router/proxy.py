@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy: prefill computes one token, its hand-off goes to decode, whose answer streams back as it is."""
+"""The proxy: prefill computes one token, its handoff goes to decode, whose answer streams back as it is."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Proxy:
     async def _complete(
         self, request: web.Request, body: Body, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        """No two decode servers see the same hand-off: one that died may have used it up."""
+        """No two decode servers see the same handoff: one that died may have used it up."""
         tried: list[str] = []
         reason, handoff, alone = "no decode server is up", None, request.path in DECODE_ALONE
         known = alone
@@ -153,7 +153,7 @@ class Proxy:
     async def _hand_off(
         self, path: str, body: Body, headers: Mapping[str, str], stream: str = ""
     ) -> Body | None:
-        """Prefill's hand-off; None when decode is to compute the prompt. Raises NoPrefill, Refused."""
+        """Prefill's handoff; None when decode is to compute the prompt. Raises NoPrefill, Refused."""
         if not one_handoff_suffices(body):
             self.counts["not_suited"] += 1
             return None
@@ -174,9 +174,9 @@ class Proxy:
             handoff = handoff_of(json.loads(answer.begin))
         except ValueError:
             handoff = None
-        self.counts["handed_over" if handoff else "without_handoff"] += 1
+        self.counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:
-            _log.warning("prefill gave no hand-off, decode computes it request=%s", headers["X-Request-Id"])
+            _log.warning("prefill gave no handoff, decode computes it request=%s", headers["X-Request-Id"])
         return handoff
 
     async def models(self, request: web.Request) -> web.StreamResponse:

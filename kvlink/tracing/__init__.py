@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of hand-overs, for OpenTelemetry: offer → claim → read → settle in the trace of the router's request.
+"""Spans of handoffs, for OpenTelemetry: offer → claim → read → settle in the trace of the router's request.
 
 Off unless a process calls `start` and its OTEL_* variables name an exporter, or it calls `use`. While `spans` is None
 nothing of OpenTelemetry is imported; who has something to tell looks at that first.

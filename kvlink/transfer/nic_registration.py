@@ -13,7 +13,7 @@ from pathlib import Path
 from kvlink import _core
 from kvlink.config import Way, WorkerConfig, parse_ways
 from kvlink.errors import TransportUnavailable
-from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, Lent, lend
+from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemory, export
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
 from kvlink.transfer.pool import BlockPool, Region
 
@@ -30,7 +30,7 @@ class Loan:
     ports: Sequence[tuple[str, int]] = ()
     """As csrc/transport_api/transport.h takes them, with their Mb/s, best first."""
     left_out: tuple[RefusedNic, ...] = ()
-    lent: tuple[Lent, ...] = ()
+    exported: tuple[ExportedMemory, ...] = ()
     refused: str = ""
     bounced: str = ""
     """Why NICs do not reach the pool, which is on a GPU: what they read into it is staged in host memory."""
@@ -38,12 +38,12 @@ class Loan:
     @property
     def by_dma_buf(self) -> bool:
         """Whether the NIC's driver may still refuse a descriptor."""
-        return any(each.decision.way is Way.DMA_BUF for each in self.lent)
+        return any(each.decision.way is Way.DMA_BUF for each in self.exported)
 
     @property
     def flush(self) -> Callable[[], object] | None:
         """To be called once the bytes of a pull have landed, before the GPU looks at them; None: needs none."""
-        one = next(iter(self.lent), None)  # all are on one GPU
+        one = next(iter(self.exported), None)  # all are on one GPU
         return one.flush_writes if one and one.needs_flush() else None
 
     @contextmanager
@@ -60,11 +60,11 @@ class Loan:
         Descriptors are open until the block ends: start it inside.
         """
         with ExitStack() as stack:
-            lent = [stack.enter_context(each) for each in self.lent]
-            for region, how in zip_longest(pool.regions, lent[: len(pool.regions)]):
+            exported = [stack.enter_context(each) for each in self.exported]
+            for region, how in zip_longest(pool.regions, exported[: len(pool.regions)]):
                 _add(core, region, how)
-            if staging is not None and (lent or always):
-                at = lent[-1] if lent else None
+            if staging is not None and (exported or always):
+                at = exported[-1] if exported else None
                 core.stage(staging, always, at.fd if at else -1, at.offset if at else 0)
             yield
 
@@ -99,16 +99,16 @@ def lend_to_nics(
         ranges = [(region.address, region.num_bytes) for region in pool.regions]
         if staging is not None:
             ranges.append((staging.address, staging.bytes))
-        lent, bounced = _lend_all(driver, ranges, ways, nic_refuses_dma_buf, root)
+        exported, bounced = _lend_all(driver, ranges, ways, nic_refuses_dma_buf, root)
     except TransportUnavailable as error:
         _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
         return Loan(ports, left_out, refused=str(error))
     if bounced is not None:
         return Loan(ports, left_out, bounced=_why_bounced(bounced))
-    for decision in dict.fromkeys(each.decision for each in lent):
+    for decision in dict.fromkeys(each.decision for each in exported):
         level = logging.WARNING if decision.refused else logging.INFO
-        _log.log(level, "lent device=cuda:%d by=%s", pool.gpu, decision)
-    return Loan(ports, left_out, lent)
+        _log.log(level, "exported device=cuda:%d by=%s", pool.gpu, decision)
+    return Loan(ports, left_out, exported)
 
 
 def _without_driver(
@@ -127,12 +127,12 @@ def _lend_all(
     ways: Sequence[Way],
     nic_refuses_dma_buf: str,
     root: Path,
-) -> tuple[tuple[Lent, ...], Decision | None]:
+) -> tuple[tuple[ExportedMemory, ...], Decision | None]:
     """All ranges, or none and the decision that says why. Raises TransportUnavailable."""
-    lent: list[Lent] = []
+    exported: list[ExportedMemory] = []
     with ExitStack() as unless_all:
         for address, num_bytes in ranges:
-            each = lend(
+            each = export(
                 driver,
                 address,
                 num_bytes,
@@ -140,11 +140,11 @@ def _lend_all(
                 nic_refuses_dma_buf=nic_refuses_dma_buf,
                 root=root,
             )
-            lent.append(unless_all.enter_context(each))
+            exported.append(unless_all.enter_context(each))
             if each.decision.way is Way.BOUNCE:
                 return (), each.decision
         unless_all.pop_all()
-    return tuple(lent), None
+    return tuple(exported), None
 
 
 def _why_bounced(decision: Decision) -> str:
@@ -158,7 +158,7 @@ def _none_near(place: MemoryPlace, left_out: Sequence[RefusedNic]) -> str:
     return f"no NIC serves GPU {place.gpu}: " + ("; ".join(map(str, left_out)) or "there is no RDMA device")
 
 
-def _add(core: _core.Engine, region: Region, lent: Lent | None) -> None:
+def _add(core: _core.Engine, region: Region, exported: ExportedMemory | None) -> None:
     if region.memory is not None:
         core.add_pool_region(region.memory)
         return
@@ -167,6 +167,6 @@ def _add(core: _core.Engine, region: Region, lent: Lent | None) -> None:
         region.num_bytes,
         region.keeper,
         device=region.gpu is not None,
-        dmabuf_fd=lent.fd if lent else -1,
-        dmabuf_offset=lent.offset if lent else 0,
+        dmabuf_fd=exported.fd if exported else -1,
+        dmabuf_offset=exported.offset if exported else 0,
     )

@@ -29,7 +29,7 @@ OwnEngine = Callable[[], Engine]
 """The engine that runs now."""
 
 
-class Presence:
+class WorkerMembership:
     """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
 
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
@@ -53,15 +53,15 @@ class Presence:
         """What the coordinator is told with each beat."""
 
     @classmethod
-    async def open(cls, config: WorkerConfig, engine: OwnEngine) -> Presence:
+    async def open(cls, config: WorkerConfig, engine: OwnEngine) -> WorkerMembership:
         """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
         advertised = advertised_host(config)
         reason, fix = only_this_host(config)
         if reason:
             _log.warning("%s; %s", reason, fix)
-        presence = cls(config, engine)
-        await presence._agent.start(config.host, config.agent_port, advertised)
-        return presence
+        membership = cls(config, engine)
+        await membership._agent.start(config.host, config.agent_port, advertised)
+        return membership
 
     @property
     def has_coordinator(self) -> bool:

@@ -15,7 +15,7 @@ from kvlink.transfer import spans
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import Connected, connect_all
-from kvlink.worker.membership import Presence
+from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.unread import EmptyPull, Range, Unread, check_ranges
 
 Tickets = Ticket | str | Sequence[Ticket | str]
@@ -28,7 +28,7 @@ class Sources:
     """Of one worker. `checked` returns a ticket that the worker may use; it raises AccessDenied."""
 
     peers: Peers
-    presence: Presence
+    membership: WorkerMembership
     layout: KVLayout
     checked: Callable[[Ticket], Ticket]
     unread: Unread
@@ -61,7 +61,7 @@ class Sources:
         return EmptyPull(request_id, partial(self.release, ticket, timeout_s), settle)
 
     def _require_coordinator(self, request_id: str) -> None:
-        self.presence.require_coordinator(f"request {request_id}: claiming by id")
+        self.membership.require_coordinator(f"request {request_id}: claiming by id")
 
     def _tickets(self, ticket: Ticket | Sequence[Ticket | str]) -> list[Ticket]:
         given = [ticket] if isinstance(ticket, Ticket) else ticket
@@ -71,7 +71,7 @@ class Sources:
         return tickets
 
     async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
-        claiming = self.presence.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
+        claiming = self.membership.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
         return [*map(self.checked, await spans.claimed(request_id, claiming))]
 
     async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvlink.monitoring.worker_stats import Link, WorkerFigures
+from kvlink.monitoring.worker_stats import Link, WorkerStats
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.path_stats import Path
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull_start import Starts
-from kvlink.worker.membership import Presence
+from kvlink.worker.membership import WorkerMembership
 
 
 def gather(
-    worker_id: str, engine: Engine, offers: Offers, peers: Peers, presence: Presence, starts: Starts
-) -> WorkerFigures:
+    worker_id: str, engine: Engine, offers: Offers, peers: Peers, membership: WorkerMembership, starts: Starts
+) -> WorkerStats:
     """Takes microseconds a link. From any thread. Raises ConfigError in a forked child."""
     pool = engine.pool
     pinned_blocks = offers.num_pinned_blocks()  # first: it ends what was settled
-    return WorkerFigures(
+    return WorkerStats(
         worker_id=worker_id,
         epoch=engine.epoch,
         leases=engine.lease_counts(),
@@ -30,13 +30,13 @@ def gather(
         pool_bytes=sum(region.num_bytes for region in pool.regions),
         links=_links(engine, peers),
         offers=offers.durations,
-        claims=presence.claims,
+        claims=membership.claims,
         connects=peers.connects.durations,
         connect_retries=peers.connects.num_retries,
         failed_starts=dict(starts.failed),
         restarts=starts.num_restarts,
-        joined=presence.joined,
-        rejoins=presence.num_rejoins,
+        joined=membership.joined,
+        rejoins=membership.num_rejoins,
         ports=tuple(engine.ports()),
     )
 

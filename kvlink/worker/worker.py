@@ -21,7 +21,7 @@ from kvlink.control import ticket_signing
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
 from kvlink.monitoring.worker_report import Reporter
-from kvlink.monitoring.worker_stats import WorkerFigures
+from kvlink.monitoring.worker_stats import WorkerStats
 from kvlink.ticket import Ticket, check_name
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
@@ -36,7 +36,7 @@ from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import Starts, start
 from kvlink.transfer.restart import Restart
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
-from kvlink.worker.membership import Presence
+from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
 from kvlink.worker.unread import Unread, wants_nothing
@@ -84,8 +84,8 @@ class Worker:
             self._starts = Starts(self._control)
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
-            presence = Presence.open(self.config, lambda: self._engine)  # which _join may replace
-            self._presence = self._control.run(presence, _JOIN_S)
+            membership = WorkerMembership.open(self.config, lambda: self._engine)  # which _join may replace
+            self._membership = self._control.run(membership, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
             offers, self._pull = spans.kinds()
@@ -94,12 +94,12 @@ class Worker:
             self.offers.on_ended = self._forget
             self.offers.in_background = partial(self._in_background, what="look for the device's end")
             self.offers.sign, self._checked = ticket_signing(self.config)
-            self._peers = Peers(self._engine, self._presence.directory)
-            unread = Unread(self._peers, self._presence.directory, self._in_background)
+            self._peers = Peers(self._engine, self._membership.directory)
+            unread = Unread(self._peers, self._membership.directory, self._in_background)
             self._on_unsettled = unread.settle_by_agent
             self._restart = partial(Restart, self._starts, self._peers)
-            self._sources = Sources(self._peers, self._presence, pool.layout, self._checked, unread)
-            self._presence.report = Reporter(self)
+            self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, unread)
+            self._membership.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
             self._opened = opened.pop_all()
@@ -145,7 +145,7 @@ class Worker:
         Raises ConfigError for bad arguments and for a full lease table.
         """
         if publish:
-            self._presence.require_coordinator(f"request {request_id}: publish=True")
+            self._membership.require_coordinator(f"request {request_id}: publish=True")
         ticket = self.offers.offer(
             request_id,
             block_ids,
@@ -158,7 +158,7 @@ class Worker:
             trace=trace,
         )
         if publish:
-            self._in_background(self._presence.publish(ticket), request_id, "publish")
+            self._in_background(self._membership.publish(ticket), request_id, "publish")
         return ticket
 
     def set_ready(self, request_id: str, ready: int) -> None:
@@ -251,9 +251,9 @@ class Worker:
         """What became of this worker's offers."""
         return self._engine.lease_counts()
 
-    def figures(self) -> WorkerFigures:
+    def stats(self) -> WorkerStats:
         """What was counted until now: for scrapes, not for every pull."""
-        return gather(self.worker_id, self._engine, self.offers, self._peers, self._presence, self._starts)
+        return gather(self.worker_id, self._engine, self.offers, self._peers, self._membership, self._starts)
 
     def close(self) -> None:
         """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
@@ -269,24 +269,24 @@ class Worker:
     def _leave(self) -> None:
         self._starts.cancel_all()
         try:
-            self._control.run(self._presence.leave(), _CLOSE_S)
+            self._control.run(self._membership.leave(), _CLOSE_S)
         except KVLinkError as error:
             _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
 
     async def _join(self) -> WorkerCard:
-        card = await self._presence.join(self.worker_id, self._engine)
+        card = await self._membership.join(self.worker_id, self._engine)
         if card.epoch != self._engine.epoch:
             # This host's clock went back. The lease table must carry the epoch that readers are told.
             self._engine.close()
             self._engine = Engine(self.pool, card.epoch + 1, self.config)
-            card = await self._presence.join(self.worker_id, self._engine)
+            card = await self._membership.join(self.worker_id, self._engine)
         return card
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         self._control.in_background(job, f"{what} failed request={request_id}")
 
     def _forget(self, request_id: str) -> None:
-        self._control.loop.call_soon_threadsafe(self._presence.forget, request_id)
+        self._control.loop.call_soon_threadsafe(self._membership.forget, request_id)
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -124,7 +124,7 @@ class Load:
         return self._readers[0].asks
 
     async def goes_on(self, count: int = 200) -> None:
-        """So many more hand-offs end well from now on."""
+        """So many more handoffs end well from now on."""
         wanted = self.num_offered + count
         deadline = time.monotonic() + _CLAIM_S
         while self.num_offered < wanted and not self.failed:

@@ -14,7 +14,7 @@ from control.certificates import Pki
 
 from kvlink.control import Claim, CoordinatorClient, Renewal, SettleOrder
 from kvlink.control.denials import DenialLog
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.values import ConnectReply, ConnectRequest, HandoffResults, Push, PushKind
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
@@ -125,8 +125,8 @@ class Broken(MemoryStore):
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
         raise ZeroDivisionError
 
-    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
-        answer: Prompt[list[bytes]] = Prompt()
+    def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
+        answer: EagerFuture[list[bytes]] = EagerFuture()
         answer.set_exception(ZeroDivisionError())
         return answer
 

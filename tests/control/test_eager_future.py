@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvlink.control.rpc.eager_future import Prompt, prompt
+from kvlink.control.rpc.eager_future import EagerFuture, eagerly
 
 
 async def brings(what: int | Exception, after: asyncio.Event) -> int:
@@ -18,8 +18,8 @@ async def brings(what: int | Exception, after: asyncio.Event) -> int:
 
 
 async def test_who_asked_hears_of_the_answer_at_once_and_who_awaits_it_as_ever() -> None:
-    heard: list[Prompt[int]] = []
-    result, error = Prompt[int](), Prompt[int]()
+    heard: list[EagerFuture[int]] = []
+    result, error = EagerFuture[int](), EagerFuture[int]()
     result.on_answer = error.on_answer = heard.append
     result.set_result(1)
     error.set_exception(ValueError("no"))
@@ -30,8 +30,8 @@ async def test_who_asked_hears_of_the_answer_at_once_and_who_awaits_it_as_ever()
 
 
 async def test_who_was_to_answer_hears_once_that_nobody_waits_any_more() -> None:
-    heard: list[Prompt[int]] = []
-    answered, waiting = Prompt[int](), Prompt[int]()
+    heard: list[EagerFuture[int]] = []
+    answered, waiting = EagerFuture[int](), EagerFuture[int]()
     answered.on_cancel = waiting.on_cancel = heard.append
     answered.set_result(1)
     task = asyncio.ensure_future(asyncio.wait_for(waiting, 60.0))
@@ -46,7 +46,7 @@ async def test_who_was_to_answer_hears_once_that_nobody_waits_any_more() -> None
 
 async def test_work_is_passed_on_however_it_ends() -> None:
     go = asyncio.Event()
-    good, bad = prompt(brings(1, go)), prompt(brings(ValueError("no"), go))
+    good, bad = eagerly(brings(1, go)), eagerly(brings(ValueError("no"), go))
     go.set()
     assert await good == 1
     with pytest.raises(ValueError, match="no"):
@@ -63,7 +63,7 @@ async def test_nobody_waits_for_work_that_was_given_up() -> None:
         finally:
             ended.set()
 
-    answer, late = prompt(work()), prompt(brings(1, go))
+    answer, late = eagerly(work()), eagerly(brings(1, go))
     await asyncio.sleep(0)
     assert answer.cancel()
     await ended.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched hand-offs: answers find their callers, refusals theirs, and a broken stream leaves nobody waiting."""
+"""Batched handoffs: answers find their callers, refusals theirs, and a broken stream leaves nobody waiting."""
 
 from __future__ import annotations
 

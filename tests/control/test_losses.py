@@ -28,7 +28,7 @@ async def load(fleet: Fleet) -> AsyncIterator[Load]:
     load.check()
     assert len(load.brought) == load.num_offered
     assert load.num_empty > 0
-    print(f"{load.num_offered} hand-offs, the slowest in {load.slowest_s:.2f} s", end=" ")
+    print(f"{load.num_offered} handoffs, the slowest in {load.slowest_s:.2f} s", end=" ")
 
 
 async def bring_back(etcd: EtcdCluster, number: int) -> None:

@@ -33,7 +33,7 @@ class _Beats:
 
 
 class Coordinator:
-    """As CoordinatorClient and its hand-off stream. Refuses offers with `refuses` while that is set."""
+    """As CoordinatorClient and its handoff stream. Refuses offers with `refuses` while that is set."""
 
     address = "simulated"
     has_choice = True

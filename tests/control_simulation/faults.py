@@ -12,7 +12,7 @@ from control_simulation.world import CoordinatorSeat, World
 
 
 class Fault(NamedTuple):
-    """One kind. `spares_members`, `spares_hand_offs`: alone, it costs no worker its lease, no hand-off its tickets."""
+    """One kind. `spares_members`, `spares_hand_offs`: alone, it costs no worker its lease, no handoff its tickets."""
 
     inflict: Callable[[World], Awaitable[None]]
     spares_members: bool = False

@@ -85,14 +85,14 @@ class World:
         self.store_victim = 0
         """Likewise, of etcd's members."""
         self.spares_members = self.failures_count = False
-        """No worker may lose its lease; no hand-off may be in vain."""
+        """No worker may lose its lease; no handoff may be in vain."""
         self.under_way: dict[str, list[Worker]] = {}
-        """Hand-offs, with who waits for the tickets."""
+        """Handoffs, with who waits for the tickets."""
         self._requests = itertools.count()
         self._hosts = itertools.count(1)
         self._workers: list[Worker] = []
         self._begun: deque[float] = deque()
-        """When hand-offs began whose tickets may still be kept."""
+        """When handoffs began whose tickets may still be kept."""
         self._counts = Counter[str]()
         self._since = 0.0
         self.etcd = SimulatedEtcd(self.network, num_members) if num_members else None
@@ -152,7 +152,7 @@ class World:
                 self.network.kill(worker.process)
 
     def hand_over(self, owner: Worker, reader: Worker, rival: Worker | None = None) -> str:
-        """Begins one hand-off; `under_way` has it until a reader has its ticket."""
+        """Begins one handoff; `under_way` has it until a reader has its ticket."""
         request_id = f"r{next(self._requests)}"
         waiting = [reader] if rival is None else [reader, rival]
         self.under_way[request_id] = waiting
@@ -174,7 +174,7 @@ class World:
         return request_id
 
     async def traffic(self, pause_s: float = 2.0) -> None:
-        """Hand-offs between any two, until cancelled."""
+        """Handoffs between any two, until cancelled."""
         while True:
             await asyncio.sleep(self.chance.uniform(0.0, 2 * pause_s))
             running = self.running()

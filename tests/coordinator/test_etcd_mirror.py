@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
-from kvlink.control.values import Claim, Claimed, Life
+from kvlink.control.values import Claim, Claimed, Incarnation
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.api import after, split_url
 from kvlink.coordinator.store.etcd.keys import Key, Keys
@@ -139,7 +139,7 @@ class History:
         if parsed.kind == keys.WORKERS:
             return StoredRecords.CARD.encode(make_card("w", epoch=self._random.randint(1, 3)))
         if parsed.kind == keys.EPOCHS:
-            return StoredRecords.LIFE.encode(Life(1, bytes(16), self._random.random() < 0.5))
+            return StoredRecords.LIFE.encode(Incarnation(1, bytes(16), self._random.random() < 0.5))
         if parsed.kind == keys.TICKETS:
             return StoredRecords.OFFER.encode(make_offer(parsed.name, "w", rank=int(parsed.part), of=2))
         known = digests(*(ticket(1, rank, 2) for rank in range(self._random.randint(0, 2))))

@@ -14,7 +14,7 @@ from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.values import Claim, Offer
-from kvlink.coordinator.store.pending_offers import Offers
+from kvlink.coordinator.store.pending_offers import PendingOffers
 
 KEYS = st.sampled_from("abcdef")
 
@@ -54,7 +54,7 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.offers: Offers[int] = Offers(Limits(remembered_requests=2))
+        self.offers: PendingOffers[int] = PendingOffers(Limits(remembered_requests=2))
         self.now = 0.0
         self.num_offered = self.num_claims = 0
         self.tickets: dict[str, dict[int, tuple[Offer, float]]] = {}
@@ -165,7 +165,7 @@ TestOffers.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def claimed(
-    offers: Offers[int], request_id: str, num_bytes: int, ttl_s: float = 5.0, now: float = 0.0
+    offers: PendingOffers[int], request_id: str, num_bytes: int, ttl_s: float = 5.0, now: float = 0.0
 ) -> Claim:
     offers.offer(make_offer(request_id, ttl_s=ttl_s)._replace(ticket=bytes(num_bytes)), now)
     claim = Claim(request_id, claim_id=request_id.encode())
@@ -174,7 +174,7 @@ def claimed(
 
 
 def test_claimed_tickets_last_as_long_as_the_ticket_would() -> None:
-    offers: Offers[int] = Offers(Limits())
+    offers: PendingOffers[int] = PendingOffers(Limits())
     claim = claimed(offers, "r", 100, ttl_s=5.0, now=1.0)
     assert offers.next_deadline() <= 6.0
     offers.expire(5.9)
@@ -186,14 +186,14 @@ def test_claimed_tickets_last_as_long_as_the_ticket_would() -> None:
 
 
 def test_claimed_tickets_have_a_quarter_of_the_bytes() -> None:
-    offers: Offers[int] = Offers(Limits(ticket_bytes=1_000))
+    offers: PendingOffers[int] = PendingOffers(Limits(ticket_bytes=1_000))
     claims = [claimed(offers, f"r{number}", 100) for number in range(6)]
     assert [offers.take(claim) is not None for claim in claims] == [False] * 4 + [True] * 2
     assert offers._claimed_bytes == 200
 
 
 def test_claimed_tickets_give_way_to_those_that_nobody_has_yet() -> None:
-    offers: Offers[int] = Offers(Limits(ticket_bytes=1_000))
+    offers: PendingOffers[int] = PendingOffers(Limits(ticket_bytes=1_000))
     claim = claimed(offers, "r", 200)
     offers.offer(make_offer("s")._replace(ticket=bytes(800)), 0.0)
     assert offers.take(claim) == [bytes(200)]
@@ -203,14 +203,14 @@ def test_claimed_tickets_give_way_to_those_that_nobody_has_yet() -> None:
 
 
 def test_bytes_of_requests_that_are_offered_again_are_not_counted_twice() -> None:
-    offers: Offers[int] = Offers(Limits())
+    offers: PendingOffers[int] = PendingOffers(Limits())
     for turn in range(3):
         claimed(offers, "r", 100 + turn)
         assert (offers._claimed_bytes, offers._ticket_bytes, len(offers._claimed_until)) == (100 + turn, 0, 1)
 
 
 def test_six_thousand_claims_of_128_kib_stay_within_the_bytes() -> None:
-    offers: Offers[int] = Offers(Limits())
+    offers: PendingOffers[int] = PendingOffers(Limits())
     ticket = bytes(128 << 10)
     for number in range(6_000):
         offers.offer(make_offer(f"r{number}", ttl_s=5.0)._replace(ticket=ticket), 0.0)

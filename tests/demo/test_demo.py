@@ -157,10 +157,10 @@ def test_a_prompt_that_was_computed_after_all_is_no_pull(here: HereChild) -> Non
     coordinator = here.call("coordinator", "address")["address"]
     for role in ("prefill", "decode"):
         here.call(role, "open", transport="loopback", coordinator=coordinator)
-    handover = here.call("prefill", "prefill", request_id="once", prompt="Only once")["handover"]
-    here.call("decode", "decode", handover=handover, num_tokens=2)
+    handoff = here.call("prefill", "prefill", request_id="once", prompt="Only once")["handoff"]
+    here.call("decode", "decode", handoff=handoff, num_tokens=2)
     with pytest.raises(ChildError, match="StaleBlocks: request once"):
-        here.call("decode", "decode", handover=handover, num_tokens=2)
+        here.call("decode", "decode", handoff=handoff, num_tokens=2)
 
 
 def test_an_old_transformers_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

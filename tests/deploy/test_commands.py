@@ -99,7 +99,7 @@ def test_guides_name_metrics_alerts_and_files_that_there_are(guide: str) -> None
         assert (commands.ROOT / name).exists(), name
 
 
-def test_a_hand_over_fits_into_the_time_to_stop() -> None:
+def test_a_handoff_fits_into_the_time_to_stop() -> None:
     compose, unit = commands.compose()["services"]["coordinator-0"], commands.unit_settings()
     assert int(compose["stop_grace_period"].removesuffix("s")) >= 5
     assert float(unit["TimeoutStopSec"][0]) >= 5

@@ -53,7 +53,7 @@ def pair_of(
     ranks compiles for many seconds, in which all stands still.
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
-    hand-overs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file
+    handoffs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file
     of its role's name. module_path: where vLLM looks for the connector, instead of its registry.
     env: more for the servers' environment. extra: more for kv_connector_extra_config.
     """

@@ -45,7 +45,7 @@ def _scenario(act: Scenario) -> Scenario:
 
 @_scenario
 def reuse(pair: Pair, references: References) -> Answer:
-    """A hand-off is used twice; in between, prefill's blocks were given to others."""
+    """A handoff is used twice; in between, prefill's blocks were given to others."""
     tokens = prompt("reuse", LENGTH)
     handoff = pair.hand_off(tokens)
     assert pair.continued(tokens, handoff).tokens == references(tokens)
@@ -76,7 +76,7 @@ def swap(pair: Pair, references: References) -> Answer:
 
 @_scenario
 def prefill_killed(pair: Pair, references: References) -> Answer:
-    """Prefill dies between its hand-off and the pull. It is back on the same address for what follows."""
+    """Prefill dies between its handoff and the pull. It is back on the same address for what follows."""
     tokens = prompt("prefill killed", LENGTH)
     handoff = pair.hand_off(tokens)
     pair.prefill.kill()
@@ -87,7 +87,7 @@ def prefill_killed(pair: Pair, references: References) -> Answer:
 
 @_scenario
 def prefill_restarted(pair: Pair, references: References) -> Answer:
-    """A hand-off of the prefill server's former life, whose blocks hold other requests by now."""
+    """A handoff of the prefill server's former life, whose blocks hold other requests by now."""
     tokens = prompt("prefill restarted", LENGTH)
     handoff = pair.hand_off(tokens)
     pair.prefill.kill()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hand-over costs in vLLM: kvlink's connector and NIXL's on like pairs of servers, request by request in turn.
+"""What a handoff costs in vLLM: kvlink's connector and NIXL's on like pairs of servers, request by request in turn.
 
     python tests/engines/handoff_times.py [--rounds 20] [--json]
 
 The servers that are not measured are stopped meanwhile: those of NIXL spin while idle, and take the CPU from others.
-Added: of decode's time to its first token with a hand-over, and of both servers' CPU time until then, what is more than
+Added: of decode's time to its first token with a handoff, and of both servers' CPU time until then, what is more than
 the median for the same prompts from decode's own prefix cache. Prompts are whole blocks and one token, so that both
 compute one token. Steps: the time that decode's engine spends in the connector: to start the load; in each other step
 that computes, all calls and of these to ask for results; in each that does not. Of each cost: median and p99.
@@ -48,10 +48,10 @@ class FirstToken(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One hand-over, and the same from decode's cache. `transfer_ms`: as the connector itself says. `steps`: decode's
-    during the hand-over."""
+    """One handoff, and the same from decode's cache. `transfer_ms`: as the connector itself says. `steps`: decode's
+    during the handoff."""
 
-    handed_over: FirstToken
+    handed_off: FirstToken
     cached: FirstToken
     transfer_ms: float
     steps: list[Step]
@@ -108,13 +108,13 @@ def costs(taken: Sequence[Sample]) -> dict[str, list[float]]:
     )
     rest = [step for one in taken for step in others(one.steps)]
     return {
-        "added_ms": [one.handed_over.ms - cached_ms for one in taken],
+        "added_ms": [one.handed_off.ms - cached_ms for one in taken],
         "transfer_ms": [one.transfer_ms for one in taken],
         "start_us": [max(step.start_us for step in one.steps) for one in taken],
         "computing_step_us": [step.all_us for step in rest if step.computes],
         "results_us": [step.poll_us for step in rest if step.computes],
         "idle_step_us": [step.all_us for step in rest if not step.computes],
-        "cpu_ms": [one.handed_over.cpu_ms - cached_cpu_ms for one in taken],
+        "cpu_ms": [one.handed_off.cpu_ms - cached_cpu_ms for one in taken],
     }
 
 
@@ -143,15 +143,15 @@ def alone(pair: Pair, pairs: Sequence[Pair]) -> Iterator[None]:
 
 
 def sample(pair: Pair, tokens: list[int], folder: Path) -> Sample:
-    """One hand-over, and the same prompt once more from decode's own cache."""
+    """One handoff, and the same prompt once more from decode's own cache."""
     calls = folder / pair.connector / "decode"
     handoff = pair.hand_off(tokens)
     told_s, written = pair.decode.metric(_SUMS[pair.connector]), calls.stat().st_size
-    handed_over = first_token(pair, tokens, kv_transfer_params=handoff)
+    handed_off = first_token(pair, tokens, kv_transfer_params=handoff)
     taken = steps(calls, written)
     cached = first_token(pair, tokens)
     transfer_s = pair.decode.metric(_SUMS[pair.connector]) - told_s
-    return Sample(handed_over, cached, transfer_s * 1e3, taken)
+    return Sample(handed_off, cached, transfer_s * 1e3, taken)
 
 
 def first_token(pair: Pair, tokens: list[int], **extra: Any) -> FirstToken:

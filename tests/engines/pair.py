@@ -79,16 +79,16 @@ class Pair:
         params = dict(_ASK_FOR_A_HANDOFF)
         answer = self.ask(server or self.prefill, tokens, 1, kv_transfer_params=params)
         assert answer.status == 200, answer.body
-        assert answer.handoff, f"no hand-off in {answer.body}"
+        assert answer.handoff, f"no handoff in {answer.body}"
         return answer.handoff
 
     def continued(self, tokens: Sequence[int], handoff: Any, num_new: int = NUM_NEW) -> Answer:
-        """Decodes with a hand-off, whether it belongs to these tokens or not."""
+        """Decodes with a handoff, whether it belongs to these tokens or not."""
         return self.ask(self.decode, tokens, num_new, kv_transfer_params=handoff)
 
     def forget(self) -> None:
         """Nothing is left in either prefix cache, so that every byte has to travel. Blocks in use would stay: those of
-        a hand-over that failed do until their lease ends."""
+        a handoff that failed do until their lease ends."""
         assert self.settles(self.lease_s + _SETTLE_S), "blocks of an earlier request are still held"
         for server in (self.prefill, self.decode):
             status, answer = post(f"{server.url}/reset_prefix_cache", {})
@@ -100,7 +100,7 @@ class Pair:
             assert self.ask(server, prompt(f"{name}, overwriting {part}", 4000), 1).status == 200
 
     def loads(self) -> float:
-        """Hand-offs whose bytes decode has received, and not computed after all."""
+        """Handoffs whose bytes decode has received, and not computed after all."""
         return self.decode.metric(_LOADS[self.connector])
 
     def usage(self, server: Server) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a server's blocks: read by a kvlink worker of the test itself, with a hand-off as its ticket."""
+"""What lies in a server's blocks: read by a kvlink worker of the test itself, with a handoff as its ticket."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.background import ControlThread
 from kvlink.control import AgentClient
 from kvlink.errors import StaleBlocks
-from kvlink.integrations.vllm.handover import Handover
+from kvlink.integrations.vllm.handoff import Handoff
 from kvlink.types import WorkerCard
 
 
 def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.NDArray[np.uint8]:
     """The cache of the first tokens: all layers of a server of one rank with one cache group, in a fixed order.
 
-    num_tokens: of whole blocks. Takes two hand-offs: the first one's lease may end while a pool like the server's is
+    num_tokens: of whole blocks. Takes two handoffs: the first one's lease may end while a pool like the server's is
     made, on a machine that does much else. Both are settled.
     """
-    first = Handover.from_params(hand_off())
+    first = Handoff.from_params(hand_off())
     [owner] = first.owners
     card = ControlThread.shared().run(_card(owner.agent))
     pool = BlockPool.allocate(card.layout)
     with Worker(pool, "reader", config=WorkerConfig(transports="cma,tcp")) as reader:
         with suppress(StaleBlocks):
             _read(reader, first, num_tokens)
-        _read(reader, Handover.from_params(hand_off()), num_tokens)
+        _read(reader, Handoff.from_params(hand_off()), num_tokens)
     return np.concatenate([pool.numpy(region) for region in range(len(pool.regions))])
 
 
-def _read(reader: Worker, handover: Handover, num_tokens: int) -> None:
-    unit = handover.block_tokens // reader.pool.layout.block_tokens
-    [ticket] = handover.tickets(0, unit)
+def _read(reader: Worker, handoff: Handoff, num_tokens: int) -> None:
+    unit = handoff.block_tokens // reader.pool.layout.block_tokens
+    [ticket] = handoff.tickets(0, unit)
     into = range(1, len(ticket.block_ids) + 1)
     assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
 

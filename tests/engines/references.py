@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a hand-over must not change.
+"""The tokens that a handoff must not change.
 
 Kept in a file that the next run reads: servers start at the first prompt that is not in there.
 """
@@ -81,19 +81,19 @@ def _two_with_nixl(model: str) -> Iterator[Answering]:
 
 
 def _said_twice(pair: Pair, tokens: Sequence[int]) -> Answer:
-    """Two hand-overs in a row that agree: on a busy machine one of NIXL's gave other tokens."""
+    """Two handoffs in a row that agree: on a busy machine one of NIXL's gave other tokens."""
     said: list[Answer] = []
     for _ in range(_MOST_HANDOVERS):
-        answer = _handed_over(pair, tokens)
+        answer = _handed_off(pair, tokens)
         if answer is None:
             continue
         said.append(answer)
         if len(said) > 1 and said[-1].tokens == said[-2].tokens:
             return answer
-    raise AssertionError(f"no two of {_MOST_HANDOVERS} hand-overs in a row gave the same: {said}")
+    raise AssertionError(f"no two of {_MOST_HANDOVERS} handoffs in a row gave the same: {said}")
 
 
-def _handed_over(pair: Pair, tokens: Sequence[int]) -> Answer | None:
+def _handed_off(pair: Pair, tokens: Sequence[int]) -> Answer | None:
     """Every byte of it. None: decode has computed the prompt, as when NIXL's handshake is not answered in its 5 s, or
     one of the servers has not answered within the client's patience, as one of many did not."""
     try:

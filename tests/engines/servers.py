@@ -227,7 +227,7 @@ def router(prefill: Iterable[Server], decode: Iterable[Server], *flags: str) -> 
 
 
 def vllms_router(prefill: Server, decode: Server) -> Launch:
-    """Of the vLLM project, which knows NIXL's hand-overs."""
+    """Of the vLLM project, which knows NIXL's handoffs."""
     port = free_port()
     command = [str(ENGINES / "vllm" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler at both ends of a hand-over in parts, without a model: `stepping.py MODEL SCENARIO`.
+"""vLLM's own scheduler at both ends of a handoff in parts, without a model: `stepping.py MODEL SCENARIO`.
 
 Runs in vLLM's environment. Steps are made here, one by one, so that what happens between two chunks is no accident. A
 token's cache is a number that says which token it is, where, and in which layer. Prints one JSON object.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hand-overs in parts gain in vLLM: time to the first token behind two routers in turn, one that asks prefill
+"""What handoffs in parts gain in vLLM: time to the first token behind two routers in turn, one that asks prefill
 first and one that asks both sides at once, in front of the same two servers.
 
     python tests/engines/streaming_times.py [--rounds 7] [--transports tcp] [--json]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real SGLang servers hand requests over through kvlink; greedy tokens equal a plain server's.
 
-`.ci/engines sglang` makes the environment. The router is the few lines of `Stack.handed_over`.
+`.ci/engines sglang` makes the environment. The router is the few lines of `Stack.handed_off`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Stack:
             "bootstrap_room": next(_rooms),
         }
 
-    def handed_over(
+    def handed_off(
         self, tokens: list[int], decode: Server | None = None, **more: Any
     ) -> tuple[int, dict[str, Any]]:
         """Decode's answer. Prefill gets the same request at the same time."""
@@ -179,14 +179,14 @@ def test_tokens_equal_the_plain_servers(stack: Stack, length: int) -> None:
     tokens = prompt(length)
     expected = stack.expected(tokens)
     for decode in (stack.decode, stack.decode_tcp):
-        status, answer = stack.handed_over(tokens, decode)
+        status, answer = stack.handed_off(tokens, decode)
         assert (status, answer["output_ids"]) == (200, expected)
     wait_for(stack.idle)
 
 
 def test_each_decode_says_over_what_it_reads(stack: Stack) -> None:
-    stack.handed_over(prompt(20), stack.decode)
-    stack.handed_over(prompt(20), stack.decode_tcp)
+    stack.handed_off(prompt(20), stack.decode)
+    stack.handed_off(prompt(20), stack.decode_tcp)
     assert stack.decode.said("/0 over cma") == 1
     assert stack.decode_tcp.said("/0 over tcp") == 1
 
@@ -195,16 +195,16 @@ def test_requests_at_the_same_time_keep_apart(stack: Stack) -> None:
     prompts = [prompt(40 + 60 * number, seed=1) for number in range(8)]
     expected = [stack.expected(tokens) for tokens in prompts]
     with ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(stack.handed_over, prompts))
+        answers = list(clients.map(stack.handed_off, prompts))
     assert [answer["output_ids"] for _, answer in answers] == expected
     wait_for(stack.idle)
 
 
-def test_a_prefix_that_prefill_has_cached_is_handed_over_too(stack: Stack) -> None:
+def test_a_prefix_that_prefill_has_cached_is_handed_off_too(stack: Stack) -> None:
     shared = prompt(200, seed=2)
     for tail in (5, 40):
         tokens = shared + prompt(tail, seed=3)
-        assert stack.handed_over(tokens)[1]["output_ids"] == stack.expected(tokens)
+        assert stack.handed_off(tokens)[1]["output_ids"] == stack.expected(tokens)
     wait_for(stack.idle)
 
 
@@ -212,7 +212,7 @@ def test_log_probabilities_come_along(stack: Stack) -> None:
     tokens = prompt(50, seed=4)
     request = body(tokens) | {"return_logprob": True}
     _, plain = post(stack.plain.url + "/generate", request)
-    _, answer = stack.handed_over(tokens, return_logprob=True)
+    _, answer = stack.handed_off(tokens, return_logprob=True)
     for (ours, token, _), (theirs, expected, _) in zip(
         answer["meta_info"]["output_token_logprobs"], plain["meta_info"]["output_token_logprobs"], strict=True
     ):
@@ -225,13 +225,13 @@ def test_an_abort_gives_all_pages_back(stack: Stack, who: str) -> None:
     for pause_s in (0.0, 0.2, 0.6):
         rid = f"abort-{who}-{pause_s}"
         with ThreadPoolExecutor(1) as client:
-            answer = client.submit(stack.handed_over, prompt(1500, seed=5), rid=rid)
+            answer = client.submit(stack.handed_off, prompt(1500, seed=5), rid=rid)
             time.sleep(pause_s)
             post(getattr(stack, who).url + "/abort_request", {"rid": rid})
             answer.result()
         wait_for(stack.idle)
     tokens = prompt(60, seed=6)
-    assert stack.handed_over(tokens)[1]["output_ids"] == stack.expected(tokens)
+    assert stack.handed_off(tokens)[1]["output_ids"] == stack.expected(tokens)
 
 
 def test_decode_that_dies_costs_prefill_no_more_than_a_lease(stack: Stack) -> None:
@@ -247,7 +247,7 @@ def test_decode_that_dies_costs_prefill_no_more_than_a_lease(stack: Stack) -> No
     wait_for(lambda: held(stack.prefill) == 0, 3 * LEASE_S)
     stack.servers[2] = stack.decode_tcp.restarted().wait()
     tokens = prompt(100, seed=8)
-    assert stack.handed_over(tokens, stack.decode_tcp)[1]["output_ids"] == stack.expected(tokens)
+    assert stack.handed_off(tokens, stack.decode_tcp)[1]["output_ids"] == stack.expected(tokens)
 
 
 def test_prefill_that_dies_fails_the_request_and_is_found_again(stack: Stack) -> None:
@@ -264,7 +264,7 @@ def test_prefill_that_dies_fails_the_request_and_is_found_again(stack: Stack) ->
     stack.servers[0] = stack.prefill.restarted().wait()
     tokens = prompt(100, seed=10)
     for decode in (stack.decode, stack.decode_tcp):
-        assert stack.handed_over(tokens, decode)[1]["output_ids"] == stack.expected(tokens)
+        assert stack.handed_off(tokens, decode)[1]["output_ids"] == stack.expected(tokens)
     wait_for(stack.idle)
 
 
@@ -293,5 +293,5 @@ def test_one_room_at_two_prefill_servers(stack: Stack, seeds: tuple[int, int]) -
         assert status != 200 or answer["output_ids"] == tokens
     assert took_s < 30
     tokens = prompt(60, seed=14)
-    assert stack.handed_over(tokens)[1]["output_ids"] == stack.expected(tokens)
+    assert stack.handed_off(tokens)[1]["output_ids"] == stack.expected(tokens)
     wait_for(stack.idle)

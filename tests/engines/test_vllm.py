@@ -38,7 +38,7 @@ def test_any_length(pair: Pair, references: References, routed: Server, num_toke
     tokens, loads = prompt("any length", num_tokens), pair.loads()
     answer = ask(routed.url, pair.model, tokens)
     assert (answer.status, answer.tokens) == (200, references(tokens))
-    assert routed.metric("kvlink_router_handed_over_total") == 1
+    assert routed.metric("kvlink_router_handed_off_total") == 1
     assert eventually(lambda: pair.loads() == loads + 1, SETTLE_S)
 
 
@@ -113,7 +113,7 @@ def test_a_chat(pair: Pair, routed: Server) -> None:
 
 
 def test_another_router(pair: Pair, references: References) -> None:
-    """One that was written for NIXL's hand-overs and knows nothing of these."""
+    """One that was written for NIXL's handoffs and knows nothing of these."""
     loads = pair.loads()
     with running([vllms_router(pair.prefill, pair.decode)]) as (server,):
         for num_tokens in (1, 300, 4000):
@@ -145,7 +145,7 @@ def test_nobody_comes_for_a_handoff(pair: Pair) -> None:
 
 @pytest.mark.pairs({"model": "llama", "connector": "KVLinkConnector"})
 def test_what_is_not_used_is_counted(pair: Pair, references: References) -> None:
-    """Without a hand-off decode computes the prompt, and says so."""
+    """Without a handoff decode computes the prompt, and says so."""
     tokens = prompt("any length", BLOCK_TOKENS - 1)
 
     def counted() -> float:

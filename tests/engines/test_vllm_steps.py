@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM without servers: hand-overs in parts between schedulers whose steps the test makes, and what is refused."""
+"""vLLM without servers: handoffs in parts between schedulers whose steps the test makes, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs in parts between real servers: decode pulls while prefill computes the rest of the prompt."""
+"""Handoffs in parts between real servers: decode pulls while prefill computes the rest of the prompt."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
-from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, inspect, lend
+from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, export, inspect
 from kvlink.layout import Geometry, Order, Regions, dense
 
 BLOCKS = 256
@@ -89,12 +89,12 @@ def test_memory_is_described_as_it_was_made(driver: CudaDriver, allocator: str) 
 def test_memory_is_exported_as_a_dma_buf(driver: CudaDriver, allocator: str) -> None:
     region = cuda_pool(1).regions[0]
     try:
-        lent = lend(driver, region.address, region.num_bytes, allowed=(Way.DMA_BUF,))
+        exported = export(driver, region.address, region.num_bytes, allowed=(Way.DMA_BUF,))
     except TransportUnavailable as error:
         pytest.skip(str(error))
-    with lent:
-        assert lent.fd >= 0
-    assert lent.fd == -1
+    with exported:
+        assert exported.fd >= 0
+    assert exported.fd == -1
 
 
 def test_the_driver_flushes(driver: CudaDriver) -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvlink.config import Way, parse_ways
 from kvlink.errors import ConfigError, TransportUnavailable
-from kvlink.hardware.gpudirect import CudaDriver, Decision, Facts, Kind, Ordering, decide, inspect, lend
-from kvlink.hardware.gpudirect.lending import whole_pages
+from kvlink.hardware.gpudirect import CudaDriver, Decision, Facts, Kind, Ordering, decide, export, inspect
+from kvlink.hardware.gpudirect.export import whole_pages
 
 MIB = 1 << 20
 GOOD = Facts(
@@ -126,7 +126,7 @@ def test_what_the_operator_forbids_is_not_taken() -> None:
     assert decide(GOOD, (Way.PEERMEM, Way.BOUNCE)).way is Way.PEERMEM
     assert decide(GOOD, (Way.BOUNCE, Way.DMA_BUF)).way is Way.BOUNCE
     with pytest.raises(
-        TransportUnavailable, match=r"cannot be lent \(peermem: nvidia-peermem is not"
+        TransportUnavailable, match=r"cannot be exported \(peermem: nvidia-peermem is not"
     ) as caught:
         decide(replace(GOOD, peermem=False), (Way.PEERMEM,))
     assert caught.value.fix == "sudo modprobe nvidia-peermem"
@@ -185,21 +185,21 @@ def test_coherent_gpus_are_not_limited_by_bar1(root: FakeRoot) -> None:
 
 def test_memory_that_cuda_does_not_know(root: FakeRoot) -> None:
     with pytest.raises(TransportUnavailable, match="CUDA knows no memory at 0x1000"):
-        lend(FakeCuda(HOPPER), 0x1000, 1, root=root.path)
+        export(FakeCuda(HOPPER), 0x1000, 1, root=root.path)
 
 
 def test_lending_by_dma_buf(root: FakeRoot) -> None:
     cuda = FakeCuda(HOPPER, at(0x1000000, 2 * MIB, Kind.VMM), at(0x1000000 + 2 * MIB, 2 * MIB, Kind.VMM))
-    lent = lend(cuda, 0x1000000 + 512, 3 * MIB, root=root.path)
-    assert lent.decision.way is Way.DMA_BUF
+    exported = export(cuda, 0x1000000 + 512, 3 * MIB, root=root.path)
+    assert exported.decision.way is Way.DMA_BUF
     assert cuda.exported == [(0x1000000, 3 * MIB + 4096, False)]
     assert cuda.synced == [each.base for each in cuda.allocations]
-    assert lent.offset == 512
-    fd = lent.fd
+    assert exported.offset == 512
+    fd = exported.fd
     os.fstat(fd)
-    lent.close()
-    lent.close()
-    assert lent.fd == -1
+    exported.close()
+    exported.close()
+    assert exported.fd == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -211,23 +211,23 @@ def test_the_mapping_by_pcie_is_for_coherent_gpus(
     root: FakeRoot, coherent: bool, asked: bool, pcie: bool
 ) -> None:
     cuda = FakeCuda(replace(HOPPER, coherent=coherent), at(0x1000000, MIB))
-    with lend(cuda, 0x1000000, MIB, pcie=asked, root=root.path):
+    with export(cuda, 0x1000000, MIB, pcie=asked, root=root.path):
         assert cuda.exported == [(0x1000000, MIB, pcie)]
 
 
 def test_lending_by_peermem_exports_nothing(root: FakeRoot) -> None:
     root.write("sys/module/nvidia_peermem/version", "570")
     cuda = FakeCuda(replace(HOPPER, dma_buf=False), at(0x1000000, MIB))
-    with lend(cuda, 0x1000000, MIB, root=root.path) as lent:
-        assert (lent.decision.way, lent.fd, lent.offset) == (Way.PEERMEM, -1, 0)
+    with export(cuda, 0x1000000, MIB, root=root.path) as exported:
+        assert (exported.decision.way, exported.fd, exported.offset) == (Way.PEERMEM, -1, 0)
     assert (cuda.exported, cuda.synced) == ([], [0x1000000])
 
 
 def test_the_bounce_buffer_touches_nothing(root: FakeRoot) -> None:
     cuda = FakeCuda(replace(HOPPER, rdma=False, ordering=Ordering.NONE), at(0x1000000, MIB))
-    with lend(cuda, 0x1000000, MIB, root=root.path) as lent:
-        assert (lent.decision.way, lent.fd) == (Way.BOUNCE, -1)
-        assert not lent.flush_writes()
+    with export(cuda, 0x1000000, MIB, root=root.path) as exported:
+        assert (exported.decision.way, exported.fd) == (Way.BOUNCE, -1)
+        assert not exported.flush_writes()
     assert (cuda.exported, cuda.synced, cuda.flushed) == ([], [], [])
 
 
@@ -236,7 +236,7 @@ def test_a_descriptor_does_not_outlive_a_failure(root: FakeRoot) -> None:
     cuda.refuses_sync = True
     before = descriptors()
     with pytest.raises(TransportUnavailable, match="cuPointerSetAttribute"):
-        lend(cuda, 0x1000000, MIB, root=root.path)
+        export(cuda, 0x1000000, MIB, root=root.path)
     assert len(cuda.exported) == 1
     assert not opened_since(before)
 
@@ -248,9 +248,9 @@ def test_writes_are_flushed_only_where_the_gpu_does_not_order_them(
     root: FakeRoot, offered: bool, ordering: Ordering, scope: Ordering
 ) -> None:
     cuda = FakeCuda(replace(HOPPER, ordering=ordering, flush_from_host=offered), at(0x1000000, MIB))
-    with lend(cuda, 0x1000000, MIB, root=root.path) as lent:
+    with export(cuda, 0x1000000, MIB, root=root.path) as exported:
         needed = offered and ordering < scope
-        assert lent.flush_writes(scope) is needed
+        assert exported.flush_writes(scope) is needed
     assert cuda.flushed == ([scope] if needed else [])
 
 

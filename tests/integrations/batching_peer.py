@@ -97,7 +97,7 @@ class Commands:
         self.manager.stop()
 
     def generate(self, prompt: list[int], request_id: str, **options: Any) -> list[int]:
-        """Without a hand-over."""
+        """Without a handoff."""
         self.manager.add_request(prompt, request_id, **options)
         return self.tokens(request_id)
 
@@ -106,16 +106,16 @@ class Commands:
         self.prefills = [self.handoff.prefill(prompt) for prompt in prompts]
 
     def ready(self) -> list[str]:
-        """Hand-overs of the prefills that have ended by now."""
+        """Handoffs of the prefills that have ended by now."""
         return [future.result().to_json() for future in self.prefills if future.done()]
 
     def prefill(self, prompt: list[int]) -> str:
         return self.handoff.prefill(prompt).result(_WAIT_S).to_json()
 
-    def submit(self, handover: str, **options: Any) -> str:
-        from kvlink.integrations.transformers import Handover
+    def submit(self, handoff: str, **options: Any) -> str:
+        from kvlink.integrations.transformers import Handoff
 
-        return self.handoff.submit(Handover.from_json(handover), **options)
+        return self.handoff.submit(Handoff.from_json(handoff), **options)
 
     def tokens(self, request_id: str) -> list[int]:
         """Of a request that has finished, waiting for it."""
@@ -134,18 +134,18 @@ class Commands:
     def cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)
 
-    def abort(self, handover: str) -> None:
-        from kvlink.integrations.transformers import Handover
+    def abort(self, handoff: str) -> None:
+        from kvlink.integrations.transformers import Handoff
 
-        self.handoff.abort(Handover.from_json(handover))
+        self.handoff.abort(Handoff.from_json(handoff))
 
-    def spoil(self, handover: str) -> None:
+    def spoil(self, handoff: str) -> None:
         """Negates what the ticket's blocks hold."""
         import torch
 
         from kvlink import Ticket
 
-        blocks = list(Ticket.from_text(json.loads(handover)["ticket"]).block_ids)
+        blocks = list(Ticket.from_text(json.loads(handoff)["ticket"]).block_ids)
         allocator = self.manager.batch_processor.cache.cache_allocators["full_attention"]
         with self.manager.pause():
             allocator._copy_view.view(torch.float32)[blocks] *= -1
@@ -156,7 +156,7 @@ class Commands:
         return asdict(self.handoff.stats())
 
     def newest(self) -> dict[str, Any]:
-        """How the newest hand-over came in."""
+        """How the newest handoff came in."""
         landed = self.handoff.newest()
         paths = landed.pull.explain() if landed.pull else []
         return {
@@ -180,7 +180,7 @@ class Commands:
             return cache.num_sectors - cache.pool.num_free_sectors
 
     def reopen(self) -> None:
-        """Another hand-off for the same manager, which generates all the while."""
+        """Another handoff for the same manager, which generates all the while."""
         self.handoff.close()
         self.handoff = self.make_handoff()
 

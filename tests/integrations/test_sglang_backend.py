@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import sglang_stand_in as sglang
 from sglang_stand_in import KVPoll, KVTransferError
-from test_sglang_handover import Server, send
+from test_sglang_handoff import Server, send
 from transports.processes import eventually
 
 from kvlink.integrations.sglang.rooms import LiveRooms
 
-ROOM = 77  # of test_sglang_handover
+ROOM = 77  # of test_sglang_handoff
 PREFILL_1, PREFILL_2 = "10.0.0.1:8998", "10.0.0.2:8998"
 
 

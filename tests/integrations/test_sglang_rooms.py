@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_sglang_handover import ROOM as BUSY
-from test_sglang_handover import Server, same, send
+from test_sglang_handoff import ROOM as BUSY
+from test_sglang_handoff import Server, same, send
 from transports.processes import eventually
 
 from kvlink.errors import ConfigError

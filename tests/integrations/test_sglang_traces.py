@@ -10,7 +10,7 @@ pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvlink[otel]'")
 
 from contextlib import closing
 
-from test_sglang_handover import ROOM, Server, delivered, send
+from test_sglang_handoff import ROOM, Server, delivered, send
 from tracing.memory import collecting_here
 
 

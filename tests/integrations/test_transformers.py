@@ -26,7 +26,7 @@ from transports.processes import eventually  # noqa: E402
 from kvlink import Ticket  # noqa: E402
 from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
-from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
+from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
 from kvlink.integrations.transformers.support import check_manager  # noqa: E402
 
 pytestmark = [
@@ -61,8 +61,8 @@ class Peers:
         assert len(tokens) == NUM_NEW
         return tokens
 
-    def decoded(self, handover: str, **options: Any) -> list[int]:
-        request_id = self.decode.call("submit", handover=handover, **options)
+    def decoded(self, handoff: str, **options: Any) -> list[int]:
+        request_id = self.decode.call("submit", handoff=handoff, **options)
         tokens: list[int] = self.decode.call("tokens", request_id=request_id)
         return tokens
 
@@ -97,8 +97,8 @@ def prompt_of(num_tokens: int) -> list[int]:
     return random.Random(next(_numbers)).choices(range(256), k=num_tokens)
 
 
-def blocks_of(handover: str) -> list[int]:
-    return list(Ticket.from_text(json.loads(handover)["ticket"]).block_ids)
+def blocks_of(handoff: str) -> list[int]:
+    return list(Ticket.from_text(json.loads(handoff)["ticket"]).block_ids)
 
 
 def gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -109,8 +109,8 @@ def gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 def test_tokens_are_those_of_a_single_process(peers: Peers, num_tokens: int) -> None:
     prompt = prompt_of(num_tokens)
     before = peers.decode.call("stats")
-    handover = peers.prefill.call("prefill", prompt=prompt)
-    assert peers.decoded(handover) == peers.expected(prompt)
+    handoff = peers.prefill.call("prefill", prompt=prompt)
+    assert peers.decoded(handoff) == peers.expected(prompt)
     change = gained(before, peers.decode.call("stats"))
     assert change["pulled"] == 1
     assert (
@@ -128,44 +128,44 @@ def test_a_cache_on_the_cpu_can_be_mapped(peers: Peers) -> None:
 def test_wrong_blocks_change_the_tokens(peers: Peers, num_tokens: int) -> None:
     """So that equal tokens prove right blocks."""
     prompt = prompt_of(num_tokens)
-    handover = peers.prefill.call("prefill", prompt=prompt)
-    peers.prefill.call("spoil", handover=handover)
-    assert peers.decoded(handover) != peers.expected(prompt)
+    handoff = peers.prefill.call("prefill", prompt=prompt)
+    peers.prefill.call("spoil", handoff=handoff)
+    assert peers.decoded(handoff) != peers.expected(prompt)
 
 
 def test_an_aborted_offer_is_recomputed(peers: Peers) -> None:
     prompt = prompt_of(40)
     before = peers.decode.call("stats")
-    handover = peers.prefill.call("prefill", prompt=prompt)
-    peers.prefill.call("abort", handover=handover)
+    handoff = peers.prefill.call("prefill", prompt=prompt)
+    peers.prefill.call("abort", handoff=handoff)
     eventually(lambda: peers.prefill.call("used") == 0)
-    assert peers.decoded(handover) == peers.expected(prompt)
+    assert peers.decoded(handoff) == peers.expected(prompt)
     assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
 
 
-def test_a_second_use_of_a_hand_over_is_recomputed(peers: Peers) -> None:
+def test_a_second_use_of_a_handoff_is_recomputed(peers: Peers) -> None:
     """By then the owner's blocks are another request's, and the lease says so."""
     prompt = prompt_of(40)
-    handover = peers.prefill.call("prefill", prompt=prompt)
+    handoff = peers.prefill.call("prefill", prompt=prompt)
     expected = peers.expected(prompt)
-    assert peers.decoded(handover) == expected
+    assert peers.decoded(handoff) == expected
     eventually(lambda: peers.prefill.call("used") == 0)
     usurper = peers.prefill.call("prefill", prompt=prompt_of(40))
-    assert set(blocks_of(usurper)) & set(blocks_of(handover))
+    assert set(blocks_of(usurper)) & set(blocks_of(handoff))
     peers.decode.call("used")  # forgets the prompt's blocks
     before = peers.decode.call("stats")
-    assert peers.decoded(handover) == expected
+    assert peers.decoded(handoff) == expected
     assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
-    peers.prefill.call("abort", handover=usurper)
+    peers.prefill.call("abort", handoff=usurper)
 
 
 def test_an_owner_that_died_is_recomputed(peers: Peers) -> None:
     prompt = prompt_of(40)
     doomed = BatchingProcess("doomed")
-    handover = doomed.call("prefill", prompt=prompt)
+    handoff = doomed.call("prefill", prompt=prompt)
     doomed.kill()
     before = peers.decode.call("stats")
-    assert peers.decoded(handover) == peers.expected(prompt)
+    assert peers.decoded(handoff) == peers.expected(prompt)
     assert gained(before, peers.decode.call("stats")) == {"recomputed": 1}
 
 
@@ -173,7 +173,7 @@ def test_a_decode_that_dies_costs_no_more_than_a_lease(peers: Peers) -> None:
     before = peers.small.call("stats")
     doomed = BatchingProcess("doomed decode", config=SLOW_PULLS | {"fault": "delay-data=20s@1"})
     assert doomed.call("stats")["pulled"] == 0  # it is up: the lease need not last for its start
-    doomed.call("submit", handover=peers.small.call("prefill", prompt=prompt_of(40)))
+    doomed.call("submit", handoff=peers.small.call("prefill", prompt=prompt_of(40)))
     eventually(lambda: doomed.call("stats")["held_tables"] == 1)
     doomed.kill()
     eventually(lambda: peers.small.call("used") == 0, within_s=3 * LEASE_S)
@@ -186,9 +186,9 @@ def test_a_swapped_ticket_is_refused(peers: Peers) -> None:
     ours, theirs = map(json.loads, texts)
     before = peers.decode.call("stats")
     mixed = [{**ours, "ticket": theirs["ticket"]}, {**ours, "first_token": (ours["first_token"] + 1) % 256}]
-    for handover in mixed:
+    for handoff in mixed:
         with pytest.raises(RuntimeError, match=r"ConfigError: .* made for another prompt or first token"):
-            peers.decode.call("submit", handover=json.dumps(handover))
+            peers.decode.call("submit", handoff=json.dumps(handoff))
     assert gained(before, peers.decode.call("stats")) == {"refused": 2}
     for prompt, text in zip(prompts, texts, strict=True):
         assert peers.decoded(text) == peers.expected(prompt)
@@ -210,16 +210,16 @@ def test_the_first_token_may_be_the_last(peers: Peers) -> None:
     first, second, *_ = peers.expected(prompt)
     assert peers.decoded(peers.prefill.call("prefill", prompt=prompt), max_new_tokens=1) == [first]
     assert peers.decoded(peers.prefill.call("prefill", prompt=prompt), eos_token_id=first) == [first]
-    handover = peers.prefill.call("prefill", prompt=prompt)
-    assert peers.decoded(handover, eos_token_id=second) == [first, second]
+    handoff = peers.prefill.call("prefill", prompt=prompt)
+    assert peers.decoded(handoff, eos_token_id=second) == [first, second]
 
 
-def test_more_hand_overs_than_blocks_wait_for_each_other(peers: Peers) -> None:
+def test_more_handoffs_than_blocks_wait_for_each_other(peers: Peers) -> None:
     """Each takes 5 to 7 of 16 blocks, of another size than the owner's; none may starve those that generate."""
     prompts = [prompt_of(40) for _ in range(6)]
-    handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+    handoffs = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
     before = peers.small.call("stats")
-    request_ids = [peers.small.call("submit", handover=handover) for handover in handovers]
+    request_ids = [peers.small.call("submit", handoff=handoff) for handoff in handoffs]
     found = [peers.small.call("tokens", request_id=request_id) for request_id in request_ids]
     assert found == [peers.expected(prompt) for prompt in prompts]
     assert gained(before, peers.small.call("stats"))["pulled"] == 6
@@ -230,13 +230,11 @@ def test_nothing_is_left_of_200_requests(peers: Peers) -> None:
 
     def hand_over(number: int) -> None:
         prompts = [prompt_of(1 + 19 * length) for length in range(8)]
-        handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
-        request_ids = [
-            peers.decode.call("submit", handover=handover, max_new_tokens=2) for handover in handovers
-        ]
-        for handover, request_id in zip(handovers, request_ids, strict=True):
+        handoffs = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+        request_ids = [peers.decode.call("submit", handoff=handoff, max_new_tokens=2) for handoff in handoffs]
+        for handoff, request_id in zip(handoffs, request_ids, strict=True):
             tokens = peers.decode.call("tokens", request_id=request_id)
-            assert tokens[0] == json.loads(handover)["first_token"], number
+            assert tokens[0] == json.loads(handoff)["first_token"], number
 
     before = peers.decode.call("stats")
     for number in range(10):
@@ -261,35 +259,35 @@ def test_a_prefill_that_finds_no_blocks_waits_for_a_lease_to_end(peers: Peers) -
 
 def test_a_request_can_be_cancelled_while_its_blocks_are_pulled(peers: Peers) -> None:
     before = peers.small.call("stats")
-    handover = peers.prefill.call("prefill", prompt=prompt_of(40))
-    request_id = peers.small.call("submit", handover=handover)
+    handoff = peers.prefill.call("prefill", prompt=prompt_of(40))
+    request_id = peers.small.call("submit", handoff=handoff)
     eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
     peers.small.call("cancel", request_id=request_id)
     eventually(lambda: peers.small.call("stats")["held_tables"] == 0)
     assert gained(before, peers.small.call("stats")) == {}
-    peers.prefill.call("abort", handover=handover)
+    peers.prefill.call("abort", handoff=handoff)
 
 
 def test_a_manager_that_stops_first_ends_what_it_was_given(peers: Peers) -> None:
     prompt = prompt_of(40)
-    request_id = peers.small.call("submit", handover=peers.prefill.call("prefill", prompt=prompt))
+    request_id = peers.small.call("submit", handoff=peers.prefill.call("prefill", prompt=prompt))
     eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
     peers.small.call("restart")
     assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompt)
 
 
 def test_closing_recomputes_what_is_on_its_way(peers: Peers) -> None:
-    """And leaves a manager that goes on, and that another hand-off may take over."""
+    """And leaves a manager that goes on, and that another handoff may take over."""
     prompts = [prompt_of(40), prompt_of(40)]
-    handovers = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
-    request_id = peers.small.call("submit", handover=handovers[0], request_id="on its way")
+    handoffs = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
+    request_id = peers.small.call("submit", handoff=handoffs[0], request_id="on its way")
     eventually(lambda: peers.small.call("stats")["held_tables"] == 1)
     peers.small.call("reopen")
     assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompts[0])
-    request_id = peers.small.call("submit", handover=handovers[1])
+    request_id = peers.small.call("submit", handoff=handoffs[1])
     assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompts[1])
     assert peers.small.call("stats")["pulled"] == 1
-    peers.prefill.call("abort", handover=handovers[0])
+    peers.prefill.call("abort", handoff=handoffs[0])
 
 
 def test_other_attention_types_are_refused_by_name() -> None:
@@ -325,7 +323,7 @@ def test_what_another_version_lacks_is_named() -> None:
         {"surplus": 1},
     ],
 )
-def test_a_malformed_hand_over_is_refused(change: dict[str, Any]) -> None:
+def test_a_malformed_handoff_is_refused(change: dict[str, Any]) -> None:
     fields = {"ticket": "", "prompt": [1], "first_token": 2, "first_logprob": None, **change}
     with pytest.raises(ConfigError, match=r"not a|token ids"):
-        Handover.from_json(json.dumps(fields)).open_ticket()
+        Handoff.from_json(json.dumps(fields)).open_ticket()

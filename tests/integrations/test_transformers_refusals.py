@@ -20,7 +20,7 @@ if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
 
 from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
-from kvlink.integrations.transformers import Handover, KVLinkHandoff  # noqa: E402
+from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
@@ -28,7 +28,7 @@ NUM_NEW, WITHIN_S = 16, 60.0
 
 
 class Peer:
-    """A manager with a hand-off, in this process."""
+    """A manager with a handoff, in this process."""
 
     def __init__(self, name: str, page_size: int, num_blocks: int) -> None:
         self.manager = tiny_llama().init_continuous_batching(
@@ -44,7 +44,7 @@ class Peer:
         self.handoff.close()
         self.manager.stop()
 
-    def prefill(self, prompt: list[int], request_id: str | None = None) -> Handover:
+    def prefill(self, prompt: list[int], request_id: str | None = None) -> Handoff:
         return self.handoff.prefill(prompt, request_id).result(WITHIN_S)
 
     def computed(self, prompt: list[int], **options: Any) -> list[int]:
@@ -87,14 +87,14 @@ def test_an_answer_that_does_not_fit_is_refused_with_its_prompt(peers: tuple[Pee
     """Its last token is not stored."""
     large, small = peers
     prompt = prompt_of(120)
-    handover = large.prefill(prompt)
+    handoff = large.prefill(prompt)
     refused = small.handoff.stats().refused
     with pytest.raises(ConfigError, match=r"request .*: 129 tokens do not fit"):
-        small.handoff.submit(handover, max_new_tokens=10)
+        small.handoff.submit(handoff, max_new_tokens=10)
     with pytest.raises(ConfigError, match=r"request .*: 135 tokens do not fit"):
-        small.handoff.submit(handover)
+        small.handoff.submit(handoff)
     assert small.handoff.stats().refused == refused + 2
-    assert small.tokens(small.handoff.submit(handover, max_new_tokens=9)) == large.computed(prompt)[:9]
+    assert small.tokens(small.handoff.submit(handoff, max_new_tokens=9)) == large.computed(prompt)[:9]
 
 
 @pytest.mark.parametrize("then", ["submit", "prefill"])
@@ -104,12 +104,12 @@ def test_an_id_that_is_taken_is_refused_until_its_request_has_ended(
     """Also before the generation thread has seen the first."""
     large, small = peers
     prompt = prompt_of(40)
-    handover, expected = large.prefill(prompt), large.computed(prompt)
+    handoff, expected = large.prefill(prompt), large.computed(prompt)
     with small.manager.pause():
-        small.handoff.submit(handover, "one")
+        small.handoff.submit(handoff, "one")
         call = {"submit": small.handoff.submit, "prefill": small.handoff.prefill}[then]
         with pytest.raises(ConfigError, match="request one runs here already"):
-            call(handover if then == "submit" else [1, 2, 3], "one")  # type: ignore[operator]
+            call(handoff if then == "submit" else [1, 2, 3], "one")  # type: ignore[operator]
     assert small.tokens("one") == expected
     assert small.tokens(small.handoff.submit(large.prefill(prompt), "one")) == expected
     small.handoff.abort(small.prefill([1, 2, 3], "one"))
@@ -117,15 +117,15 @@ def test_an_id_that_is_taken_is_refused_until_its_request_has_ended(
 
 def test_a_prefill_takes_its_id_too(peers: tuple[Peer, Peer]) -> None:
     large, small = peers
-    handover = large.prefill(prompt_of(30))
+    handoff = large.prefill(prompt_of(30))
     with small.manager.pause():
         future = small.handoff.prefill(prompt_of(40), "one")
         with pytest.raises(ConfigError, match="request one runs here already"):
             small.handoff.prefill(prompt_of(20), "one")
         with pytest.raises(ConfigError, match="request one runs here already"):
-            small.handoff.submit(handover, "one")
+            small.handoff.submit(handoff, "one")
     small.handoff.abort(future.result(WITHIN_S))
-    large.handoff.abort(handover)
+    large.handoff.abort(handoff)
 
 
 def test_a_request_of_the_managers_own_is_not_offered_for_a_prefill_of_its_name(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs between two servers' connectors: the right bytes, or a refusal that is counted; never anything else."""
+"""Handoffs between two servers' connectors: the right bytes, or a refusal that is counted; never anything else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: ski
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm import remote_leases
 from kvlink.integrations.vllm.caches import Rank, caches_of
-from kvlink.integrations.vllm.handover import KEY
+from kvlink.integrations.vllm.handoff import KEY
 
 PROMPT = list(range(100, 110))  # two whole blocks and a half
 
@@ -125,7 +125,7 @@ def test_an_expired_lease_is_refused() -> None:
         assert prefill.ranks[0].take_tally()["expired"] == 1  # type: ignore[index]
 
 
-def test_a_swapped_hand_over_is_refused_and_stays_for_its_own_reader(servers: tuple[Server, Server]) -> None:
+def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     other = [*PROMPT[:-1], 1]
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
@@ -140,7 +140,7 @@ def test_a_swapped_hand_over_is_refused_and_stays_for_its_own_reader(servers: tu
 
 
 @pytest.mark.parametrize("spoilt", [{KEY: {"ticket": "AAAA"}}, {KEY: "x"}, {KEY: [1]}])
-def test_a_spoilt_hand_over_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
+def test_a_spoilt_handoff_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     assert params
@@ -160,7 +160,7 @@ def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -
     assert decode.failed == {"x"}
 
 
-def test_without_a_hand_over_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
+def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
     _, decode = servers
     assert decode.load(request("x", PROMPT, {"do_remote_prefill": True}), [5, 6, 7]) == (0, False)
     assert decode.load(request("y", PROMPT, None), [8, 9, 10]) == (0, False)
@@ -240,7 +240,7 @@ def test_sliding_windows_have_their_own_blocks() -> None:
     with Server("p", groups=groups) as prefill, Server("d", groups=groups) as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1], [0, 4, 2])
         prefill.step()
-        assert prefill.ranks[0]._worker.figures().pinned_blocks == 5, "0 is no block"
+        assert prefill.ranks[0]._worker.stats().pinned_blocks == 5, "0 is no block"
         untouched = decode.block("window.0", 0).clone()
         decode.load(request("x", PROMPT, params), [5, 6, 7], [0, 0, 8])
         decode.step_until(lambda: "x" in decode.received)

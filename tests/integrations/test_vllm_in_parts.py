@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs in parts: decode pulls what is written while prefill computes the rest, or nothing of it is used."""
+"""Handoffs in parts: decode pulls what is written while prefill computes the rest, or nothing of it is used."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
     assert gone(prefill)
 
 
-def test_short_prompts_are_handed_over_by_the_answer(new: NewServer) -> None:
+def test_short_prompts_are_handed_off_by_the_answer(new: NewServer) -> None:
     prefill, decode = new("p", streaming_from=11), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
     decode.scheduling.on_new_request(waits)

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from test_vllm_connector import PROMPT, gone
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.integrations.vllm.handover import KEY
+from kvlink.integrations.vllm.handoff import KEY
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_a_prompt_of_token_0_is_no_refusal(servers: tuple[Server, Server]) -> No
     assert decode.scheduling.take_counts() == {}
 
 
-@pytest.mark.parametrize("handed_over", [{KEY: {"ticket": "AAAA"}}, {}])
-def test_a_refusal_without_a_hand_over_is_no_error(
-    servers: tuple[Server, Server], handed_over: dict[str, object]
+@pytest.mark.parametrize("handed_off", [{KEY: {"ticket": "AAAA"}}, {}])
+def test_a_refusal_without_a_handoff_is_no_error(
+    servers: tuple[Server, Server], handed_off: dict[str, object]
 ) -> None:
-    notice = request("x", [0], {"do_remote_prefill": True} | handed_over)
+    notice = request("x", [0], {"do_remote_prefill": True} | handed_off)
     notice.abort_immediately = True
     servers[1].scheduling.on_new_request(notice)
     servers[1].scheduling.finished(notice, ([],), False)
-    assert servers[1].scheduling.take_counts() == ({"malformed": 1} if handed_over else {})
+    assert servers[1].scheduling.take_counts() == ({"malformed": 1} if handed_off else {})

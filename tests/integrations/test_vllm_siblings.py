@@ -24,7 +24,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
         yield prefill, decode
 
 
-def handed_over(prefill: Server) -> dict[str, Any]:
+def handed_off(prefill: Server) -> dict[str, Any]:
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     assert params
     return params
@@ -56,7 +56,7 @@ def ends(prefill: Server) -> None:
 
 def test_both_read_and_the_last_gives_the_blocks_back(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    x, y = arrive(decode, handed_over(prefill), "x", "y")
+    x, y = arrive(decode, handed_off(prefill), "x", "y")
     start(decode, x)
     landed(decode, prefill, "x")
     prefill.step()
@@ -69,7 +69,7 @@ def test_both_read_and_the_last_gives_the_blocks_back(servers: tuple[Server, Ser
 
 def test_they_may_read_at_once(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    for asks in arrive(decode, handed_over(prefill), "x", "y", "z"):
+    for asks in arrive(decode, handed_off(prefill), "x", "y", "z"):
         start(decode, asks)
     landed(decode, prefill, "x", "y", "z")
     ends(prefill)
@@ -80,7 +80,7 @@ def test_one_that_reads_nothing_takes_nothing_from_the_others(
     servers: tuple[Server, Server], how: str
 ) -> None:
     prefill, decode = servers
-    x, y = arrive(decode, handed_over(prefill), "x", "y")
+    x, y = arrive(decode, handed_off(prefill), "x", "y")
     if how == "aborted":
         decode.scheduling.finished(y, ([],), False)
     elif how == "cached":
@@ -99,7 +99,7 @@ def test_one_that_reads_nothing_takes_nothing_from_the_others(
 
 def test_the_last_to_go_gives_them_back_unread(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    for asks in arrive(decode, handed_over(prefill), "x", "y"):
+    for asks in arrive(decode, handed_off(prefill), "x", "y"):
         decode.scheduling.finished(asks, ([],), False)
     ends(prefill)
     assert decode.scheduling.take_counts() == {"released": 1}
@@ -110,7 +110,7 @@ def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
 ) -> None:
     """What the first loaded may be in the prefix cache by then."""
     prefill, decode = servers
-    params = handed_over(prefill)
+    params = handed_off(prefill)
     [x] = arrive(decode, params, "x")
     start(decode, x)
     [y] = arrive(decode, params, "y")
@@ -125,7 +125,7 @@ def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
 
 def test_a_load_that_fails_leaves_the_lease_to_the_others(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    x, y = arrive(decode, handed_over(prefill), "x", "y")
+    x, y = arrive(decode, handed_off(prefill), "x", "y")
     start(decode, x)
     orders = decode.scheduling.take_orders()
     decode.scheduling._orders.loads = orders.loads
@@ -139,7 +139,7 @@ def test_a_load_that_fails_leaves_the_lease_to_the_others(servers: tuple[Server,
 def test_what_was_used_is_not_given_back_once_more(servers: tuple[Server, Server]) -> None:
     """vLLM's notice also follows a request that failed after its load."""
     prefill, decode = servers
-    params = handed_over(prefill)
+    params = handed_off(prefill)
     [x] = arrive(decode, params, "x")
     start(decode, x)
     landed(decode, prefill, "x")
@@ -150,7 +150,7 @@ def test_what_was_used_is_not_given_back_once_more(servers: tuple[Server, Server
     ends(prefill)
 
 
-def test_of_several_prefills_of_one_request_the_last_is_handed_over(servers: tuple[Server, Server]) -> None:
+def test_of_several_prefills_of_one_request_the_last_is_handed_off(servers: tuple[Server, Server]) -> None:
     """vLLM makes n children of a request, and answers with what the last of them said."""
     prefill, decode = servers
     prefill.prefill(request("0_r", PROMPT, ASK_PREFILL), [2, 4, 6])
@@ -176,7 +176,7 @@ def test_children_of_other_prompts_keep_their_leases(servers: tuple[Server, Serv
 def test_a_reset_ends_the_leases_that_nobody_has_read(servers: tuple[Server, Server]) -> None:
     """Through the report, so that vLLM frees no block that may still be read; a reader that comes later is refused."""
     prefill, decode = servers
-    params = handed_over(prefill)
+    params = handed_off(prefill)
     assert prefill.scheduling.reset() is False, "blocks are still in use"
     assert not prefill.sent
     ends(prefill)

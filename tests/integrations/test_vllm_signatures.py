@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs of a tenant with KVLINK_TICKET_KEYS: a router passes them on, nobody changes them."""
+"""Handoffs of a tenant with KVLINK_TICKET_KEYS: a router passes them on, nobody changes them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm import handover
-from kvlink.integrations.vllm.handover import KEY, Handover, Owner, prompt_digest
+from kvlink.integrations.vllm import handoff
+from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, prompt_digest
 from kvlink.ticket import LeaseSeat
 
-SAMPLE = Handover(
+SAMPLE = Handoff(
     "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 1011, 1012),), (array("I", [4, 0, 7]),), 16, 33,
     prompt_digest([1, 2]), 30.0,
 )  # fmt: skip
@@ -28,13 +28,13 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys
     file = tmp_path / "keys"
     file.write_text("k" * 40)
     monkeypatch.setenv("KVLINK_TICKET_KEYS", str(file))
-    handover._keys.cache_clear()
+    handoff._keys.cache_clear()
     yield TicketKeys(file)
-    handover._keys.cache_clear()
+    handoff._keys.cache_clear()
 
 
 def test_it_survives_a_router_and_its_tickets_are_signed(keys: TicketKeys) -> None:
-    read = Handover.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
+    read = Handoff.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
     assert read == SAMPLE
     for ticket in read.tickets(0, 16):
         keys.checked(ticket)
@@ -55,11 +55,11 @@ CHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_can_be_changed(keys: TicketKeys, change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"not signed by TicketKeys|no hand-over of kvlink"):
-        Handover.from_params({KEY: SAMPLE.to_params() | change})
+    with pytest.raises(ConfigError, match=r"not signed by TicketKeys|no handoff of kvlink"):
+        Handoff.from_params({KEY: SAMPLE.to_params() | change})
 
 
 @pytest.mark.parametrize("given", [None, [], "text", {}, {"ticket": "x"}])
-def test_what_is_no_hand_over_is_refused(keys: TicketKeys, given: Any) -> None:
+def test_what_is_no_handoff_is_refused(keys: TicketKeys, given: Any) -> None:
     with pytest.raises(ConfigError):
-        Handover.from_params({KEY: given})
+        Handoff.from_params({KEY: given})

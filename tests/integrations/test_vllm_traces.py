@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between two vLLM servers: the scheduler's hand-over carries the trace of the request to decode's workers."""
+"""Between two vLLM servers: the scheduler's handoff carries the trace of the request to decode's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tracing.memory import collecting_here
 from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm.handover import Handover
+from kvlink.integrations.vllm.handoff import Handoff
 from kvlink.integrations.vllm.parts import STREAM
 from kvlink.integrations.vllm.traces import TRACEPARENT
 from kvlink.tracing import TraceParent
@@ -22,7 +22,7 @@ PROMPT = list(range(100, 110))
 OFFER, CLAIM = "kvlink.v1.Coordinator/Offer", "kvlink.v1.Coordinator/Claim"
 
 
-@pytest.mark.parametrize("header", [False, True], ids=["in the hand-over", "as a header"])
+@pytest.mark.parametrize("header", [False, True], ids=["in the handoff", "as a header"])
 def test_one_trace(header: bool) -> None:
     with collecting_here() as collected, Server("p", tp_size=2) as prefill, Server("d") as decode:
         asked = request("r", PROMPT, ASK_PREFILL if header else ASK_PREFILL | {TRACEPARENT: REQUEST})
@@ -46,14 +46,14 @@ def test_what_is_no_trace_is_ignored(given: object) -> None:
     with Server("p") as prefill:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: given}), [3, 9, 1])
         assert params
-        assert Handover.from_params(params).trace is None
+        assert Handoff.from_params(params).trace is None
 
 
 def test_what_nobody_collects_is_passed_on() -> None:
     with Server("p") as prefill:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: REQUEST}), [3, 9, 1])
         assert params
-        assert Handover.from_params(params).trace == TraceParent.parse(REQUEST)
+        assert Handoff.from_params(params).trace == TraceParent.parse(REQUEST)
         assert params[TRACEPARENT] == REQUEST
 
 

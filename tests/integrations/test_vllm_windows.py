@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding windows: decode has every token that it reads, or nothing of the hand-over is used."""
+"""Sliding windows: decode has every token that it reads, or nothing of the handoff is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
 
 from kvlink.errors import StaleBlocks
 from kvlink.integrations.vllm.loads import Loads, _Loading
-from kvlink.integrations.vllm.orders import Load
+from kvlink.integrations.vllm.step_commands import Load
 from kvlink.integrations.vllm.windows import Window, gap_in, loadable, needed_from
 
 PROMPT = list(range(100, 122))  # five blocks of 4 and a half
@@ -63,14 +63,14 @@ def answered(prefill: Server, num_tokens: int) -> tuple[bool, dict[str, Any] | N
     return ended
 
 
-@pytest.mark.parametrize(("num_tokens", "handed_over"), [(1, True), (3, True), (4, False), (9, False)])
-def test_prefill_keeps_its_ticket_when_the_window_has_passed(num_tokens: int, handed_over: bool) -> None:
+@pytest.mark.parametrize(("num_tokens", "handed_off"), [(1, True), (3, True), (4, False), (9, False)])
+def test_prefill_keeps_its_ticket_when_the_window_has_passed(num_tokens: int, handed_off: bool) -> None:
     """Decode reads from token 16 on: its block is given up when the window starts at token 20, with 25 computed."""
     with server("p") as prefill:
         stays, params = answered(prefill, num_tokens)
-        assert (stays, params is not None) == (handed_over, handed_over)
-        assert prefill.scheduling.take_counts() == ({} if handed_over else {"window_passed": 1})
-        if not handed_over:
+        assert (stays, params is not None) == (handed_off, handed_off)
+        assert prefill.scheduling.take_counts() == ({} if handed_off else {"window_passed": 1})
+        if not handed_off:
             assert gone(prefill)
 
 
@@ -129,8 +129,8 @@ def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chu
         loading = _Loading(load, 0)
         loading.pulled_to = [0]
         try:
-            handover: Any = SimpleNamespace(groups=(theirs,), block_tokens=block_tokens)
-            first, upto = loads._range(loading, handover, 0, end)
+            handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=block_tokens)
+            first, upto = loads._range(loading, handoff, 0, end)
         except StaleBlocks:
             refused += 1
             continue
@@ -148,8 +148,8 @@ def test_ends_with_blocks_of_other_sizes_need_only_what_is_read() -> None:
     loading.pulled_to = [0]
     loads = Loads(None, SimpleNamespace(kernel_blocks=1, groups=((0, 1),), token_unit=1), 128, None)  # type: ignore[arg-type]
     theirs = array("I", [0] * 30 + [7] * 33)
-    handover: Any = SimpleNamespace(groups=(theirs,), block_tokens=16)
-    assert loads._range(loading, handover, 0, 1000) == (480, 1000)
+    handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=16)
+    assert loads._range(loading, handoff, 0, 1000) == (480, 1000)
     theirs[31] = 0  # tokens 496 to 511
     with pytest.raises(StaleBlocks, match="token 496 of cache group 0"):
-        loads._range(loading, handover, 0, 1000)
+        loads._range(loading, handoff, 0, 1000)

@@ -16,10 +16,10 @@ from kvlink import WorkerConfig
 from kvlink.integrations.vllm.announcements import Announcements
 from kvlink.integrations.vllm.caches import Rank, caches_of
 from kvlink.integrations.vllm.outgoing import Chunk
-from kvlink.integrations.vllm.scheduler import Scheduling
+from kvlink.integrations.vllm.scheduler import SchedulerSide
 from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.integrations.vllm.windows import Window
-from kvlink.integrations.vllm.worker import Serving
+from kvlink.integrations.vllm.worker import WorkerSide
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8
 NULLS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
@@ -56,7 +56,7 @@ class Server:
             coordinator=self.coordinator,
         )
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
-        self.scheduling = Scheduling(
+        self.scheduling = SchedulerSide(
             self.name,
             SlotGroups(64, 4),
             lambda blocks: tuple(blocks),
@@ -76,7 +76,7 @@ class Server:
 
     def start(self) -> None:
         self.ranks = [
-            Serving(
+            WorkerSide(
                 f"{self.name}-{rank}",
                 caches_of(tensors, self.groups, NUM_BLOCKS, Rank(rank, self.tp_size, self.heads), self.model),
                 self.config,

@@ -94,7 +94,7 @@ async def test_workers_report_with_their_beats(coordinator: Coordinator, client:
         (link,) = shown["links"]
         assert (link["from"], link["to"], link["transport"]) == ("prefill", "decode", "loopback")
         assert (link["transfers"], link["failed"], link["connected"]) == (1, 0, True)
-        assert link["bytes"] == reader.figures().links[0].counts.num_bytes
+        assert link["bytes"] == reader.stats().links[0].counts.num_bytes
         assert (prefill["leases"]["granted"], prefill["leases"]["active_leases"]) == (2, 1)
         assert not decode["stale"]
     finally:
@@ -167,7 +167,7 @@ async def test_the_page_is_read_only_and_lets_no_foreign_script_in(coordinator: 
         text = await answer.text()
         assert "http://www.w3.org/" in text
         assert text.count("src=") == 0, "nothing is loaded from elsewhere"
-        for path in ("/", "/metrics", "/figures.json"):
+        for path in ("/", "/metrics", "/stats.json"):
             assert (await session.post(path)).status == 405
         assert (await session.get("/../../etc/passwd")).status == 404
-        assert (await (await session.get("/figures.json")).json())["workers"] == []
+        assert (await (await session.get("/stats.json")).json())["workers"] == []

@@ -21,7 +21,7 @@ from kvlink.control.values import CoordinatorStatus, StoreHealth
 from kvlink.errors import StaleBlocks
 from kvlink.monitoring.metrics.coordinator import exposition
 from kvlink.monitoring.metrics.worker import WorkerCollector
-from kvlink.monitoring.worker_stats import WorkerFigures
+from kvlink.monitoring.worker_stats import WorkerStats
 from kvlink.transfer.engine import Port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "integrations" / "deploy"
@@ -40,11 +40,11 @@ needs_promtool = pytest.mark.skipif(
 class _Replayed:
     """A worker that has been closed, as it was with a coordinator, a NIC and a pull that never began."""
 
-    def __init__(self, figures: WorkerFigures) -> None:
-        self._figures = figures
+    def __init__(self, stats: WorkerStats) -> None:
+        self._stats = stats
 
-    def figures(self) -> WorkerFigures:
-        return self._figures
+    def stats(self) -> WorkerStats:
+        return self._stats
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def exposed() -> str:
         with pytest.raises(StaleBlocks):
             reader.pull(ticket, [1]).wait(10)
         ports = (Port("mlx5_0:1", "was removed", times_away=1, held=False),)
-        figures = replace(reader.figures(), joined=True, failed_starts={"PeerUnreachable": 1}, ports=ports)
+        stats = replace(reader.stats(), joined=True, failed_starts={"PeerUnreachable": 1}, ports=ports)
     registry = CollectorRegistry()
-    registry.register(WorkerCollector([_Replayed(figures)]))
+    registry.register(WorkerCollector([_Replayed(stats)]))
     calls = CallCounts()
     calls.answered("Join", 1)
     calls.refused("Join", "FAILED")

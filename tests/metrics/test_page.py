@@ -55,7 +55,7 @@ async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
 
 
 async def opened(browser: Browser, url: str, scheme: str = "light") -> tuple[Page, list[str]]:
-    """The page after its first figures, and what it complains of."""
+    """The page after its first stats, and what it complains of."""
     page = await browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})  # type: ignore[arg-type]
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-offs between two hosts, over a link that is slow, lossy, cut, or gone."""
+"""Handoffs between two hosts, over a link that is slow, lossy, cut, or gone."""
 
 from __future__ import annotations
 

@@ -52,17 +52,17 @@ async def test_both_sides_are_told_of_the_trace(place: Place) -> None:
 async def test_short_prompts_go_one_after_the_other(place: Place) -> None:
     await place.post(BODY | {"prompt": [1, 2]})
     assert place.decode[0].asked[0]["kv_transfer_params"] == HANDOFF
-    assert await place.counts() == {"handed_over": 1}
+    assert await place.counts() == {"handed_off": 1}
 
 
-async def test_a_prefill_that_was_not_announced_is_handed_over_as_ever(place: Place) -> None:
+async def test_a_prefill_that_was_not_announced_is_handed_off_as_ever(place: Place) -> None:
     place.prefill[0].follows = place.decode[0].follows = False
     assert (await place.post())[0] == 200
     waited, answered = place.decode[0].asked
     assert "kvlink_stream" in waited["kv_transfer_params"]
     assert answered["kv_transfer_params"] == HANDOFF
     await asyncio.wait_for(place.decode[0].aborted.wait(), 10)
-    assert await place.counts() == {"handed_over": 1}
+    assert await place.counts() == {"handed_off": 1}
 
 
 async def test_a_decode_server_that_fails_at_it_gets_the_hand_off(place: Place) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths beside completions and chats: what goes by a hand-off, and what decode does alone."""
+"""Paths beside completions and chats: what goes by a handoff, and what decode does alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_tokens_go_by_a_hand_off(place: Place) -> None:
     assert asked["kv_transfer_params"]["do_remote_decode"] is True
     assert "max_tokens" not in asked
     assert place.decode[0].asked == [TOKENS | {"kv_transfer_params": HANDOFF}]
-    assert await place.counts() == {"handed_over": 1}
+    assert await place.counts() == {"handed_off": 1}
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"prompt_logprobs": 1}])

@@ -90,7 +90,7 @@ async def test_prefill_then_decode_with_its_handoff(place: Place, path: str, bod
     for engine in (place.prefill[0], place.decode[0]):
         assert engine.headers[0]["X-Request-Id"] == "r1"
         assert engine.headers[0]["Authorization"] == "Bearer k"
-    assert await place.counts() == {"handed_over": 1}
+    assert await place.counts() == {"handed_off": 1}
 
 
 async def test_both_sides_share_a_request_id_that_nobody_gave(place: Place) -> None:
@@ -150,7 +150,7 @@ async def test_the_next_prefill_server_is_asked(place: Place, how: str) -> None:
     for _ in range(2):
         assert (await place.post())[0] == 200
     assert len(place.prefill[1].asked) == 2
-    assert (await place.counts())["handed_over"] == 2
+    assert (await place.counts())["handed_off"] == 2
 
 
 async def test_without_prefill_decode_computes_the_prompt(place: Place) -> None:

@@ -20,7 +20,7 @@ NOTES = {"tracestate": "vendor=1"}
 
 
 async def asked(**headers: str) -> list[tuple[str, str, str]]:
-    """What each side got: traceparent as a header and in the hand-over, and tracestate."""
+    """What each side got: traceparent as a header and in the handoff, and tracestate."""
     async with AsyncExitStack() as stack:
         place = await Place(stack).start()
         assert (await place.post(**headers))[0] == 200
@@ -43,7 +43,7 @@ async def test_a_request_with_a_trace() -> None:
     assert span.attributes == {"kvlink.request_id": "r1", "http.response.status_code": 200}
     ours = f"00-{span.trace}-{span.id}-01"
     assert prefill == (ours, ours, "vendor=1")
-    assert decode == (ours, "", "vendor=1"), "the hand-over is prefill's, as it is"
+    assert decode == (ours, "", "vendor=1"), "the handoff is prefill's, as it is"
 
 
 @pytest.mark.parametrize("given", [{}, {"traceparent": "garbage"} | NOTES])

@@ -107,7 +107,7 @@ def test_the_only_device_is_removed_and_comes_back(rails: NewPair, leaving: str)
         eventually(lambda: works(pair), 120)
         assert over(pair) == ("verbs", ("rxe3:1->rxe1:1",))
         if leaving == "rxe3":
-            (port,) = pair.reader.figures().ports
+            (port,) = pair.reader.stats().ports
             assert (port.away, port.times_away) == ("", times)
 
 

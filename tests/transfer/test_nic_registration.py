@@ -53,7 +53,7 @@ def cuda(gpu: Gpu, kind: Kind = Kind.CUDA_MALLOC) -> FakeCuda:
     return FakeCuda(gpu, at(BASE, 4 << 20, kind))
 
 
-def lend(driver: FakeCuda, root: Path, config: WorkerConfig = CONFIG, nic_says: str = "") -> Loan:
+def export(driver: FakeCuda, root: Path, config: WorkerConfig = CONFIG, nic_says: str = "") -> Loan:
     return lend_to_nics(
         gpu_pool(), config, make_driver=lambda: driver, nic_refuses_dma_buf=nic_says, root=root
     )
@@ -98,15 +98,15 @@ def test_nothing_is_leased_before_the_start() -> None:
 def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     driver = cuda(gpu)
-    loan = lend(driver, root)
+    loan = export(driver, root)
     assert list(loan.ports) == [("mlx5_0:1", 400_000)]
     assert len(loan.left_out) == 8
     assert "is SYS from the GPU" in next(str(nic) for nic in loan.left_out if nic.device == "mlx5_4")
     assert loan.refused == ""
     assert loan.by_dma_buf
-    assert [each.offset for each in loan.lent] == [0, 64]
+    assert [each.offset for each in loan.exported] == [0, 64]
     assert [address for address, _, _ in driver.exported] == [BASE, SECOND - 64]
-    fds = [each.fd for each in loan.lent]
+    fds = [each.fd for each in loan.exported]
     engine = core()
     with loan.added(engine, gpu_pool()):
         assert all(os.fstat(fd) for fd in fds)
@@ -114,24 +114,24 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     ((_, _, keys, _, refused, _),) = engine.access()
     engine.close()
     assert (keys, refused.partition(",")[0]) == ([], "tcp reaches host memory")
-    assert [each.fd for each in loan.lent] == [-1, -1]
+    assert [each.fd for each in loan.exported] == [-1, -1]
     del engine
     assert not opened_since(before)
 
 
 def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
-    loan = lend(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
+    loan = export(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
     assert (list(loan.ports), loan.left_out, loan.refused) == ([("mlx5_4:1", 100_000)], (), "")
-    for each in loan.lent:
+    for each in loan.exported:
         each.close()
     with pytest.raises(ConfigError, match="names mlx5_77"):
-        lend(cuda(gpu), root, WorkerConfig(nics="mlx5_77"))
+        export(cuda(gpu), root, WorkerConfig(nics="mlx5_77"))
 
 
 def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu) -> None:
     (root / "sys/module/nvidia_peermem").mkdir(parents=True)
-    loan = lend(cuda(gpu), root, nic_says="mlx5_0:1 cannot register: Operation not supported")
-    assert [each.decision.way for each in loan.lent] == [Way.PEERMEM] * 2
+    loan = export(cuda(gpu), root, nic_says="mlx5_0:1 cannot register: Operation not supported")
+    assert [each.decision.way for each in loan.exported] == [Way.PEERMEM] * 2
     assert not loan.by_dma_buf
     assert "Operation not supported" in str(loan.lent[0].decision)
 
@@ -145,8 +145,8 @@ def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu)
 )  # fmt: skip
 def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, says: list[str]) -> None:
     before = descriptors()
-    loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
-    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
+    loan = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
+    assert (loan.exported, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
     assert all(part in loan.bounced for part in says), loan.bounced
     assert loan.refused == ""
     assert not opened_since(before)
@@ -164,8 +164,8 @@ def test_what_may_not_be_staged_is_refused_loudly(
     root: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = descriptors()
-    loan = lend(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
-    assert (loan.lent, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
+    loan = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
+    assert (loan.exported, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
     for part in ("cannot be lent", "exports no dma-buf", "nvidia-peermem is not loaded"):
         assert part in loan.refused
     assert loan.refused in caplog.text
@@ -177,16 +177,16 @@ def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gp
     before = descriptors()
     first, second = at(BASE, SIZE), at(SECOND, SIZE, Kind.ASYNC)
     driver = FakeCuda(gpu, first, second)
-    loan = lend(driver, root)
+    loan = export(driver, root)
     assert len(driver.exported) == 1
     assert "cudaMallocAsync cannot be registered" in loan.bounced
-    assert loan.lent == ()
+    assert loan.exported == ()
     assert not opened_since(before)
 
 
 def test_no_nic_is_better_than_a_far_one(tmp_path: Path) -> None:
     found = machines.cloud_vm(tmp_path).discover()
-    loan = lend(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
+    loan = export(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
     assert list(loan.ports) == []
     assert "no NIC serves GPU" in loan.refused
     assert "set KVLINK_NICS=mlx5_1:1" in loan.refused
@@ -217,8 +217,8 @@ def test_landed_bytes_are_flushed_when_the_gpu_says_so(
     root: Path, gpu: Gpu, ordering: Ordering, offered: bool, flushes: bool
 ) -> None:
     driver = cuda(replace(gpu, ordering=ordering, flush_from_host=offered))
-    loan = lend(driver, root)
-    for each in loan.lent:
+    loan = export(driver, root)
+    for each in loan.exported:
         each.close()
     assert (loan.flush is not None) == flushes
     if loan.flush:
@@ -231,7 +231,7 @@ def test_the_staging_buffer_is_lent_as_the_pool_is(root: Path, gpu: Gpu) -> None
     memory = SimpleNamespace(address=BASE + (2 << 20), bytes=1 << 20)
     driver = cuda(gpu)
     loan = lend_to_nics(gpu_pool(), CONFIG, staging=memory, make_driver=lambda: driver, root=root)  # type: ignore[arg-type]
-    assert [each.decision.way for each in loan.lent] == [Way.DMA_BUF] * 3
+    assert [each.decision.way for each in loan.exported] == [Way.DMA_BUF] * 3
     given: list[object] = []
     engine = SimpleNamespace(
         add_foreign_region=lambda *region, **_: given.append(region[0]),

@@ -83,7 +83,7 @@ def test_it_begins_again_when_it_was_cut(pair: Callable[[str], Pair], fault: str
     taken = pull.explain()[0]
     assert "an injected fault" in taken.restarted
     assert f"read again after: {taken.restarted}" in str(taken)
-    assert two.reader.figures().restarts == 1
+    assert two.reader.stats().restarts == 1
     eventually(lambda: [event.request_id for event in two.owner.events()] == ["request"])
 
 
@@ -104,7 +104,7 @@ async def test_whoever_asks_whether_it_is_done_begins_again(pair: Callable[[str]
     pull = two.start()
     await until(pull.done)
     assert pull.stats.settled
-    assert two.reader.figures().restarts == 1
+    assert two.reader.stats().restarts == 1
 
 
 def test_it_begins_again_once(pair: Callable[[str], Pair]) -> None:
@@ -113,7 +113,7 @@ def test_it_begins_again_once(pair: Callable[[str], Pair]) -> None:
     with pytest.raises(PeerUnreachable, match="request request from owner over fault"):
         pull.wait()
     assert pull.done()
-    assert two.reader.figures().restarts == 1
+    assert two.reader.stats().restarts == 1
     assert two.written() == []
     assert two.reader.pull(two.owner.offers.tickets()[0], INTO).wait(), "the lease still lives"
 
@@ -133,14 +133,14 @@ def test_threads_that_look_at_once_begin_again_once(pair: Callable[[str], Pair])
     for thread in threads:
         thread.join()
     assert ended == [True] * 8
-    assert two.reader.figures().restarts == 1
+    assert two.reader.stats().restarts == 1
 
 
 def test_a_refused_read_is_not_tried_again(pair: Callable[[str], Pair]) -> None:
     two = pair("deny-data@1")
     with pytest.raises(AccessDenied):
         two.start().wait()
-    assert two.reader.figures().restarts == 0
+    assert two.reader.stats().restarts == 0
 
 
 def test_a_lease_that_has_ended_meanwhile_is_stale(pair: Callable[[str], Pair]) -> None:
@@ -158,7 +158,7 @@ def test_a_cancelled_pull_does_not_begin_again(pair: Callable[[str], Pair]) -> N
     pull.cancel()
     with pytest.raises(PeerUnreachable):
         pull.wait()
-    assert two.reader.figures().restarts == 0
+    assert two.reader.stats().restarts == 0
 
 
 def test_a_closed_worker_begins_nothing(pair: Callable[[str], Pair]) -> None:

@@ -64,16 +64,16 @@ def test_the_only_reader_gives_all_seats_back(pair: list[Worker]) -> None:
     owner.offers.grant_at("r", chosen, ttl_s=60)  # the slots are free again, and so is the name
 
 
-def test_blocks_count_as_pinned_from_when_they_are_handed_over(pair: list[Worker]) -> None:
+def test_blocks_count_as_pinned_from_when_they_are_handed_off(pair: list[Worker]) -> None:
     owner, _ = pair
     owner.offers.grant_at("r", seats(3), ttl_s=60)
-    assert owner.figures().pinned_blocks == 0, "the server's own, so far"
+    assert owner.stats().pinned_blocks == 0, "the server's own, so far"
     owner.offers.hand_over("r", 2, ttl_s=60)
-    assert owner.figures().pinned_blocks == 2
+    assert owner.stats().pinned_blocks == 2
     owner.offer("s", [1, 2, 3])
-    assert owner.figures().pinned_blocks == 5
+    assert owner.stats().pinned_blocks == 5
     owner.abort("r")
-    assert owner.figures().pinned_blocks == 3
+    assert owner.stats().pinned_blocks == 3
     with pytest.raises(UnknownRequest):
         owner.offers.hand_over("r", 2, ttl_s=60)
 

@@ -44,7 +44,7 @@ def coordinator(
 
 
 class Load:
-    """Hand-offs whose tickets ride on the router's message, one after the other, on a thread."""
+    """Handoffs whose tickets ride on the router's message, one after the other, on a thread."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -63,7 +63,7 @@ class Load:
             self.failed = error
 
     def goes_on(self) -> None:
-        """Fifty more hand-offs end well from now on."""
+        """Fifty more handoffs end well from now on."""
         wanted = self.num_done + 50
         eventually(lambda: self.num_done >= wanted or self.failed is not None)
         assert self.failed is None

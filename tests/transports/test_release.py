@@ -47,7 +47,7 @@ def test_of_an_owner_that_nobody_has_connected_to(transport: str, new_pair: NewP
     pair.reader.release(pair.offer([3, 9, 4], request_id="unread"))
     assert pair.owner.fate_of("unread") == "settled"
     assert pair.reader.peers() == []
-    assert pair.reader.figures().connects.count == 0
+    assert pair.reader.stats().connects.count == 0
 
 
 def test_of_an_owner_whose_connection_broke(transport: str, new_pair: NewPair) -> None:

@@ -72,7 +72,7 @@ def test_a_worker_warns_once_of_options_that_are_none(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.usefixtures("misspelt")
-def test_an_environment_that_is_handed_over_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_is_handed_off_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     WorkerConfig.from_env({"KVLINK_TRANSPORT": "tcp"})
     assert not caplog.records
 

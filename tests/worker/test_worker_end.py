@@ -106,7 +106,7 @@ def test_a_closed_worker_holds_no_descriptors() -> None:
     closed += work()
     assert not opened_since(before)
     assert [worker.lease_counts().settled for worker in closed] == [1, 0, 1, 0]
-    assert closed[0].figures().leases.settled == 1
+    assert closed[0].stats().leases.settled == 1
 
 
 def test_what_a_closed_worker_answers(worker: Worker) -> None:
@@ -180,7 +180,7 @@ def test_a_ticket_that_cannot_be_signed_holds_no_lease(worker: Worker) -> None:
     worker.abort("request")
     events = eventually(worker.events)
     assert [(event.request_id, event.how) for event in events] == [("request", LeaseEnd.ABORTED)]
-    assert worker.figures().pinned_blocks == 0
+    assert worker.stats().pinned_blocks == 0
 
 
 def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:

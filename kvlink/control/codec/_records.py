@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._wire import check_within, codec, plain
-from kvlink.control.values import Claimed, Life
+from kvlink.control.values import Claimed, Incarnation
 from kvlink.v1 import record_pb2 as pb
 
 
@@ -23,7 +23,7 @@ def _read_claimed(message: pb.ClaimRecord) -> Claimed:
     return Claimed(tuple(message.tickets), readers, message.complete, message.ttl_s)
 
 
-LIFE = codec(pb.LifeRecord, *plain(Life, pb.LifeRecord))
+LIFE = codec(pb.LifeRecord, *plain(Incarnation, pb.LifeRecord))
 _BOUNDS: Bounds = {
     1: Repeated("tickets", limits.MAX_TP_SIZE),
     2: Repeated("readers", limits.MAX_TP_SIZE),

@@ -13,7 +13,7 @@ from kvlink.durations import Durations
 
 
 class CallCounts:
-    """Calls that one server answered. Refusals include those inside hand-off streams."""
+    """Calls that one server answered. Refusals include those inside handoff streams."""
 
     def __init__(self) -> None:
         self.durations: dict[str, Durations] = {}

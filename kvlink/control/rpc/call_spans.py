@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of calls that a server answers, and of the offers and claims in hand-off streams.
+"""Spans of calls that a server answers, and of the offers and claims in handoff streams.
 
 What belongs to no trace, as beats and status, has none.
 """

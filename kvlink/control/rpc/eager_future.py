@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Prompt(asyncio.Future[T]):
+class EagerFuture(asyncio.Future[T]):
     """A future with a hook for either side, called at once and before any callback."""
 
-    on_answer: Callable[[Prompt[T]], None] | None = None
+    on_answer: Callable[[EagerFuture[T]], None] | None = None
     """Who asked hears of a result or an exception."""
-    on_cancel: Callable[[Prompt[T]], None] | None = None
+    on_cancel: Callable[[EagerFuture[T]], None] | None = None
     """Who was to answer hears that nobody waits any more."""
 
     def set_result(self, result: T) -> None:
@@ -38,12 +38,12 @@ class Prompt(asyncio.Future[T]):
         return cancelled
 
 
-def prompt(work: Coroutine[Any, Any, T]) -> Prompt[T]:
+def eagerly(work: Coroutine[Any, Any, T]) -> EagerFuture[T]:
     """What `work` brings; to cancel it cancels `work`."""
-    answer: Prompt[T] = Prompt()
+    answer: EagerFuture[T] = EagerFuture()
     working = asyncio.ensure_future(work)
 
-    def give_up(_: Prompt[T]) -> None:
+    def give_up(_: EagerFuture[T]) -> None:
         working.cancel()
 
     def pass_on(_: asyncio.Future[T]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of a hand-off stream: operations gather while the last batch is sent."""
+"""The client's end of a handoff stream: operations gather while the last batch is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kvlink.control.codec import BatchWriter
 from kvlink.control.refusal import error_of
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, Offer, SettleOrder
 from kvlink.errors import CoordinatorUnavailable, KVLinkError
@@ -63,14 +63,14 @@ class HandoffStream:
         """
         self._batch(claim).add_claim(claim)
         number = self._sent[HandoffKind.CLAIM]
-        future: Prompt[list[bytes]] = Prompt(loop=self._loop)
+        future: EagerFuture[list[bytes]] = EagerFuture(loop=self._loop)
         future.on_cancel = lambda _: self._withdraw(number)
         self._submitted(HandoffKind.CLAIM, future)
         return future
 
     async def close(self) -> None:
         """Fails what is unanswered. Idempotent."""
-        self._break(CoordinatorUnavailable("this hand-off stream was closed"))
+        self._break(CoordinatorUnavailable("this handoff stream was closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -112,7 +112,7 @@ class HandoffStream:
         try:
             while (results := await self._stream.receive()) is not None:
                 self._resolve(results)
-            self._break(CoordinatorUnavailable("the coordinator ended the hand-off stream; open another"))
+            self._break(CoordinatorUnavailable("the coordinator ended the handoff stream; open another"))
         except KVLinkError as error:
             self._break(error)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.types import WorkerCard
@@ -48,7 +48,7 @@ class Store(Protocol):
         Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
         """
 
-    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
+    def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
         """The tickets once every rank has offered. Cancel it to stop waiting. Refused: EXPIRED, UNKNOWN, TOO_MANY."""
 
     def give_back(self, claim: Claim) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.values import Life
+from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
@@ -18,7 +18,7 @@ _LATE = 0.1
 """Of a lease: less is no stall, and no lost beat."""
 
 
-def grant(life: Life | None, card: WorkerCard, rejoin: bool) -> int:
+def grant(life: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
     """The epoch of a process that joins where `life` was the last one known. Raises Refused (REPLACED)."""
     if life is None:
         return max(1, card.epoch)
@@ -38,7 +38,7 @@ class Members:
         self._cards: dict[str, WorkerCard] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._excused: set[str] = set()
-        self._lives: OrderedDict[str, Life] = OrderedDict()
+        self._lives: OrderedDict[str, Incarnation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -57,7 +57,7 @@ class Members:
         return epoch, [*changes, WorkerChange(Joined.UP, card)] if before != card else changes
 
     def _remember(self, card: WorkerCard) -> None:
-        self._lives[card.worker_id] = Life(card.epoch, card.incarnation)
+        self._lives[card.worker_id] = Incarnation(card.epoch, card.incarnation)
         self._lives.move_to_end(card.worker_id)
         while len(self._lives) > self._limits.remembered_epochs + len(self._cards):
             oldest = next(iter(self._lives))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a single coordinator, in its memory: the pure Members and Offers, a timer, and who waits."""
+"""State of a single coordinator, in its memory: the pure Members and PendingOffers, a timer, and who waits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.members import Members
-from kvlink.coordinator.store.pending_offers import Answer, Offers
+from kvlink.coordinator.store.pending_offers import Answer, PendingOffers
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _WATCH_BACKLOG = 1_024
@@ -44,7 +44,7 @@ class MemoryStore:
         self._limits = limits or Limits()
         self._clock = clock
         self._members = Members(lease_s, self._limits)
-        self._offers: Offers[Prompt[list[bytes]]] = Offers(self._limits)
+        self._offers: PendingOffers[EagerFuture[list[bytes]]] = PendingOffers(self._limits)
         self._totals = _Totals()
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
@@ -104,8 +104,8 @@ class MemoryStore:
         self._arm(now + offer.ttl_s)
         return self._done
 
-    def claim(self, claim: Claim) -> Prompt[list[bytes]]:  # noqa: D102
-        answer: Prompt[list[bytes]] = Prompt(loop=self._loop)
+    def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
+        answer: EagerFuture[list[bytes]] = EagerFuture(loop=self._loop)
         try:
             tickets = self._offers.take(claim)
             if tickets is None:
@@ -116,7 +116,7 @@ class MemoryStore:
             answer.set_exception(refused)
         return answer
 
-    def _wait(self, claim: Claim, answer: Prompt[list[bytes]]) -> None:
+    def _wait(self, claim: Claim, answer: EagerFuture[list[bytes]]) -> None:
         if self._closed:
             raise refusals.closing()
         now = self._clock()
@@ -207,7 +207,7 @@ class MemoryStore:
             )
         self.tick(late_s)
 
-    def _answer(self, answers: Iterable[Answer[Prompt[list[bytes]]]]) -> None:
+    def _answer(self, answers: Iterable[Answer[EagerFuture[list[bytes]]]]) -> None:
         for waiter, tickets, refused in answers:
             if refused is None:
                 waiter.set_result(tickets)

@@ -51,7 +51,7 @@ class _Claimed:
         return [offer.ticket for offer in self.offers]
 
 
-class Offers(Generic[W]):
+class PendingOffers(Generic[W]):
     """Tickets by request and rank, waiting claims, and how requests ended (bounded).
 
     Who waits is told apart by any value that the caller gives.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way a range of GPU memory is lent to a NIC: facts in, a way out, and what spoke against the better ones."""
+"""Which way a range of GPU memory is exported to a NIC: facts in, a way out, and what spoke against the better ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPEN_MODULES = "install the driver's open kernel modules (packages nvidia-open,
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that decides how one range is lent."""
+    """All that decides how one range is exported."""
 
     num_bytes: int
     kind: Kind
@@ -69,7 +69,7 @@ def decide(facts: Facts, allowed: Sequence[Way] = tuple(Way)) -> Decision:
         refused.append(Refusal(way, *obstacle))
     reasons = "; ".join(f"{each.way.value}: {each.reason}" for each in refused) or "no way is allowed"
     raise TransportUnavailable(
-        f"{facts.num_bytes} bytes of GPU memory cannot be lent ({reasons})",
+        f"{facts.num_bytes} bytes of GPU memory cannot be exported ({reasons})",
         refused[0].fix if refused else "allow dma-buf, peermem or bounce",
     )
 

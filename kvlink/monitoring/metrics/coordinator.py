@@ -78,5 +78,5 @@ def _add_calls(families: Families, calls: CallCounts) -> None:
         latency = "Unary calls answered; Claim waits for its offer."
         families.histogram(f"{_PREFIX}_call_seconds", latency, durations, {"method": method})
     for (method, reason), number in calls.refusals.items():
-        refused = "Calls refused, and operations within hand-off streams."
+        refused = "Calls refused, and operations within handoff streams."
         families.count(f"{_PREFIX}_refusals_total", refused, number, {"method": method, "reason": reason})

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError
 from kvlink.monitoring.metrics.families import Families
-from kvlink.monitoring.worker_stats import Counted, Link, WorkerFigures
+from kvlink.monitoring.worker_stats import Counted, Link, WorkerStats
 
 _PHASE = "Time of one phase; plan, read, validate and settle of valid transfers, by transport."
 _PHASES = ("plan", "read", "validate", "settle")
@@ -28,15 +28,15 @@ class WorkerCollector(Collector):
         families = Families()
         for worker in self._workers:
             try:
-                figures = worker.figures()
+                stats = worker.stats()
             except KVLinkError:
                 continue
-            _add_leases(families, figures)
-            _add_phases(families, figures)
-            _add_starts(families, figures)
-            _add_ports(families, figures)
-            for link in figures.links:
-                _add_link(families, link, figures.worker_id)
+            _add_leases(families, stats)
+            _add_phases(families, stats)
+            _add_starts(families, stats)
+            _add_ports(families, stats)
+            for link in stats.links:
+                _add_link(families, link, stats.worker_id)
         return families
 
     def describe(self) -> Iterable[Metric]:
@@ -44,15 +44,15 @@ class WorkerCollector(Collector):
         return ()
 
 
-def _add_leases(families: Families, figures: WorkerFigures) -> None:
-    worker, leases = {"worker": figures.worker_id}, figures.leases
+def _add_leases(families: Families, stats: WorkerStats) -> None:
+    worker, leases = {"worker": stats.worker_id}, stats.leases
     gauges = {
         "active_leases": ("Offers whose blocks are pinned for their readers.", leases.active),
         "oldest_lease_seconds": ("Age of the oldest of them.", leases.oldest_s),
-        "lease_slots": ("Readers that can hold offers at one time.", figures.lease_slots),
-        "pinned_blocks": ("Blocks of live offers.", figures.pinned_blocks),
-        "pool_blocks": ("Blocks of the pool.", figures.pool_blocks),
-        "pool_bytes": ("Bytes of the pool.", figures.pool_bytes),
+        "lease_slots": ("Readers that can hold offers at one time.", stats.lease_slots),
+        "pinned_blocks": ("Blocks of live offers.", stats.pinned_blocks),
+        "pool_blocks": ("Blocks of the pool.", stats.pool_blocks),
+        "pool_bytes": ("Bytes of the pool.", stats.pool_bytes),
     }
     counters = {
         "granted_leases_total": ("Offers made.", leases.granted),
@@ -65,40 +65,40 @@ def _add_leases(families: Families, figures: WorkerFigures) -> None:
         families.gauge(f"kvlink_{name}", meaning, value, worker)
     for name, (meaning, count) in counters.items():
         families.count(f"kvlink_{name}", meaning, count, worker)
-    if figures.joined is not None:
-        families.gauge("kvlink_joined", "1: the coordinator knows this worker.", figures.joined, worker)
-        families.count("kvlink_rejoins_total", "Coordinator lost and found.", figures.rejoins, worker)
+    if stats.joined is not None:
+        families.gauge("kvlink_joined", "1: the coordinator knows this worker.", stats.joined, worker)
+        families.count("kvlink_rejoins_total", "Coordinator lost and found.", stats.rejoins, worker)
 
 
-def _add_starts(families: Families, figures: WorkerFigures) -> None:
-    worker = {"worker": figures.worker_id}
+def _add_starts(families: Families, stats: WorkerStats) -> None:
+    worker = {"worker": stats.worker_id}
     retries = "Connects to an owner that were tried again."
-    families.count("kvlink_connect_retries_total", retries, figures.connect_retries, worker)
+    families.count("kvlink_connect_retries_total", retries, stats.connect_retries, worker)
     restarts = "Pulls that began again on a new connection because theirs was cut."
-    families.count("kvlink_restarted_pulls_total", restarts, figures.restarts, worker)
-    for reason, number in figures.failed_starts.items():
+    families.count("kvlink_restarted_pulls_total", restarts, stats.restarts, worker)
+    for reason, number in stats.failed_starts.items():
         unstarted = "Pulls that failed before any transfer started: claim or connect."
         families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})
 
 
-def _add_ports(families: Families, figures: WorkerFigures) -> None:
-    for port in figures.ports:
-        labels = {"worker": figures.worker_id, "nic": port.name}
+def _add_ports(families: Families, stats: WorkerStats) -> None:
+    for port in stats.ports:
+        labels = {"worker": stats.worker_id, "nic": port.name}
         families.gauge("kvlink_nic_away", "1: its device is gone, and looked for.", bool(port.away), labels)
         families.count(
             "kvlink_nic_losses_total", "Times its device was removed or failed.", port.times_away, labels
         )
 
 
-def _add_phases(families: Families, figures: WorkerFigures) -> None:
-    alone = {"offer": figures.offers, "claim": figures.claims, "connect": figures.connects}
+def _add_phases(families: Families, stats: WorkerStats) -> None:
+    alone = {"offer": stats.offers, "claim": stats.claims, "connect": stats.connects}
     rows = {("", phase): durations for phase, durations in alone.items()}
-    for link in figures.links:
+    for link in stats.links:
         for phase in _PHASES:
             key = (link.path.transport, phase)
             rows[key] = rows.get(key, Durations()).plus(getattr(link.counts, phase))
     for (transport, phase), durations in rows.items():
-        labels = {"worker": figures.worker_id, "transport": transport, "phase": phase}
+        labels = {"worker": stats.worker_id, "transport": transport, "phase": phase}
         families.histogram("kvlink_phase_seconds", _PHASE, durations, labels)
 
 

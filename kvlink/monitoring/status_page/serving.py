@@ -68,7 +68,7 @@ def _application(coordinator: Coordinator) -> web.Application:
 
     figures_now = Figures(coordinator)
 
-    async def figures(_: web.Request) -> web.Response:
+    async def stats(_: web.Request) -> web.Response:
         return web.Response(text=await figures_now.text(), content_type="application/json", headers=_NO_STORE)
 
     async def metrics(_: web.Request) -> web.Response:
@@ -80,7 +80,7 @@ def _application(coordinator: Coordinator) -> web.Application:
         return web.Response(text=f"{why or 'ready'}\n", status=503 if why else 200, headers=_NO_STORE)
 
     app = web.Application(client_max_size=1024)
-    shown = {"/": show, "/figures.json": figures, "/metrics": metrics, "/ready": ready}
+    shown = {"/": show, "/stats.json": stats, "/metrics": metrics, "/ready": ready}
     app.add_routes(web.get(path, answer) for path, answer in shown.items())
     return app
 

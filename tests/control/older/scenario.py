@@ -33,7 +33,7 @@ async def with_coordinator(address: str) -> None:
         await beats.finish()
         assert await beats.receive() is None
         await _look(client)
-        await _hand_over(client)
+        await _handoff(client)
         assert (await client.status())[1:] == (1, 0, 0, 1, 0, 2, 2, 0, 2)
         await client.leave("prefill", 1)
 
@@ -46,7 +46,7 @@ async def _look(client: CoordinatorClient) -> None:
     assert (change.what, change.card) == (Joined.UP, make_card())
 
 
-async def _hand_over(client: CoordinatorClient) -> None:
+async def _handoff(client: CoordinatorClient) -> None:
     alone, batched = make_offer("alone"), make_offer("batched")
     await client.offer(alone)
     assert await client.claim("alone", timeout_s=5.0) == [alone.ticket]

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.rpc.eager_future import Prompt
+from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Trust
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
@@ -29,7 +29,7 @@ from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import Membership
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
 from kvlink.coordinator.store.etcd.offers import Offering
-from kvlink.coordinator.store.etcd.settle_orders import Ordering
+from kvlink.coordinator.store.etcd.settle_orders import SettleOrders
 from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
@@ -72,7 +72,7 @@ class EtcdStore:
         self._members = members = Membership(etcd, layout, mirror, sync, lease_s, limits)
         self._offering = Offering(layout, mirror, sync, members, commits, limits)
         self._claiming = Claiming(etcd, layout, mirror, sync, commits, limits)
-        self._ordering = Ordering(layout, mirror, members, commits, limits)
+        self._ordering = SettleOrders(layout, mirror, members, commits, limits)
         self._totals = _Totals()
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._pending: set[asyncio.Task[Any]] = set()
@@ -120,8 +120,8 @@ class EtcdStore:
         await self._offering.offer(offer)
         self._totals.offered += 1
 
-    def claim(self, claim: Claim) -> Prompt[list[bytes]]:
-        answer: Prompt[list[bytes]] = Prompt()
+    def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
+        answer: EagerFuture[list[bytes]] = EagerFuture()
         try:
             if self._closed:
                 raise refusals.closing()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, named
-from kvlink.control.values import Life
+from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import Etcd, delete, get, leased, put, unchanged
 from kvlink.coordinator.store.etcd.keys import Keys
@@ -33,7 +33,7 @@ MAX_TRIES = 16
 class _Seen(NamedTuple):
     """What a majority agrees on about one worker_id."""
 
-    life: Life | None
+    life: Incarnation | None
     life_revision: int
     member: Member | None
     card: bytes
@@ -70,12 +70,12 @@ class Membership:
             lease = await self._lease_to_keep(seen, card)
             if lease and seen.card == blob and self._mirror.members.get(card.worker_id) == seen.member:
                 return epoch
-            if await self._write(seen, Life(epoch, card.incarnation), blob, lease):
+            if await self._write(seen, Incarnation(epoch, card.incarnation), blob, lease):
                 await self._prune()
                 return epoch
         raise refusals.store_changes(f"worker {named(card.worker_id)}", MAX_TRIES)
 
-    async def _write(self, seen: _Seen, life: Life, card: bytes, lease: int) -> bool:
+    async def _write(self, seen: _Seen, life: Incarnation, card: bytes, lease: int) -> bool:
         """False: somebody else was first. `lease` 0: a fresh one."""
         worker_id = StoredRecords.CARD.decode(card).worker_id
         epoch_key, worker_key = self._layout.epoch(worker_id), self._layout.worker(worker_id)
@@ -113,7 +113,7 @@ class Membership:
         if seen.member is None or seen.member.card.epoch != epoch:
             return
         worker_key, epoch_key = self._layout.worker(worker_id), self._layout.epoch(worker_id)
-        life = Life(epoch, seen.member.card.incarnation, left=True)
+        life = Incarnation(epoch, seen.member.card.incarnation, left=True)
         done = await self._etcd.commit(
             pb.TxnRequest(
                 compare=[leased(worker_key, seen.member.lease)],

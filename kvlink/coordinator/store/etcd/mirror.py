@@ -12,7 +12,7 @@ from kvlink.control.codec import StoredRecords
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused
-from kvlink.control.values import Life, SettleOrder, WorkerChanges
+from kvlink.control.values import Incarnation, SettleOrder, WorkerChanges
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.keys import Key, Keys
@@ -51,7 +51,7 @@ class Mirror:
         self._layout = layout
         self._limits = limits
         self.members: dict[str, Member] = {}
-        self.lives: dict[str, tuple[Life, int]] = {}
+        self.lives: dict[str, tuple[Incarnation, int]] = {}
         """With the revision of each."""
         self.requests: dict[str, Request] = {}
         self.orders: dict[str, dict[bytes, SettleOrder]] = {}

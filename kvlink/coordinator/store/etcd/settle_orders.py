@@ -40,7 +40,7 @@ class _Orders(Feed[SettleOrder]):
         return order
 
 
-class Ordering:
+class SettleOrders:
     """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
 
     def __init__(

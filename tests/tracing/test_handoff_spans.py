@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hand-over is one trace: offer, read and settle in the trace of the request that they are for."""
+"""A handoff is one trace: offer, read and settle in the trace of the request that they are for."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, StaleBlocks
-from kvlink.integrations.vllm import handover
-from kvlink.integrations.vllm.handover import KEY, Handover, Owner, expanded, prompt_digest
+from kvlink.integrations.vllm import handoff
+from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, expanded, prompt_digest
 from kvlink.integrations.vllm.parts import Part
 from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.ticket import MAX_SLOTS, SMALLEST_NONCE, LeaseSeat
@@ -27,7 +27,7 @@ SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_N
 NAMES = st.text(min_size=1, max_size=20)
 BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
 HANDOVERS = st.builds(
-    Handover,
+    Handoff,
     request_id=NAMES,
     owners=st.lists(st.builds(Owner, NAMES, U64, NAMES), min_size=1, max_size=4).map(tuple),
     seats=st.lists(SEATS, min_size=1, max_size=4).map(tuple),
@@ -43,16 +43,16 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
 )
-SAMPLE = Handover(
+SAMPLE = Handoff(
     "r", (Owner("w", 2**63, "127.0.0.1:1"),), (LeaseSeat(1, 2**64 - 1, 2**63),), (array("I", [4, 0, 7]),), 16, 33,
     prompt_digest([1, 2]), 30.0,
 )  # fmt: skip
 
 
 @given(HANDOVERS)
-def test_it_survives_a_router(handover: Handover) -> None:
-    passed_on = json.loads(json.dumps({KEY: handover.to_params(), "other": None}))
-    assert Handover.from_params(passed_on) == handover
+def test_it_survives_a_router(handoff: Handoff) -> None:
+    passed_on = json.loads(json.dumps({KEY: handoff.to_params(), "other": None}))
+    assert Handoff.from_params(passed_on) == handoff
 
 
 def test_nothing_in_it_is_a_number() -> None:
@@ -70,27 +70,27 @@ def test_nothing_in_it_is_a_number() -> None:
 
 @given(JSON)
 def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="no hand-over of kvlink"):
-        Handover.from_params({KEY: value})
+    with pytest.raises(ConfigError, match="no handoff of kvlink"):
+        Handoff.from_params({KEY: value})
 
 
 @given(st.sampled_from(sorted(SAMPLE.to_params())), JSON)
 def test_a_field_that_is_not_ours_is_refused_or_harmless(field: str, value: Any) -> None:
     params = SAMPLE.to_params() | {field: value}
     try:
-        handover = Handover.from_params({KEY: params})
+        handoff = Handoff.from_params({KEY: params})
     except ConfigError:
         return
-    assert handover.to_params().keys() == params.keys()
-    assert handover.owners
-    assert len(handover.prompt) == 32
+    assert handoff.to_params().keys() == params.keys()
+    assert handoff.owners
+    assert len(handoff.prompt) == 32
 
 
 @given(HANDOVERS, st.booleans(), st.booleans(), st.integers(0, 99))
-def test_a_part_survives_the_coordinator(handover: Handover, last: bool, written: bool, more: int) -> None:
-    num_tokens = min(handover.num_tokens + (0 if last else more), 2**31 - 1)
-    handover = replace(handover, num_tokens=min(handover.num_tokens, num_tokens))
-    part = Part(handover, num_tokens, last, written)
+def test_a_part_survives_the_coordinator(handoff: Handoff, last: bool, written: bool, more: int) -> None:
+    num_tokens = min(handoff.num_tokens + (0 if last else more), 2**31 - 1)
+    handoff = replace(handoff, num_tokens=min(handoff.num_tokens, num_tokens))
+    part = Part(handoff, num_tokens, last, written)
     assert Part.from_bytes(part.to_bytes()) == part
 
 
@@ -107,7 +107,7 @@ def test_a_part_with_a_foreign_field_is_refused_or_whole(field: str, value: Any)
         part = Part.from_bytes(json.dumps(spoilt).encode())
     except ConfigError:
         return
-    assert part.handover.num_tokens <= part.num_tokens
+    assert part.handoff.num_tokens <= part.num_tokens
     assert {type(part.last), type(part.written), type(part.num_tokens)} == {bool, int}
 
 
@@ -132,7 +132,7 @@ def test_nobody_on_the_way_says_what_is_written(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "keys").write_text("k" * 32)
     (tmp_path / "keys").chmod(0o600)
     keys = TicketKeys(tmp_path / "keys")
-    monkeypatch.setattr(handover, "_keys", lambda: keys)
+    monkeypatch.setattr(handoff, "_keys", lambda: keys)
     blob = Part(SAMPLE, 40, False, False).to_bytes()
     assert Part.from_bytes(blob).num_tokens == 40
     with pytest.raises(ConfigError, match="not signed"):

@@ -38,7 +38,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class RankInfo:
     """What one rank's worker tells the scheduler's side at the start."""
 
     owner: Owner
@@ -48,7 +48,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class Handoff:
     """A prefilled request, pinned under one lease that every rank holds at the same seats."""
 
     request_id: str
@@ -106,14 +106,14 @@ class Handover:
         )
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Handover:
+    def from_params(cls, params: Mapping[str, Any]) -> Handoff:
         """Parses what a router passed on. Raises ConfigError for anything that `to_params` cannot have written."""
         try:
             given = params[KEY]
             check_signature(given)
             return _parse(given)
         except (KeyError, TypeError, ValueError, RecursionError, binascii.Error) as error:
-            raise ConfigError(f"kv_transfer_params carry no hand-over of kvlink: {error!r}") from None
+            raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {error!r}") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -143,7 +143,7 @@ def check_signature(given: Mapping[str, Any]) -> None:
 
 
 def prompt_digest(tokens: Sequence[int], features: Sequence[str] = ()) -> str:
-    """Binds a hand-over to its prompt: token ids, and names of what else went into the cache (images, adapters)."""
+    """Binds a handoff to its prompt: token ids, and names of what else went into the cache (images, adapters)."""
     digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=_DIGEST_BYTES)
     for feature in features:
         digest.update(b"\0" + feature.encode())
@@ -187,7 +187,7 @@ def _blocks_of(text: str) -> array[int]:
     return blocks
 
 
-def _parse(given: Mapping[str, Any]) -> Handover:
+def _parse(given: Mapping[str, Any]) -> Handoff:
     first = Ticket.from_text(_text(given["ticket"]))
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
     groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], _MAX_GROUPS)))
@@ -199,7 +199,7 @@ def _parse(given: Mapping[str, Any]) -> Handover:
         or len(prompt) != 2 * _DIGEST_BYTES
     ):
         raise ValueError("no owners, no tokens, blocks of an impossible size, or no digest")
-    return Handover(
+    return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvlink.ticket import LeaseSeat
 
-from .handover import Handover
+from .handoff import Handoff
 from .parts import Part
 
 
@@ -17,7 +17,7 @@ class Load:
     """Pull a request's blocks into ours. `refused`: do not, and report that it failed."""
 
     request_id: str
-    handover: Handover | None
+    handoff: Handoff | None
     groups: tuple[array[int], ...]
     """Our block ids of each cache group, from token 0 on; 0: no block."""
     first_token: int
@@ -25,7 +25,7 @@ class Load:
     num_tokens: int
     refused: str = ""
     in_parts: bool = False
-    """What to pull comes by `Orders.parts`."""
+    """What to pull comes by `StepCommands.parts`."""
     settles: bool = True
     """False: the lease stays, as other requests of this server are under it."""
     needed_from: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandedOff:
     """The ticket is out."""
 
     num_blocks: int
@@ -43,14 +43,14 @@ class HandedOver:
 
 
 @dataclass(slots=True)
-class Orders:
+class StepCommands:
     """Carried out in this order: a slot that is withdrawn may be granted again."""
 
     withdrawn: list[str] = field(default_factory=list)
     """Requests whose leases end now; their blocks are free already."""
     granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)
     """Requests that will be handed over: take a lease at these seats."""
-    handed_over: dict[str, HandedOver] = field(default_factory=dict)
+    handed_off: dict[str, HandedOff] = field(default_factory=dict)
     retired: list[str] = field(default_factory=list)
     """Requests that were handed over, whose leases end now, read or not. Their blocks stay until that is reported."""
     loads: list[Load] = field(default_factory=list)

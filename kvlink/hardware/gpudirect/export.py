@@ -80,7 +80,7 @@ def placed(driver: Driver, address: int, num_bytes: int) -> Placement:
     return Placement(gpu, behind)
 
 
-class Lent:
+class ExportedMemory:
     """A range as `lend` prepared it. Register it as `decision.way` says, then close this.
 
     dma-buf: ibv_reg_dmabuf_mr(pd, `offset`, num_bytes, address, `fd`, …). peermem: ibv_reg_mr on the device address.
@@ -94,7 +94,7 @@ class Lent:
         self.offset = offset
         self._driver = driver
 
-    def __enter__(self) -> Lent:
+    def __enter__(self) -> ExportedMemory:
         return self
 
     def __exit__(
@@ -125,7 +125,7 @@ class Lent:
         return True
 
 
-def lend(
+def export(
     driver: Driver,
     address: int,
     num_bytes: int,
@@ -134,7 +134,7 @@ def lend(
     nic_refuses_dma_buf: str = "",
     pcie: bool = False,
     root: Path = Path("/"),
-) -> Lent:
+) -> ExportedMemory:
     """Prepares [address, address + num_bytes) for a NIC. Lend again when physical memory behind it changes.
 
     pcie: on coherent GPUs, asks for the mapping through BAR1 rather than through the CPU; a NIC must use one
@@ -147,15 +147,15 @@ def lend(
     if decision.way is Way.DMA_BUF:
         base, length = whole_pages(address, num_bytes)
         fd, offset = driver.export(gpu.ordinal, base, length, pcie and gpu.coherent), address - base
-    lent = Lent(driver, gpu, decision, fd, offset)
+    exported = ExportedMemory(driver, gpu, decision, fd, offset)
     if decision.way is not Way.BOUNCE:
         try:
             for allocation in behind:
                 driver.sync_memops(allocation)
         except BaseException:
-            lent.close()
+            exported.close()
             raise
-    return lent
+    return exported
 
 
 def whole_pages(

@@ -17,7 +17,7 @@ _FIELDS = {"ticket", "prompt", "first_token", "first_logprob"}
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class Handoff:
     """A prefilled request. Secret, as its ticket is: whoever holds it may read the blocks.
 
     ticket: text of a kvlink Ticket whose request id ends with a hash of the tokens below.
@@ -34,24 +34,22 @@ class Handover:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Handover:
+    def from_json(cls, text: str) -> Handoff:
         """Parses foreign text. Raises ConfigError for anything that `to_json` cannot have written."""
         if len(text) > _MAX_JSON_BYTES:
-            raise ConfigError("not a hand-over of kvlink: too long")
+            raise ConfigError("not a handoff of kvlink: too long")
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"not a hand-over of kvlink: {error}") from None
+            raise ConfigError(f"not a handoff of kvlink: {error}") from None
         if not isinstance(fields, dict) or set(fields) != _FIELDS:
-            raise ConfigError(f"not a hand-over of kvlink: it has the fields {', '.join(sorted(_FIELDS))}")
+            raise ConfigError(f"not a handoff of kvlink: it has the fields {', '.join(sorted(_FIELDS))}")
         logprob = fields["first_logprob"]
         if not isinstance(fields["ticket"], str) or not isinstance(logprob, (float, int, type(None))):
-            raise ConfigError(
-                "not a hand-over of kvlink: ticket must be text, first_logprob a number or null"
-            )
+            raise ConfigError("not a handoff of kvlink: ticket must be text, first_logprob a number or null")
         prompt = fields["prompt"]
         if not isinstance(prompt, list):
-            raise ConfigError("not a hand-over of kvlink: prompt must be a list of token ids")
+            raise ConfigError("not a handoff of kvlink: prompt must be a list of token ids")
         check_tokens([*prompt, fields["first_token"]])
         return cls(fields["ticket"], tuple(prompt), fields["first_token"], logprob)
 
@@ -62,7 +60,7 @@ class Handover:
         if not ticket.request_id.endswith(fingerprint(self.prompt, self.first_token)):
             raise ConfigError(
                 f"the ticket of {ticket.request_id} was made for another prompt or first token: the router mixed "
-                "hand-overs up; submit each as prefill returned it, or give the prompt to manager.add_request"
+                "handoffs up; submit each as prefill returned it, or give the prompt to manager.add_request"
             )
         return ticket
 
