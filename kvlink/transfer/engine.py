@@ -18,7 +18,7 @@ from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
 from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_staging import record_placement, staging_for, warn_of_pool, warn_of_staging
-from kvlink.transfer.nic_registration import Loan, lend_to_nics
+from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
 from kvlink.transfer.path_stats import Traffic
 from kvlink.transfer.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
@@ -117,12 +117,12 @@ class Engine:
         transports = _within_reach(transport_names.select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
-        self._loan = lend_to_nics(pool, config, staging=self._staging) if by_nic else Loan()
+        self._loan = register_with_nics(pool, config, staging=self._staging) if by_nic else NicRegistration()
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
         if refused and self._loan.by_dma_buf:  # which only the attempt could show
             self._core.close()
-            self._loan = lend_to_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
+            self._loan = register_with_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
             self._core = self._start(config, transports, by_nic)
         self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
         """Transports that stage what they read into the pool in host memory, because it is on a GPU."""

@@ -17,13 +17,13 @@ from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemo
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
 from kvlink.transfer.pool import BlockPool, Region
 
-_log = logging.getLogger("kvlink.loan")
+_log = logging.getLogger("kvlink.registration")
 
 _OUT_OF_REACH = "NICs do not reach this GPU memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class NicRegistration:
     """`refused` says why no NIC may have the pool; empty: they may. Of a GPU each region has a `lent`, then the staging
     buffer, if there is one."""
 
@@ -69,7 +69,7 @@ class Loan:
             yield
 
 
-def lend_to_nics(
+def register_with_nics(
     pool: BlockPool,
     config: WorkerConfig,
     *,
@@ -77,13 +77,13 @@ def lend_to_nics(
     make_driver: Callable[[], Driver] = CudaDriver,
     nic_refuses_dma_buf: str = "",
     root: Path = Path("/"),
-) -> Loan:
+) -> NicRegistration:
     """Chooses ports by their distance to the pool, and prepares a GPU's memory for them: the pool's and `staging`.
 
     `nic_refuses_dma_buf`: what a NIC answered to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
     """
     if pool.gpu is None:
-        return Loan(*select_ports(MemoryPlace(), config.nics, root))
+        return NicRegistration(*select_ports(MemoryPlace(), config.nics, root))
     ways = parse_ways(config.gpudirect)
     try:
         driver = make_driver()
@@ -99,29 +99,29 @@ def lend_to_nics(
         ranges = [(region.address, region.num_bytes) for region in pool.regions]
         if staging is not None:
             ranges.append((staging.address, staging.bytes))
-        exported, bounced = _lend_all(driver, ranges, ways, nic_refuses_dma_buf, root)
+        exported, bounced = _export_all(driver, ranges, ways, nic_refuses_dma_buf, root)
     except TransportUnavailable as error:
         _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
-        return Loan(ports, left_out, refused=str(error))
+        return NicRegistration(ports, left_out, refused=str(error))
     if bounced is not None:
-        return Loan(ports, left_out, bounced=_why_bounced(bounced))
+        return NicRegistration(ports, left_out, bounced=_why_bounced(bounced))
     for decision in dict.fromkeys(each.decision for each in exported):
         level = logging.WARNING if decision.refused else logging.INFO
         _log.log(level, "exported device=cuda:%d by=%s", pool.gpu, decision)
-    return Loan(ports, left_out, exported)
+    return NicRegistration(ports, left_out, exported)
 
 
 def _without_driver(
     gpu: int, ways: Sequence[Way], config: WorkerConfig, why: TransportUnavailable, root: Path
-) -> Loan:
+) -> NicRegistration:
     """Nothing can be registered, nor is it known which NICs are near: those near host memory may serve the bounce."""
     if Way.BOUNCE not in ways:
         _log.warning("NICs are not given the pool device=cuda:%d error=%s", gpu, why)
-        return Loan(refused=str(why))
-    return Loan(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
+        return NicRegistration(refused=str(why))
+    return NicRegistration(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
 
 
-def _lend_all(
+def _export_all(
     driver: Driver,
     ranges: Sequence[tuple[int, int]],
     ways: Sequence[Way],

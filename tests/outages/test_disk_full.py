@@ -30,6 +30,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+class Disk:
+    """The file system under etcd, which `fill` fills until etcd ends and `heal` empties again."""
+
+    def __init__(self, root: Path, etcd: EtcdCluster) -> None:
+        self._ballast, self._etcd = root / "ballast", etcd
+
+    def fill(self) -> None:
+        with contextlib.suppress(OSError), self._ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        (pid,) = self._etcd.pids
+        with contextlib.suppress(subprocess.CalledProcessError):
+            while not ended(pid):
+                self._etcd.control("put", "more", "x" * 100_000)
+        eventually(lambda: ended(pid))
+
+    def heal(self) -> None:
+        self._etcd.kill(0)
+        self._ballast.unlink()
+        self._etcd.start(0)
+        self._etcd.wait()
+
+
 def test_it_is_refused_and_heals(small_disk: Path, tmp_path: Path) -> None:
     need_etcd()
     need_etcdctl()
@@ -48,25 +71,8 @@ def test_it_is_refused_and_heals(small_disk: Path, tmp_path: Path) -> None:
         load = LoadProcess(logs, addresses, ticket_secret(token), KVLINK_TOKEN_FILE=str(token))
         programs.append(load)
         scene = Scene(logs, programs[:-1], load, secrets_of(token))
-        ballast = small_disk / "ballast"
-
-        def fill() -> None:
-            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while file.write(bytes(1 << 16)):
-                    pass
-            (pid,) = etcd.pids
-            with contextlib.suppress(subprocess.CalledProcessError):
-                while not ended(pid):
-                    etcd.control("put", "more", "x" * 100_000)
-            eventually(lambda: ended(pid))
-
-        def heal() -> None:
-            etcd.kill(0)
-            ballast.unlink()
-            etcd.start(0)
-            etcd.wait()
-
-        seen = scene.disturb(fill, heal, 8.0)
+        disk = Disk(small_disk, etcd)
+        seen = scene.disturb(disk.fill, disk.heal, 8.0)
         assert set(seen.totals.refused) <= {"CoordinatorUnavailable"}
         assert seen.within(20.0)
         assert load.finish().lost == []

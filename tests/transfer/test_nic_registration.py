@@ -18,7 +18,7 @@ from kvlink.config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import Gpu, Kind, Ordering
 from kvlink.layout import Geometry, Order, Regions, dense
-from kvlink.transfer.nic_registration import Loan, lend_to_nics
+from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
 from kvlink.transfer.pool import BlockPool, Region
 
 LAYOUT = dense(
@@ -53,8 +53,10 @@ def cuda(gpu: Gpu, kind: Kind = Kind.CUDA_MALLOC) -> FakeCuda:
     return FakeCuda(gpu, at(BASE, 4 << 20, kind))
 
 
-def export(driver: FakeCuda, root: Path, config: WorkerConfig = CONFIG, nic_says: str = "") -> Loan:
-    return lend_to_nics(
+def export(
+    driver: FakeCuda, root: Path, config: WorkerConfig = CONFIG, nic_says: str = ""
+) -> NicRegistration:
+    return register_with_nics(
         gpu_pool(), config, make_driver=lambda: driver, nic_refuses_dma_buf=nic_says, root=root
     )
 
@@ -68,12 +70,12 @@ def test_host_memory_needs_no_driver(root: Path) -> None:
         raise AssertionError("host memory is no matter of CUDA")
 
     pool = BlockPool.allocate(LAYOUT)
-    loan = lend_to_nics(pool, CONFIG, make_driver=no_driver, root=root)
-    assert list(loan.ports) == [(f"mlx5_{number}:1", 100_000) for number in range(8)]
-    assert [nic.device for nic in loan.left_out] == ["mlx5_8"]
-    assert (loan.refused, loan.flush, loan.by_dma_buf) == ("", None, False)
+    registration = register_with_nics(pool, CONFIG, make_driver=no_driver, root=root)
+    assert list(registration.ports) == [(f"mlx5_{number}:1", 100_000) for number in range(8)]
+    assert [nic.device for nic in registration.left_out] == ["mlx5_8"]
+    assert (registration.refused, registration.flush, registration.by_dma_buf) == ("", None, False)
     engine = core()
-    with loan.added(engine, pool):
+    with registration.added(engine, pool):
         engine.start()
     ((_, _, keys, _, refused, bounces),) = engine.access()
     engine.close()
@@ -98,31 +100,35 @@ def test_nothing_is_leased_before_the_start() -> None:
 def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     driver = cuda(gpu)
-    loan = export(driver, root)
-    assert list(loan.ports) == [("mlx5_0:1", 400_000)]
-    assert len(loan.left_out) == 8
-    assert "is SYS from the GPU" in next(str(nic) for nic in loan.left_out if nic.device == "mlx5_4")
-    assert loan.refused == ""
-    assert loan.by_dma_buf
-    assert [each.offset for each in loan.exported] == [0, 64]
+    registration = export(driver, root)
+    assert list(registration.ports) == [("mlx5_0:1", 400_000)]
+    assert len(registration.left_out) == 8
+    assert "is SYS from the GPU" in next(str(nic) for nic in registration.left_out if nic.device == "mlx5_4")
+    assert registration.refused == ""
+    assert registration.by_dma_buf
+    assert [each.offset for each in registration.exported] == [0, 64]
     assert [address for address, _, _ in driver.exported] == [BASE, SECOND - 64]
-    fds = [each.fd for each in loan.exported]
+    fds = [each.fd for each in registration.exported]
     engine = core()
-    with loan.added(engine, gpu_pool()):
+    with registration.added(engine, gpu_pool()):
         assert all(os.fstat(fd) for fd in fds)
         engine.start()
     ((_, _, keys, _, refused, _),) = engine.access()
     engine.close()
     assert (keys, refused.partition(",")[0]) == ([], "tcp reaches host memory")
-    assert [each.fd for each in loan.exported] == [-1, -1]
+    assert [each.fd for each in registration.exported] == [-1, -1]
     del engine
     assert not opened_since(before)
 
 
 def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
-    loan = export(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
-    assert (list(loan.ports), loan.left_out, loan.refused) == ([("mlx5_4:1", 100_000)], (), "")
-    for each in loan.exported:
+    registration = export(cuda(gpu), root, WorkerConfig(nics="mlx5_4:1"))
+    assert (list(registration.ports), registration.left_out, registration.refused) == (
+        [("mlx5_4:1", 100_000)],
+        (),
+        "",
+    )
+    for each in registration.exported:
         each.close()
     with pytest.raises(ConfigError, match="names mlx5_77"):
         export(cuda(gpu), root, WorkerConfig(nics="mlx5_77"))
@@ -130,10 +136,10 @@ def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
 
 def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu) -> None:
     (root / "sys/module/nvidia_peermem").mkdir(parents=True)
-    loan = export(cuda(gpu), root, nic_says="mlx5_0:1 cannot register: Operation not supported")
-    assert [each.decision.way for each in loan.exported] == [Way.PEERMEM] * 2
-    assert not loan.by_dma_buf
-    assert "Operation not supported" in str(loan.lent[0].decision)
+    registration = export(cuda(gpu), root, nic_says="mlx5_0:1 cannot register: Operation not supported")
+    assert [each.decision.way for each in registration.exported] == [Way.PEERMEM] * 2
+    assert not registration.by_dma_buf
+    assert "Operation not supported" in str(registration.exported[0].decision)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +151,18 @@ def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu)
 )  # fmt: skip
 def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, says: list[str]) -> None:
     before = descriptors()
-    loan = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
-    assert (loan.exported, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
-    assert all(part in loan.bounced for part in says), loan.bounced
-    assert loan.refused == ""
+    registration = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
+    assert (registration.exported, registration.flush, list(registration.ports)) == (
+        (),
+        None,
+        [("mlx5_0:1", 400_000)],
+    )
+    assert all(part in registration.bounced for part in says), registration.bounced
+    assert registration.refused == ""
     assert not opened_since(before)
     engine = core()
-    engine.bounce("tcp", loan.bounced)
-    with loan.added(engine, gpu_pool()):
+    engine.bounce("tcp", registration.bounced)
+    with registration.added(engine, gpu_pool()):
         engine.start()
     ((_, _, keys, _, refused, bounces),) = engine.access()
     engine.close()
@@ -164,12 +174,16 @@ def test_what_may_not_be_staged_is_refused_loudly(
     root: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = descriptors()
-    loan = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
-    assert (loan.exported, loan.flush, list(loan.ports)) == ((), None, [("mlx5_0:1", 400_000)])
-    for part in ("cannot be lent", "exports no dma-buf", "nvidia-peermem is not loaded"):
-        assert part in loan.refused
-    assert loan.refused in caplog.text
-    assert loan.bounced == ""
+    registration = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect="dma-buf,peermem"))
+    assert (registration.exported, registration.flush, list(registration.ports)) == (
+        (),
+        None,
+        [("mlx5_0:1", 400_000)],
+    )
+    for part in ("cannot be exported", "exports no dma-buf", "nvidia-peermem is not loaded"):
+        assert part in registration.refused
+    assert registration.refused in caplog.text
+    assert registration.bounced == ""
     assert not opened_since(before)
 
 
@@ -177,31 +191,35 @@ def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gp
     before = descriptors()
     first, second = at(BASE, SIZE), at(SECOND, SIZE, Kind.ASYNC)
     driver = FakeCuda(gpu, first, second)
-    loan = export(driver, root)
+    registration = export(driver, root)
     assert len(driver.exported) == 1
-    assert "cudaMallocAsync cannot be registered" in loan.bounced
-    assert loan.exported == ()
+    assert "cudaMallocAsync cannot be registered" in registration.bounced
+    assert registration.exported == ()
     assert not opened_since(before)
 
 
 def test_no_nic_is_better_than_a_far_one(tmp_path: Path) -> None:
     found = machines.cloud_vm(tmp_path).discover()
-    loan = export(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
-    assert list(loan.ports) == []
-    assert "no NIC serves GPU" in loan.refused
-    assert "set KVLINK_NICS=mlx5_1:1" in loan.refused
+    registration = export(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
+    assert list(registration.ports) == []
+    assert "no NIC serves GPU" in registration.refused
+    assert "set KVLINK_NICS=mlx5_1:1" in registration.refused
 
 
 def test_without_cuda_python_it_says_so(root: Path) -> None:
     def absent() -> FakeCuda:
         raise TransportUnavailable("cuda-python is not installed", "pip install cuda-bindings")
 
-    loan = lend_to_nics(gpu_pool(), CONFIG, make_driver=absent, root=root)
-    assert loan.bounced.endswith("this GPU memory: cuda-python is not installed. pip install cuda-bindings")
-    assert (loan.refused, len(loan.ports)) == ("", 8)
-    loan = lend_to_nics(gpu_pool(), WorkerConfig(gpudirect="dma-buf"), make_driver=absent, root=root)
-    assert loan.refused == "cuda-python is not installed. pip install cuda-bindings"
-    assert (loan.bounced, loan.ports) == ("", ())
+    registration = register_with_nics(gpu_pool(), CONFIG, make_driver=absent, root=root)
+    assert registration.bounced.endswith(
+        "this GPU memory: cuda-python is not installed. pip install cuda-bindings"
+    )
+    assert (registration.refused, len(registration.ports)) == ("", 8)
+    registration = register_with_nics(
+        gpu_pool(), WorkerConfig(gpudirect="dma-buf"), make_driver=absent, root=root
+    )
+    assert registration.refused == "cuda-python is not installed. pip install cuda-bindings"
+    assert (registration.bounced, registration.ports) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -217,12 +235,12 @@ def test_landed_bytes_are_flushed_when_the_gpu_says_so(
     root: Path, gpu: Gpu, ordering: Ordering, offered: bool, flushes: bool
 ) -> None:
     driver = cuda(replace(gpu, ordering=ordering, flush_from_host=offered))
-    loan = export(driver, root)
-    for each in loan.exported:
+    registration = export(driver, root)
+    for each in registration.exported:
         each.close()
-    assert (loan.flush is not None) == flushes
-    if loan.flush:
-        loan.flush()
+    assert (registration.flush is not None) == flushes
+    if registration.flush:
+        registration.flush()
     assert driver.flushed == [Ordering.OWNER] * flushes
 
 
@@ -230,18 +248,20 @@ def test_the_staging_buffer_is_lent_as_the_pool_is(root: Path, gpu: Gpu) -> None
     """The engine is given it behind the pool's regions; without NICs that reach it, only when it always stages."""
     memory = SimpleNamespace(address=BASE + (2 << 20), bytes=1 << 20)
     driver = cuda(gpu)
-    loan = lend_to_nics(gpu_pool(), CONFIG, staging=memory, make_driver=lambda: driver, root=root)  # type: ignore[arg-type]
-    assert [each.decision.way for each in loan.exported] == [Way.DMA_BUF] * 3
+    registration = register_with_nics(
+        gpu_pool(), CONFIG, staging=memory, make_driver=lambda: driver, root=root
+    )  # type: ignore[arg-type]
+    assert [each.decision.way for each in registration.exported] == [Way.DMA_BUF] * 3
     given: list[object] = []
     engine = SimpleNamespace(
         add_foreign_region=lambda *region, **_: given.append(region[0]),
         stage=lambda staging, always, fd, offset: given.append((staging, always, fd >= 0, offset)),
     )
-    with loan.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
+    with registration.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
         assert given == [BASE, SECOND, (memory, False, True, 0)]
     for always in (False, True):
         given.clear()
-        with Loan().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
+        with NicRegistration().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
             assert given == [BASE, SECOND] + [(memory, True, False, 0)] * always
 
 
