@@ -13,17 +13,19 @@ constexpr int64_t kMendNs = 10'000'000'000;
 
 }  // namespace
 
-Connection::Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing,
-                       uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
+Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<Crossover> policy, uint64_t inline_bytes,
+                       std::shared_ptr<ScratchPool> scratch,
                        std::vector<std::shared_ptr<ProgressThread>> threads, std::shared_ptr<Tally> tally)
     : inline_bytes_(inline_bytes),
-      missing_(missing),
+      policy_(std::move(policy)),
       scratch_(std::move(scratch)),
       tally_(std::move(tally)),
       threads_(std::move(threads)) {
-  for (auto& endpoint : endpoints) {
-    lanes_.push_back(std::make_shared<Lane>(std::move(endpoint), static_cast<uint32_t>(lanes_.size())));
+  for (LaneEnd& lane : lanes) {
+    const auto index = static_cast<uint32_t>(lanes_.size());
+    if (lane.endpoint) lanes_.push_back(std::make_shared<Lane>(std::move(lane), index));
   }
+  missing_ = lanes.size() - lanes_.size();
 }
 
 std::vector<std::string> Connection::hellos() const {
@@ -49,7 +51,7 @@ struct Connection::Probe {
 
 void Connection::Probe::poll(uint64_t epoch) {
   std::vector<Completion> ended;
-  const PollResult result = lane->endpoint().poll(ended);
+  const PollResult result = lane->endpoint().poll(now_ns(), false, ended);
   if (ended.empty() && result.status.ok()) return;
   pending = false;
   status = !result.status.ok() ? result.status : ended.front().status;
@@ -116,9 +118,10 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   if (alive.empty()) return why;
   lanes_ = std::move(alive);
   if (missing_ > 0) mend_at_ns_ = now_ns() + kMendNs;
-  copies_ = lanes_.front()->copies_in_poll();
-  launches_ = lanes_.front()->endpoint().launches();
-  stripe_bytes_ = lanes_.front()->endpoint().window().stripe_bytes;
+  const Traits& traits = lanes_.front()->traits();
+  copies_ = traits.cpu_copies;
+  launches_ = traits.device_driven;
+  stripe_bytes_ = traits.window.stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
   crew_ = crew();
   established_ = true;
@@ -133,8 +136,7 @@ std::shared_ptr<const Crew> Connection::crew() const {
   const auto help = [first = std::weak_ptr(lanes_.front())](const Transfer& transfer, int64_t until_ns) {
     if (const std::shared_ptr<Lane> lane = first.lock()) lane->help(transfer, until_ns);
   };
-  const Endpoint& endpoint = lanes_.front()->endpoint();
-  return std::make_shared<const Crew>(wake, help, endpoint.crossover(), endpoint.takes_repeats());
+  return std::make_shared<const Crew>(wake, help, policy_, lanes_.front()->traits().supports_repeats);
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
@@ -253,7 +255,7 @@ std::string Connection::why_broken() const {
 
 std::vector<std::string> Connection::paths() const {
   std::vector<std::string> paths;
-  for (const auto& lane : lanes_) paths.push_back(lane->endpoint().path());
+  for (const auto& lane : lanes_) paths.push_back(lane->endpoint().traits().path);
   return paths;
 }
 

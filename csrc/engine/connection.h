@@ -24,9 +24,9 @@ class Connection {
   static constexpr int64_t kInlineBudgetNs = 300'000;
 
   /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
-  /// `missing` of the lanes that there should be could not be opened. Every pull is added to `tally` when it
-  /// ends.
-  Connection(std::vector<std::unique_ptr<Endpoint>> endpoints, size_t missing, uint64_t inline_bytes,
+  /// Lanes without an endpoint could not be opened and are missing. `policy` decides which reads are staged;
+  /// null: none can be. Every pull is added to `tally` when it ends.
+  Connection(std::vector<LaneEnd> lanes, std::shared_ptr<Crossover> policy, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
              std::shared_ptr<Tally> tally);
   ~Connection() { close(); }
@@ -60,7 +60,7 @@ class Connection {
   /// Transfers queued or under way, one that uses several lanes as often.
   uint32_t pending() const;
   std::string why_broken() const;
-  /// Endpoint::path of each lane.
+  /// Traits::path of each lane.
   std::vector<std::string> paths() const;
   /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
   void close();
@@ -78,9 +78,10 @@ class Connection {
   const ProcessMark process_;
   const uint64_t inline_bytes_;
   uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
-  size_t missing_;                  // lanes that should be there
+  size_t missing_ = 0;              // lanes that should be there
   int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
   bool copies_ = false, launches_ = false;
+  std::shared_ptr<Crossover> policy_;
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<Tally> tally_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;

@@ -24,6 +24,11 @@ constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 constexpr char kStarting[] = "cannot start this worker";
 
+/// Whether readers say in the lease slot which connection reads, so that it can be cut off.
+bool announces(const Transport& transport) {
+  return transport.capabilities().can_fence && !transport.capabilities().guards;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
@@ -102,18 +107,21 @@ Status Engine::lend_leases(Row& row) {
 Status Engine::lend_all(Row& row) {
   const Status lent = lend_pool(row);
   if (!lent.ok() && !lands_unlent(row)) return lent;
-  if (Status status = row.transport->register_scratch(scratch_->memory().range()); !status.ok())
-    return status;
-  if (row.stages) {
-    const Status staged = row.transport->register_scratch(staging_.memory);
-    if (!staged.ok()) staging_refused_ = row.name + ": " + staged.sentence();
+  const auto scratch = row.transport->register_memory(scratch_->memory().range(), Access::kLocal);
+  if (!scratch.ok()) return scratch.status();
+  if (row.staging) {
+    const auto staged = row.transport->register_memory(staging_.memory, Access::kLocal);
+    if (!staged.ok()) {
+      staging_refused_ = row.name + ": " + staged.status().sentence();
+      row.staging.reset();
+    }
   }
   return lent.ok() ? lend_leases(row) : lent;
 }
 
 /// Whether reads of a transport that cannot lend the pool may still land in it.
 bool Engine::lands_unlent(const Row& row) const {
-  return row.access.bounces || !row.transport->lands_in_registered_only();
+  return row.access.bounces || !row.transport->capabilities().needs_registered_target;
 }
 
 Status Engine::start() {
@@ -159,7 +167,7 @@ Status Engine::register_all() {
   for (Row& row : rows_) {
     if (!row.transport) continue;
     row.ports = row.transport->ports();
-    announces_ |= row.transport->can_fence() && !row.transport->guards();
+    announces_ |= announces(*row.transport);
   }
   return {};
 }
@@ -172,7 +180,7 @@ Status Engine::open_descriptors() {
   wake_fd_ = std::move(*wake);
   bool watched = sys::watch(epoll_fd_.get(), wake_fd_.get(), EPOLLIN, UINT64_MAX);
   for (size_t index = 0; watched && index < rows_.size(); ++index) {
-    const int fd = rows_[index].transport ? rows_[index].transport->serve_fd() : -1;
+    const int fd = rows_[index].transport ? rows_[index].transport->capabilities().serve_fd : -1;
     if (fd >= 0) watched = sys::watch(epoll_fd_.get(), fd, EPOLLIN, index);
   }
   return watched ? Status{} : sys::failed(Code::kConfig, kStarting, "epoll_ctl", errno);
@@ -216,8 +224,7 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
-  const bool announces = row->transport->can_fence() && !row->transport->guards();
-  Accepted accepted{announces ? id : 0, {}};
+  Accepted accepted{announces(*row->transport) ? id : 0, {}};
   Status why;
   for (const std::string& hello : hellos) {
     const Result<std::string> reply = row->transport->accept({id, caller}, hello);
@@ -244,25 +251,41 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
                                                  std::shared_ptr<Tally> tally) {
   Row* row = find(transport);
   if (!row || closing_) return absent(transport);
-  uint32_t lanes = options_.num_lanes ? options_.num_lanes : row->transport->lanes_to(address);
-  if (lanes == 0) lanes = find_transport(transport)->default_lanes;
-  std::vector<std::unique_ptr<Endpoint>> endpoints;
-  Status why;
-  for (uint32_t lane = 0; lane < lanes; ++lane) {
-    Result<std::unique_ptr<Endpoint>> endpoint = row->transport->open(address, lane);
-    endpoint.ok() ? endpoints.push_back(std::move(*endpoint)) : static_cast<void>(why = endpoint.status());
-  }
-  if (endpoints.empty()) return why;
-  const size_t missing = lanes - endpoints.size();
+  Result<std::vector<LaneEnd>> lanes = open_lanes_of(*row, address, options_.num_lanes);
+  if (!lanes.ok()) return lanes.status();
   const std::shared_ptr<Connection> connection(
-      new Connection(std::move(endpoints), missing, options_.inline_bytes, scratch_, progress_,
-                     std::move(tally)),
+      new Connection(std::move(*lanes), row->staging ? row->staging->make_policy() : nullptr,
+                     options_.inline_bytes, scratch_, progress_, std::move(tally)),
       DeleteOwn());
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });
   connections_.push_back(connection);
   return connection;
+}
+
+/// At least one has an endpoint.
+Result<std::vector<LaneEnd>> Engine::open_lanes_of(const Row& row, const std::string& address,
+                                                   uint32_t num_lanes) {
+  Result<Endpoints> endpoints = row.transport->open(address, num_lanes);
+  if (!endpoints.ok()) return endpoints.status();
+  std::vector<LaneEnd> lanes(endpoints->size());
+  Status why;
+  bool any = false;
+  for (size_t lane = 0; lane < lanes.size(); ++lane) {
+    std::unique_ptr<Endpoint>& endpoint = (*endpoints)[lane];
+    if (endpoint && row.staging) {
+      auto wrapped = row.staging->wrap(std::move(endpoint));
+      if (!wrapped.ok()) why = wrapped.status();
+      if (wrapped.ok()) {
+        lanes[lane].staging = wrapped->get();
+        endpoint = std::move(*wrapped);
+      }
+    }
+    any |= endpoint != nullptr;
+    lanes[lane].endpoint = std::move(endpoint);
+  }
+  return any ? Result<std::vector<LaneEnd>>(std::move(lanes)) : why;
 }
 
 Status Engine::check_serving() const {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -113,7 +114,7 @@ class Engine {
     std::vector<std::unique_ptr<MemoryRegion>> regions;
     TransportAccess access;
     std::string bounce_why = {};  // it reaches devices and yet not the pool
-    bool stages = false;
+    std::optional<DeviceStaging> staging = {};
     std::vector<PortState> ports = {};
   };
 
@@ -127,6 +128,8 @@ class Engine {
   void open_detours();
   Status land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared);
   void land_in_staging(Row& row, std::shared_ptr<Landing>& shared);
+  static Result<std::vector<LaneEnd>> open_lanes_of(const Row& row, const std::string& address,
+                                                    uint32_t num_lanes);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool lands_unlent(const Row& row) const;

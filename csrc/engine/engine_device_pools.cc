@@ -33,7 +33,7 @@ void Engine::open_detours() {
   std::shared_ptr<Landing> staging;
   for (Row& row : rows_) {
     if (!row.transport) continue;
-    if (row.transport->reaches_devices() && row.bounce_why.empty()) {
+    if (row.transport->capabilities().reaches_device_memory && row.bounce_why.empty()) {
       if (staging_.memory.base) land_in_staging(row, staging);
       continue;
     }
@@ -73,8 +73,8 @@ void Engine::land_in_staging(Row& row, std::shared_ptr<Landing>& shared) {
     shared = std::move(*made);
   }
   const std::string plain = row.name.substr(row.name.find('+') + 1);
-  row.transport = stage_wrap(std::move(row.transport), shared, plain, staging_.always);
-  row.stages = true;
+  // Registered behind the pool and the scratch memory, so that these keep their numbers.
+  row.staging.emplace(shared, plain, staging_.always, static_cast<uint32_t>(pool_.size() + 1));
 }
 
 }  // namespace kvlink

@@ -33,7 +33,8 @@ void Engine::sweep() {
 /// leases too: somebody may read under one again.
 void Engine::cut_off_readers(const Swept& swept) {
   for (const Row& row : rows_) {
-    if (!swept.ended.empty() && row.transport && row.transport->guards()) row.transport->enforce_guards();
+    if (!swept.ended.empty() && row.transport && row.transport->capabilities().guards)
+      row.transport->fence(0);
   }
   for (const uint64_t reader : swept.to_fence) fence(reader);
 }

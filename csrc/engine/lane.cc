@@ -33,8 +33,8 @@ void sleep_on(int fd, int64_t ns) {
 
 }  // namespace
 
-Lane::Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index)
-    : index_(index), endpoint_(std::move(endpoint)) {}
+Lane::Lane(LaneEnd end, uint32_t index)
+    : index_(index), endpoint_(std::move(end.endpoint)), staging_(end.staging) {}
 
 void Lane::ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
                  std::shared_ptr<LaneDriver> driver) {
@@ -42,10 +42,7 @@ void Lane::ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
   driver_ = std::move(driver);
   leases_ = leases;
   readers_ = std::move(readers);
-  window_ = endpoint_->window();
-  ordered_ = endpoint_->ordered();
-  order_stalls_ = endpoint_->order_stalls();
-  wake_fd_ = endpoint_->wake_fd();
+  traits_ = endpoint_->traits();
 }
 
 void Lane::submit(std::shared_ptr<Transfer> transfer) {
@@ -75,7 +72,7 @@ Lane::Driven Lane::drive() {
 void Lane::check_idle(bool wait) {
   const Hold hold = wait ? Hold(*this) : Hold(*this, std::try_to_lock);
   if (!hold || broken() || num_posted_ > 0) return;
-  poll();
+  poll(now_ns());
 }
 
 bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns) {
@@ -92,7 +89,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
     const Driven driven = drive_locked(now, false);
     if (driven.progressed) {
       last_progress = now;
-    } else if (budget_ns > 0 && !endpoint_->copies_in_poll()) {
+    } else if (budget_ns > 0 && !traits_.cpu_copies) {
       await_bytes(now - last_progress, budget_ns - (now - start));
     }
   }
@@ -104,7 +101,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
 bool Lane::help(const Transfer& transfer, int64_t until_ns) {
   bool helped = false;
   int64_t now = now_ns();
-  const int64_t looks_until = endpoint_->launches() ? now + kLaunchSpinNs : now;
+  const int64_t looks_until = traits_.device_driven ? now + kLaunchSpinNs : now;
   for (; !transfer.done() && now < until_ns && !broken(); now = now_ns()) {
     std::unique_lock lock(mutex_, std::try_to_lock);
     const bool progressed = lock && drive_locked(now, true).progressed;
@@ -124,13 +121,13 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
   Driven driven;
   drop_stopped(now);
   if (!broken()) driven.progressed = post_steps(now);
-  const bool asks = !broken() && !queue_.empty() && endpoint_->stand_by(now);
-  if (!broken() && (asks || num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
-    driven.progressed |= poll();
+  const bool checks = now >= next_check_ns_ && !queue_.empty();
+  if (!broken() && (checks || num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
+    driven.progressed |= poll(now);
   }
   driven.active = !queue_.empty();
   driven.wake_at_ns = give_up_ns_;
-  if (driven.active && !broken()) driven.wake_at_ns = std::min(give_up_ns_, endpoint_->look_at_ns());
+  if (driven.active && !broken()) driven.wake_at_ns = std::min(give_up_ns_, next_check_ns_);
   for (const auto& transfer : queue_) {
     if (!transfer->stopping()) driven.wake_at_ns = std::min(driven.wake_at_ns, transfer->deadline_ns());
     const int64_t peek_at = transfer->peek_at_ns();
@@ -149,7 +146,7 @@ void Lane::take_inbox() {
 void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
   if (spin_credit_ >= 0 && waited_ns < kInlineSpinNs) return;
   spin_credit_ = spin_credit_ < 0 ? spin_credit_ + 1 : -kWaitsWithoutSpin;
-  if (endpoint_->arm()) sleep_on(wake_fd_, left_ns);
+  if (endpoint_->arm()) sleep_on(traits_.wake_fd, left_ns);
 }
 
 /// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
@@ -213,7 +210,7 @@ bool Lane::is_silent(int64_t now) const {
 }
 
 /// What came while this process did not look is not silence.
-bool Lane::hears_at_last(int64_t now) { return poll() || !is_silent(now); }
+bool Lane::hears_at_last(int64_t now) { return poll(now) || !is_silent(now); }
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;
@@ -222,9 +219,9 @@ bool Lane::post_steps(int64_t now) {
   while (without_work < queue_.size()) {
     const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
     // The slot read and the settle are not data: they never wait for room in the window.
-    const bool full = num_posted_ >= window_.depth || bytes_under_way_ >= window_.bytes;
-    const Window room = full ? Window{0, 0, 0} : window_;
-    const bool ordered = ordered_ && (!order_stalls_ || queue_.size() == 1);
+    const bool full = num_posted_ >= traits_.window.depth || bytes_under_way_ >= traits_.window.bytes;
+    const Window room = full ? Window{0, 0, 0} : traits_.window;
+    const bool ordered = traits_.ordered && (!traits_.ordering_needs_fence || queue_.size() == 1);
     const Step step = transfer->next(room, ordered, index_, now);
     if (step.kind == Step::Kind::kNone) {
       ++without_work;
@@ -240,7 +237,7 @@ bool Lane::post_steps(int64_t now) {
     }
     // Over a network a settle is done with once it is posted: sending it by itself costs the caller several
     // microseconds, and losing it costs no more than the lease's time to live.
-    const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !endpoint_->copies_in_poll();
+    const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !traits_.cpu_copies;
     if (posted.ok() && !unawaited) continue;
     unawaited ? disown(token) : release(token);
     transfer->ended(step, posted, now);
@@ -257,14 +254,17 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
   if (readers_ && step.first_of_lane) {
     if (Status status = announce(*transfer); !status.ok()) return status;
   }
-  return endpoint_->post_read(token, transfer->chunk(step, leases_.slots));
+  const Chunk chunk = transfer->chunk(step, leases_.slots);
+  return transfer->staged() ? staging_->post_staged(token, chunk) : endpoint_->post_read(token, chunk);
 }
 
-bool Lane::poll() {
-  const PollResult result = endpoint_->poll(ended_);
-  const int64_t now = now_ns();
-  collect(now);
-  if (!result.status.ok()) break_down(result.status, now);
+bool Lane::poll(int64_t now) {
+  const bool waiting = !queue_.empty();
+  const PollResult result = endpoint_->poll(now, waiting, ended_);
+  next_check_ns_ = waiting ? result.next_check_ns : 0;
+  const int64_t polled = now_ns();
+  collect(polled);
+  if (!result.status.ok()) break_down(result.status, polled);
   return result.progressed;
 }
 
@@ -292,7 +292,8 @@ Result<int64_t> Lane::time_read(const Chunk& chunk) {
   const auto ended = [&] {
     return std::any_of(ended_.begin(), ended_.end(), [token](const auto& one) { return one.token == token; });
   };
-  while (status.ok() && !ended() && now_ns() - start < kRecallNs) status = endpoint_->poll(ended_).status;
+  while (status.ok() && !ended() && now_ns() - start < kRecallNs)
+    status = endpoint_->poll(now_ns(), false, ended_).status;
   const int64_t took = now_ns() - start;
   if (status.ok() && !ended()) status = Status::Timeout("a bare read took longer than 200 ms");
   if (!status.ok()) {

@@ -12,6 +12,7 @@
 #include "base/sync.h"
 #include "engine/announced_readers.h"
 #include "engine/transfer.h"
+#include "staging/staged_transport.h"
 #include "transport_api/transport.h"
 
 namespace kvlink {
@@ -23,6 +24,12 @@ class LaneDriver {
   virtual void wake() = 0;
   /// As wake(), but a driver that looks again within a millisecond anyhow may sleep on.
   virtual void wake_from_doze() = 0;
+};
+
+/// What a lane is made of.
+struct LaneEnd {
+  std::unique_ptr<Endpoint> endpoint;
+  StagingEndpoint* staging = nullptr;  // the same one, where reads may be staged
 };
 
 /// Of the owner, as the endpoint numbers them.
@@ -43,7 +50,7 @@ class Lane {
   };
   enum class Rest : uint8_t { kNone, kShort, kLong };
 
-  Lane(std::unique_ptr<Endpoint> endpoint, uint32_t index);
+  Lane(LaneEnd end, uint32_t index);
   ~Lane() { close("the connection was closed"); }
 
   /// REQUIRES establish() to have succeeded. Fixes what every later pull needs. `readers` is null where no
@@ -51,6 +58,7 @@ class Lane {
   void ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
              std::shared_ptr<LaneDriver> driver);
   Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
+  const Traits& traits() const { return traits_; }
 
   /// Queues a transfer and wakes the driver; any thread.
   void submit(std::shared_ptr<Transfer> transfer);
@@ -78,11 +86,9 @@ class Lane {
   Status why_broken() const { return broken() ? why_broken_ : Status{}; }
   uint32_t pending() const { return pending_.load(std::memory_order_acquire); }
   bool idle() const { return pending() == 0; }
-  bool copies_in_poll() const { return endpoint_->copies_in_poll(); }
-  /// The driver, before it sleeps on wake_fd(). kNone: drive() has something to do already. kShort: another
-  /// thread holds the lane, so wake_fd() may tell nothing.
+  /// The driver, before it sleeps on Traits::wake_fd. kNone: drive() has something to do already. kShort:
+  /// another thread holds the lane, so the descriptor may tell nothing.
   Rest arm();
-  int wake_fd() const { return wake_fd_; }
   void close(const std::string& why);
 
  private:
@@ -119,7 +125,7 @@ class Lane {
   Status announce(Transfer& transfer);
   void withdraw(Transfer& transfer);
   Status post_word(uint64_t offset, uint64_t value);
-  bool poll();  // true: something moved
+  bool poll(int64_t now);  // true: something moved
   void collect(int64_t now);
   void give_up(const Status& why);
   void break_down(const Status& why, int64_t now);
@@ -132,10 +138,8 @@ class Lane {
 
   const uint32_t index_;
   std::unique_ptr<Endpoint> endpoint_;
-  Window window_;
-  bool ordered_ = false;
-  bool order_stalls_ = false;
-  int wake_fd_ = -1;
+  StagingEndpoint* const staging_;
+  Traits traits_;  // constant from ready() on
   LeaseRegions leases_;
   std::shared_ptr<AnnouncedReaders> readers_;
   std::shared_ptr<LaneDriver> driver_;
@@ -156,6 +160,7 @@ class Lane {
   uint64_t bytes_under_way_ = 0;
   int64_t give_up_ns_ = INT64_MAX;  // when reads that cannot be called back end with the connection
   int64_t asked_ns_ = 0;            // when the owner was asked for what it has not answered since; 0: nothing
+  int64_t next_check_ns_ = 0;       // when to poll for the sake of a pull that waits
   int32_t spin_credit_ = 0;         // negative: so many waits go without spinning
   std::vector<Completion> ended_;
   Status why_broken_;  // constant once broken()

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a lane stores into the owner's peer words: announcements, withdrawals, settles.
+#include "base/clock.h"
 #include "engine/lane.h"
 
 namespace kvlink {
@@ -32,7 +33,7 @@ bool Lane::settle(uint32_t slot, uint64_t value) {
   const Hold hold(*this);
   if (broken()) return false;
   if (!post_word(settled_offset(slot), value).ok()) return false;
-  poll();
+  poll(now_ns());
   if (num_posted_ > num_awaited_) unsent_.store(true, std::memory_order_release);
   return !broken();
 }

@@ -82,8 +82,8 @@ void ProgressThread::run() {
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
       // What is not ours to drive is readable only to tell that its owner hung up.
-      const short events = lane->copies_in_poll() ? POLLIN : POLLRDHUP;
-      watched.push_back({lane->broken() ? -1 : lane->wake_fd(), events, 0});
+      const short events = lane->traits().cpu_copies ? POLLIN : POLLRDHUP;
+      watched.push_back({lane->broken() ? -1 : lane->traits().wake_fd, events, 0});
       if (lane->idle() && !lane->unsent()) continue;
       const Lane::Driven driven = lane->drive();
       if (lane->unsent()) last_unsent = now_ns();
@@ -91,7 +91,7 @@ void ProgressThread::run() {
       if (driven.held) continue;
       if (driven.active) watched.back().events = POLLIN;
       progressed |= driven.progressed && driven.active;
-      copying |= lane->copies_in_poll();
+      copying |= lane->traits().cpu_copies;
       wake_at = std::min(wake_at, driven.wake_at_ns);
     }
     const int64_t now = now_ns();
@@ -118,7 +118,7 @@ void ProgressThread::run() {
 Lane::Rest ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   Lane::Rest rest = Lane::Rest::kLong;
   for (const auto& lane : lanes) {
-    if ((lane->idle() && !lane->unsent()) || lane->copies_in_poll()) continue;
+    if ((lane->idle() && !lane->unsent()) || lane->traits().cpu_copies) continue;
     rest = std::min(rest, lane->arm());
     if (rest == Lane::Rest::kNone) break;
   }

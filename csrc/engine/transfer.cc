@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "lease/lease_table.h"
 #include "lease/stale.h"
+#include "memory/slot_ring.h"
 
 namespace kvlink {
 namespace {
@@ -67,11 +68,11 @@ void Transfer::count_plan() {
 }
 
 /// What is staged is looked at range by range.
-bool Transfer::folds() const { return crew_->takes_repeats && !crew_->crossover; }
+bool Transfer::folds() const { return crew_->supports_repeats && !crew_->policy; }
 
 void Transfer::choose_way() {
-  if (!crew_->crossover || plan_.ops.empty()) return;
-  choice_ = crew_->crossover->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
+  if (!crew_->policy || plan_.ops.empty()) return;
+  choice_ = crew_->policy->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
   stats_.staged |= choice_.staged;
   stats_.predicted.direct_us += choice_.predicted.direct_us;
   stats_.predicted.staged_us += choice_.predicted.staged_us;
@@ -159,7 +160,6 @@ Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
   return {std::span(plan_.ops).subspan(step.first_op, step.num_ops),
           plan_.segments.data(),
           plan_.repeats,
-          choice_.staged,
           {slot_offset(slot_), nonce_, lease_region}};
 }
 
@@ -208,7 +208,7 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
   }
   Step step{Step::Kind::kNone, next_op_};
   const bool staged = choice_.staged;
-  const uint32_t most_bytes = staged ? window.staged_bytes : window.chunk_bytes;
+  const uint32_t most_bytes = staged ? SlotRing::kSlotBytes : window.chunk_bytes;
   const uint32_t most_ops = staged ? UINT32_MAX : window.chunk_ops;
   const uint64_t times = 1 + plan_.repeats.size();
   uint64_t segments = 0;
@@ -341,8 +341,8 @@ void Transfer::finish(Status status, int64_t now) {
   if (stream_ == StreamUnit::kNone) count_plan();
   if (tally_) tally_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
-  if (crew_->crossover && result_.ok() && stream_ == StreamUnit::kNone) {
-    crew_->crossover->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
+  if (crew_->policy && result_.ok() && stream_ == StreamUnit::kNone) {
+    crew_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
   }
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);

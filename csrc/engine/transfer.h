@@ -74,8 +74,8 @@ struct Crew {
   std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
   /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
   std::function<void(const Transfer&, int64_t until_ns)> help;
-  std::shared_ptr<Crossover> crossover = nullptr;  // decides which reads are staged; null: none can be
-  bool takes_repeats = false;                      // see Endpoint
+  std::shared_ptr<Crossover> policy = nullptr;  // decides which reads are staged; null: none can be
+  bool supports_repeats = false;                // see Traits
 };
 
 class Transfer {
@@ -124,6 +124,8 @@ class Transfer {
   uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
 
   Chunk chunk(const Step& step, uint32_t lease_region) const;
+  /// Whether its reads go by way of the staging buffer.
+  bool staged() const { return choice_.staged; }
   uint32_t slot() const { return slot_; }
   uint64_t nonce() const { return nonce_; }
   uint64_t settle_nonce() const { return settle_nonce_; }

@@ -12,7 +12,9 @@ enum class Access : uint8_t {
   kRead,        // read it: block pools
   kReadWords,   // read it strictly in order behind what was posted before, word by word: lease slots
   kWriteWords,  // store whole aligned words: peer words
+  kLocal,       // nothing: only reads of this process land in it
 };
+/// The last that a remote key may have.
 inline constexpr uint32_t kLastAccess = static_cast<uint32_t>(Access::kWriteWords);
 
 /// Memory as its owner lends it: valid and unmoved from registration until the transport is closed.

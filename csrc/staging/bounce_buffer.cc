@@ -8,6 +8,46 @@ MemoryRange part_of(const HostMemory& memory, uint64_t offset, uint64_t bytes) {
   return {.base = memory.range().base + offset, .bytes = bytes};
 }
 
+class BounceTransport final : public WrappedTransport {
+ public:
+  BounceTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Bounce> bounce, uint32_t num_regions,
+                  const std::string& why_not)
+      : WrappedTransport(std::move(inner)),
+        bounce_(std::move(bounce)),
+        rules_{.num_out_of_reach = num_regions},
+        not_exported_(why_not.empty()
+                          ? Status::Unavailable("peers would have to reach into GPU memory by themselves",
+                                                "allow tcp, which sends from it (KVLINK_TRANSPORTS)")
+                          : Status::Unavailable(why_not, {})),
+        capabilities_(inner_->capabilities()) {
+    capabilities_.reaches_device_memory = true;
+  }
+  ~BounceTransport() override { inner_.reset(); }  // it registered the buffer's memory
+
+  const Capabilities& capabilities() const override { return capabilities_; }
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
+    if (!range.device) return inner_->register_memory(range, access);
+    if (!capabilities_.exports_through_bounce) return not_exported_;
+    return inner_->register_memory(range, access, bounce_);
+  }
+
+ protected:
+  Result<std::unique_ptr<Endpoint>> wrap(std::unique_ptr<Endpoint> inner) override {
+    auto wrapped = landing_endpoint(std::move(inner), bounce_->landing(), rules_, kSlotRegion);
+    if (!wrapped.ok()) return wrapped.status();
+    return std::unique_ptr<Endpoint>(std::move(*wrapped));
+  }
+
+ private:
+  static constexpr uint32_t kSlotRegion = 0;  // as `inner` numbers it: bounce_wrap() registers it first
+
+  const std::shared_ptr<Bounce> bounce_;
+  const LandingRules rules_;
+  const Status not_exported_;
+  Capabilities capabilities_;
+};
+
 }  // namespace
 
 Bounce::Bounce(const std::shared_ptr<HostMemory>& memory, std::shared_ptr<DeviceCopier> copier, uint64_t half)
@@ -33,12 +73,10 @@ Result<std::shared_ptr<Bounce>> Bounce::make(const std::byte* memory, uint64_t b
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
                                                const std::string& why_not) {
-  Status lends = inner->lend_through(bounce);
-  if (!lends.ok() && !why_not.empty()) lends = Status::Unavailable(why_not, {});
-  auto wrapped =
-      land_through(std::move(inner), bounce->landing(), {.num_out_of_reach = num_regions}, std::move(lends));
-  Status status = wrapped->register_scratch(bounce->landing()->memory());
-  return status.ok() ? Result<std::unique_ptr<Transport>>(std::move(wrapped)) : status;
+  const auto registered = inner->register_memory(bounce->landing()->memory(), Access::kLocal);
+  if (!registered.ok()) return registered.status();
+  return std::unique_ptr<Transport>(
+      std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, why_not));
 }
 
 }  // namespace kvlink

@@ -38,9 +38,9 @@ class Bounce {
 };
 
 /// Gives `inner` a way into device memory: its reads land in pinned memory and are copied from there. It
-/// lends such memory where Transport::lend_through() does; where not, peers are told `why_not`, or what it
-/// says when that is empty. REQUIRES that nothing was registered yet; the first `num_regions` that will be
-/// are the pool, in the memory of the device.
+/// exports such memory where Capabilities::exports_through_bounce says so; where not, peers are told
+/// `why_not`, or a general reason when that is empty. REQUIRES that nothing was registered yet; the first
+/// `num_regions` that will be are the pool, in the memory of the device.
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
                                                const std::string& why_not);

@@ -28,12 +28,18 @@ Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory,
   return std::make_shared<Landing>(memory, std::move(*copier));
 }
 
-std::unique_ptr<Transport> stage_wrap(std::unique_ptr<Transport> inner, std::shared_ptr<Landing> staging,
-                                      std::string_view transport, bool always) {
-  LandingCosts costs = transport == "cuda" ? kByGpu : kByNic;
-  costs.always = always;
-  const LandingRules rules{.gap_bytes = kGapBytes, .costs = std::make_shared<const LandingCosts>(costs)};
-  return land_through(std::move(inner), std::move(staging), rules, {});
+DeviceStaging::DeviceStaging(std::shared_ptr<Landing> staging, std::string_view transport, bool always,
+                             uint32_t slot_region)
+    : staging_(std::move(staging)), costs_(transport == "cuda" ? kByGpu : kByNic), slot_region_(slot_region) {
+  costs_.always = always;
+}
+
+Result<std::unique_ptr<StagingEndpoint>> DeviceStaging::wrap(std::unique_ptr<Endpoint> inner) const {
+  return landing_endpoint(std::move(inner), staging_, {.gap_bytes = kGapBytes}, slot_region_);
+}
+
+std::shared_ptr<Crossover> DeviceStaging::make_policy() const {
+  return std::make_shared<Crossover>(costs_, kGapBytes);
 }
 
 }  // namespace kvlink

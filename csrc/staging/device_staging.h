@@ -10,6 +10,7 @@
 
 #include "device/device_copier.h"
 #include "staging/staged_transport.h"
+#include "staging/staging_policy.h"
 #include "transport_api/transport.h"
 
 namespace kvlink {
@@ -22,8 +23,22 @@ struct StagingOptions {
 /// kConfig for less than a slot.
 Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory, const MakeDeviceCopier& make_copier);
 
-/// Gives `inner`, which reaches the pool's device, the other way into it. As land_through().
-std::unique_ptr<Transport> stage_wrap(std::unique_ptr<Transport> inner, std::shared_ptr<Landing> staging,
-                                      std::string_view transport, bool always);
+/// One transport's way over the staging buffer. Any thread.
+class DeviceStaging {
+ public:
+  /// `slot_region` is the buffer's, in the order in which the transport's memory is registered.
+  DeviceStaging(std::shared_ptr<Landing> staging, std::string_view transport, bool always,
+                uint32_t slot_region);
+
+  /// Gives an endpoint, which reaches the pool's device, the other way into it.
+  Result<std::unique_ptr<StagingEndpoint>> wrap(std::unique_ptr<Endpoint> inner) const;
+  /// Decides for one connection which reads go which way.
+  std::shared_ptr<Crossover> make_policy() const;
+
+ private:
+  std::shared_ptr<Landing> staging_;
+  LandingCosts costs_;
+  uint32_t slot_region_;
+};
 
 }  // namespace kvlink

@@ -19,31 +19,25 @@ constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep
 // half the time that a slot takes to copy, then less and less often.
 constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
 
-class LandingEndpoint final : public WrappedEndpoint {
+class LandingEndpoint final : public StagingEndpoint {
  public:
   LandingEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Landing> landing,
-                  std::unique_ptr<CopyQueue> queue, LandingRules rules, uint32_t slot_region)
-      : WrappedEndpoint(std::move(inner)),
+                  std::unique_ptr<CopyQueue> queue, const LandingRules& rules, uint32_t slot_region)
+      : StagingEndpoint(std::move(inner)),
         landing_(std::move(landing)),
         queue_(std::move(queue)),
-        rules_(std::move(rules)),
-        slot_region_(slot_region),
-        on_wire_(inner_->window().depth),
-        limits_{inner_->window().chunk_ops, landing_->copier().most_pieces(), rules_.gap_bytes} {}
+        rules_(rules),
+        slot_region_(slot_region) {}
   ~LandingEndpoint() override { close(); }
 
   Status establish(std::string_view reply, int64_t timeout_ns) override;
-  Window window() const override;
-  bool copies_in_poll() const override { return false; }  // the device does
-  std::shared_ptr<Crossover> crossover() const override {
-    return rules_.costs ? std::make_shared<Crossover>(*rules_.costs, rules_.gap_bytes) : nullptr;
-  }
+  const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override;
+  Status post_staged(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
-  PollResult poll(std::vector<Completion>& ended) override;
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  int wake_fd() const override { return look_.fd(); }
   bool arm() override;
   void close() override;
 
@@ -57,6 +51,7 @@ class LandingEndpoint final : public WrappedEndpoint {
     uint64_t copy = 0;  // its number, while copying
   };
 
+  Status add(uint64_t token, const Chunk& chunk, bool lands);
   bool ask_for_next();
   Status ask(Post& post, Part& part, uint64_t token);
   void arrived(Part& part, const Status& status);
@@ -70,8 +65,9 @@ class LandingEndpoint final : public WrappedEndpoint {
   const std::unique_ptr<CopyQueue> queue_;
   const LandingRules rules_;
   const uint32_t slot_region_;
-  const uint32_t on_wire_;   // at most so many slots
-  const PartLimits limits_;  // of a part
+  Traits traits_;
+  uint32_t on_wire_ = 0;  // at most so many slots
+  PartLimits limits_{};   // of a part
   LookAgain look_{kFirstLookNs, kLastLookNs, 8};
 
   Posts posts_;                               // in order
@@ -86,24 +82,33 @@ class LandingEndpoint final : public WrappedEndpoint {
 
 Status LandingEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
-  return look_.open(inner_->wake_fd());
-}
-
-Window LandingEndpoint::window() const {
-  Window window = inner_->window();
+  if (Status status = look_.open(inner_->traits().wake_fd); !status.ok()) return status;
+  traits_ = inner_->traits();
+  Window& window = traits_.window;
+  on_wire_ = window.depth;
+  limits_ = {window.chunk_ops, landing_->copier().most_pieces(), rules_.gap_bytes};
   if (rules_.num_out_of_reach > 0) window.chunk_bytes = std::min(window.chunk_bytes, SlotRing::kSlotBytes);
-  window.staged_bytes = SlotRing::kSlotBytes;
   window.depth += kCopiesAhead;
   if (window.bytes != UINT64_MAX) window.bytes += uint64_t{kCopiesAhead} * window.chunk_bytes;
-  return window;
+  traits_.supports_repeats = traits_.device_driven = false;
+  traits_.cpu_copies = false;  // the device copies
+  traits_.wake_fd = look_.fd();
+  return {};
 }
 
 Status LandingEndpoint::post_read(uint64_t token, const Chunk& chunk) {
-  if (chunk.ops.empty()) return Status::Config("a read asks for nothing");
-  const bool as_it_is = rules_.num_out_of_reach == 0 && !chunk.staged;
-  const Result<bool> lands = as_it_is ? false : lands_first(chunk, rules_.num_out_of_reach);
-  if (!lands.ok()) return lands.status();
-  posts_.push_back({.token = token, .chunk = chunk, .lands = *lands});
+  if (rules_.num_out_of_reach == 0 && !chunk.ops.empty()) return add(token, chunk, false);
+  const Result<bool> lands = lands_out_of_reach(chunk, rules_.num_out_of_reach);
+  return lands.ok() ? add(token, chunk, *lands) : lands.status();
+}
+
+Status LandingEndpoint::post_staged(uint64_t token, const Chunk& chunk) {
+  const Result<bool> in_reach = lands_out_of_reach(chunk, 0);
+  return in_reach.ok() ? add(token, chunk, true) : in_reach.status();
+}
+
+Status LandingEndpoint::add(uint64_t token, const Chunk& chunk, bool lands) {
+  posts_.push_back({.token = token, .chunk = chunk, .lands = lands});
   if (unasked_ == posts_.end()) --unasked_;
   return {};
 }
@@ -221,10 +226,10 @@ bool LandingEndpoint::retire(std::vector<Completion>& ended) {
   return any;
 }
 
-PollResult LandingEndpoint::poll(std::vector<Completion>& ended) {
+PollResult LandingEndpoint::poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) {
   while (ask_for_next()) {
   }
-  PollResult result = inner_->poll(inner_ended_);
+  PollResult result = inner_->poll(now_ns, waiting, inner_ended_);
   for (const Completion& completion : inner_ended_) arrived(*parts_[completion.token], completion.status);
   inner_ended_.clear();
   if (num_copying_ > 0) result.progressed |= finish_copies();
@@ -250,7 +255,7 @@ bool LandingEndpoint::cancel(uint64_t token) {
 
 bool LandingEndpoint::arm() {
   const bool can_ask = unasked_ != posts_.end() && !starved_ && num_on_wire_ < on_wire_;
-  if (can_ask || (inner_->copies_in_poll() && num_passed_on_ > 0) || !inner_->arm()) return false;
+  if (can_ask || (inner_->traits().cpu_copies && num_passed_on_ > 0) || !inner_->arm()) return false;
   look_.arm(num_copying_ > 0 || starved_);
   return true;
 }
@@ -268,13 +273,13 @@ void LandingEndpoint::close() {
 
 }  // namespace
 
-Result<std::unique_ptr<Endpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
-                                                   std::shared_ptr<Landing> landing,
-                                                   const LandingRules& rules, uint32_t slot_region) {
+Result<std::unique_ptr<StagingEndpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
+                                                          std::shared_ptr<Landing> landing,
+                                                          const LandingRules& rules, uint32_t slot_region) {
   Result<std::unique_ptr<CopyQueue>> queue = landing->copier().open_queue();
   if (!queue.ok()) return queue.status();
-  return std::unique_ptr<Endpoint>(std::make_unique<LandingEndpoint>(std::move(inner), std::move(landing),
-                                                                     std::move(*queue), rules, slot_region));
+  return std::unique_ptr<StagingEndpoint>(std::make_unique<LandingEndpoint>(
+      std::move(inner), std::move(landing), std::move(*queue), rules, slot_region));
 }
 
 }  // namespace kvlink

@@ -97,7 +97,8 @@ void LandingPost::pass_on(LandingPart& part, uint32_t num_out_of_reach) {
   }
 }
 
-Result<bool> lands_first(const Chunk& chunk, uint32_t num_out_of_reach) {
+Result<bool> lands_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach) {
+  if (chunk.ops.empty()) return Status::Config("a read asks for nothing");
   if (chunk.ops.front().num_segments == 0) return Status::Config("a read goes nowhere");
   const bool out_of_reach = chunk.segments[chunk.ops.front().first_segment].region < num_out_of_reach;
   for (const ReadOp& op : chunk.ops) {
@@ -112,7 +113,7 @@ Result<bool> lands_first(const Chunk& chunk, uint32_t num_out_of_reach) {
       return Status::Config("the segments of a read do not add up to its bytes");
     }
   }
-  return out_of_reach || chunk.staged;
+  return out_of_reach;
 }
 
 }  // namespace kvlink

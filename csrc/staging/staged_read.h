@@ -50,8 +50,8 @@ struct LandingPost {
   void advance(uint32_t bytes);
 };
 
-/// Whether it lands first. REQUIRES operations. Refuses chunks whose segments do not add up, or are out of
-/// reach in part.
-Result<bool> lands_first(const Chunk& chunk, uint32_t num_out_of_reach);
+/// Whether it lands out of reach. Refuses chunks without operations, whose segments do not add up, or are out
+/// of reach in part.
+Result<bool> lands_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach);
 
 }  // namespace kvlink

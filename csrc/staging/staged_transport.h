@@ -11,8 +11,7 @@
 
 #include "device/device_copier.h"
 #include "memory/slot_ring.h"
-#include "staging/staging_policy.h"
-#include "transport_api/transport.h"
+#include "transport_api/forwarding.h"
 
 namespace kvlink {
 
@@ -37,25 +36,24 @@ class Landing {
 
 struct LandingRules {
   /// So many local regions, the first, are not registered with the inner transport: all that is read into
-  /// them lands first. 0: all are, and what lands first is up to Chunk::staged.
+  /// them lands first. 0: all are, and only what post_staged() takes lands first.
   uint32_t num_out_of_reach = 0;
   /// What two ranges of the owner have between them, up to this, is read along: that takes less time than
   /// another operation.
   uint32_t gap_bytes = 0;
-  /// What the ways cost, where there is a choice.
-  std::shared_ptr<const LandingCosts> costs = nullptr;
 };
 
-/// The endpoints of `inner` get a way into the pool over `landing`. It lends the memory of devices when
-/// `lends` is ok, and refuses to with that when not. REQUIRES that nothing was registered yet, and that the
-/// landing memory will be, as scratch: first where regions are out of reach, else behind all others, so that
-/// the pool keeps its numbers and most reads go on as they are. Until then nothing lands there.
-std::unique_ptr<Transport> land_through(std::unique_ptr<Transport> inner, std::shared_ptr<Landing> landing,
-                                        const LandingRules& rules, Status lends);
+/// An endpoint with a way over landing memory.
+class StagingEndpoint : public WrappedEndpoint {
+ public:
+  using WrappedEndpoint::WrappedEndpoint;
+  /// As post_read(), by way of the landing memory.
+  virtual Status post_staged(uint64_t token, const Chunk& chunk) = 0;
+};
 
 /// `slot_region` is the landing memory's, as `inner` numbers it.
-Result<std::unique_ptr<Endpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
-                                                   std::shared_ptr<Landing> landing,
-                                                   const LandingRules& rules, uint32_t slot_region);
+Result<std::unique_ptr<StagingEndpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
+                                                          std::shared_ptr<Landing> landing,
+                                                          const LandingRules& rules, uint32_t slot_region);
 
 }  // namespace kvlink

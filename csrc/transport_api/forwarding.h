@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands in front of another transport: whatever it does not change passes through.
+// Wrappers in front of another endpoint or transport: what they do not change is passed on.
 #pragma once
 
 #include "transport_api/transport.h"
 
 namespace kvlink {
 
-/// Whether chunks may be staged or repeated, and whether posts are launches, is for each wrapper to say.
+/// traits() are each wrapper's own: whether chunks may be repeated, and whether posts are launches, depends
+/// on what it does with them.
 class WrappedEndpoint : public Endpoint {
  public:
   explicit WrappedEndpoint(std::unique_ptr<Endpoint> inner) : inner_(std::move(inner)) {}
@@ -18,13 +19,6 @@ class WrappedEndpoint : public Endpoint {
   Result<uint32_t> import_region(std::string_view remote_key) override {
     return inner_->import_region(remote_key);
   }
-  std::string path() const override { return inner_->path(); }
-  Window window() const override { return inner_->window(); }
-  bool ordered() const override { return inner_->ordered(); }
-  bool order_stalls() const override { return inner_->order_stalls(); }
-  bool stand_by(int64_t now_ns) override { return inner_->stand_by(now_ns); }
-  int64_t look_at_ns() const override { return inner_->look_at_ns(); }
-  bool copies_in_poll() const override { return inner_->copies_in_poll(); }
 
  protected:
   const std::unique_ptr<Endpoint> inner_;
@@ -35,29 +29,31 @@ class WrappedTransport : public Transport {
   explicit WrappedTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
 
   std::string address() const override { return inner_->address(); }
+  const Capabilities& capabilities() const override { return inner_->capabilities(); }
   std::vector<PortState> ports() const override { return inner_->ports(); }
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
-    return inner_->register_memory(range, access);
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>& through) override {
+    return inner_->register_memory(range, access, through);
   }
-  bool reaches_devices() const override { return inner_->reaches_devices(); }
-  bool lands_in_registered_only() const override { return inner_->lands_in_registered_only(); }
-  Status lend_through(std::shared_ptr<Bounce> bounce) override {
-    return inner_->lend_through(std::move(bounce));
+  /// The endpoints of `inner_`, each wrapped by wrap().
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+    Result<Endpoints> opened = inner_->open(owner_address, num_lanes);
+    if (!opened.ok()) return opened;
+    return open_lanes(static_cast<uint32_t>(opened->size()), [&](uint32_t lane) {
+      if (!(*opened)[lane]) return Result<std::unique_ptr<Endpoint>>(nullptr);
+      return wrap(std::move((*opened)[lane]));
+    });
   }
-  Status register_scratch(const MemoryRange& range) override { return inner_->register_scratch(range); }
-  uint32_t lanes_to(std::string_view owner_address) const override { return inner_->lanes_to(owner_address); }
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     return inner_->accept(reader, hello);
   }
-  bool guards() const override { return inner_->guards(); }
-  void enforce_guards() override { inner_->enforce_guards(); }
-  bool can_fence() const override { return inner_->can_fence(); }
   bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }
-  int serve_fd() const override { return inner_->serve_fd(); }
   void serve() override { inner_->serve(); }
   void close() override { inner_->close(); }
 
  protected:
+  virtual Result<std::unique_ptr<Endpoint>> wrap(std::unique_ptr<Endpoint> inner) = 0;
+
   std::unique_ptr<Transport> inner_;
 };
 

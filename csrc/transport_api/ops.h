@@ -46,9 +46,8 @@ struct Guard {
 struct Chunk {
   std::span<const ReadOp> ops;
   const Segment* segments = nullptr;  // ReadOp::first_segment counts from here
-  /// Of endpoints that take them alone. Then all ops are of one region, and all segments of one.
+  /// Only for endpoints with Traits::supports_repeats. All ops are then of one region, and all segments too.
   std::span<const Repeat> repeats = {};
-  bool staged = false;  // by way of the staging buffer: of endpoints with a crossover() alone
   /// Transports with guards() send nothing once it fails and end the read with kStaleBlocks. Others ignore
   /// it.
   Guard guard = {};
@@ -62,16 +61,9 @@ struct Completion {
 struct PollResult {
   Status status;  // not ok: the endpoint is broken for good; every outstanding token is lost with it
   bool progressed = false;  // bytes moved or completions appended since the last call
-};
-
-/// How much the engine hands an endpoint at a time.
-struct Window {
-  uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
-  uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
-  uint32_t staged_bytes = 1 << 20;  // the same of staged ones, whose operations are not counted
-  uint32_t depth = 1;               // posts outstanding
-  uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
-  uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
+  /// When to call poll() again while a pull waits, although nothing arrives: that call finds out whether the
+  /// owner is gone. INT64_MAX: there is no way to tell a gone owner from a slow one.
+  int64_t next_check_ns = INT64_MAX;
 };
 
 }  // namespace kvlink

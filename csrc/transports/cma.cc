@@ -45,15 +45,9 @@ struct CmaAddress {
   std::string cookie;
 
   std::string blob() const {
-    return BlobWriter()
-        .u32(kMagic)
-        .bytes(boot_id)
-        .u64(pid_namespace)
-        .u64(pid)
-        .u64(uid)
-        .u64(cookie_address)
-        .bytes(cookie)
-        .take();
+    BlobWriter to;
+    to.u32(kMagic).bytes(boot_id).u64(pid_namespace).u64(pid).u64(uid);
+    return to.u64(cookie_address).bytes(cookie).take();
   }
   static Result<CmaAddress> parse(std::string_view blob) {
     BlobReader from(blob);
@@ -163,6 +157,7 @@ class CmaEndpoint : public QueuedEndpoint {
     BlobReader from(reply);
     const bool ours = from.u32() == kMagic;
     if (!from.done() || !ours) return Status::AccessDenied("not a reply of a cma owner");
+    set_wake_fd(owner_.pidfd());
     return owner_.check();
   }
 
@@ -183,8 +178,6 @@ class CmaEndpoint : public QueuedEndpoint {
                                  : Mapping());
     return add_remote({address, bytes, static_cast<Access>(access)});
   }
-
-  int wake_fd() const override { return owner_.pidfd(); }
 
   void close() override {
     break_down(Status::Unreachable("this cma endpoint was closed"));
@@ -333,12 +326,32 @@ class CmaTransport : public Transport {
   ~CmaTransport() override { close(); }
 
   std::string address() const override { return address_; }
+  const Capabilities& capabilities() const override { return capabilities_; }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     return std::unique_ptr<MemoryRegion>(std::make_unique<CmaRegion>(range, access));
   }
 
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
+  }
+
+  Result<std::string> accept(ReaderId, std::string_view hello) override {
+    BlobReader from(hello);
+    const bool ours = from.u32() == kMagic;
+    if (!from.done() || !ours) return Status::AccessDenied("not the hello of a cma endpoint");
+    return BlobWriter().u32(kMagic).take();
+  }
+
+  bool fence(uint64_t) override { return false; }
+  void close() override {
+    for (char& byte : cookie_) *static_cast<volatile char*>(&byte) = 0;
+  }
+
+ private:
+  static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
     Result<CmaAddress> parsed = CmaAddress::parse(owner_address);
     if (!parsed.ok()) return parsed.status();
     if (!is_this_boot(parsed->boot_id)) {
@@ -355,21 +368,7 @@ class CmaTransport : public Transport {
     return std::unique_ptr<Endpoint>(std::make_unique<CmaEndpoint>(std::move(owner)));
   }
 
-  Result<std::string> accept(ReaderId, std::string_view hello) override {
-    BlobReader from(hello);
-    const bool ours = from.u32() == kMagic;
-    if (!from.done() || !ours) return Status::AccessDenied("not the hello of a cma endpoint");
-    return BlobWriter().u32(kMagic).take();
-  }
-
-  bool fence(uint64_t) override { return false; }
-  int serve_fd() const override { return -1; }
-  void serve() override {}
-  void close() override {
-    for (char& byte : cookie_) *static_cast<volatile char*>(&byte) = 0;
-  }
-
- private:
+  const Capabilities capabilities_{};
   Cookie cookie_;
   std::string address_;
 };

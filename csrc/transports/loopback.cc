@@ -120,8 +120,6 @@ class LoopbackEndpoint : public MappedEndpoint {
     return add_remote({reinterpret_cast<uint64_t>(lent.range.base), lent.range.bytes, lent.access});
   }
 
-  int wake_fd() const override { return -1; }
-
   void close() override {
     break_down(Status::Unreachable("this loopback endpoint was closed"));
     std::unique_lock lock(owner_->mutex);
@@ -188,25 +186,16 @@ class LoopbackTransport : public Transport {
   ~LoopbackTransport() override { close(); }
 
   std::string address() const override { return BlobWriter().u32(kMagic).u64(pid_).u64(owner_->id).take(); }
+  const Capabilities& capabilities() const override { return capabilities_; }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     return std::unique_ptr<MemoryRegion>(std::make_unique<LoopbackRegion>(owner_, range, access));
   }
 
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
-    BlobReader from(owner_address);
-    const bool ours = from.u32() == kMagic;
-    const uint64_t pid = from.u64();
-    const uint64_t id = from.u64();
-    if (!from.done() || !ours) {
-      return Status::Unavailable("not a loopback address", "let both ends run the same version of kvlink");
-    }
-    auto owner = pid == static_cast<uint64_t>(::getpid()) ? Directory::instance().find(id) : nullptr;
-    if (!owner) {
-      return Status::Unavailable("loopback reaches only owners inside this process",
-                                 "enable shm, cma or tcp on both ends");
-    }
-    return std::unique_ptr<Endpoint>(std::make_unique<LoopbackEndpoint>(std::move(owner)));
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
@@ -223,12 +212,8 @@ class LoopbackTransport : public Transport {
     return BlobWriter().u32(kMagic).u64(number).take();
   }
 
-  bool guards() const override { return true; }
-  void enforce_guards() override { std::unique_lock lock(owner_->mutex); }  // what is being copied ends first
-  bool can_fence() const override { return true; }
-
   bool fence(uint64_t connection_id) override {
-    std::unique_lock lock(owner_->mutex);
+    std::unique_lock lock(owner_->mutex);  // what is being copied ends first: its guard was checked under it
     bool found = false;
     for (const auto& [number, link] : owner_->links) {
       if (!link->admitted || link->connection != connection_id) continue;
@@ -238,9 +223,6 @@ class LoopbackTransport : public Transport {
     return found;
   }
 
-  int serve_fd() const override { return -1; }
-  void serve() override {}
-
   void close() override {
     Directory::instance().remove(owner_->id);
     std::unique_lock lock(owner_->mutex);
@@ -248,6 +230,23 @@ class LoopbackTransport : public Transport {
   }
 
  private:
+  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
+    BlobReader from(owner_address);
+    const bool ours = from.u32() == kMagic;
+    const uint64_t pid = from.u64();
+    const uint64_t id = from.u64();
+    if (!from.done() || !ours) {
+      return Status::Unavailable("not a loopback address", "let both ends run the same version of kvlink");
+    }
+    auto owner = pid == static_cast<uint64_t>(::getpid()) ? Directory::instance().find(id) : nullptr;
+    if (!owner) {
+      return Status::Unavailable("loopback reaches only owners inside this process",
+                                 "enable shm, cma or tcp on both ends");
+    }
+    return std::unique_ptr<Endpoint>(std::make_unique<LoopbackEndpoint>(std::move(owner)));
+  }
+
+  const Capabilities capabilities_{.guards = true, .can_fence = true};
   const uint64_t pid_ = static_cast<uint64_t>(::getpid());
   const std::shared_ptr<Owner> owner_ = std::make_shared<Owner>();
 };

@@ -26,7 +26,9 @@ class ShmEndpoint : public MappedEndpoint {
 
   std::string hello() const override { return borrower_.hello(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override {
-    return borrower_.establish(reply, timeout_ns);
+    Status status = borrower_.establish(reply, timeout_ns);
+    set_wake_fd(borrower_.wake_fd());
+    return status;
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
@@ -39,8 +41,6 @@ class ShmEndpoint : public MappedEndpoint {
     mappings_.push_back(std::move(*mapping));
     return add_remote({mappings_.back().address(), wanted.bytes, wanted.access});
   }
-
-  int wake_fd() const override { return borrower_.wake_fd(); }
 
   void close() override {
     break_down(Status::Unreachable("this shm endpoint was closed"));
@@ -80,8 +80,11 @@ class ShmTransport : public Transport {
   ~ShmTransport() override { close(); }
 
   std::string address() const override { return lender_->address(); }
+  const Capabilities& capabilities() const override { return capabilities_; }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
     if (!offer.ok()) {
       const Status why = offer.status();
@@ -92,22 +95,26 @@ class ShmTransport : public Transport {
     return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(lender_, *offer));
   }
 
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
-    Result<FdBorrower> borrower = FdBorrower::of(kShmMagic, owner_address);
-    if (!borrower.ok()) return borrower.status();
-    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     return lender_->accept(reader.caller, hello);
   }
   bool fence(uint64_t) override { return false; }
-  int serve_fd() const override { return lender_->serve_fd(); }
   void serve() override { lender_->serve(); }
   void close() override { lender_->close(); }
 
  private:
+  static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
+    Result<FdBorrower> borrower = FdBorrower::of(kShmMagic, owner_address);
+    if (!borrower.ok()) return borrower.status();
+    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
+  }
+
   const std::shared_ptr<FdLender> lender_;
+  const Capabilities capabilities_{.serve_fd = lender_->serve_fd()};
 };
 
 }  // namespace

@@ -40,8 +40,15 @@ SimulatedEndpoint::Post* SimulatedEndpoint::State::find(uint64_t number) {
 }
 
 SimulatedEndpoint::SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Observer observer)
-    : owner_(owner), plan_(plan), observer_(std::move(observer)) {
-  fd_ = open_fd();
+    : owner_(owner),
+      plan_(plan),
+      observer_(std::move(observer)),
+      fd_(open_fd()),
+      traits_{.window = plan.window,
+              .ordered = plan.ordered,
+              .device_driven = plan.manner == Manner::kLaunch,
+              .cpu_copies = plan.manner == Manner::kCopy,
+              .wake_fd = fd_} {
   if (plan_.breaks_at_ns == INT64_MAX) return;
   Scheduler::the().at(plan_.breaks_at_ns, [state = state_, fd = fd_] {
     if (state->closed) return;
@@ -167,7 +174,7 @@ void SimulatedEndpoint::land(Post& post, size_t most_pieces) {
   }
 }
 
-PollResult SimulatedEndpoint::poll(std::vector<Completion>& ended) {
+PollResult SimulatedEndpoint::poll(int64_t, bool, std::vector<Completion>& ended) {
   const Call call(inside_);
   const Scheduler::Undisturbed undisturbed;
   State& state = *state_;

@@ -51,15 +51,11 @@ class SimulatedEndpoint final : public Endpoint {
   std::string hello() const override { return "hello"; }
   Status establish(std::string_view, int64_t) override { return {}; }
   Result<uint32_t> import_region(std::string_view) override { return num_regions_++; }
-  Window window() const override { return plan_.window; }
-  bool ordered() const override { return plan_.ordered; }
-  bool launches() const override { return plan_.manner == Manner::kLaunch; }
-  bool copies_in_poll() const override { return plan_.manner == Manner::kCopy; }
+  const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
-  PollResult poll(std::vector<Completion>& ended) override;
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  int wake_fd() const override { return fd_; }
   bool arm() override;
   void close() override;
 
@@ -106,7 +102,8 @@ class SimulatedEndpoint final : public Endpoint {
   const EndpointPlan plan_;
   const Observer observer_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
-  int fd_ = -1;
+  const int fd_;
+  const Traits traits_;
   uint32_t num_regions_ = 0;
   uint64_t num_posted_ = 0;
   int64_t last_due_ns_ = 0;  // of what later posts must not overtake

@@ -126,7 +126,7 @@ void World::make_peer() {
   Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
   const auto manner = random().one_of({Manner::kStream, Manner::kQueue, Manner::kLaunch, Manner::kCopy});
   const int64_t delay_ns = random().one_of<int64_t>({2'000, 20'000, 100'000, 700'000});
-  std::vector<std::unique_ptr<Endpoint>> endpoints;
+  std::vector<LaneEnd> lanes;
   for (int64_t left = random().between(1, 3); left > 0; --left) {
     peer.plans.push_back(draw_plan(manner, delay_ns, chance(25)));
     auto endpoint = std::make_unique<SimulatedEndpoint>(
@@ -134,11 +134,11 @@ void World::make_peer() {
         SimulatedEndpoint::Observer{[this](const std::byte* at) { on_landing(at); },
                                     [this, &peer] { check_under_way(peer); }});
     peer.counters.push_back(endpoint->counter());
-    endpoints.push_back(std::move(endpoint));
+    lanes.push_back({std::move(endpoint)});
   }
-  const size_t num_lanes = endpoints.size();
+  const size_t num_lanes = lanes.size();
   const auto inline_bytes = random().one_of<uint64_t>({0, 3 * kBlockBytes, UINT64_MAX});
-  peer.connection = std::make_shared<Connection>(std::move(endpoints), 0, inline_bytes, scratch(), threads_,
+  peer.connection = std::make_shared<Connection>(std::move(lanes), nullptr, inline_bytes, scratch(), threads_,
                                                  std::make_shared<Tally>());
   const auto regions =
       peer.connection->establish(chance(50) ? 77 : 0, std::vector<std::string>(num_lanes, "reply"), {"pool"},

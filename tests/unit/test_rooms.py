@@ -85,6 +85,12 @@ def test_headers_do_not_include_each_other() -> None:
     assert [file for file in includes if file.endswith(".h") and reaches(file, file)] == []
 
 
+def test_the_contract_of_transports_is_small() -> None:
+    contract = (ROOT / "transport_api" / "transport.h").read_text()
+    virtuals = re.findall(r"^  virtual (?!~)", contract, re.MULTILINE)
+    assert 0 < len(virtuals) <= 20
+
+
 @pytest.mark.parametrize("name", ["pybind11", "Python.h", "_core"])
 def test_only_the_bindings_know_python(name: str) -> None:
     knowing = {

@@ -19,7 +19,17 @@ Status CudaEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(gather_->device());
   if (!stream.ok()) return stream.status();
   stream_ = std::move(*stream);
-  return look_.open(borrower_.wake_fd());
+  Status status = look_.open(borrower_.wake_fd());
+  // A whole pull is one launch, until its pieces fill a table. Nothing is gained by several streams.
+  traits_ = {.window = {.chunk_bytes = 1 << 30,
+                        .chunk_ops = tables_->pieces_each() / 2,
+                        .depth = kDepth,
+                        .stripe_bytes = UINT64_MAX},
+             .ordered = true,
+             .supports_repeats = true,
+             .device_driven = true,
+             .wake_fd = look_.fd()};
+  return status;
 }
 
 Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
@@ -40,14 +50,6 @@ Result<uint32_t> CudaEndpoint::import_host(const CudaKey& key) {
   host_mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(false);
   return remotes_.add({host_mappings_.back().address(), wanted.bytes, wanted.access});
-}
-
-Window CudaEndpoint::window() const {
-  // A whole pull is one launch, until its pieces fill a table. Nothing is gained by several streams.
-  return {.chunk_bytes = 1 << 30,
-          .chunk_ops = tables_->pieces_each() / 2,
-          .depth = kDepth,
-          .stripe_bytes = UINT64_MAX};
 }
 
 Status CudaEndpoint::post_read(uint64_t token, const Chunk& chunk) {
@@ -188,8 +190,8 @@ void CudaEndpoint::execute(const Post& post) {
   });
 }
 
-PollResult CudaEndpoint::poll(std::vector<Completion>& ended_now) {
-  if (broken_.ok()) notice_owner();
+PollResult CudaEndpoint::poll(int64_t now_ns, bool, std::vector<Completion>& ended_now) {
+  if (broken_.ok()) notice_owner(now_ns);
   const size_t num_ended = ended_now.size();
   bool progressed = launch_all();
   while (broken_.ok() && !posts_.empty()) {
@@ -225,8 +227,8 @@ bool CudaEndpoint::cancel(uint64_t token) {
   return true;
 }
 
-void CudaEndpoint::notice_owner() {
-  if (!owner_checks_.due(now_ns())) return;
+void CudaEndpoint::notice_owner(int64_t now_ns) {
+  if (!owner_checks_.due(now_ns)) return;
   if (Status status = borrower_.check_owner(); !status.ok()) break_down(std::move(status));
 }
 

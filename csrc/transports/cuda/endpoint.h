@@ -36,17 +36,11 @@ class CudaEndpoint final : public Endpoint {
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
-  Window window() const override;
-  bool ordered() const override { return true; }
-  bool takes_repeats() const override { return true; }
-  bool launches() const override { return true; }
-  bool copies_in_poll() const override { return false; }  // the device does
-
+  const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
-  PollResult poll(std::vector<Completion>& ended) override;
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  int wake_fd() const override { return look_.fd(); }
   bool arm() override;
   void close() override;
 
@@ -80,13 +74,14 @@ class CudaEndpoint final : public Endpoint {
   Result<bool> ended(Post& post);
   void execute(const Post& post);
   void break_down(Status why);
-  void notice_owner();
+  void notice_owner(int64_t now_ns);
 
   FdBorrower borrower_;
   const std::shared_ptr<CudaGather> gather_;
   const std::shared_ptr<CudaTables> tables_;
   const std::vector<bool> local_on_device_;
   std::unique_ptr<cuda::MarkedStream> stream_;
+  Traits traits_;
   LookAgain look_{kFirstLookNs, kLastLookNs, kLongerBy};
 
   Remotes remotes_;

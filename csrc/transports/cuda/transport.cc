@@ -44,21 +44,30 @@ class CudaTransport : public Transport {
   ~CudaTransport() override { close(); }
 
   std::string address() const override { return lender_->address(); }
-  bool reaches_devices() const override { return true; }
+  const Capabilities& capabilities() const override { return capabilities_; }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
     on_device_.push_back(range.device);
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
     if (!key.ok()) return not_lendable(key.status());
     return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(lender_, std::move(*key)));
   }
 
-  Status register_scratch(const MemoryRange& range) override {
-    on_device_.push_back(range.device);
-    return {};
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t) override {
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
+    return lender_->accept(reader.caller, hello);
+  }
+  bool fence(uint64_t) override { return false; }
+  void serve() override { lender_->serve(); }
+  void close() override { lender_->close(); }
+
+ private:
+  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
     Result<FdBorrower> borrower = FdBorrower::of(kCudaMagic, owner_address);
     if (!borrower.ok()) return borrower.status();
     if (Status status = prepare(); !status.ok()) return status;
@@ -66,15 +75,6 @@ class CudaTransport : public Transport {
         std::make_unique<CudaEndpoint>(std::move(*borrower), gather_, tables_, on_device_));
   }
 
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return lender_->accept(reader.caller, hello);
-  }
-  bool fence(uint64_t) override { return false; }
-  int serve_fd() const override { return lender_->serve_fd(); }
-  void serve() override { lender_->serve(); }
-  void close() override { lender_->close(); }
-
- private:
   /// Readers copy with the GPU that their own pool is on, whether or not that can be lent.
   Result<CudaKey> share_device(const MemoryRange& range) {
     if (!device_) {
@@ -114,6 +114,7 @@ class CudaTransport : public Transport {
 
   const std::string image_;
   const std::shared_ptr<FdLender> lender_;
+  const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = lender_->serve_fd()};
   std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
   std::vector<bool> on_device_;                 // by region, in order of registration
 

@@ -91,11 +91,13 @@ class FaultEndpoint final : public WrappedEndpoint {
 
   Status establish(std::string_view reply, int64_t timeout_ns) override {
     Status status = inner_->establish(reply, timeout_ns);
-    return status.ok() ? watch() : status;
+    if (status.ok()) status = watch();
+    traits_ = inner_->traits();
+    traits_.supports_repeats = traits_.device_driven = false;
+    if (wake_) traits_.wake_fd = wake_.get();
+    return status;
   }
-  bool stand_by(int64_t now) override { return !hung_ && broken_.ok() && inner_->stand_by(now); }
-  int64_t look_at_ns() const override { return hung_ ? INT64_MAX : inner_->look_at_ns(); }
-  int wake_fd() const override { return wake_ ? wake_.get() : inner_->wake_fd(); }
+  const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
     const auto [rule, number] = plan_->judge(is_slot(chunk));
@@ -132,11 +134,11 @@ class FaultEndpoint final : public WrappedEndpoint {
     return hung_ ? Status{} : inner_->post_write(token, region, offset, value);
   }
 
-  PollResult poll(std::vector<Completion>& ended) override {
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) override {
     if (!broken_.ok()) return {broken_, false};
     if (hung_) return {};
     const auto already = static_cast<ptrdiff_t>(ended.size());
-    PollResult result = inner_->poll(ended);
+    PollResult result = inner_->poll(now_ns, waiting, ended);
     const auto taken = std::remove_if(ended.begin() + already, ended.end(),
                                       [this](Completion& completion) { return spoil(completion); });
     ended.erase(taken, ended.end());
@@ -171,9 +173,9 @@ class FaultEndpoint final : public WrappedEndpoint {
     int64_t due_ns;
   };
 
-  // Whoever sleeps on wake_fd() must wake for withheld completions too.
+  // A thread that sleeps on Traits::wake_fd must wake for withheld completions too.
   Status watch() {
-    if (inner_->wake_fd() < 0) return {};
+    if (inner_->traits().wake_fd < 0) return {};
     static const std::string kDoing = "the fault transport cannot watch its connection";
     Result<UniqueFd> wake = sys::epoll(kDoing, Code::kTransportUnavailable),
                      timer = sys::timer(kDoing, Code::kTransportUnavailable);
@@ -181,7 +183,7 @@ class FaultEndpoint final : public WrappedEndpoint {
     if (!timer.ok()) return timer.status();
     wake_ = std::move(*wake);
     timer_ = std::move(*timer);
-    for (const int fd : {inner_->wake_fd(), timer_.get()}) {
+    for (const int fd : {inner_->traits().wake_fd, timer_.get()}) {
       if (!sys::watch(wake_.get(), fd, EPOLLIN, 0))
         return sys::failed(Code::kTransportUnavailable, kDoing, "epoll_ctl", errno);
     }
@@ -198,7 +200,7 @@ class FaultEndpoint final : public WrappedEndpoint {
 
   void hang() {
     hung_ = true;
-    if (wake_) ::epoll_ctl(wake_.get(), EPOLL_CTL_DEL, inner_->wake_fd(), nullptr);
+    if (wake_) ::epoll_ctl(wake_.get(), EPOLL_CTL_DEL, inner_->traits().wake_fd, nullptr);
     wake_at(0);
   }
 
@@ -246,6 +248,7 @@ class FaultEndpoint final : public WrappedEndpoint {
   std::vector<Withheld> withheld_;
   Status broken_;
   bool hung_ = false;
+  Traits traits_;
   UniqueFd timer_, wake_;
 };
 
@@ -254,18 +257,22 @@ class FaultTransport final : public WrappedTransport {
   FaultTransport(std::unique_ptr<Transport> inner, std::vector<FaultRule> rules)
       : WrappedTransport(std::move(inner)), plan_(std::make_shared<Plan>(std::move(rules))) {}
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
-    lands_on_device_ |= range.device && inner_->reaches_devices();
-    return inner_->register_memory(range, access);
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>& through) override {
+    lands_on_device_ |= range.device && inner_->capabilities().reaches_device_memory;
+    return inner_->register_memory(range, access, through);
   }
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
     if (lands_on_device_ && plan_->corrupts_data()) {
       return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
                                  "corrupt on a transport that stages in host memory (fault+tcp)");
     }
-    Result<std::unique_ptr<Endpoint>> inner = inner_->open(owner_address, lane);
-    if (!inner.ok()) return inner;
-    return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(*inner), plan_));
+    return WrappedTransport::open(owner_address, num_lanes);
+  }
+
+ protected:
+  Result<std::unique_ptr<Endpoint>> wrap(std::unique_ptr<Endpoint> inner) override {
+    return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(inner), plan_));
   }
 
  private:

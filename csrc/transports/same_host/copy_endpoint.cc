@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/same_host/copy_endpoint.h"
 
-#include "base/clock.h"
 #include "memory/streaming_copy.h"
 
 namespace kvlink {
@@ -31,8 +30,8 @@ Status QueuedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offs
   return {};
 }
 
-void QueuedEndpoint::notice_owner() {
-  if (!owner_checks_.due(now_ns())) return;
+void QueuedEndpoint::notice_owner(int64_t now_ns) {
+  if (!owner_checks_.due(now_ns)) return;
   if (Status status = check_owner(); !status.ok()) break_down(std::move(status));
 }
 
@@ -50,8 +49,8 @@ Status QueuedEndpoint::execute_front(size_t& budget) {
   return status;
 }
 
-PollResult QueuedEndpoint::poll(std::vector<Completion>& ended) {
-  if (broken_.ok()) notice_owner();
+PollResult QueuedEndpoint::poll(int64_t now_ns, bool, std::vector<Completion>& ended) {
+  if (broken_.ok()) notice_owner(now_ns);
   const size_t num_ended = ended.size();
   size_t budget = kSliceBytes;
   while (budget > 0 && !posts_.empty()) {

@@ -16,13 +16,10 @@ namespace kvlink {
 
 class QueuedEndpoint : public Endpoint {
  public:
-  Window window() const override { return {.chunk_bytes = 4 << 20, .chunk_ops = 4096, .depth = 1}; }
-  bool ordered() const final { return true; }
-  bool copies_in_poll() const final { return true; }
-
+  const Traits& traits() const final { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) final;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) final;
-  PollResult poll(std::vector<Completion>& ended) final;
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) final;
   bool cancel(uint64_t token) final;
 
  protected:
@@ -37,6 +34,8 @@ class QueuedEndpoint : public Endpoint {
 
   uint32_t add_remote(const Remote& remote) { return remotes_.add(remote); }
   const Remote& remote(uint32_t region) const { return remotes_[region]; }
+  /// Before establish() returns.
+  void set_wake_fd(int fd) { traits_.wake_fd = fd; }
   /// Every later poll() answers `why`, and no post is left.
   void break_down(Status why);
 
@@ -57,8 +56,10 @@ class QueuedEndpoint : public Endpoint {
   };
 
   Status execute_front(size_t& budget);
-  void notice_owner();
+  void notice_owner(int64_t now_ns);
 
+  Traits traits_{
+      .window = {.chunk_bytes = 4 << 20, .chunk_ops = 4096, .depth = 1}, .ordered = true, .cpu_copies = true};
   Remotes remotes_;
   std::deque<Post> posts_;
   Status broken_;

@@ -137,11 +137,12 @@ size_t Owner::cut_served(const std::function<bool(const ServedConnection&)>& whi
   });
 }
 
-Status Owner::send_through(std::shared_ptr<Bounce> bounce) {
+Status Owner::send_through(const std::shared_ptr<Bounce>& bounce) {
+  std::lock_guard lock(lock_);
+  if (!bounce || bounce == device_.bounce) return {};
   Result<std::unique_ptr<CopyQueue>> queue = bounce->copier().open_queue();
   if (!queue.ok()) return queue.status();
-  std::lock_guard lock(lock_);
-  device_ = {std::move(bounce), std::move(*queue)};
+  device_ = {bounce, std::move(*queue)};
   return {};
 }
 
@@ -165,13 +166,9 @@ Invitation Owner::admit(ReaderId reader) {
   return invitations_.issue(reader, now_ns());
 }
 
-void Owner::enforce_guards() {
+bool Owner::fence(uint64_t connection_id) {
   std::lock_guard lock(lock_);  // what is being sent meanwhile is sent before
   for (auto& [serial, connection] : served_) connection.enforce_guard();
-}
-
-bool Owner::fence(uint64_t connection_id) {
-  std::lock_guard lock(lock_);
   const bool invited = invitations_.withdraw(connection_id);
   const auto admitted = [=](const ServedConnection& connection) {
     return connection.connection_id() == connection_id;

@@ -44,14 +44,14 @@ class Owner : public std::enable_shared_from_this<Owner> {
   Owner& operator=(const Owner&) = delete;
 
   const Address& address() const { return address_; }
-  /// Lends the memory of a device too, from now on.
-  Status send_through(std::shared_ptr<Bounce> bounce);
+  /// From now on device memory is sent by way of `bounce`; null changes nothing.
+  Status send_through(const std::shared_ptr<Bounce>& bounce);
   /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
   std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
   void take_back(uint64_t key);
   Invitation admit(ReaderId reader);
-  void enforce_guards();
-  /// True when anything was admitted under this id.
+  /// On return nothing is sent under a guard that fails now, nor to who was admitted under this id. True when
+  /// anything was.
   bool fence(uint64_t connection_id);
 
   int serve_fd() const { return epoll_.get(); }

@@ -47,16 +47,11 @@ class Reader final : public Endpoint {
   std::string hello() const override { return encode_hello(lane_); }
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
-  Window window() const override { return kWindow; }
-  bool ordered() const override { return true; }
-  bool copies_in_poll() const override { return false; }
+  const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
-  PollResult poll(std::vector<Completion>& ended) override;
+  PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) override;
   bool cancel(uint64_t token) override;
-  /// The socket. Nothing waits for room to send: while requests are unanswered a response will come and the
-  /// rest leaves with that poll(), and writes, which have none, are small beside kSendBytes.
-  int wake_fd() const override { return socket_.get(); }
   void close() override;
 
  private:
@@ -79,6 +74,7 @@ class Reader final : public Endpoint {
   const std::string peer_;
   const uint32_t lane_;
   UniqueFd socket_;
+  Traits traits_{.window = kWindow, .ordered = true};
   Status broken_ = Status::Unreachable(peer_ + " is not connected");
   std::vector<RemoteRegion> regions_;
   std::vector<std::byte> outbox_;
@@ -117,6 +113,9 @@ Status Reader::establish(std::string_view reply, int64_t timeout_ns) {
     socket_.reset();
     return status;
   }
+  // Nothing waits for room to send: while requests are unanswered a response will come and the rest leaves
+  // with that poll(), and writes, which have none, are small beside kSendBytes.
+  traits_.wake_fd = socket_.get();
   broken_ = {};
   return {};
 }
@@ -238,7 +237,7 @@ Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint
   return {};
 }
 
-PollResult Reader::poll(std::vector<Completion>& ended) {
+PollResult Reader::poll(int64_t, bool, std::vector<Completion>& ended) {
   PollResult result;
   if (broken_.ok()) broken_ = flush(ended, result.progressed);
   // What has only just been asked for cannot be here yet.

@@ -20,18 +20,22 @@ class TcpTransport final : public Transport {
 
   std::string address() const override { return owner_->address().encode(); }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
+  const Capabilities& capabilities() const override { return capabilities_; }
+
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>& through) override {
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot lend empty memory");
+    if (Status status = owner_->send_through(through); !status.ok()) return status;
     return owner_->lend(range, access);
   }
-  Status lend_through(std::shared_ptr<Bounce> bounce) override {
-    return owner_->send_through(std::move(bounce));
-  }
 
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
     const Result<tcp::Address> address = tcp::Address::parse(owner_address);
     if (!address.ok()) return address.status();
-    return tcp::make_reader(*address, lane);
+    return open_lanes(num_lanes, [&](uint32_t lane) {
+      return Result<std::unique_ptr<Endpoint>>(tcp::make_reader(*address, lane));
+    });
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
@@ -40,16 +44,14 @@ class TcpTransport final : public Transport {
     return owner_->admit(reader).encode();
   }
 
-  bool guards() const override { return true; }
-  void enforce_guards() override { owner_->enforce_guards(); }
-  bool can_fence() const override { return true; }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
-  int serve_fd() const override { return owner_->serve_fd(); }
   void serve() override { owner_->serve(); }
   void close() override { owner_->close(); }
 
  private:
   std::shared_ptr<tcp::Owner> owner_;  // regions that outlive the transport hold it too
+  const Capabilities capabilities_{
+      .exports_through_bounce = true, .guards = true, .can_fence = true, .serve_fd = owner_->serve_fd()};
 };
 
 }  // namespace

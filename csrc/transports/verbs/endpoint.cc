@@ -38,8 +38,14 @@ class VerbsEndpoint final : public Endpoint {
   VerbsEndpoint(Route route, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, std::shared_ptr<CmPort> cm,
                 const ChainLimits& limits, uint32_t max_wrs, std::vector<LocalRegion> locals,
                 Patience patience)
-      : route_(std::move(route)),
-        window_(window_of(route_.width)),
+      : owner_nic_(route.owner_nic),
+        // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those
+        // before it have landed, which saves the way to the CPU and back.
+        traits_{.path = std::move(route.path),
+                .window = window_of(route.width),
+                .ordered = true,
+                .ordering_needs_fence = true,
+                .wake_fd = cq->wake_fd()},
         cq_(std::move(cq)),
         qp_(std::move(qp)),
         cm_(std::move(cm)),
@@ -51,24 +57,14 @@ class VerbsEndpoint final : public Endpoint {
         losses_(qp_->nic()->losses()) {}
   ~VerbsEndpoint() override { close(); }
 
-  std::string hello() const override { return Hello{route_.owner_nic, qp_->address()}.format(); }
+  std::string hello() const override { return Hello{owner_nic_, qp_->address()}.format(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
-  std::string path() const override { return route_.path; }
-  Window window() const override { return window_; }
-  // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those before
-  // it have landed, which saves the way to the CPU and back.
-  bool ordered() const override { return true; }
-  bool order_stalls() const override { return true; }
-  bool stand_by(int64_t now) override;
-  int64_t look_at_ns() const override { return silence_.look_at_ns(); }
-  bool copies_in_poll() const override { return false; }
-  int wake_fd() const override { return cq_ ? cq_->wake_fd() : -1; }
-
+  const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override;
-  PollResult poll(std::vector<Completion>& ended) override;
+  PollResult poll(int64_t now, bool waiting, std::vector<Completion>& ended) override;
   bool arm() override;
   bool cancel(uint64_t token) override;
   void close() override;
@@ -90,15 +86,15 @@ class VerbsEndpoint final : public Endpoint {
   Status connect(std::string_view reply, int64_t timeout_ns);
   uint32_t add(Post& post, uint32_t used, uint32_t room);
   void pump();
-  Status check_alive(bool heard);
+  Status check_alive(int64_t now, bool heard, bool waiting);
   Status why_failed(const ibv_wc& completion) const;
   void take(const ibv_wc& completion);
   void retire(std::vector<Completion>& ended);
   void say_goodbye();
   void wait_until_flushed(int64_t most_ns);
 
-  const Route route_;
-  const Window window_;
+  const uint32_t owner_nic_;
+  const Traits traits_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
   std::shared_ptr<CmPort> cm_;
@@ -136,11 +132,11 @@ Status VerbsEndpoint::connect(std::string_view reply, int64_t timeout_ns) {
 
 Result<uint32_t> VerbsEndpoint::import_region(std::string_view remote_key) {
   auto key = RemoteKey::parse(remote_key);
-  if (!key || route_.owner_nic >= key->rkeys.size()) {
+  if (!key || owner_nic_ >= key->rkeys.size()) {
     return Status::AccessDenied("the key of a region of the owner is malformed");
   }
   remotes_.push_back(
-      {key->access, key->base, key->bytes, key->slice_bytes, std::move(key->rkeys[route_.owner_nic])});
+      {key->access, key->base, key->bytes, key->slice_bytes, std::move(key->rkeys[owner_nic_])});
   return static_cast<uint32_t>(remotes_.size() - 1);
 }
 
@@ -200,23 +196,19 @@ void VerbsEndpoint::pump() {
   }
 }
 
-/// No thread of the owner takes part in a read: only its NIC can be silent.
-Status VerbsEndpoint::check_alive(bool heard) {
+/// No thread of the owner takes part in a read: only its NIC can be silent. With nothing under way, a pull
+/// that waits has it asked now and then.
+Status VerbsEndpoint::check_alive(int64_t now, bool heard, bool waiting) {
   if (lost_nic()) return qp_->nic()->why_lost();
   if (qp_->failed()) return qp_->why_failed();
   if (heard) silence_.heard();
-  if (heard || under_way() == 0 || !silence_.too_long(now_ns())) return {};
+  if (waiting && under_way() == 0 && silence_.idle_too_long(now)) {
+    if (Status status = qp_->ask(++num_posted_); !status.ok()) return status;
+  }
+  if (heard || under_way() == 0 || !silence_.too_long(now)) return {};
   return Status::Unreachable(qp_->name() + ": the owner's NIC answered nothing for " +
                              std::to_string(patience_.silence_ns / 1'000'000) +
                              " ms; its port, device or host is gone");
-}
-
-bool VerbsEndpoint::stand_by(int64_t now) {
-  if (!broken_.ok() || !connected_) return false;
-  if (under_way() > 0) return true;
-  if (!silence_.idle_too_long(now)) return qp_->failed() || lost_nic();
-  broken_ = qp_->ask(++num_posted_);
-  return true;
 }
 
 /// A NIC that is gone fails what it had in any way.
@@ -243,7 +235,7 @@ void VerbsEndpoint::retire(std::vector<Completion>& ended) {
   }
 }
 
-PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
+PollResult VerbsEndpoint::poll(int64_t now, bool waiting, std::vector<Completion>& ended) {
   if (!broken_.ok()) return {broken_, false};
   pump();
   bool progressed = false;
@@ -257,9 +249,9 @@ PollResult VerbsEndpoint::poll(std::vector<Completion>& ended) {
   }
   if (progressed && std::exchange(armed_, false)) cq_->take_events();
   retire(ended);
-  if (broken_.ok()) broken_ = check_alive(progressed);
+  if (broken_.ok()) broken_ = check_alive(now, progressed, waiting);
   pump();
-  return {broken_, progressed};
+  return {broken_, progressed, silence_.look_at_ns()};
 }
 
 bool VerbsEndpoint::arm() {
@@ -305,7 +297,7 @@ void VerbsEndpoint::say_goodbye() {
     return;
   const int64_t end = now_ns() + kGoodbyeNs;
   std::vector<Completion> ended;
-  while (!posts_.empty() && broken_.ok() && now_ns() < end) static_cast<void>(poll(ended));
+  while (!posts_.empty() && broken_.ok() && now_ns() < end) static_cast<void>(poll(now_ns(), false, ended));
   if (!posts_.empty() || !broken_.ok()) return;
   qp_->break_peer();
   while (cq_->poll(completions_.data(), kPollBatch) == 0 && now_ns() < end) {

@@ -18,7 +18,7 @@ namespace kvlink::verbs {
 /// The way to one port of the owner.
 struct Route {
   uint32_t owner_nic = 0;  // index in Address::nics
-  std::string path;        // see Endpoint::path
+  std::string path;        // see Traits::path
   double width = 1;        // of the bytes that the widest may have under way
 };
 

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kQpsPerRail = 4;
 constexpr size_t kMaxLanes = 64;  // of one connection
 
-/// As Endpoint::path has it.
+/// As Traits::path has it.
 std::string path_of(const NicAddress& here, const NicAddress& there, const Rail& rail,
                     const std::vector<Rail>& all) {
   std::string path = here.name + "->" + there.name;
@@ -35,6 +35,8 @@ Rights rights_of(Access access) {
       return Rights::kPeersReadWords;
     case Access::kWriteWords:
       return Rights::kPeersWriteWords;
+    case Access::kLocal:
+      break;
   }
   return Rights::kLocal;
 }
@@ -60,30 +62,24 @@ class VerbsTransport final : public Transport {
 
   std::string address() const override { return ports_->address().format(); }
 
-  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access) override {
-    const Rights rights = rights_of(access);
-    const auto region = ports_->enlist(range, rights);
-    if (!region.ok()) return region.status();
-    return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
-  }
-  bool reaches_devices() const override { return true; }
-  bool lands_in_registered_only() const override { return true; }
-  Status register_scratch(const MemoryRange& range) override {
-    return ports_->enlist(range, Rights::kLocal).status();
-  }
+  const Capabilities& capabilities() const override { return capabilities_; }
   std::vector<PortState> ports() const override { return ports_->states(); }
 
-  uint32_t lanes_to(std::string_view owner_address) const override;
-  Result<std::unique_ptr<Endpoint>> open(std::string_view owner_address, uint32_t lane) override;
+  Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
+                                                        const std::shared_ptr<Bounce>&) override {
+    const auto region = ports_->enlist(range, rights_of(access));
+    if (!region.ok()) return region.status();
+    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
+    return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
+  }
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override;
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     const auto parsed = Hello::parse(hello);
     if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
     return owner_->admit(reader, *parsed);
   }
-  bool can_fence() const override { return true; }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
 
-  int serve_fd() const override { return owner_->serve_fd(); }
   void serve() override { owner_->serve(); }
   void close() override {
     owner_->close();
@@ -91,30 +87,38 @@ class VerbsTransport final : public Transport {
   }
 
  private:
+  Result<std::unique_ptr<Endpoint>> open_lane(const Address& own, const Address& owner,
+                                              const std::vector<Rail>& rails, const Rail& rail);
+
   const std::shared_ptr<Ports> ports_;
   const std::unique_ptr<Owner> owner_;
   const Patience patience_;
+  const Capabilities capabilities_{.reaches_device_memory = true,
+                                   .needs_registered_target = true,
+                                   .can_fence = true,
+                                   .serve_fd = owner_->serve_fd()};
 };
 
-uint32_t VerbsTransport::lanes_to(std::string_view owner_address) const {
-  const auto address = Address::parse(owner_address);
-  const size_t rails = address ? pair(ports_->address().nics, address->nics).size() : 0;
-  if (rails == 0) return 1;  // open() says what is wrong
-  return static_cast<uint32_t>(rails * std::clamp(kMaxLanes / rails, size_t{1}, kQpsPerRail));
-}
-
 /// Lane i runs on the i-th rail, in rounds; lane 0, which carries small pulls alone, on the widest.
-Result<std::unique_ptr<Endpoint>> VerbsTransport::open(std::string_view owner_address, uint32_t lane) {
+Result<Endpoints> VerbsTransport::open(std::string_view owner_address, uint32_t num_lanes) {
   const auto address = Address::parse(owner_address);
   if (!address) return Status::Unavailable("the owner's RDMA address is malformed", {});
   const Address own = ports_->address();
   const std::vector<Rail> rails = pair(own.nics, address->nics);
   if (rails.empty()) return why_apart(own.nics.front(), address->nics.front());
-  const Rail& rail = rails[lane % rails.size()];
+  const size_t chosen = rails.size() * std::clamp(kMaxLanes / rails.size(), size_t{1}, kQpsPerRail);
+  return open_lanes(num_lanes > 0 ? num_lanes : static_cast<uint32_t>(chosen), [&](uint32_t lane) {
+    return open_lane(own, *address, rails, rails[lane % rails.size()]);
+  });
+}
+
+Result<std::unique_ptr<Endpoint>> VerbsTransport::open_lane(const Address& own, const Address& owner,
+                                                            const std::vector<Rail>& rails,
+                                                            const Rail& rail) {
   const auto berth = ports_->at(rail.local);
   if (!berth) return ports_->why_away(rail.local);
   if (Status status = berth->nic->check(); !status.ok()) return status;
-  const std::string path = path_of(own.nics[rail.local], address->nics[rail.remote], rail, rails);
+  const std::string path = path_of(own.nics[rail.local], owner.nics[rail.remote], rail, rails);
   return open_endpoint(berth->nic, berth->cm, {rail.remote, path, rail.mbps / rails.front().mbps},
                        ports_->locals(rail.local), patience_);
 }

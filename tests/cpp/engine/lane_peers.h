@@ -35,17 +35,13 @@ struct Owner {
 
 class FakeEndpoint final : public Endpoint {
  public:
-  FakeEndpoint(const Owner& owner, const Window& window, uint64_t& landed, const bool& broken)
-      : owner_(owner), window_(window), landed_(landed), broken_(broken) {}
+  FakeEndpoint(const Owner& owner, const Traits& traits, uint64_t& landed, const bool& broken)
+      : owner_(owner), traits_(traits), landed_(landed), broken_(broken) {}
 
   std::string hello() const override { return {}; }
   Status establish(std::string_view, int64_t) override { return {}; }
   Result<uint32_t> import_region(std::string_view) override { return Status::Config("all are known"); }
-  Window window() const override { return window_; }
-  bool ordered() const override { return false; }
-  bool launches() const override { return late_polls_ > 0; }
-  bool copies_in_poll() const override { return false; }
-  int wake_fd() const override { return -1; }
+  const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
     posts_.push_back({token, chunk});
@@ -61,10 +57,11 @@ class FakeEndpoint final : public Endpoint {
     words_.push_back({offset, value});
     return {};
   }
-  PollResult poll(std::vector<Completion>& ended) override {
+  PollResult poll(int64_t, bool waiting, std::vector<Completion>& ended) override {
     if (on_poll_) on_poll_();
+    num_checks_ += waiting && posts_.empty();
     if (broken_) return {Status::Unreachable("the NIC died"), false};
-    if (num_due_ > 0 && num_vain_++ % (1 + late_polls_) < late_polls_) return {};
+    if (num_due_ > 0 && num_vain_++ % (1 + late_polls_) < late_polls_) return {{}, false, next_check_ns_};
     const bool any = num_due_ > 0;
     for (; num_due_ > 0; --num_due_) {
       if (refusal_.ok()) copy(posts_.front().chunk);
@@ -72,16 +69,15 @@ class FakeEndpoint final : public Endpoint {
       posts_.erase(posts_.begin());
     }
     num_due_ = posts_.size();
-    return {{}, any};
+    return {{}, any, next_check_ns_};
   }
-  bool stand_by(int64_t now) override { return posts_.empty() && asks_at_ns_ != 0 && now >= asks_at_ns_; }
-  int64_t look_at_ns() const override { return asks_at_ns_ != 0 ? asks_at_ns_ : INT64_MAX; }
   bool cancel(uint64_t) override { return false; }
   void close() override { posts_.clear(); }
 
   std::function<void()> on_poll_;
-  Status refusal_;           // of every post that ends
-  int64_t asks_at_ns_ = 0;   // 0: it does not ask
+  Status refusal_;  // of every post that ends
+  int64_t next_check_ns_ = INT64_MAX;
+  uint32_t num_checks_ = 0;  // polls for a pull that waits, with nothing posted
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed
   uint32_t num_vain_ = 0;
   std::vector<std::array<uint64_t, 2>> words_;  // stores: where, and what
@@ -108,7 +104,7 @@ class FakeEndpoint final : public Endpoint {
   }
 
   const Owner& owner_;
-  const Window window_;
+  const Traits traits_;
   uint64_t& landed_;
   const bool& broken_;
   std::vector<Post> posts_;
@@ -142,6 +138,7 @@ struct LaneTest : ::testing::Test {
   std::shared_ptr<AnnouncedReaders> readers;  // null: nobody announces anything
   uint64_t settle_nonce = 0;                  // 0: the pull does not settle
   int64_t timeout_ns = 0;                     // 0: none
+  bool device_driven = false;                 // both lanes
   int crew_wakes = 0;
 
   void start(std::array<Window, 2> windows, bool submits = true) {
@@ -170,8 +167,9 @@ struct LaneTest : ::testing::Test {
         std::make_shared<Transfer>(request, 0, std::make_shared<Crew>(Crew{[this] { ++crew_wakes; }, help}));
     transfer->set_scratch(words, 1);
     for (uint32_t i = 0; i < 2; ++i) {
-      auto endpoint = std::make_unique<FakeEndpoint>(owner, windows[i], landed[i], broken[i]);
-      lanes.push_back(std::make_unique<Lane>(std::move(endpoint), i));
+      auto endpoint = std::make_unique<FakeEndpoint>(
+          owner, Traits{.window = windows[i], .device_driven = device_driven}, landed[i], broken[i]);
+      lanes.push_back(std::make_unique<Lane>(LaneEnd{std::move(endpoint)}, i));
       lanes.back()->ready({kLeases, kWords}, readers, driver);
       if (submits) lanes.back()->submit(transfer);
     }

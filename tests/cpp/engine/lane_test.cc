@@ -109,6 +109,7 @@ TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
 }
 
 TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
+  device_driven = true;
   start({kWhole, kWhole});
   endpoint(0).late_polls_ = 1000;
   const std::vector<uint32_t> vain = vain_polls();
@@ -117,6 +118,7 @@ TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
 }
 
 TEST_F(LaneTest, OneRoundOnTheCallersThreadPostsAll) {
+  device_driven = true;
   start({kWhole, kWhole}, false);
   endpoint(0).late_polls_ = 1000;
   ASSERT_TRUE(lanes[0]->run_inline(transfer, 0));
@@ -131,18 +133,23 @@ TEST_F(LaneTest, ALaneThatStandsByFindsOutThatItIsBrokenBeforeAnythingIsHandedTo
   const uint64_t all = owner.pool.size();
   start({window(16 << 10), {.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 1, .bytes = all}});
   lanes[1]->drive();
+  endpoint(0).next_check_ns_ = 1;
+  EXPECT_EQ(lanes[0]->drive().wake_at_ns, 1);
   broken[0] = true;
-  const auto asks_at = [this](int64_t ns) {
-    endpoint(0).asks_at_ns_ = ns;
-    return lanes[0]->drive();
-  };
-  EXPECT_EQ(asks_at(INT64_MAX - 1).wake_at_ns, INT64_MAX - 1);
-  EXPECT_FALSE(lanes[0]->broken());
-  asks_at(1);
+  lanes[0]->drive();
   EXPECT_TRUE(lanes[0]->broken());
   drive();
   expect_valid();
   EXPECT_EQ(landed[0], 0u);
+}
+
+TEST_F(LaneTest, ALaneThatStandsByPollsAtOnceAndThenWhenItsEndpointSaidSo) {
+  const uint64_t all = owner.pool.size();
+  start({window(16 << 10), {.chunk_bytes = UINT32_MAX, .chunk_ops = UINT32_MAX, .depth = 1, .bytes = all}});
+  lanes[1]->drive();
+  endpoint(0).next_check_ns_ = INT64_MAX - 1;
+  for (int round = 0; round < 3; ++round) EXPECT_EQ(lanes[0]->drive().wake_at_ns, INT64_MAX - 1);
+  EXPECT_EQ(endpoint(0).num_checks_, 1u);
 }
 
 /// This process has no CPU for a while: what it did not see by then is no silence of the owner's.

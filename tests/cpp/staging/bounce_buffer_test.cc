@@ -102,7 +102,7 @@ TEST_P(Bounces, NothingAfterTheEndpointWasClosed) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_TRUE(pair.device.contents() == then);
   EXPECT_NE(then.back(), pool_of(pair.owner).back()) << "it was over before it was closed";
-  EXPECT_FALSE(pair.reader.endpoint->poll(pair.reader.ended).status.ok());
+  EXPECT_FALSE(poll_once(*pair.reader.endpoint, pair.reader.ended).status.ok());
 }
 
 TEST_P(Bounces, ALostDeviceFailsTheReadAndNoMore) {
@@ -123,7 +123,7 @@ TEST_P(Bounces, TwoReadersShareTheSlots) {
   DevicePair one(GetParam());
   FakeDevice& device = one.device;
   const auto transport = *bounce_wrap(must_make(GetParam()), one.bounce, 1, {});
-  const auto endpoint = std::move(*transport->open(one.owner.card().address, 1));
+  const auto endpoint = std::move(*open_one(*transport, one.owner.card().address));
   ASSERT_TRUE(endpoint->establish(*one.owner.transport->accept(43, endpoint->hello()), kSecondNs).ok());
   ASSERT_TRUE(endpoint->import_region(one.owner.card().pool_key).ok());
   Scatter first = whole(device, kPoolBytes / 2), second;
@@ -134,8 +134,8 @@ TEST_P(Bounces, TwoReadersShareTheSlots) {
   std::thread other([&] {
     std::vector<Completion> ended;
     for (const int64_t end = now_ns() + 20 * kSecondNs; ended.empty() && now_ns() < end;) {
-      if (endpoint->poll(ended).progressed || !endpoint->arm()) continue;
-      pollfd asleep{endpoint->wake_fd(), POLLIN, 0};
+      if (poll_once(*endpoint, ended).progressed || !endpoint->arm()) continue;
+      pollfd asleep{endpoint->traits().wake_fd, POLLIN, 0};
       ::poll(&asleep, 1, 1000);
     }
     other_ended = ended.size() == 1 && ended[0].status.ok();
@@ -171,7 +171,7 @@ TEST_P(Bounces, AReadOutOfBoundsLandsNothing) {
 TEST_P(Bounces, ManySlotsKeepWireAndCopiesBusyAtOnce) {
   DevicePair pair(GetParam(), {}, 64 << 20);
   pair.device.stall();
-  const Window window = pair.reader.endpoint->window();
+  const Window window = pair.reader.endpoint->traits().window;
   std::vector<Scatter> chunks;
   for (uint32_t token = 0; token < window.depth; ++token) {
     chunks.push_back(whole(pair.device, window.chunk_bytes, kBlock));
@@ -204,7 +204,7 @@ TEST_P(Cancels, LandNothingLater) {
     ASSERT_TRUE(pair.reader.endpoint->post_read(round, data.chunk()).ok());
     if (round % 2 == 0) pair.device.stall();
     for (uint64_t polls = random() % 20; polls > 0; --polls) {
-      ASSERT_TRUE(pair.reader.endpoint->poll(pair.reader.ended).status.ok());
+      ASSERT_TRUE(poll_once(*pair.reader.endpoint, pair.reader.ended).status.ok());
     }
     // Few polls seldom see a first byte over tcp: every fourth round waits until a copy is held.
     for (int tries = 0; round % 4 == 0 && pair.device.num_under_way() == 0 && tries < 5000; ++tries) {
@@ -238,7 +238,7 @@ TEST_P(Cancels, AmongOthersLeavesThemAlone) {
     reads[index].add(kPool, at, {{pair.device.at(at), 2 << 20, kDeviceRegion}});
     ASSERT_TRUE(pair.reader.endpoint->post_read(index, reads[index].chunk()).ok());
   }
-  ASSERT_TRUE(pair.reader.endpoint->poll(pair.reader.ended).status.ok());
+  ASSERT_TRUE(poll_once(*pair.reader.endpoint, pair.reader.ended).status.ok());
   EXPECT_TRUE(pair.reader.endpoint->cancel(1)) << "it was not asked for yet";
   ASSERT_TRUE(pair.reader.wait(2).ok());
   const std::vector<std::byte> now = pair.device.contents();
@@ -279,7 +279,7 @@ TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
   // One part was dropped. What of a cancelled read is being copied ends with the copy: here the others have.
   const uint64_t others = landed + (2 << 20) - SlotRing::kSlotBytes;
   while (pair.device.num_copied() < others || pair.device.num_under_way() > 0) pair.reader.poll_for(100'000);
-  ASSERT_TRUE(pair.reader.endpoint->poll(pair.reader.ended).status.ok());
+  ASSERT_TRUE(poll_once(*pair.reader.endpoint, pair.reader.ended).status.ok());
   EXPECT_TRUE(pair.reader.endpoint->cancel(2));
   EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
   EXPECT_TRUE(pair.reader.read(whole(pair.device, 1 << 20), 3).ok());

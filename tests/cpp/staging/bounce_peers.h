@@ -37,7 +37,7 @@ struct DeviceReader {
     auto wrapped = bounce_wrap(must_make(name, fault), std::move(bounce), 1, {});
     EXPECT_TRUE(wrapped.ok()) << wrapped.status().what();
     transport = std::move(*wrapped);
-    auto opened = transport->open(card.address, 0);
+    auto opened = open_one(*transport, card.address);
     EXPECT_TRUE(opened.ok()) << opened.status().what();
     endpoint = std::move(*opened);
     const Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);
@@ -52,13 +52,13 @@ struct DeviceReader {
   /// Sleeps as the engine does, so that what never wakes fails the test. Ends as Reader::wait does.
   Status wait(uint64_t token) {
     for (const int64_t deadline = now_ns() + 20 * kSecondNs; now_ns() < deadline;) {
-      const PollResult result = endpoint->poll(ended);
+      const PollResult result = poll_once(*endpoint, ended);
       for (const Completion& completion : ended) {
         if (completion.token == token) return completion.status;
       }
       if (!result.status.ok()) return result.status;
       if (result.progressed || !endpoint->arm()) continue;
-      pollfd asleep{endpoint->wake_fd(), POLLIN, 0};
+      pollfd asleep{endpoint->traits().wake_fd, POLLIN, 0};
       ::poll(&asleep, 1, 1000);
     }
     return Status::Timeout("the test waited in vain");
@@ -69,7 +69,7 @@ struct DeviceReader {
   }
   void poll_for(int64_t ns) {
     for (const int64_t end = now_ns() + ns; now_ns() < end;) {
-      if (!endpoint->poll(ended).status.ok()) return;
+      if (!poll_once(*endpoint, ended).status.ok()) return;
     }
   }
   bool is_poisoned() {

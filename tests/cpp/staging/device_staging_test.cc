@@ -8,7 +8,7 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint32_t kHostRegion = 1;  // behind the pool
+constexpr uint32_t kHostRegion = 1, kStagingRegion = 2;  // behind the pool
 constexpr uint64_t kStagingBytes = 2 * SlotRing::kSlotBytes;
 
 struct StagedReader {
@@ -19,14 +19,16 @@ struct StagedReader {
       return make_cuda_copier(memory, num_slots, image);
     };
     staging = *make_staging(buffer.range(), copiers);
-    transport = stage_wrap(std::move(*make_transport("cuda", options)), staging, "cuda", true);
+    transport = std::move(*make_transport("cuda", options));
     [[maybe_unused]] const auto region = transport->register_memory(pool.range(), Access::kRead);
-    EXPECT_TRUE(transport->register_scratch({.base = host.data(), .bytes = host.size()}).ok());
-    EXPECT_TRUE(transport->register_scratch(buffer.range()).ok());
+    EXPECT_TRUE(transport->register_memory({.base = host.data(), .bytes = host.size()}, Access::kLocal).ok());
+    EXPECT_TRUE(transport->register_memory(buffer.range(), Access::kLocal).ok());
     poison();
-    auto opened = transport->open(owner.card().address, 0);
+    auto opened = open_one(*transport, owner.card().address);
     EXPECT_TRUE(opened.ok()) << opened.status().what();
-    endpoint = std::move(*opened);
+    auto wrapped = DeviceStaging(staging, "cuda", true, kStagingRegion).wrap(std::move(*opened));
+    EXPECT_TRUE(wrapped.ok()) << wrapped.status().what();
+    endpoint = std::move(*wrapped);
     const Status status =
         endpoint->establish(*owner.transport->accept(42, endpoint->hello()), 20 * kSecondNs);
     EXPECT_TRUE(status.ok()) << status.what();
@@ -37,9 +39,8 @@ struct StagedReader {
   std::byte* at(uint64_t offset) const { return pool.range().base + offset; }
   void poison() { std::fill(pool.bytes(), pool.bytes() + kPoolBytes, kPoison); }
   Status post(uint64_t token, const Scatter& scatter, bool staged) {
-    Chunk chunk = scatter.chunk();
-    chunk.staged = staged;
-    return endpoint->post_read(token, chunk);
+    return staged ? endpoint->post_staged(token, scatter.chunk())
+                  : endpoint->post_read(token, scatter.chunk());
   }
   std::vector<SlotRing::Slot> take_all() const {
     std::vector<SlotRing::Slot> taken;
@@ -53,7 +54,7 @@ struct StagedReader {
   std::vector<std::byte> host = std::vector<std::byte>(64);
   std::shared_ptr<Landing> staging;
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<Endpoint> endpoint;
+  std::unique_ptr<StagingEndpoint> endpoint;
 };
 
 /// An owner and a reader of it; with an image the kernel copies.
@@ -151,7 +152,7 @@ TEST_P(Staging, WaitsForSlotsThatOthersHold) {
   std::vector<SlotRing::Slot> all = reader->take_all();
   std::vector<Completion> ended;
   ASSERT_TRUE(reader->post(1, scatter, true).ok());
-  for (int poll = 0; poll < 100; ++poll) ASSERT_TRUE(reader->endpoint->poll(ended).status.ok());
+  for (int poll = 0; poll < 100; ++poll) ASSERT_TRUE(poll_once(*reader->endpoint, ended).status.ok());
   EXPECT_TRUE(ended.empty());
   all.clear();
   ASSERT_TRUE(wait_for(*reader->endpoint, 1).ok());
@@ -165,16 +166,6 @@ TEST_P(Staging, OutOfBoundsLandsNothing) {
   ASSERT_TRUE(reader->post(1, beyond, true).ok());
   EXPECT_EQ(wait_for(*reader->endpoint, 1).code(), Code::kAccessDenied);
   expect_landed({});
-}
-
-TEST_P(Staging, OffersAChoiceOnlyOnceItsMemoryIsRegistered) {
-  open();
-  EXPECT_NE(reader->endpoint->crossover(), nullptr);
-  const auto without = stage_wrap(std::move(*make_transport("cuda", {})), reader->staging, "cuda", false);
-  [[maybe_unused]] const auto region = without->register_memory(reader->pool.range(), Access::kRead);
-  const auto endpoint = without->open(owner->card().address, 0);
-  ASSERT_TRUE(endpoint.ok());
-  EXPECT_EQ((*endpoint)->crossover(), nullptr);
 }
 
 TEST(MakeStaging, WantsASlotAtLeast) {

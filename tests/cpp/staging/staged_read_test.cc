@@ -27,9 +27,7 @@ struct Reads {
     }
     ops.push_back(op);
   }
-  LandingPost post() const {
-    return {.chunk = {.ops = ops, .segments = segments.data(), .staged = true}, .lands = true};
-  }
+  LandingPost post() const { return {.chunk = {.ops = ops, .segments = segments.data()}, .lands = true}; }
 };
 
 using Source = std::pair<uint32_t, uint64_t>;       // region, offset

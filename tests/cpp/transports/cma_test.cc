@@ -32,7 +32,7 @@ std::string said_in_child(const std::function<std::string()>& body) {
 
 std::string why_not(const std::string& transport_name, const Card& card) {
   auto transport = make_transport(transport_name, {});
-  const Status status = (*transport)->open(card.address, 0).status();
+  const Status status = open_one(**transport, card.address).status();
   return status.code() == Code::kTransportUnavailable && !status.fix().empty() ? status.what()
                                                                                : "not refused";
 }
@@ -66,8 +66,8 @@ TEST(Cma, RefusesAnOwnerThatHasEndedOrClosed) {
   RemoteOwner ended("cma"), closed("cma");
   ended.kill(SIGKILL);
   closed.close_transport();
-  EXPECT_EQ((*transport)->open(ended.card().address, 0).status().code(), Code::kPeerUnreachable);
-  EXPECT_EQ((*transport)->open(closed.card().address, 0).status().code(), Code::kPeerUnreachable);
+  EXPECT_EQ(open_one(**transport, ended.card().address).status().code(), Code::kPeerUnreachable);
+  EXPECT_EQ(open_one(**transport, closed.card().address).status().code(), Code::kPeerUnreachable);
 }
 
 /// An owner must not kill its readers: a store where a memfd has no memory ends a process by SIGBUS.

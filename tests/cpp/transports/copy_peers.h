@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "cpp/transports/contract.h"
 #include "memory/host_memory.h"
 #include "transport_api/transport.h"
 #include "transports/registry.h"
@@ -100,7 +101,7 @@ class Server {
  private:
   void run() {
     while (!stop_) {
-      pollfd work{transport_.serve_fd(), POLLIN, 0};
+      pollfd work{transport_.capabilities().serve_fd, POLLIN, 0};
       if (::poll(&work, 1, 5) > 0) transport_.serve();
     }
   }
@@ -172,7 +173,7 @@ class RemoteOwner {
       send_to(control, *blob);
     for (bool serving = true;;) {
       std::array<pollfd, 2> work{
-          {{control, POLLIN, 0}, {serving ? owner.transport->serve_fd() : -1, POLLIN, 0}}};
+          {{control, POLLIN, 0}, {serving ? owner.transport->capabilities().serve_fd : -1, POLLIN, 0}}};
       ::poll(work.data(), work.size(), -1);
       if (work[1].revents != 0) owner.transport->serve();
       if (work[0].revents == 0) continue;
@@ -238,7 +239,7 @@ struct Scatter {
 inline Status wait_for(Endpoint& endpoint, uint64_t token) {
   std::vector<Completion> ended;
   for (const int64_t deadline = now_ns() + 20 * kSecondNs; now_ns() < deadline;) {
-    const PollResult result = endpoint.poll(ended);
+    const PollResult result = poll_once(endpoint, ended);
     for (const Completion& completion : ended) {
       if (completion.token == token) return completion.status;
     }
@@ -259,7 +260,7 @@ class Reader {
     auto made = make_transport(name, options);
     EXPECT_TRUE(made.ok()) << made.status().what();
     transport = std::move(*made);
-    auto opened = transport->open(card.address, 0);
+    auto opened = open_one(*transport, card.address);
     EXPECT_TRUE(opened.ok()) << opened.status().what();
     endpoint = std::move(*opened);
     const Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);

@@ -95,7 +95,7 @@ TEST_P(CopyTransport, CompletesInOrderOfPosts) {
     ASSERT_TRUE(pair.reader.endpoint->post_read(i, scatters[i].chunk()).ok());
   }
   std::vector<Completion> ended;
-  while (ended.size() < scatters.size()) ASSERT_TRUE(pair.reader.endpoint->poll(ended).status.ok());
+  while (ended.size() < scatters.size()) ASSERT_TRUE(poll_once(*pair.reader.endpoint, ended).status.ok());
   for (uint32_t i = 0; i < scatters.size(); ++i) EXPECT_EQ(ended[i].token, i);
 }
 
@@ -156,12 +156,12 @@ TEST_P(CopyTransport, LandsNothingAfterCancel) {
   ASSERT_TRUE(pair.reader.endpoint->post_read(1, large.chunk()).ok());
   ASSERT_TRUE(pair.reader.endpoint->post_read(2, small.chunk()).ok());
   std::vector<Completion> ended;
-  ASSERT_TRUE(pair.reader.endpoint->poll(ended).progressed);
+  ASSERT_TRUE(poll_once(*pair.reader.endpoint, ended).progressed);
   ASSERT_TRUE(ended.empty()) << "the test means to cancel in the middle";
   pair.reader.endpoint->cancel(1);
   pair.reader.poison();
   ASSERT_TRUE(pair.reader.wait(2).ok());
-  for (int i = 0; i < 20; ++i) ASSERT_TRUE(pair.reader.endpoint->poll(ended).status.ok());
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(poll_once(*pair.reader.endpoint, ended).status.ok());
   EXPECT_TRUE(ended.empty());
   EXPECT_TRUE(std::all_of(pair.reader.destination.begin(), pair.reader.destination.begin() + (5 << 20),
                           [](std::byte byte) { return byte == kPoison; }));
@@ -176,7 +176,7 @@ TEST_P(CopyTransport, LandsNothingAfterClose) {
   pair.reader.endpoint->close();
   pair.reader.endpoint->close();
   std::vector<Completion> ended;
-  EXPECT_EQ(pair.reader.endpoint->poll(ended).status.code(), Code::kPeerUnreachable);
+  EXPECT_EQ(poll_once(*pair.reader.endpoint, ended).status.code(), Code::kPeerUnreachable);
   EXPECT_EQ(pair.reader.endpoint->post_read(2, large.chunk()).code(), Code::kPeerUnreachable);
   EXPECT_TRUE(ended.empty());
   EXPECT_TRUE(pair.reader.is_poisoned());
@@ -259,7 +259,7 @@ TEST_P(CopyTransport, NeverTakesARecycledBlockForAGoodOne) {
 TEST_P(RemoteCopyTransport, NoticesAnOwnerThatIsKilled) {
   RemotePair pair(GetParam());
   ASSERT_TRUE(pair.reader.read_at(kPool, 0, 4096).ok());
-  const int wake_fd = pair.reader.endpoint->wake_fd();
+  const int wake_fd = pair.reader.endpoint->traits().wake_fd;
   pollfd wake{wake_fd, POLLIN, 0};
   ASSERT_GE(wake_fd, 0);
   EXPECT_EQ(::poll(&wake, 1, 0), 0);
@@ -300,7 +300,7 @@ TEST_P(RemoteCopyTransport, ReadsFromAStoppedOwner) {
 TEST_P(CopyTransport, RefusesMalformedBlobs) {
   LocalPair pair(GetParam());
   const Card card = pair.owner.card();
-  auto opened = pair.reader.transport->open(card.address, 0);
+  auto opened = open_one(*pair.reader.transport, card.address);
   ASSERT_TRUE(opened.ok());
   const std::string hello = (*opened)->hello();
   const std::string reply = pair.accept(hello);
@@ -313,7 +313,7 @@ TEST_P(CopyTransport, RefusesMalformedBlobs) {
     return all;
   };
   for (const auto& blob : spoilt(card.address)) {
-    EXPECT_EQ(pair.reader.transport->open(blob, 0).status().code(), Code::kTransportUnavailable);
+    EXPECT_EQ(open_one(*pair.reader.transport, blob).status().code(), Code::kTransportUnavailable);
   }
   for (const auto& blob : spoilt(hello)) EXPECT_FALSE(pair.owner.transport->accept(1, blob).ok());
   for (const auto& blob : spoilt(reply)) EXPECT_FALSE((*opened)->establish(blob, kSecondNs).ok());
@@ -328,7 +328,7 @@ TEST_P(CopyTransport, SurvivesRandomBlobs) {
     std::string address = card.address, key = card.pool_key;
     for (std::string* blob : {&address, &key})
       (*blob)[random() % blob->size()] ^= static_cast<char>(1 + random() % 255);
-    if (auto opened = pair.reader.transport->open(address, 0); opened.ok()) (*opened)->close();
+    if (auto opened = open_one(*pair.reader.transport, address); opened.ok()) (*opened)->close();
     if (GetParam() != std::string("cma")) (void)pair.reader.endpoint->import_region(key).ok();
   }
 }

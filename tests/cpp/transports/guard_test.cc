@@ -52,7 +52,7 @@ struct GuardedOwner : Owner {
   /// Ends the lease, and the next request writes its own bytes.
   void end() const {
     slot() = kTombstone;
-    transport->enforce_guards();
+    transport->fence(0);
     fill(pool->range(), kAfter);
   }
   Reader::Accept accept(uint64_t connection) const {
@@ -60,7 +60,8 @@ struct GuardedOwner : Owner {
   }
   /// Serves until there is nothing more that it can do.
   void serve_all() const {
-    for (pollfd work{transport->serve_fd(), POLLIN, 0}; ::poll(&work, 1, 0) > 0;) transport->serve();
+    for (pollfd work{transport->capabilities().serve_fd, POLLIN, 0}; ::poll(&work, 1, 0) > 0;)
+      transport->serve();
   }
 };
 
@@ -71,7 +72,7 @@ TEST_P(Guards, EndTheReadAndNothingElse) {
   const std::string name = GetParam();
   GuardedOwner owner(name.substr(name.find('+') + 1));
   Server server(*owner.transport);
-  EXPECT_TRUE(owner.transport->guards());
+  EXPECT_TRUE(owner.transport->capabilities().guards);
   Reader reader(name, owner.card(), owner.accept(1));
   const Scatter pool = whole_pool(reader);
   ASSERT_TRUE(read_guarded(reader, pool).ok());
@@ -199,7 +200,7 @@ TEST(TcpGuard, IsNotLookedAtOnceItsRegionIsTakenBack) {
   StalledRead late(owner);
   owner.table_region.reset();
   owner.table.reset();
-  owner.transport->enforce_guards();
+  owner.transport->fence(0);
   Server server(*owner.transport);
   EXPECT_TRUE(late.socket.is_closed());
 }
@@ -288,8 +289,7 @@ struct DeviceGuard : ::testing::Test {
   void SetUp() override {
     device.fill(kBefore);
     slot() = kNonce;
-    ASSERT_TRUE(transport->lend_through(bounce).ok());
-    pool_region = std::move(*transport->register_memory(device.range(), Access::kRead));
+    pool_region = std::move(*transport->register_memory(device.range(), Access::kRead, bounce));
     table_region = std::move(*transport->register_memory(table->range(), Access::kReadWords));
     server = std::make_unique<Server>(*transport);
     const Card card{transport->address(), pool_region->remote_key(), table_region->remote_key(), {}};
@@ -303,7 +303,7 @@ struct DeviceGuard : ::testing::Test {
     for (uint64_t token = 1; token <= num; ++token) {
       ASSERT_TRUE(reader->endpoint->post_read(token, guarded(scatter)).ok());
     }
-    ASSERT_TRUE(reader->endpoint->poll(ended).status.ok());
+    ASSERT_TRUE(poll_once(*reader->endpoint, ended).status.ok());
   }
 
   FakeDevice device{kPoolBytes};
@@ -337,7 +337,7 @@ TEST_F(DeviceGuard, AReaderThatStallsKeepsNoSlotOnceTheGuardIsEnforced) {
   post(pool, 16);  // more than the sockets take
   while (bounce->sending().num_free() == kSlots) std::this_thread::yield();
   slot() = kTombstone;
-  transport->enforce_guards();
+  transport->fence(0);
   // A copy of the device that is under way keeps its slot until it has ended.
   while (bounce->sending().num_free() != kSlots) std::this_thread::yield();
   device.fill(kAfter);

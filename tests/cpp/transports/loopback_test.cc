@@ -33,7 +33,7 @@ TEST(Loopback, FencesOneConnection) {
   LocalPair pair("loopback");
   Reader other("loopback", pair.owner.card(),
                [&](const std::string& hello) { return *pair.owner.transport->accept(43, hello); });
-  EXPECT_TRUE(pair.owner.transport->can_fence());
+  EXPECT_TRUE(pair.owner.transport->capabilities().can_fence);
   EXPECT_FALSE(pair.owner.transport->fence(41));
   EXPECT_TRUE(pair.owner.transport->fence(42));
   EXPECT_EQ(pair.reader.read_at(kPool, 0, 64).code(), Code::kPeerUnreachable);
@@ -43,7 +43,7 @@ TEST(Loopback, FencesOneConnection) {
 TEST(Loopback, RefusesOtherProcesses) {
   RemoteOwner owner("loopback");
   auto transport = make_transport("loopback", {});
-  const Status status = (*transport)->open(owner.card().address, 0).status();
+  const Status status = open_one(**transport, owner.card().address).status();
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_FALSE(status.fix().empty());
 }

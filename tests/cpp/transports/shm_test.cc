@@ -78,8 +78,8 @@ TEST(Shm, GivesPoolsReadOnly) {
 TEST(Shm, AdmitsEachInvitationOnce) {
   LocalPair pair("shm");
   const Card card = pair.owner.card();
-  auto first = pair.reader.transport->open(card.address, 0);
-  auto second = pair.reader.transport->open(card.address, 0);
+  auto first = open_one(*pair.reader.transport, card.address);
+  auto second = open_one(*pair.reader.transport, card.address);
   const std::string reply = pair.accept((*first)->hello());
   EXPECT_TRUE((*first)->establish(reply, 20 * kSecondNs).ok());
   EXPECT_EQ((*second)->establish(reply, 20 * kSecondNs).code(), Code::kAccessDenied);
@@ -91,7 +91,7 @@ TEST(Shm, AdmitsEachInvitationOnce) {
 TEST(Shm, AFloodOfHellosLeavesInvitationsOfOthersAlone) {
   LocalPair pair("shm");
   const Card card = pair.owner.card();
-  auto endpoint = pair.reader.transport->open(card.address, 0);
+  auto endpoint = open_one(*pair.reader.transport, card.address);
   const std::string reply = *pair.owner.transport->accept({1, 7}, (*endpoint)->hello());
   for (int count = 0; count < 3000; ++count) {
     ASSERT_TRUE(pair.owner.transport->accept({2, 8}, (*endpoint)->hello()).ok());
@@ -128,7 +128,7 @@ TEST(Shm, ServesReadersDespiteSilentAndNoisyClients) {
 TEST(Shm, TimesOutOnAStoppedOwner) {
   RemoteOwner owner("shm");
   auto transport = make_transport("shm", {});
-  auto endpoint = (*transport)->open(owner.card().address, 0);
+  auto endpoint = open_one(**transport, owner.card().address);
   const std::string reply = owner.accept(1, (*endpoint)->hello());
   owner.stop();
   EXPECT_EQ((*endpoint)->establish(reply, kSecondNs / 10).code(), Code::kTimeout);
@@ -137,7 +137,7 @@ TEST(Shm, TimesOutOnAStoppedOwner) {
 TEST(Shm, SignalsDoNotDisturbWhoConnects) {
   RemoteOwner owner("shm");
   auto transport = make_transport("shm", {});
-  auto endpoint = (*transport)->open(owner.card().address, 0);
+  auto endpoint = open_one(**transport, owner.card().address);
   const std::string reply = owner.accept(1, (*endpoint)->hello());
   struct sigaction heard{};
   struct sigaction before{};
@@ -159,7 +159,7 @@ TEST(Shm, SignalsDoNotDisturbWhoConnects) {
 TEST(Shm, RefusesAnOwnerThatHasEnded) {
   RemoteOwner owner("shm");
   auto transport = make_transport("shm", {});
-  auto endpoint = (*transport)->open(owner.card().address, 0);
+  auto endpoint = open_one(**transport, owner.card().address);
   const std::string reply = owner.accept(1, (*endpoint)->hello());
   owner.kill(SIGKILL);
   EXPECT_EQ((*endpoint)->establish(reply, kSecondNs).code(), Code::kPeerUnreachable);

@@ -104,7 +104,7 @@ class GpuReader {
   }
 
   Status connect(const Card& card, const Reader::Accept& accept) {
-    auto opened = transport->open(card.address, 0);
+    auto opened = open_one(*transport, card.address);
     if (!opened.ok()) return opened.status();
     endpoint = std::move(*opened);
     Status status = endpoint->establish(accept(endpoint->hello()), 20 * kSecondNs);

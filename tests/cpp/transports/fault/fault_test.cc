@@ -28,7 +28,7 @@ class Fault : public ::testing::TestWithParam<const char*> {
   bool completes_soon(uint64_t token) {
     std::vector<Completion> ended;
     for (const int64_t deadline = now_ns() + kSecondNs / 5; now_ns() < deadline;) {
-      EXPECT_TRUE(reader().endpoint->poll(ended).status.ok());
+      EXPECT_TRUE(poll_once(*reader().endpoint, ended).status.ok());
     }
     return std::any_of(ended.begin(), ended.end(), [=](const Completion& c) { return c.token == token; });
   }
@@ -70,7 +70,7 @@ TEST_P(Fault, DropsTheNthPost) {
 
 TEST_P(Fault, CountsOverAllEndpoints) {
   connect("fail@2");
-  auto other = reader().transport->open(pair_->owner.card().address, 1);
+  auto other = open_one(*reader().transport, pair_->owner.card().address);
   ASSERT_TRUE((*other)->establish(pair_->accept((*other)->hello()), 20 * kSecondNs).ok());
   ASSERT_TRUE((*other)->import_region(pair_->owner.card().pool_key).ok());
   Scatter scatter;
@@ -93,17 +93,17 @@ TEST_P(Fault, ForgetsADelayedCompletionThatIsCancelled) {
   connect("delay=50ms@1");
   const Scatter delayed = post_data(5);
   std::vector<Completion> ended;
-  ASSERT_TRUE(reader().endpoint->poll(ended).status.ok());
+  ASSERT_TRUE(poll_once(*reader().endpoint, ended).status.ok());
   reader().endpoint->cancel(5);
   EXPECT_FALSE(completes_soon(5));
 }
 
 TEST_P(SleepingFault, WakesForDelayedCompletions) {
   connect("delay=50ms@1");
-  const int wake_fd = reader().endpoint->wake_fd();
+  const int wake_fd = reader().endpoint->traits().wake_fd;
   const Scatter delayed = post_data(5);
   std::vector<Completion> ended;
-  ASSERT_TRUE(reader().endpoint->poll(ended).status.ok());
+  ASSERT_TRUE(poll_once(*reader().endpoint, ended).status.ok());
   ASSERT_TRUE(ended.empty());
   pollfd wake{wake_fd, POLLIN, 0};
   ASSERT_EQ(::poll(&wake, 1, 20'000), 1);
@@ -134,8 +134,8 @@ TEST_P(Fault, BreaksTheConnection) {
   ASSERT_TRUE(read_data().ok());
   const Scatter broken = post_data(5);
   std::vector<Completion> ended;
-  EXPECT_EQ(reader().endpoint->poll(ended).status.code(), Code::kPeerUnreachable);
-  EXPECT_EQ(reader().endpoint->poll(ended).status.code(), Code::kPeerUnreachable);
+  EXPECT_EQ(poll_once(*reader().endpoint, ended).status.code(), Code::kPeerUnreachable);
+  EXPECT_EQ(poll_once(*reader().endpoint, ended).status.code(), Code::kPeerUnreachable);
   EXPECT_TRUE(ended.empty());
 }
 

@@ -67,7 +67,7 @@ TEST(Tcp, OwnerRefusesForgedKeysAndServesOn) {
       expected.push_back(kind < 2 ? Code::kAccessDenied : Code::kOk);
     }
     std::vector<Completion> ended;
-    while (ended.size() < scatters.size()) ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+    while (ended.size() < scatters.size()) ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
     for (size_t index = 0; index < scatters.size(); ++index) {
       ASSERT_EQ(ended[index].token, index);
       ASSERT_EQ(ended[index].status.code(), expected[index]) << ended[index].status.what();
@@ -110,7 +110,7 @@ TEST(Tcp, AdmitsEachSecretOnceAndNoOther) {
   Owner owner("tcp");
   Server server(*owner.transport);
   const std::string address = owner.card().address;
-  const auto open = [&] { return std::move(*owner.transport->open(address, 0)); };
+  const auto open = [&] { return std::move(*open_one(*owner.transport, address)); };
   const std::string reply = *owner.transport->accept(1, tcp::encode_hello(0));
   for (size_t byte = 0; byte < reply.size(); ++byte) {
     std::string wrong = reply;
@@ -128,7 +128,7 @@ TEST(Tcp, RefusesAnOwnerThatIsAnotherProcessNow) {
   Server server(*owner.transport);
   tcp::Address address = *tcp::Address::parse(owner.card().address);
   address.instance ^= 1;
-  auto endpoint = std::move(*owner.transport->open(address.encode(), 0));
+  auto endpoint = std::move(*open_one(*owner.transport, address.encode()));
   const Status status = endpoint->establish(*owner.transport->accept(1, endpoint->hello()), 20 * kSecondNs);
   EXPECT_EQ(status.code(), Code::kPeerUnreachable);
   EXPECT_NE(status.what().find("another process"), std::string::npos) << status.what();
@@ -140,12 +140,12 @@ TEST(Tcp, SaysThatNobodyListens) {
     address = Owner("tcp").card().address;
   }
   Owner owner("tcp");
-  auto endpoint = std::move(*owner.transport->open(address, 0));
+  auto endpoint = std::move(*open_one(*owner.transport, address));
   const Status status = endpoint->establish(*owner.transport->accept(1, endpoint->hello()), 20 * kSecondNs);
   EXPECT_EQ(status.code(), Code::kPeerUnreachable);
   EXPECT_NE(status.what().find("127.0.0.1:"), std::string::npos) << status.what();
   std::vector<Completion> ended;
-  EXPECT_EQ(endpoint->poll(ended).status.code(), Code::kPeerUnreachable);
+  EXPECT_EQ(poll_once(*endpoint, ended).status.code(), Code::kPeerUnreachable);
 }
 
 TEST(Tcp, LetsReadersInPastSilentAndNoisySockets) {
@@ -180,13 +180,13 @@ TEST(Tcp, FencesOneConnectionWhileAnotherGoesOn) {
     for (; !stop; ++reads) EXPECT_TRUE(other.read_at(kPool, 0, 1 << 20).ok());
   });
   const std::string unused = *owner.transport->accept(1, first.endpoint->hello());
-  EXPECT_TRUE(owner.transport->can_fence());
+  EXPECT_TRUE(owner.transport->capabilities().can_fence);
   EXPECT_TRUE(owner.transport->fence(1));
   EXPECT_FALSE(owner.transport->fence(1));
   EXPECT_FALSE(owner.transport->fence(3));
   EXPECT_EQ(first.wait_broken().code(), Code::kPeerUnreachable);
   EXPECT_EQ(lane.wait_broken().code(), Code::kPeerUnreachable);
-  auto late = std::move(*owner.transport->open(owner.card().address, 2));
+  auto late = std::move(*open_one(*owner.transport, owner.card().address));
   EXPECT_EQ(late->establish(unused, 20 * kSecondNs).code(), Code::kAccessDenied);
   for (const uint64_t before = reads; reads < before + 3;) std::this_thread::yield();
   stop = true;
@@ -226,7 +226,7 @@ TEST(Tcp, RevokesMemoryThatIsBeingSent) {
   }
   ASSERT_TRUE(reader.endpoint->post_read(1, scatter.chunk()).ok());
   std::vector<Completion> ended;
-  while (destination[0] == std::byte{} && !reader.endpoint->poll(ended).progressed) {
+  while (destination[0] == std::byte{} && !poll_once(*reader.endpoint, ended).progressed) {
   }
   EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
   (*lent).reset();

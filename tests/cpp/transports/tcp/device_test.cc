@@ -10,8 +10,7 @@ struct DeviceOwner {
   DeviceOwner() : device(kPoolBytes), bounce(must_make(device)), table(allocate(kTableBytes)) {
     fill_random({.base = device.behind(device.at(0)), .bytes = kPoolBytes}, 1);
     transport = must_make("tcp");
-    EXPECT_TRUE(transport->lend_through(bounce).ok());
-    pool_region = std::move(*transport->register_memory(device.range(), Access::kRead));
+    pool_region = std::move(*transport->register_memory(device.range(), Access::kRead, bounce));
     table_region = std::move(*transport->register_memory(table->range(), Access::kReadWords));
     server = std::make_unique<Server>(*transport);
   }
@@ -39,7 +38,7 @@ Scatter whole_pool(Reader& reader) {
 
 void await_copies(FakeDevice& device, Reader& reader) {
   std::vector<Completion> ended;
-  while (device.num_under_way() == 0) ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+  while (device.num_under_way() == 0) ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
 }
 
 TEST(TcpDevice, SendsEveryByteInItsPlace) {
@@ -170,7 +169,7 @@ TEST(TcpDevice, AReaderThatStallsHoldsSlotsUntilItIsFenced) {
   for (int i = 0; i < 16; ++i) pools.add(kPool, 0, {{stalled.destination.data(), kPoolBytes, 0}});
   std::vector<Completion> ended;
   ASSERT_TRUE(stalled.endpoint->post_read(1, pools.chunk()).ok());
-  ASSERT_TRUE(stalled.endpoint->poll(ended).status.ok());
+  ASSERT_TRUE(poll_once(*stalled.endpoint, ended).status.ok());
   while (owner.bounce->sending().num_free() > 0) std::this_thread::yield();
   Scatter block;
   block.add(kPool, 0, {{other.destination.data(), 4096, 0}});

@@ -147,10 +147,10 @@ TEST(TcpFuzz, ReaderSurvivesMutatedResponses) {
       const size_t bytes = std::min<size_t>(responses.size() - at, 1 + random() % 20'000);
       owner.socket->say(std::string_view(responses).substr(at, bytes));
       at += bytes;
-      status = owner.endpoint->poll(ended).status;
+      status = poll_once(*owner.endpoint, ended).status;
     }
     owner.socket.reset();
-    while (status.ok()) status = owner.endpoint->poll(ended).status;
+    while (status.ok()) status = poll_once(*owner.endpoint, ended).status;
     EXPECT_EQ(status.code(), Code::kPeerUnreachable);
     broken += status.what().find("protocol error") != std::string::npos;
     served += !ended.empty();
@@ -289,20 +289,20 @@ TEST(TcpLanding, RefusesResponsesThatDoNotFitTheirRequest) {
 TEST(TcpFuzz, BlobsAreRefusedOrHarmless) {
   Owner owner("tcp");
   const Card card = owner.card();
-  auto endpoint = std::move(*owner.transport->open(card.address, 0));
+  auto endpoint = std::move(*open_one(*owner.transport, card.address));
   Random random(25);
   for (int round = 0; round < 2000; ++round) {
     std::string address = card.address, key = card.pool_key, hello = endpoint->hello();
     mutate(address, random);
     mutate(key, random);
     mutate(hello, random);
-    (void)owner.transport->open(address, 0);
+    (void)open_one(*owner.transport, address);
     (void)endpoint->import_region(key);
     if (!owner.transport->accept(1, hello).ok()) continue;
     owner.transport->fence(1);
   }
-  EXPECT_FALSE(owner.transport->open("", 0).ok());
-  EXPECT_FALSE(owner.transport->open(card.address + "x", 0).ok());
+  EXPECT_FALSE(open_one(*owner.transport, "").ok());
+  EXPECT_FALSE(open_one(*owner.transport, card.address + "x").ok());
   EXPECT_FALSE(endpoint->import_region(card.pool_key.substr(1)).ok());
   EXPECT_FALSE(endpoint->import_region(card.pool_key + "x").ok());
   EXPECT_FALSE(owner.transport->accept(1, "").ok());

@@ -69,7 +69,7 @@ TEST(Tcp, EndsPostsInOrder) {
     ASSERT_TRUE(pair.reader.endpoint->post_read(token, scatter.chunk()).ok());
   }
   std::vector<Completion> ended;
-  while (ended.size() < 20) ASSERT_TRUE(pair.reader.endpoint->poll(ended).status.ok());
+  while (ended.size() < 20) ASSERT_TRUE(poll_once(*pair.reader.endpoint, ended).status.ok());
   for (uint64_t token = 0; token < 20; ++token) EXPECT_EQ(ended[token].token, token);
 }
 
@@ -105,8 +105,8 @@ TEST(Tcp, SleepsWhenThePullNeverSettles) {
   ASSERT_TRUE(reader.read_at(kTable, 128, 16).ok());
   server.reset();
   int rounds = 0;
-  for (pollfd work{owner.transport->serve_fd(), POLLIN, 0}; rounds < 100 && ::poll(&work, 1, 50) > 0;
-       ++rounds) {
+  for (pollfd work{owner.transport->capabilities().serve_fd, POLLIN, 0};
+       rounds < 100 && ::poll(&work, 1, 50) > 0; ++rounds) {
     owner.transport->serve();
   }
   EXPECT_LT(rounds, 100);
@@ -127,9 +127,9 @@ TEST(Tcp, SendsOnWhatTheKernelHadNoRoomFor) {
   std::vector<Completion> ended;
   for (uint64_t token = 0; token < kFrames; ++token) {
     ASSERT_TRUE(reader.endpoint->post_read(token, scatters[token].chunk()).ok());
-    ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+    ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
   }
-  ASSERT_FALSE(reader.endpoint->poll(ended).progressed) << "there was room after all";
+  ASSERT_FALSE(poll_once(*reader.endpoint, ended).progressed) << "there was room after all";
   ::kill(pair.owner.pid(), SIGCONT);
   ASSERT_TRUE(reader.wait(kFrames - 1).ok());
   expect_landed(scatters.back(), expected_pool());
@@ -149,7 +149,7 @@ TEST(Tcp, LandsNothingAfterCancel) {
   for (uint64_t token = 1; token <= 3; ++token) {
     ASSERT_TRUE(reader.endpoint->post_read(token, scatter.chunk()).ok());
   }
-  ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+  ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
   reader.endpoint->cancel(1);
   reader.endpoint->cancel(2);
   reader.endpoint->cancel(3);
@@ -177,7 +177,7 @@ TEST(Tcp, LandsNothingAfterCancelInTheMiddle) {
     std::fill(reader.destination.begin(), reader.destination.end(), kPoison);
     ASSERT_TRUE(reader.endpoint->post_read(1, scatter.chunk()).ok());
     for (int polls = 0; polls < 200 && reader.destination[0] == kPoison; ++polls) {
-      ASSERT_TRUE(reader.endpoint->poll(ended).status.ok());
+      ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
     }
     cut_short += reader.destination[0] != kPoison && reader.destination.back() == kPoison;
     reader.endpoint->cancel(1);
@@ -209,13 +209,13 @@ TEST(Tcp, WaitsForAStoppedOwnerOnlyAsLongAsTheCallerWants) {
   scatter.add(kPool, 0, {{reader.destination.data(), kBlock, 0}});
   ASSERT_TRUE(reader.endpoint->post_read(1, scatter.chunk()).ok());
   std::vector<Completion> ended;
-  ASSERT_TRUE(reader.endpoint->poll(ended).progressed);  // the request left
+  ASSERT_TRUE(poll_once(*reader.endpoint, ended).progressed);  // the request left
   for (int polls = 0; polls < 100; ++polls) {
-    const PollResult result = reader.endpoint->poll(ended);
+    const PollResult result = poll_once(*reader.endpoint, ended);
     ASSERT_TRUE(result.status.ok());
     ASSERT_FALSE(result.progressed);
   }
-  auto late = std::move(*reader.transport->open(pair.owner.card().address, 1));
+  auto late = std::move(*open_one(*reader.transport, pair.owner.card().address));
   EXPECT_EQ(late->establish(tcp::Invitation{}.encode(), kSecondNs / 10).code(), Code::kPeerUnreachable);
   reader.endpoint->cancel(1);
   reader.endpoint->close();
@@ -280,14 +280,14 @@ TEST(Tcp, GoesOverIpv6) {
   std::vector<std::byte> memory(kBlock, std::byte{7}), destination(kBlock);
   auto region = (*owner)->register_memory({memory.data(), memory.size()}, Access::kRead);
   Server server(**owner);
-  auto endpoint = std::move(*(*owner)->open((*owner)->address(), 0));
+  auto endpoint = std::move(*open_one(**owner, (*owner)->address()));
   ASSERT_TRUE(endpoint->establish(*(*owner)->accept(1, endpoint->hello()), 20 * kSecondNs).ok());
   ASSERT_TRUE(endpoint->import_region((*region)->remote_key()).ok());
   Scatter scatter;
   scatter.add(0, 0, {{destination.data(), kBlock, 0}});
   ASSERT_TRUE(endpoint->post_read(1, scatter.chunk()).ok());
   std::vector<Completion> ended;
-  while (ended.empty()) ASSERT_TRUE(endpoint->poll(ended).status.ok());
+  while (ended.empty()) ASSERT_TRUE(poll_once(*endpoint, ended).status.ok());
   EXPECT_TRUE(ended[0].status.ok());
   EXPECT_EQ(memory, destination);
 }

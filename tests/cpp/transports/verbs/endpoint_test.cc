@@ -55,7 +55,13 @@ class VerbsEndpoint : public ::testing::Test {
     }
     ASSERT_TRUE(endpoint->post_read(reads.size(), {read.ops, read.segments.data()}).ok());
   }
-  Status poll() { return endpoint->poll(ended).status; }
+  Status poll() { return endpoint->poll(now_ns(), false, ended).status; }
+  /// Polls for a pull that waits; when it is to be called again.
+  int64_t check(int64_t now) {
+    const PollResult result = endpoint->poll(now, true, ended);
+    EXPECT_TRUE(result.status.ok()) << result.status.what();
+    return result.next_check_ns;
+  }
   /// Polls on until it breaks.
   Status why_broken() {
     Status status;
@@ -94,35 +100,41 @@ TEST_F(VerbsEndpoint, AnOwnerThatAnswersNothingIsGivenUpWhateverItsNicDoes) {
 }
 
 TEST_F(VerbsEndpoint, OneThatWaitsIsToLookSeveralTimesBeforeItGivesUp) {
-  EXPECT_EQ(endpoint->look_at_ns(), INT64_MAX);
   made_up.answers = false;
   post(4, 4096);
-  EXPECT_TRUE(poll().ok());
-  EXPECT_LE(endpoint->look_at_ns(), now_ns() + kTickNs);
+  EXPECT_EQ(check(1), 1 + kTickNs);
+  EXPECT_EQ(check(1 + kTickNs), 1 + 2 * kTickNs);
 }
 
 TEST_F(VerbsEndpoint, OneThatStandsByAsksWhetherTheOwnerIsThere) {
-  EXPECT_FALSE(endpoint->stand_by(1));
-  EXPECT_EQ(endpoint->look_at_ns(), 1 + kTickNs);
-  EXPECT_FALSE(endpoint->stand_by(kTickNs));
-  EXPECT_TRUE(endpoint->stand_by(1 + kTickNs));
+  EXPECT_EQ(check(1), 1 + kTickNs);
+  EXPECT_EQ(check(kTickNs), 1 + kTickNs);
+  EXPECT_EQ(made_up.all("ask").size(), 0U);
+  EXPECT_EQ(check(1 + kTickNs), 1 + 2 * kTickNs);
   EXPECT_EQ(made_up.all("ask").size(), 1U);
-  EXPECT_TRUE(poll().ok());
-  EXPECT_FALSE(endpoint->stand_by(2 + kTickNs)) << "it was heard: a tick begins";
+  EXPECT_EQ(check(2 + kTickNs), 2 + 2 * kTickNs) << "it was heard: a tick begins";
+  EXPECT_EQ(made_up.all("ask").size(), 1U);
   post(4, 4096);
   EXPECT_TRUE(poll().ok());
   EXPECT_EQ(ended.size(), 1U);
 }
 
+TEST_F(VerbsEndpoint, OneThatIsNotWaitedForAsksNothing) {
+  for (const int64_t now : {int64_t{1}, 2 * kTickNs, 4 * kTickNs}) {
+    EXPECT_TRUE(endpoint->poll(now, false, ended).status.ok());
+  }
+  EXPECT_EQ(made_up.all("ask").size(), 0U);
+}
+
 TEST_F(VerbsEndpoint, OneThatStandsByGivesUpBeforeItIsHandedAnything) {
   open(Patience{.silence_ns = 1'000'000});
   made_up.answers = false;
-  EXPECT_FALSE(endpoint->stand_by(1));
-  EXPECT_TRUE(endpoint->stand_by(1 + kTickNs));
-  EXPECT_TRUE(endpoint->stand_by(2 + kTickNs)) << "no second question";
+  check(1);
+  EXPECT_EQ(check(1 + kTickNs), 1 + kTickNs + 1'000'000);
+  EXPECT_EQ(check(2 + kTickNs), 1 + kTickNs + 1'000'000) << "no second question";
   EXPECT_EQ(made_up.all("ask").size(), 1U);
   EXPECT_EQ(why_broken().code(), Code::kPeerUnreachable);
-  EXPECT_FALSE(endpoint->stand_by(3 + kTickNs));
+  EXPECT_FALSE(endpoint->poll(3 + kTickNs, true, ended).status.ok());
 }
 
 // Behind the data on the same queue pair, a slot vouches for it only if the NIC loads it last.

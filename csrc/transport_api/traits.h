@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// What endpoints and transports are, as data: the engine reads it once and decides by it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace kvlink {
+
+/// How much the engine hands an endpoint at a time.
+struct Window {
+  uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
+  uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
+  uint32_t depth = 1;               // posts outstanding
+  uint64_t stripe_bytes = 4 << 20;  // pulls below this are faster on one lane than meeting at the end
+  uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
+};
+
+/// What an endpoint is. Constant from establish() on.
+struct Traits {
+  /// The ports that it reads from and to, "mlx5_0:1->mlx5_1:1", where it is tied to some. " 75%" behind it is
+  /// the share of its ports in the bytes under way, where a connection uses several.
+  std::string path = {};
+  Window window = {};
+  /// A post is executed at the owner only after every earlier post of this endpoint has been.
+  bool ordered = false;
+  /// Only reads of kReadWords regions are ordered, by a fence: what is posted behind one waits with it.
+  bool ordering_needs_fence = false;
+  /// Chunks may have repeats: their cost does not grow with the number of planes.
+  bool supports_repeats = false;
+  /// A post is a launch: it costs the caller little time however many bytes it has. A device then moves them
+  /// without any CPU, so a waiting thread may as well poll.
+  bool device_driven = false;
+  /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
+  bool cpu_copies = false;
+  /// Readable, once armed, when poll() has something to do or the owner is gone; -1: there is no descriptor.
+  int wake_fd = -1;
+};
+
+/// What a transport is. Constant.
+struct Capabilities {
+  /// Exports device memory and reads into it. Other transports get device memory by way of
+  /// staging/bounce_buffer.h, or not at all.
+  bool reaches_device_memory = false;
+  /// Reads only into memory that was registered, as a NIC does.
+  bool needs_registered_target = false;
+  /// register_memory() takes device memory with a bounce buffer, and sends from it by way of that buffer.
+  bool exports_through_bounce = false;
+  /// The owner's end obeys Chunk::guard, so no reader need be cut off when a lease ends.
+  bool guards = false;
+  /// fence() works. Readers of a transport that can be fenced, and has no guards, announce their connection
+  /// id in the lease slot.
+  bool can_fence = false;
+  /// Readable when serve() has work; -1: this transport needs no thread of the owner.
+  int serve_fd = -1;
+};
+
+/// One of the ports that a transport is tied to.
+struct PortState {
+  std::string name;         // "mlx5_0:1"
+  std::string away;         // why, while its device is gone; empty: it is here
+  uint32_t times_away = 0;  // so far
+  bool held = false;        // connections still hold the device that is gone
+  bool operator==(const PortState&) const = default;
+};
+
+/// The reader that an owner admits.
+struct ReaderId {
+  // NOLINTNEXTLINE(google-explicit-constructor): most callers know only the connection
+  ReaderId(uint64_t connection, uint64_t asks = 0) : connection_id(connection), caller(asks) {}
+
+  uint64_t connection_id;  // at least 1; several endpoints may share one
+  uint64_t caller;         // the same for all that one process asks for; 0: unknown
+};
+
+}  // namespace kvlink
