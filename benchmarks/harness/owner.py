@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side of a benchmark: a real Worker whose blocks hold known bytes.
 
-`python -m kvlink.benchmarks.owner FD` runs one in a process of its own, which answers JSON messages on the
+`python -m kvlink.benchmarks.harness.owner FD` runs one in a process of its own, which answers JSON messages on the
 descriptor until its parent is gone.
 """
 

@@ -57,7 +57,7 @@ class _Elsewhere:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvlink.benchmarks.owner", str(theirs.fileno())],
+                [sys.executable, "-m", Owner.__module__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
