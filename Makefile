@@ -76,10 +76,11 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 	touch $@
 
 .PHONY: lint
-lint: build $(VENV)/.checked ## ruff, the rule against luck, mypy, import-linter, clang-format
+lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy, import-linter, clang-format
 	ruff check .
 	ruff format --check .
 	python tests/luck.py
+	python tests/words.py
 	mypy -p kvlink -p benchmarks -p integrations
 	lint-imports
 	clang-format --dry-run -Werror $(CPP_FILES)

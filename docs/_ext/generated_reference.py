@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer.main
@@ -11,6 +12,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from kvlink.cli import app as cli
+from kvlink.cli.plugins import GROUP
 from kvlink.config import CATALOGUE, Setting
 
 
@@ -53,9 +55,12 @@ def commands(command: Any, name: str = "kvlink", depth: int = 2) -> Iterator[str
     yield from ("#" * min(depth, 4) + f" `{name}`", "", (command.help or "").replace("\b\n", ""), "")
     yield from _options(command)
     if hasattr(command, "list_commands"):
+        # Those of other packages show their options only once they are loaded.
+        plugins = {one.name: typer.main.get_command(one.load()) for one in entry_points(group=GROUP)}
         context = command.context_class(command)
         for below in command.list_commands(context):
-            found = command.get_command(context, below)
+            found = plugins.get(below) if depth == 2 else None
+            found = found or command.get_command(context, below)
             if found is not None and not found.hidden:
                 yield from commands(found, f"{name} {below}", depth + 1)
 
