@@ -138,6 +138,11 @@ test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit, the st
 	.ci/system-packages $(PYTHON) page || true
 	pytest -m verify tests/deploy tests/metrics/test_page.py
 
+.PHONY: release-wheel
+release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
+	.ci/release-wheel $(PYTHON)
+	.ci/test-wheel $(PYTHON) dist/release/*.whl
+
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
 	pytest -m "slow and not netns and not softroce" || [ $$? -eq 5 ]

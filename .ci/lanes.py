@@ -49,6 +49,7 @@ LANES = {
     "gpu": Lane("pytest -m gpu", 3),
     "slow": Lane("make test-slow", 3),
     "soak": Lane("make soak", 3),
+    "release": Lane("make release-wheel", 3),
 }
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.

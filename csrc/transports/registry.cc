@@ -18,8 +18,8 @@ using Make = Result<std::unique_ptr<Transport>>(const TransportOptions&);
 }  // namespace
 
 Status verbs_probe() {
-  return Status::Unavailable("kvlink was built without the headers of libibverbs",
-                             "install them and build again: apt-get install libibverbs-dev");
+  return Status::Unavailable("kvlink was built without RDMA (-DKVLINK_VERBS=OFF)",
+                             "install a wheel of a release, or build again without that option");
 }
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions&) { return verbs_probe(); }
 

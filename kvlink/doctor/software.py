@@ -46,7 +46,9 @@ def extension() -> tuple[ModuleType | None, Check]:
 def transport(name: str, summary: str, lanes: int, why_not: str, fix: str) -> Check:
     """One row of what is built in, and whether it can work here."""
     if why_not:
-        return Check(name, Verdict.WARN, why_not, fix)
+        # A machine may lack a device; a build that lacks a transport is a mistake of whoever made it.
+        verdict = Verdict.FAIL if why_not.startswith("kvlink was built without") else Verdict.WARN
+        return Check(name, verdict, why_not, fix)
     return Check(name, Verdict.PASS, f"{summary}, {lanes} lane{'s' if lanes > 1 else ''}")
 
 

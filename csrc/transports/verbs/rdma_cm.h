@@ -47,17 +47,9 @@ class CmPort {
   virtual void stop_listening() = 0;
 };
 
-#ifdef KVLINK_NO_CM
-inline Status cm_usable() {
-  return Status::Unavailable("kvlink was built without rdma_cm",
-                             "build it where rdma/rdma_cma.h is: apt-get install librdmacm-dev");
-}
-inline Result<std::shared_ptr<CmPort>> open_cm_port(const std::shared_ptr<Nic>&) { return cm_usable(); }
-#else
 /// Whether there is a connection manager; else why not and what to do.
 Status cm_usable();
 /// Refuses (kTransportUnavailable) a port that no IP address of this machine leads to.
 Result<std::shared_ptr<CmPort>> open_cm_port(const std::shared_ptr<Nic>& nic);
-#endif
 
 }  // namespace kvlink::verbs
