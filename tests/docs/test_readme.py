@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's program runs, its command lines are taken, its charts are those of the figures, and it is short."""
+"""The README's program runs, its charts are those of the figures, and it is short."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from deploy import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -39,14 +37,6 @@ def test_the_program_runs_as_it_is(tmp_path: Path) -> None:
     path, ended = ran.stdout.splitlines()
     assert path.startswith("prefill-0 over ")
     assert ended == "request-42 settled"
-
-
-def test_kvlink_takes_the_command_lines() -> None:
-    text = "".join(text for language, text in BLOCKS if language == "sh").replace("\\\n", " ")
-    found = re.findall(r"^kvlink (.*)$", text, re.MULTILINE)
-    assert len(found) == 2
-    for line in found:
-        assert commands.parsed(shlex.split(line, comments=True)) is not None
 
 
 def test_json_in_command_lines_is_json() -> None:
