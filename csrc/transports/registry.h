@@ -16,16 +16,18 @@ namespace kvlink {
 struct TransportInfo {
   const char* name;
   const char* summary;
-  uint32_t default_lanes;  // of a connection, unless configured or Transport::lanes_to knows better
+  uint32_t default_lanes;  // that Transport::open makes of 0, where one port leads to one port
   Status (*probe)();       // ok, or why this machine cannot use it and the fix
   Result<std::unique_ptr<Transport>> (*make)(const TransportOptions&);
 };
 
 /// Every transport built in, best first for a peer that several can reach.
 std::span<const TransportInfo> transports();
-/// Knows "shm" and wrapped names such as "fault+shm". Null when there is no such transport.
-const TransportInfo* find_transport(std::string_view name);
-/// Makes a transport by the names find_transport knows; "fault+X" wraps X.
-Result<std::unique_ptr<Transport>> make_transport(std::string_view name, const TransportOptions& options);
+/// The row of "shm", and of "fault+shm". Null when there is no such transport.
+const TransportInfo* find_transport(std::string_view name,
+                                    std::span<const TransportInfo> table = transports());
+/// Makes a transport of the table; "fault+X" wraps X in the fault transport.
+Result<std::unique_ptr<Transport>> make_transport(std::string_view name, const TransportOptions& options,
+                                                  std::span<const TransportInfo> table = transports());
 
 }  // namespace kvlink

@@ -24,6 +24,7 @@
 
 #include "base/clock.h"
 #include "cpp/transports/contract.h"
+#include "cpp/transports/toy_transport.h"
 #include "memory/host_memory.h"
 #include "transport_api/transport.h"
 #include "transports/registry.h"
@@ -68,7 +69,7 @@ class Owner {
   explicit Owner(const std::string& name, uint64_t seed = 1)
       : pool(allocate(kPoolBytes)), table(allocate(kTableBytes)), words(allocate_words()) {
     fill_random(pool->range(), seed);
-    auto made = make_transport(name, {});
+    auto made = make_transport(name, {}, transports_and_toy());
     EXPECT_TRUE(made.ok()) << made.status().what();
     transport = std::move(*made);
     auto lent_pool = transport->register_memory(pool->range(), Access::kRead);
@@ -257,7 +258,7 @@ class Reader {
       : destination(kPoolBytes, kPoison) {
     TransportOptions options;
     options.fault = fault;
-    auto made = make_transport(name, options);
+    auto made = make_transport(name, options, transports_and_toy());
     EXPECT_TRUE(made.ok()) << made.status().what();
     transport = std::move(*made);
     auto opened = open_one(*transport, card.address);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What loopback, shm and cma must all do. What each does of its own is in its own test.
+// What loopback, shm, cma and the toy must all do. What each does of its own is in its own test.
 #include <filesystem>
 #include <map>
 #include <set>
@@ -55,11 +55,11 @@ const std::byte* expected_pool() {
 }
 
 class CopyTransport : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(All, CopyTransport, ::testing::Values("loopback", "shm", "cma"),
+INSTANTIATE_TEST_SUITE_P(All, CopyTransport, ::testing::Values("loopback", "shm", "cma", "toy"),
                          [](const auto& param) { return std::string(param.param); });
 
 class RemoteCopyTransport : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(All, RemoteCopyTransport, ::testing::Values("shm", "cma"),
+INSTANTIATE_TEST_SUITE_P(All, RemoteCopyTransport, ::testing::Values("shm", "cma", "toy"),
                          [](const auto& param) { return std::string(param.param); });
 
 TEST_P(CopyTransport, ReadsEveryByteOfScatteredBlocks) {
@@ -334,10 +334,10 @@ TEST_P(CopyTransport, SurvivesRandomBlobs) {
 }
 
 TEST_P(CopyTransport, ProbesWell) {
-  const TransportInfo* const info = find_transport(GetParam());
+  const TransportInfo* const info = find_transport(GetParam(), transports_and_toy());
   ASSERT_NE(info, nullptr);
   EXPECT_TRUE(info->probe().ok());
-  EXPECT_NE(find_transport("fault+" + std::string(GetParam())), nullptr);
+  EXPECT_EQ(find_transport("fault+" + std::string(GetParam()), transports_and_toy()), info);
 }
 
 TEST(Transports, AreFoundByName) {
