@@ -14,7 +14,6 @@ namespace kvlink {
 namespace {
 
 using verbs::Chain;
-using verbs::ChainCursor;
 using verbs::LocalRegion;
 using verbs::RemoteRegion;
 
@@ -108,7 +107,7 @@ Status post_all(const Plan& plan, const Regions& regions, Chain& chain, RingQp& 
       if (Status status = check(op, chunk.segments, regions.locals, regions.remotes); !status.ok())
         return status;
     }
-    for (ChainCursor at; at.op < chunk.ops.size();) {
+    for (ChunkCursor at; at.op < chunk.ops.size();) {
       const uint32_t num_wrs = chain.fill(chunk, at, kLimits.wrs, regions.locals, regions.remotes);
       chain.sign(num_wrs, posted += num_wrs);
       ibv_send_wr* bad;

@@ -201,9 +201,9 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
 Step Transfer::take_reads(const Window& window, uint32_t lane) {
   if (window.depth == 0) return {};
   if (!redo_.empty()) {
-    Step step = redo_.back();
+    const Step step = redo_.back();
     redo_.pop_back();
-    step.first_of_lane = use(lane);
+    lanes_used_ |= 1ull << lane;
     return step;
   }
   Step step{Step::Kind::kNone, next_op_};
@@ -221,16 +221,8 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
   }
   if (step.num_ops == 0) return step;
   step.kind = Step::Kind::kReads;
-  step.first_of_lane = use(lane);
+  lanes_used_ |= 1ull << lane;
   return step;
-}
-
-/// The lane takes reads. True: for the first time.
-bool Transfer::use(uint32_t lane) {
-  const uint64_t bit = 1ull << lane, met = lanes_met_;
-  lanes_used_ |= bit;
-  lanes_met_ |= bit;
-  return (met & bit) == 0;
 }
 
 void Transfer::ended(const Step& step, const Status& status, int64_t now) {

@@ -56,8 +56,7 @@ struct Step {
   enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
   Kind kind = Kind::kNone;
   uint32_t first_op = 0, num_ops = 0;
-  uint64_t bytes = 0;          // of kReads
-  bool first_of_lane = false;  // of the lane's reads for this transfer
+  uint64_t bytes = 0;  // of kReads
 };
 
 enum class TransferState : uint8_t {
@@ -146,7 +145,6 @@ class Transfer {
 
   bool take_end(const Step& step, const Status& status, int64_t now_ns);
   Step take_reads(const Window& window, uint32_t lane);
-  bool use(uint32_t lane);
   void choose_way();
   void on_slot(int64_t now_ns);
   void plan_ready(uint64_t ready, int64_t now_ns);
@@ -191,7 +189,6 @@ class Transfer {
   std::vector<Step> redo_;
   uint32_t in_flight_ = 0;   // steps of any kind at lanes
   uint64_t lanes_used_ = 0;  // bit per lane that took reads of the current plan
-  uint64_t lanes_met_ = 0;   // the same of any plan
   bool posted_ = false;      // the single slot or settle step of this phase is at a lane
   int64_t peek_backoff_ns_ = 0;
   int64_t phase_started_ns_;

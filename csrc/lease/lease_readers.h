@@ -23,9 +23,16 @@ class LeaseReaders {
   }
   const std::map<uint32_t, std::vector<uint64_t>>& all() const { return readers_; }
   void forget(uint32_t slot) { readers_.erase(slot); }
-  /// Appends those of the slots that `which` picks, and forgets them.
+  /// Appends those of the slot, and forgets them.
+  void take(uint32_t slot, std::vector<uint64_t>& taken) {
+    const auto found = readers_.find(slot);
+    if (found == readers_.end()) return;
+    taken.insert(taken.end(), found->second.begin(), found->second.end());
+    readers_.erase(found);
+  }
+  /// The same for all slots that `which` picks.
   template <typename Which>
-  void take(Which which, std::vector<uint64_t>& taken) {
+  void take_if(Which which, std::vector<uint64_t>& taken) {
     for (auto slot = readers_.begin(); slot != readers_.end();) {
       if (!which(slot->first)) {
         ++slot;

@@ -127,7 +127,7 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
 void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) {
   SlotRecord& record = records_[seat.slot];
   hear_reader(seat.slot);  // a late one of the slot's last lease
-  readers_.take([&seat](uint32_t slot) { return slot == seat.slot; }, to_fence_);
+  readers_.take(seat.slot, to_fence_);
   words_[seat.slot].settled.store(0, std::memory_order_relaxed);
   record = {lease.id, seat.settle_nonce, Announcement::tag_of(seat.nonce)};
   deadlines_ns_[seat.slot] = lease.deadline_ns;
@@ -295,7 +295,7 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
 void LeaseTable::report(int64_t now_ns, Swept& swept) {
   // Behind the tombstones: whoever announced itself before them is cut off before its blocks are given back.
   for (const uint32_t slot : ended_slots_) hear_reader(slot);
-  readers_.take([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
+  readers_.take_if([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
   counts_.fenced_readers += to_fence_.size();
   swept.to_fence.insert(swept.to_fence.end(), to_fence_.begin(), to_fence_.end());
   to_fence_.clear();

@@ -216,7 +216,6 @@ class PlannerImpl final : public Planner {
   }
   uint32_t num_layers() const override { return num_layers_; }
   uint32_t owner_block_tokens() const override { return owner_.block_tokens; }
-  uint32_t reader_block_tokens() const override { return reader_.block_tokens; }
 
  private:
   Range closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const {

@@ -94,7 +94,6 @@ class Planner {
   /// One more than the highest layer among the planes.
   virtual uint32_t num_layers() const = 0;
   virtual uint32_t owner_block_tokens() const = 0;
-  virtual uint32_t reader_block_tokens() const = 0;
   virtual ~Planner() = default;
 
   static constexpr uint32_t kMaxOpBytes = 1 << 20;

@@ -7,6 +7,7 @@
 namespace kvlink {
 namespace {
 
+constexpr const char* kMixed = "a read goes to a device and elsewhere";
 constexpr uint32_t kFirstInReach = 1;  // as the inner endpoint numbers it: 0 are the slots
 
 std::span<const Segment> segments_of(const Chunk& chunk, const ReadOp& op) {
@@ -37,21 +38,17 @@ void LandingPart::clear() {
 void LandingPost::fill(LandingPart& part, const Segment& slot, const PartLimits& limits) {
   uint32_t used = 0;
   while (!asked) {
-    const ReadOp& from = chunk.ops[op];
-    const Segment& to = segments_of(chunk, from)[segment];
-    if (to.bytes == 0) {
-      advance(0);
-      continue;
-    }
-    const uint64_t offset = from.offset + in_op;
-    std::byte* const device = to.local + in_segment;
+    const ReadOp& from = chunk.ops[at.op];
+    const Segment& to = chunk.segments[from.first_segment + at.segment];
+    const uint64_t offset = from.offset + at.in_op;
+    std::byte* const device = to.local + at.in_segment;
     const uint32_t gap = gap_before(part, from.region, offset, limits.gap_bytes);
     const bool same_range = gap != UINT32_MAX;
     const uint32_t along = same_range ? gap : 0;
     if (used + along >= slot.bytes || (!same_range && part.ops.size() == limits.ops)) return;
-    const uint32_t bytes = std::min(to.bytes - in_segment, slot.bytes - used - along);
-    std::byte* const at = slot.local + used + along;
-    const bool same_piece = goes_on(part, device, at);
+    const uint32_t bytes = std::min(to.bytes - at.in_segment, slot.bytes - used - along);
+    std::byte* const place = slot.local + used + along;
+    const bool same_piece = goes_on(part, device, place);
     if (!same_piece && part.pieces.size() == limits.pieces) return;
 
     if (same_range) {
@@ -60,29 +57,17 @@ void LandingPost::fill(LandingPart& part, const Segment& slot, const PartLimits&
     } else {
       const auto first_segment = static_cast<uint32_t>(part.segments.size());
       part.ops.push_back({offset, bytes, from.region, first_segment, 1});
-      part.segments.push_back({at, bytes, slot.region});
+      part.segments.push_back({place, bytes, slot.region});
     }
     if (same_piece) {
       part.pieces.back().bytes += bytes;
     } else {
-      part.pieces.push_back({device, at, bytes});
+      part.pieces.push_back({device, place, bytes});
     }
     used += along + bytes;
-    advance(bytes);
+    at.advance(from, to, bytes);
+    asked = at.op == chunk.ops.size();
   }
-}
-
-void LandingPost::advance(uint32_t bytes) {
-  const std::span<const Segment> segments = segments_of(chunk, chunk.ops[op]);
-  in_op += bytes;
-  in_segment += bytes;
-  while (segment < segments.size() && in_segment == segments[segment].bytes) {  // empty ones, too
-    in_segment = 0;
-    ++segment;
-  }
-  if (segment < segments.size()) return;
-  in_op = segment = 0;
-  asked = ++op == chunk.ops.size();
 }
 
 void LandingPost::pass_on(LandingPart& part, uint32_t num_out_of_reach) {
@@ -98,20 +83,12 @@ void LandingPost::pass_on(LandingPart& part, uint32_t num_out_of_reach) {
 }
 
 Result<bool> lands_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach) {
-  if (chunk.ops.empty()) return Status::Config("a read asks for nothing");
-  if (chunk.ops.front().num_segments == 0) return Status::Config("a read goes nowhere");
+  if (chunk.ops.empty()) return Status::Config("a read has no operations");
+  if (chunk.ops.front().num_segments == 0) return wrong_segments(chunk.ops.front(), 0);
   const bool out_of_reach = chunk.segments[chunk.ops.front().first_segment].region < num_out_of_reach;
+  const auto alike = [&](const Segment& to) { return out_of_reach == (to.region < num_out_of_reach); };
   for (const ReadOp& op : chunk.ops) {
-    uint64_t bytes = 0;
-    for (const Segment& to : segments_of(chunk, op)) {
-      bytes += to.bytes;
-      if (out_of_reach != (to.region < num_out_of_reach)) {
-        return Status::Config("a read goes to a device and elsewhere");
-      }
-    }
-    if (bytes != op.bytes || bytes == 0) {
-      return Status::Config("the segments of a read do not add up to its bytes");
-    }
+    if (Status status = check_segments(op, chunk.segments, alike, kMixed); !status.ok()) return status;
   }
   return out_of_reach;
 }

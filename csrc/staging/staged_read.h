@@ -7,7 +7,7 @@
 
 #include "device/device_copier.h"
 #include "staging/staged_transport.h"
-#include "transport_api/ops.h"
+#include "transport_api/chunk.h"
 
 namespace kvlink {
 
@@ -35,9 +35,8 @@ struct LandingPost {
   bool lands = false;   // in slots; else it goes where the inner endpoint reaches
   uint32_t region = 0;  // of a write
   uint64_t offset = 0, value = 0;
-  // The next byte to ask for.
-  uint32_t op = 0, segment = 0, in_op = 0, in_segment = 0;
-  bool asked = false;  // for all that will be
+  ChunkCursor at = {};  // the next byte to ask for
+  bool asked = false;   // for all that will be
   uint32_t num_parts = 0;
   Status status = {};
 
@@ -45,9 +44,6 @@ struct LandingPost {
   void fill(LandingPart& part, const Segment& slot, const PartLimits& limits);
   /// Takes all of what does not land in slots, where the inner endpoint numbers the regions otherwise.
   void pass_on(LandingPart& part, uint32_t num_out_of_reach);
-
- private:
-  void advance(uint32_t bytes);
 };
 
 /// Whether it lands out of reach. Refuses chunks without operations, whose segments do not add up, or are out

@@ -191,7 +191,7 @@ class CmaEndpoint : public QueuedEndpoint {
   Status read_some(Read& read, Read* behind, size_t budget) override {
     num_local_ = num_remote_ = 0;
     Read* slot = is_one_slot(read) ? &read : nullptr;
-    Cursor to = read.at;
+    CountingCursor to = read.at;
     if (!slot) {
       gather(read.chunk, to, budget);
       if (kCopiesInOrder && behind && to.moved == read.bytes && is_one_slot(*behind)) slot = behind;
@@ -202,7 +202,7 @@ class CmaEndpoint : public QueuedEndpoint {
     if (got <= 0) return owner_.failed(got == 0 ? EFAULT : errno);
     const size_t data_bytes = to.moved - read.at.moved;
     const size_t slot_bytes = static_cast<size_t>(got) - std::min<size_t>(got, data_bytes);
-    skip(read, static_cast<size_t>(got) - slot_bytes);
+    skip(read.chunk, read.at, static_cast<size_t>(got) - slot_bytes);
     if (slot && slot_bytes == copies_of(*slot) * slot->bytes)
       take_slot(*slot);
     else if (slot == &read)
@@ -254,14 +254,10 @@ class CmaEndpoint : public QueuedEndpoint {
     const std::byte* const last = slot_copies_.data() + (copies_of(slot) - 1) * slot.bytes;
     if (std::memcmp(slot_copies_.data(), last, slot.bytes) != 0) return;
     std::memcpy(slot.chunk.segments[slot.chunk.ops.front().first_segment].local, last, slot.bytes);
-    skip(slot, slot.bytes);
+    skip(slot.chunk, slot.at, slot.bytes);
   }
 
-  static void skip(Read& read, size_t bytes) {
-    walk(read.chunk, read.at, bytes, [](auto&&...) { return true; });
-  }
-
-  void gather(const Chunk& chunk, Cursor& at, size_t budget) {
+  void gather(const Chunk& chunk, CountingCursor& at, size_t budget) {
     walk(chunk, at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* to, uint32_t bytes) {
       if (num_local_ == kMaxDataPieces) return false;
       local_[num_local_++] = {to, bytes};

@@ -183,7 +183,7 @@ void CudaEndpoint::execute(const Post& post) {
     store_word(local_address(remotes_[post.region].address + post.offset), post.value);
     return;
   }
-  Cursor at;
+  ChunkCursor at;
   walk(post.chunk, at, post.bytes, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
     copy_shared(local, local_address(remotes_[op.region].address + op.offset + in_op), bytes);
     return true;

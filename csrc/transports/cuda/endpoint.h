@@ -58,7 +58,7 @@ class CudaEndpoint final : public Endpoint {
     Chunk chunk = {};    // of no operations: a write
     uint64_t bytes = 0;  // without repeats
     bool on_device = false;
-    Cursor at = {};  // on_device: what is not launched yet
+    CountingCursor at = {};  // on_device: what is not launched yet
     std::deque<Launch> launched = {};
     uint32_t region = 0;
     uint64_t offset = 0, value = 0;

@@ -28,7 +28,7 @@ class QueuedEndpoint : public Endpoint {
   struct Read {
     Chunk chunk = {};
     uint64_t bytes = 0;
-    Cursor at = {};
+    CountingCursor at = {};
     bool done() const { return at.moved == bytes; }
   };
 

@@ -23,9 +23,7 @@ constexpr Window kWindow{.chunk_bytes = 1 << 20, .chunk_ops = kMaxFrameOps, .dep
 struct RemoteRegion {
   uint64_t key = 0;
   uint64_t bytes = 0;
-  bool writable = false;
-
-  bool holds(uint64_t offset, uint64_t length) const { return length <= bytes && offset <= bytes - length; }
+  Access access = Access::kRead;
 };
 
 Result<RemoteRegion> parse_key(std::string_view blob) {
@@ -35,7 +33,7 @@ Result<RemoteRegion> parse_key(std::string_view blob) {
   if (!reader.done() || access > kLastAccess) {
     return Status::AccessDenied("the owner's tcp region key is malformed");
   }
-  return RemoteRegion{region.key, region.bytes, static_cast<Access>(access) == Access::kWriteWords};
+  return RemoteRegion{region.key, region.bytes, static_cast<Access>(access)};
 }
 
 class Reader final : public Endpoint {
@@ -166,14 +164,7 @@ Status Reader::check_ops(const Chunk& chunk, uint64_t& bytes) const {
     return Status::Config("a tcp read takes 1 to " + std::to_string(kMaxFrameOps) + " operations");
   }
   for (const ReadOp& op : chunk.ops) {
-    if (op.region >= regions_.size() || !regions_[op.region].holds(op.offset, op.bytes)) {
-      return Status::AccessDenied("a read lies outside the regions of " + peer_);
-    }
-    uint64_t local_bytes = 0;
-    for (const Segment& segment : std::span(chunk.segments + op.first_segment, op.num_segments)) {
-      local_bytes += segment.bytes;
-    }
-    if (local_bytes != op.bytes) return Status::Config("the segments of a read do not add up to its bytes");
+    if (Status status = kvlink::check_read(op, chunk.segments, regions_); !status.ok()) return status;
     bytes += op.bytes;
   }
   return {};
@@ -209,7 +200,7 @@ void Reader::append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op) {
     const GuardEntry entry{regions_[guard.region].key, guard.offset, guard.value};
     append(&entry, sizeof entry);
   }
-  for (uint64_t room = kMaxFrameBytes; op < chunk.ops.size() && (room > 0 || chunk.ops[op].bytes == 0);) {
+  for (uint64_t room = kMaxFrameBytes; op < chunk.ops.size() && room > 0;) {
     const ReadOp& from = chunk.ops[op];
     const ReadEntry entry{regions_[from.region].key, from.offset + in_op, std::min(from.bytes - in_op, room)};
     append(&entry, sizeof entry);
@@ -225,10 +216,7 @@ void Reader::append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op) {
 
 Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   if (!broken_.ok()) return broken_;
-  if (region >= regions_.size() || !regions_[region].writable ||
-      !regions_[region].holds(offset, sizeof value) || offset % sizeof value != 0) {
-    return Status::AccessDenied("a write to " + peer_ + " is outside its writable regions or not aligned");
-  }
+  if (Status status = check_store(region, offset, regions_); !status.ok()) return status;
   const RequestHeader header{kFrameMagic, FrameKind::kWrite, 0, value};
   const WriteEntry entry{regions_[region].key, offset};
   append(&header, sizeof header);

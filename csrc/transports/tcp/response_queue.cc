@@ -25,7 +25,7 @@ std::string refusal(ReadStatus status) {
 }  // namespace
 
 void Landing::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes) {
-  Cursor at;
+  ChunkCursor at;
   do {
     Response& response = responses_.emplace_back();
     response.token = token;
@@ -36,9 +36,8 @@ void Landing::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t b
     response.forgotten = false;
     bytes -= response.bytes;
     response.last = bytes == 0;
-    advance(response, at, 0);
     response.at = at;
-    if (!response.last) advance(response, at, response.bytes);
+    if (!response.last) skip(chunk, at, response.bytes);
   } while (bytes > 0);
 }
 
@@ -87,40 +86,22 @@ std::span<iovec> Landing::places(size_t budget) {
 /// False: there was not room for all of it.
 bool Landing::place_payload(const Response& response, size_t budget) {
   if (response.forgotten && !scratch_) scratch_ = std::make_unique<std::byte[]>(kScratchBytes);
-  Cursor at = response.at;
+  ChunkCursor at = response.at;
   uint64_t left = response.total() - std::max<uint64_t>(response.got, sizeof(ResponseHeader));
   while (left > 0) {
     if (placed_bytes_ >= budget || places_.size() >= kMaxPlaces) return false;
     const iovec room = response.forgotten ? iovec{scratch_.get(), kScratchBytes} : segment_at(response, at);
     const size_t bytes = std::min({room.iov_len, left, budget - placed_bytes_});
     place(room.iov_base, bytes);
-    if (!response.forgotten) advance(response, at, bytes);
+    if (!response.forgotten) skip(response.chunk, at, bytes);
     left -= bytes;
   }
   return true;
 }
 
-iovec Landing::segment_at(const Response& response, const Cursor& at) {
+iovec Landing::segment_at(const Response& response, const ChunkCursor& at) {
   const Segment& segment = response.chunk.segments[response.chunk.ops[at.op].first_segment + at.segment];
-  return {segment.local + at.offset, segment.bytes - at.offset};
-}
-
-/// Moves on by `bytes`, and over what is empty: afterwards `at` is at the end or has a byte to fill.
-void Landing::advance(const Response& response, Cursor& at, uint64_t bytes) {
-  while (at.op < response.chunk.ops.size()) {
-    const ReadOp& op = response.chunk.ops[at.op];
-    if (at.segment == op.num_segments) {
-      at = {at.op + 1, 0, 0};
-      continue;
-    }
-    const uint64_t left = segment_at(response, at).iov_len;
-    if (bytes < left) {
-      at.offset += static_cast<uint32_t>(bytes);
-      return;
-    }
-    bytes -= left;
-    at = {at.op, at.segment + 1, 0};
-  }
+  return {segment.local + at.in_segment, segment.bytes - at.in_segment};
 }
 
 Status Landing::landed(size_t bytes, std::vector<Completion>& ended) {
@@ -149,7 +130,7 @@ Status Landing::land(size_t bytes, size_t& taken, std::vector<Completion>& ended
       if (!status.ok() || refused) return status;
     }
     const uint64_t payload = std::min<uint64_t>(bytes - taken, response.total() - response.got);
-    if (!response.small() && !response.forgotten) advance(response, response.at, payload);
+    if (!response.small() && !response.forgotten) skip(response.chunk, response.at, payload);
     response.got += payload;
     taken += payload;
     if (response.got < response.total()) break;
@@ -185,13 +166,12 @@ Status Landing::land_header(Response& response, std::vector<Completion>& ended, 
 
 void Landing::scatter_small(const Response& response) const {
   const std::byte* from = response.head.data() + sizeof(ResponseHeader);
-  Cursor at = response.at;
-  while (at.op < response.chunk.ops.size()) {  // a small one is the last of its chunk
-    const iovec segment = segment_at(response, at);
-    std::memcpy(segment.iov_base, from, segment.iov_len);
-    from += segment.iov_len;
-    advance(response, at, segment.iov_len);
-  }
+  ChunkCursor at = response.at;
+  walk(response.chunk, at, response.bytes, [&](const ReadOp&, uint32_t, std::byte* to, uint32_t bytes) {
+    std::memcpy(to, from, bytes);
+    from += bytes;
+    return true;
+  });
 }
 
 void Landing::take_back(size_t skip, size_t bytes) {

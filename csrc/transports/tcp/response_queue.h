@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "transport_api/ops.h"
+#include "transport_api/chunk.h"
 #include "transports/tcp/protocol.h"
 
 namespace kvlink::tcp {
@@ -43,17 +43,12 @@ class Landing {
   Status landed(size_t bytes, std::vector<Completion>& ended);
 
  private:
-  struct Cursor {
-    uint32_t op = 0;
-    uint32_t segment = 0;  // of the op
-    uint32_t offset = 0;   // in the segment
-  };
   struct Response {
     uint64_t token;
     uint64_t bytes;  // of payload when not refused
     uint64_t got;    // of header and payload
     Chunk chunk;     // empty once forgotten
-    Cursor at;       // where the next payload byte lands
+    ChunkCursor at;  // where the next payload byte lands
     uint32_t id;
     bool last;  // of its token
     bool forgotten;
@@ -74,8 +69,7 @@ class Landing {
   void take_back(size_t skip, size_t bytes);
   size_t land_again(size_t from);
   void pop();
-  static iovec segment_at(const Response& response, const Cursor& at);
-  static void advance(const Response& response, Cursor& at, uint64_t bytes);
+  static iovec segment_at(const Response& response, const ChunkCursor& at);
 
   static constexpr size_t kMaxPlaces = 1024;  // IOV_MAX
   static constexpr size_t kScratchBytes = 64 << 10;

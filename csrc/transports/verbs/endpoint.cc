@@ -73,7 +73,7 @@ class VerbsEndpoint final : public Endpoint {
   struct Post {
     uint64_t token = 0;
     Chunk chunk = {};
-    ChainCursor at = {};
+    ChunkCursor at = {};
     uint64_t last_wr = 0;  // its number; 0: not all is posted
     uint64_t first_wr = 0;
     bool fenced = false;
@@ -153,14 +153,7 @@ Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
 
 Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   if (!broken_.ok()) return broken_;
-  if (region >= remotes_.size() || remotes_[region].access != Access::kWriteWords) {
-    return Status::AccessDenied("region " + std::to_string(region) + " was not lent for writing");
-  }
-  const RemoteRegion& to = remotes_[region];
-  if (to.bytes < sizeof value || offset > to.bytes - sizeof value || offset % sizeof value != 0) {
-    return Status::AccessDenied("a write at offset " + std::to_string(offset) + " leaves region " +
-                                std::to_string(region) + " or is not aligned");
-  }
+  if (Status status = check_store(region, offset, remotes_); !status.ok()) return status;
   posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
   return {};
 }

@@ -2,7 +2,6 @@
 #include "transports/verbs/work_requests.h"
 
 #include <algorithm>
-#include <string>
 
 #include "transports/verbs/registration.h"
 
@@ -11,7 +10,7 @@ namespace {
 
 /// One read of at most `most` bytes from the cursor on; how many.
 uint64_t fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op, const Segment* segments,
-                 ChainCursor& at, const std::vector<LocalRegion>& locals) {
+                 ChunkCursor& at, const std::vector<LocalRegion>& locals) {
   uint64_t bytes = 0;
   int num_sges = 0;
   while (bytes < most && num_sges < static_cast<int>(max_sges)) {
@@ -22,7 +21,7 @@ uint64_t fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp
     const auto take = static_cast<uint32_t>(std::min(left, kSliceBytes - offset % kSliceBytes));
     wr.sg_list[num_sges++] = {local.iova + offset, take, local.lkeys[offset / kSliceBytes]};
     bytes += take;
-    at.in_segment += take;
+    at.in_segment += take;  // by hand, not by advance(): 4 % fewer instructions of a post
     if (at.in_segment == segment.bytes) {
       at.in_segment = 0;
       ++at.segment;
@@ -43,7 +42,7 @@ Chain::Chain(const ChainLimits& limits)
   }
 }
 
-uint32_t Chain::fill(const Chunk& chunk, ChainCursor& at, uint32_t room,
+uint32_t Chain::fill(const Chunk& chunk, ChunkCursor& at, uint32_t room,
                      const std::vector<LocalRegion>& locals, const std::vector<RemoteRegion>& remotes,
                      uint32_t used, uint64_t number) {
   room = std::min(room, limits_.wrs - used);
@@ -95,30 +94,13 @@ void Chain::sign(uint32_t num_wrs, uint64_t wr_id) {
 
 Status check(const ReadOp& op, const Segment* segments, const std::vector<LocalRegion>& locals,
              const std::vector<RemoteRegion>& remotes) {
-  if (op.region >= remotes.size()) {
-    return Status::AccessDenied("region " + std::to_string(op.region) + " was not imported");
-  }
-  const uint64_t region_bytes = remotes[op.region].bytes;
-  if (op.bytes > region_bytes || op.offset > region_bytes - op.bytes) {
-    return Status::AccessDenied("a read of " + std::to_string(op.bytes) + " bytes at offset " +
-                                std::to_string(op.offset) + " leaves region " + std::to_string(op.region) +
-                                " of " + std::to_string(region_bytes) + " bytes");
-  }
-  uint64_t landing = 0;
-  for (uint32_t i = 0; i < op.num_segments; ++i) {
-    const Segment& segment = segments[op.first_segment + i];
-    if (segment.region >= locals.size()) return Status::Config("a read lands in no registered region");
+  const auto is_registered = [&locals](const Segment& segment) {
+    if (segment.region >= locals.size()) return false;
     const LocalRegion& local = locals[segment.region];
-    if (segment.local < local.base || segment.bytes > local.bytes ||
-        static_cast<uint64_t>(segment.local - local.base) > local.bytes - segment.bytes) {
-      return Status::Config("a read lands outside its registered region");
-    }
-    if (segment.bytes == 0) return Status::Config("a read has an empty segment");
-    landing += segment.bytes;
-  }
-  if (landing == op.bytes && landing != 0) return {};
-  return Status::Config("the segments of a read of " + std::to_string(op.bytes) + " bytes take " +
-                        std::to_string(landing));
+    return segment.local >= local.base && segment.bytes <= local.bytes &&
+           static_cast<uint64_t>(segment.local - local.base) <= local.bytes - segment.bytes;
+  };
+  return check_read(op, segments, remotes, is_registered, "a read lands outside its registered region");
 }
 
 }  // namespace kvlink::verbs

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "memory/memory_range.h"
-#include "transport_api/ops.h"
+#include "transport_api/chunk.h"
 
 namespace kvlink::verbs {
 
@@ -36,12 +36,6 @@ struct ChainLimits {
   uint64_t bytes_per_signal = UINT64_MAX;  // reads of so many bytes end with one that says so
 };
 
-/// The next byte of a chunk to ask for.
-struct ChainCursor {
-  uint32_t op = 0, segment = 0;        // segment counts within the op
-  uint32_t in_op = 0, in_segment = 0;  // bytes
-};
-
 /// Work requests for one doorbell. Allocates once.
 class Chain {
  public:
@@ -50,7 +44,7 @@ class Chain {
   /// Fills the chain behind its first `used` requests with at most `room` reads from `at` on, and returns
   /// how many they are; their numbers go on from `number`. A run of the owner becomes as few reads as the
   /// limits allow. REQUIRES check() of every operation.
-  uint32_t fill(const Chunk& chunk, ChainCursor& at, uint32_t room, const std::vector<LocalRegion>& locals,
+  uint32_t fill(const Chunk& chunk, ChunkCursor& at, uint32_t room, const std::vector<LocalRegion>& locals,
                 const std::vector<RemoteRegion>& remotes, uint32_t used = 0, uint64_t number = 1);
   /// Puts a store of `value` behind them. It is copied when the chain is posted.
   void add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint64_t& value);

@@ -179,10 +179,10 @@ TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
       read.memory.assign(20'000, kPoison);
       size_t at = 0;
       uint64_t bytes = 0;
-      for (uint64_t ops = random() % 4; ops > 0; --ops) {
+      for (uint64_t ops = 1 + random() % 3; ops > 0; --ops) {
         std::vector<Segment> pieces;
         for (uint64_t count = 1 + random() % 3; count > 0; --count) {
-          const auto size = static_cast<uint32_t>(random() % 2 == 0 ? random() % 20 : random() % 1500);
+          const auto size = static_cast<uint32_t>(1 + (random() % 2 == 0 ? random() % 20 : random() % 1500));
           pieces.push_back({&read.memory[at], size, 0});
           at += size + 1;
           bytes += size;

@@ -94,7 +94,7 @@ bool is_full(const ibv_send_wr& wr, uint64_t bytes, const ReadOp& op, const Fabr
 std::vector<Move> run_all(Chain& chain, const Operations& plan, const Fabric& fabric,
                           const ChainLimits& limits, Random& random) {
   std::vector<Move> moves;
-  ChainCursor cursor;
+  ChunkCursor cursor;
   uint32_t op = 0;
   uint64_t in_op = 0, wr_id = 1;
   while (cursor.op < plan.ops.size() && !::testing::Test::HasFailure()) {
@@ -261,7 +261,7 @@ TEST(VerbsChain, OneRunIsOneRequestWhenTheLimitsAllow) {
   plan.add(0, 100, pieces);
   const ChainLimits limits{.wrs = 64, .sges_per_wr = 30, .bytes_per_wr = 1 << 20};
   Chain chain(limits);
-  ChainCursor cursor;
+  ChunkCursor cursor;
   EXPECT_EQ(chain.fill(plan.chunk(), cursor, 64, fabric.locals, fabric.remotes), 1u);
   EXPECT_EQ(chain.first()->num_sge, 30);
   EXPECT_EQ(cursor.op, 1u);
@@ -272,7 +272,7 @@ TEST(VerbsChain, WithoutRoomNothingIsTaken) {
   RealFabric fabric(random);
   const Operations plan = fabric.operations(random);
   Chain chain(random_limits(random, 100));
-  ChainCursor cursor;
+  ChunkCursor cursor;
   EXPECT_EQ(chain.fill(plan.chunk(), cursor, 0, fabric.locals, fabric.remotes), 0u);
   EXPECT_TRUE(cursor.op == 0 && cursor.segment == 0 && cursor.in_op == 0 && cursor.in_segment == 0);
   cursor.op = static_cast<uint32_t>(plan.ops.size());
