@@ -2,7 +2,7 @@
 """The C++ data plane. Its users: `kvlink.transfer`, benchmarks and tests."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
@@ -103,11 +103,29 @@ class Transfer:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> bool:
         """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, bool, bool, float, float]:
-        """bytes, ops, segments, ns to plan, post (part of read), read, validate, settle and in all, ran inline, staged,
-        and predicted us of the direct and of the staged way: 0 where there is no staging buffer."""
+    def stats(self) -> TransferStats: ...
 
-class Tally:
+class TransferStats(NamedTuple):
+    """What one transfer moved, and how long each part took."""
+
+    bytes: int
+    num_ops: int
+    num_segments: int
+    plan_ns: int
+    post_ns: int
+    """Part of `read_ns`."""
+    read_ns: int
+    validate_ns: int
+    settle_ns: int
+    total_ns: int
+    ran_inline: bool
+    staged: bool
+    direct_us: float
+    """Predicted for the direct way; 0 where there is no staging buffer."""
+    staged_us: float
+    """Predicted for the staged way."""
+
+class PathStats:
     """Counts of the transfers over one path; may be given to several connections, one after the other."""
 
     def __init__(self) -> None: ...
@@ -194,7 +212,7 @@ class Engine:
         `cuda_image`: kvlink/hardware/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
         """
     def add_pool_region(self, memory: HostMemory) -> int: ...
-    def refuse(self, transport: str, why: str) -> None:
+    def disable(self, transport: str, why: str) -> None:
         """Before start: gives one of the transports up; peers and open() are told why."""
     def bounce(self, transport: str, why: str) -> None:
         """Before start: stages what it reads into GPU memory, although it may reach devices; peers are told why."""
@@ -226,7 +244,7 @@ class Engine:
     ) -> tuple[int, list[bytes], list[bytes], list[bytes]]: ...
     def ports(self) -> list[tuple[str, str, int, bool]]: ...
     def watch_ports(self, queue: CompletionQueue) -> None: ...
-    def open(self, transport: str, address: bytes, tally: Tally) -> Connection: ...
+    def open(self, transport: str, address: bytes, path_stats: PathStats) -> Connection: ...
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""
     def grant_at(self, lease: int, seats: Sequence[tuple[int, int, int]], ready: int, ttl_s: float) -> None:
@@ -247,16 +265,16 @@ class Engine:
         """active, granted, settled, expired, aborted, fenced readers, seconds of the oldest."""
     def close(self) -> None: ...
 
-def floor_memfd(memory: HostMemory) -> int:
+def baseline_memfd(memory: HostMemory) -> int:
     """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""
 
-def floor_memcpy(pieces: Any) -> int:
+def baseline_memcpy(pieces: Any) -> int:
     """Nanoseconds of memcpy. Pieces are rows of uint64: address from, address to, bytes."""
 
-def floor_streamed_copy(pieces: Any) -> int:
+def baseline_streamed_copy(pieces: Any) -> int:
     """Nanoseconds of copies with non-temporal stores."""
 
-def floor_process_vm_readv(pid: int, pieces: Any) -> int:
+def baseline_process_vm_readv(pid: int, pieces: Any) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
 
 def time_bounce(memory: CudaMemory, piece_bytes: int, to_device: bool, image: bytes) -> tuple[int, int]:
@@ -265,10 +283,10 @@ def time_bounce(memory: CudaMemory, piece_bytes: int, to_device: bool, image: by
     Raises TransportUnavailable without CUDA.
     """
 
-def floor_cuda_copies(pieces: Any) -> int:
+def baseline_cuda_copies(pieces: Any) -> int:
     """Nanoseconds of one copy by the GPU's driver each, and of the wait for all. Raises TransportUnavailable."""
 
-class FloorSource:
+class BaselineSource:
     """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread for every sink."""
 
     def __init__(self, memory: HostMemory) -> None: ...
@@ -276,8 +294,8 @@ class FloorSource:
     def port(self) -> int: ...
     def close(self) -> None: ...
 
-class FloorSink:
-    """One bare socket to a FloorSource of any process of this host."""
+class BaselineSink:
+    """One bare socket to a BaselineSource of any process of this host."""
 
     def __init__(self, port: int) -> None: ...
     def read(self, pieces: Any) -> int:

@@ -97,10 +97,10 @@ def memory_of(name: str, owner: OwnerSide) -> Memory:
 def copies_from(name: str, owner: OwnerSide) -> dict[str, Copy]:
     """What copies from there, by name: for one thread at a time."""
     if name == "tcp":
-        return {"socket stream": _core.FloorSink(owner.call("listen")["port"]).read}
+        return {"socket stream": _core.BaselineSink(owner.call("listen")["port"]).read}
     if name == "cma":
-        return {"process_vm_readv": partial(_core.floor_process_vm_readv, owner.pid)}
-    return {"memcpy": _core.floor_memcpy, "non-temporal copy": _core.floor_streamed_copy}
+        return {"process_vm_readv": partial(_core.baseline_process_vm_readv, owner.pid)}
+    return {"memcpy": _core.baseline_memcpy, "non-temporal copy": _core.baseline_streamed_copy}
 
 
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:

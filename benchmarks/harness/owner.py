@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvlink import BlockPool, KVLayout, Worker
-from kvlink._core import FloorSource, floor_memfd
+from kvlink._core import BaselineSource, baseline_memfd
 from kvlink.errors import KVLinkError
 from kvlink.layout import Geometry, Order, dense
 
@@ -59,7 +59,7 @@ class Owner:
         self._pool = _filled(layout, seed, lent, gpu)
         name = f"bench-owner-{layout.tp_rank}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
-        self._source: FloorSource | None = None
+        self._source: BaselineSource | None = None
         self._held: dict[str, tuple[Sequence[int], int, int]] = {}
 
     def offer(
@@ -95,13 +95,13 @@ class Owner:
     def memory(self) -> Answer:
         """Where the pool lies, for bare reads of it."""
         region = self._pool.regions[0]
-        return {"address": region.address, "memfd": floor_memfd(region.memory) if region.memory else -1}
+        return {"address": region.address, "memfd": baseline_memfd(region.memory) if region.memory else -1}
 
     def listen(self) -> Answer:
         """Starts sending bare answers from the pool."""
         region = self._pool.regions[0]
         assert region.memory is not None
-        self._source = self._source or FloorSource(region.memory)
+        self._source = self._source or BaselineSource(region.memory)
         return {"port": self._source.port}
 
     def leases(self) -> Answer:

@@ -17,7 +17,7 @@ std::string boot_id();
 bool is_this_boot(std::string_view id);
 /// Inode of /proc/self/ns/`kind` ("net", "pid"); 0 without /proc.
 uint64_t namespace_inode(const char* kind);
-/// False for 0: what is hidden equals nobody's.
+/// False for 0: a hidden namespace equals no other.
 bool is_own_namespace(const char* kind, uint64_t inode);
 /// Cryptographically random, so fit for secrets. kConfig where the kernel or a seccomp profile refuses.
 Status fill_random(void* into, size_t bytes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A descriptor for work whose end nobody tells: it is readable when it is time to look again, and when
-// another one is.
+// A descriptor for work that does not signal its end: readable when it is time to poll again, and when
+// another descriptor is.
 #pragma once
 
 #include <sys/epoll.h>
@@ -18,10 +18,10 @@
 
 namespace kvlink {
 
-/// Looks soon, then less and less often: each wait is longer than the one before by a part of it, in 1/8.
-class LookAgain {
+/// Polls soon, then less and less often: each wait is longer than the one before by a part of it, in 1/8.
+class PollTimer {
  public:
-  LookAgain(int64_t first_ns, int64_t last_ns, int64_t longer_by)
+  PollTimer(int64_t first_ns, int64_t last_ns, int64_t longer_by)
       : first_ns_(first_ns), last_ns_(last_ns), longer_by_(longer_by) {}
 
   /// `other`: borrowed until close(); -1: there is none.

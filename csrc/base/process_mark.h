@@ -10,7 +10,8 @@
 
 namespace kvlink {
 
-/// How many forks lie between this process and the one that loaded the library: another number in each child.
+/// The number of forks between this process and the one that loaded the library: another number in each
+/// child.
 uint32_t num_forks();
 
 class ProcessMark {

@@ -21,7 +21,7 @@ namespace {
 
 std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
 
-void copy(const FloorPiece& piece) { std::memcpy(address(piece.to), address(piece.from), piece.bytes); }
+void copy(const BaselinePiece& piece) { std::memcpy(address(piece.to), address(piece.from), piece.bytes); }
 
 #if defined(__x86_64__)
 
@@ -32,16 +32,16 @@ constexpr size_t kTurnBytes = 256;
 
 /// Whole lines of at most a page each, and what is left of the pieces before and after them.
 struct Cut {
-  std::vector<FloorPiece> pages, odds;
+  std::vector<BaselinePiece> pages, odds;
 };
 
-void keep(std::vector<FloorPiece>& kept, const FloorPiece& piece, uint64_t at, uint64_t bytes) {
+void keep(std::vector<BaselinePiece>& kept, const BaselinePiece& piece, uint64_t at, uint64_t bytes) {
   if (bytes > 0) kept.push_back({piece.from + at, piece.to + at, bytes});
 }
 
-Cut cut(FloorPieces pieces) {
+Cut cut(BaselinePieces pieces) {
   Cut cut;
-  for (const FloorPiece& piece : pieces) {
+  for (const BaselinePiece& piece : pieces) {
     const uint64_t head = std::min(piece.bytes, -piece.to % kLineBytes);
     const uint64_t tail = (piece.bytes - head) % kLineBytes;
     const uint64_t end = piece.bytes - tail;
@@ -53,7 +53,7 @@ Cut cut(FloorPieces pieces) {
   return cut;
 }
 
-__attribute__((target("avx2"), always_inline)) inline void stream_lines(const FloorPiece& page, size_t at,
+__attribute__((target("avx2"), always_inline)) inline void stream_lines(const BaselinePiece& page, size_t at,
                                                                         size_t end) {
 #pragma GCC unroll 4
   for (; at < end; at += kLineBytes) {
@@ -66,27 +66,27 @@ __attribute__((target("avx2"), always_inline)) inline void stream_lines(const Fl
   }
 }
 
-__attribute__((target("avx2"))) void stream_in_turns(FloorPieces pages) {
+__attribute__((target("avx2"))) void stream_in_turns(BaselinePieces pages) {
   uint64_t common = kPageBytes;
-  for (const FloorPiece& page : pages) {
+  for (const BaselinePiece& page : pages) {
     __builtin_prefetch(address(page.from));
     __builtin_prefetch(address(page.from + kLineBytes));
     common = std::min(common, page.bytes - page.bytes % kTurnBytes);
   }
   for (size_t at = 0; at < common; at += kTurnBytes) {
-    for (const FloorPiece& page : pages) stream_lines(page, at, at + kTurnBytes);
+    for (const BaselinePiece& page : pages) stream_lines(page, at, at + kTurnBytes);
   }
-  for (const FloorPiece& page : pages) stream_lines(page, common, page.bytes);
+  for (const BaselinePiece& page : pages) stream_lines(page, common, page.bytes);
 }
 
-int64_t stream(FloorPieces pieces) {
+int64_t stream(BaselinePieces pieces) {
   const Cut work = cut(pieces);
-  const FloorPieces pages = work.pages;
+  const BaselinePieces pages = work.pages;
   const int64_t start = now_ns();
   for (size_t first = 0; first < pages.size(); first += kPagesInTurns) {
     stream_in_turns(pages.subspan(first, std::min(kPagesInTurns, pages.size() - first)));
   }
-  for (const FloorPiece& odd : work.odds) copy(odd);
+  for (const BaselinePiece& odd : work.odds) copy(odd);
   _mm_sfence();
   return now_ns() - start;
 }
@@ -95,27 +95,27 @@ int64_t stream(FloorPieces pieces) {
 
 }  // namespace
 
-int64_t floor_memcpy(FloorPieces pieces) {
+int64_t baseline_memcpy(BaselinePieces pieces) {
   const int64_t start = now_ns();
-  for (const FloorPiece& piece : pieces) copy(piece);
+  for (const BaselinePiece& piece : pieces) copy(piece);
   return now_ns() - start;
 }
 
-int64_t floor_streamed_copy(FloorPieces pieces) {
+int64_t baseline_streamed_copy(BaselinePieces pieces) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) return stream(pieces);
 #endif
-  return floor_memcpy(pieces);
+  return baseline_memcpy(pieces);
 }
 
-Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces) {
+Result<int64_t> baseline_process_vm_readv(int pid, BaselinePieces pieces) {
   std::vector<iovec> local, remote;
-  for (const FloorPiece& piece : pieces) {
+  for (const BaselinePiece& piece : pieces) {
     local.push_back({address(piece.to), piece.bytes});
     remote.push_back({address(piece.from), piece.bytes});
   }
   uint64_t missing = 0;
-  for (const FloorPiece& piece : pieces) missing += piece.bytes;
+  for (const BaselinePiece& piece : pieces) missing += piece.bytes;
   const int64_t start = now_ns();
   for (size_t first = 0; first < local.size(); first += size_t{IOV_MAX}) {
     const size_t count = std::min(size_t{IOV_MAX}, local.size() - first);

@@ -13,16 +13,16 @@
 namespace kvlink {
 
 /// One contiguous move. `from` is an address of the process that is read, `to` one of this process.
-struct FloorPiece {
+struct BaselinePiece {
   uint64_t from, to, bytes;
 };
-using FloorPieces = std::span<const FloorPiece>;
+using BaselinePieces = std::span<const BaselinePiece>;
 
 /// glibc's memcpy, piece after piece. Returns ns.
-int64_t floor_memcpy(FloorPieces pieces);
+int64_t baseline_memcpy(BaselinePieces pieces);
 /// Non-temporal stores, eight pages in turns. Returns ns.
-int64_t floor_streamed_copy(FloorPieces pieces);
+int64_t baseline_streamed_copy(BaselinePieces pieces);
 /// process_vm_readv out of process `pid`, 1,024 pieces a call. Returns ns.
-Result<int64_t> floor_process_vm_readv(int pid, FloorPieces pieces);
+Result<int64_t> baseline_process_vm_readv(int pid, BaselinePieces pieces);
 
 }  // namespace kvlink

@@ -17,30 +17,30 @@
 namespace kvlink {
 namespace {
 
-FloorPieces floor_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) {
+BaselinePieces baseline_pieces(const py::array_t<uint64_t, py::array::c_style>& rows) {
   if (rows.ndim() != 2 || rows.shape(1) != 3) raise(Status::Config("pieces are rows of from, to and bytes"));
-  return {reinterpret_cast<const FloorPiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
+  return {reinterpret_cast<const BaselinePiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
 }
 
 }  // namespace
 
 void register_bench(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
-  m.def("floor_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
-  const auto copying = [&m](const char* name, int64_t (*copy)(FloorPieces)) {
+  m.def("baseline_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
+  const auto copying = [&m](const char* name, int64_t (*copy)(BaselinePieces)) {
     m.def(
         name,
         [copy](const Pieces& pieces) {
-          const FloorPieces found = floor_pieces(pieces);
+          const BaselinePieces found = baseline_pieces(pieces);
           py::gil_scoped_release release;
           return copy(found);
         },
         py::arg("pieces"));
   };
-  copying("floor_memcpy", &floor_memcpy);
-  copying("floor_streamed_copy", &floor_streamed_copy);
+  copying("baseline_memcpy", &baseline_memcpy);
+  copying("baseline_streamed_copy", &baseline_streamed_copy);
   const auto answering = [](const Pieces& pieces, auto copy) {
-    const FloorPieces found = floor_pieces(pieces);
+    const BaselinePieces found = baseline_pieces(pieces);
     Result<int64_t> took = [&] {
       py::gil_scoped_release release;
       return copy(found);
@@ -48,14 +48,16 @@ void register_bench(py::module_& m) {
     return take(std::move(took));
   };
   m.def(
-      "floor_process_vm_readv",
+      "baseline_process_vm_readv",
       [answering](int pid, const Pieces& pieces) {
-        return answering(pieces, [pid](FloorPieces found) { return floor_process_vm_readv(pid, found); });
+        return answering(pieces,
+                         [pid](BaselinePieces found) { return baseline_process_vm_readv(pid, found); });
       },
       py::arg("pid"), py::arg("pieces"));
   m.def(
-      "floor_cuda_copies",
-      [answering](const Pieces& pieces) { return answering(pieces, &floor_cuda_copies); }, py::arg("pieces"));
+      "baseline_cuda_copies",
+      [answering](const Pieces& pieces) { return answering(pieces, &baseline_cuda_copies); },
+      py::arg("pieces"));
   m.def(
       "time_bounce",
       [](const CudaMemory& memory, uint32_t piece_bytes, bool to_device, const std::string& image) {
@@ -67,19 +69,19 @@ void register_bench(py::module_& m) {
         return py::make_tuple(times->bounced_ns, times->plain_ns);
       },
       py::arg("memory"), py::arg("piece_bytes"), py::arg("to_device"), py::arg("image"));
-  py::class_<FloorSource>(m, "FloorSource")
+  py::class_<BaselineSource>(m, "BaselineSource")
       .def(py::init([](const HostMemory& memory) {
-             return take(FloorSource::make(memory.range().base, memory.range().bytes));
+             return take(BaselineSource::make(memory.range().base, memory.range().bytes));
            }),
            py::arg("memory"), py::keep_alive<1, 2>())
-      .def_property_readonly("port", &FloorSource::port)
-      .def("close", &FloorSource::close, py::call_guard<py::gil_scoped_release>());
-  py::class_<FloorSink>(m, "FloorSink")
-      .def(py::init([](uint16_t port) { return take(FloorSink::connect(port)); }), py::arg("port"))
+      .def_property_readonly("port", &BaselineSource::port)
+      .def("close", &BaselineSource::close, py::call_guard<py::gil_scoped_release>());
+  py::class_<BaselineSink>(m, "BaselineSink")
+      .def(py::init([](uint16_t port) { return take(BaselineSink::connect(port)); }), py::arg("port"))
       .def(
           "read",
-          [answering](FloorSink& self, const Pieces& pieces) {
-            return answering(pieces, [&self](FloorPieces found) { return self.read(found); });
+          [answering](BaselineSink& self, const Pieces& pieces) {
+            return answering(pieces, [&self](BaselinePieces found) { return self.read(found); });
           },
           py::arg("pieces"));
 #ifndef KVLINK_NO_VERBS

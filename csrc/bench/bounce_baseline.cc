@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kBounceBytes = 64 << 20;  // what KVLINK_BOUNCE_BYTES is unless set
 constexpr size_t kUnderWay = 4;
 
-/// Where the pieces lie, in the order that they travel in.
+/// The pieces, in the order that they travel in.
 std::vector<uint64_t> places(uint64_t bytes, uint32_t piece_bytes) {
   std::vector<uint64_t> places(bytes / piece_bytes);
   for (uint64_t at = 0; at < places.size(); ++at) places[at] = at * piece_bytes;
@@ -43,7 +43,7 @@ Status wait_for_first(CopyQueue& queue, std::deque<Moving>& moving) {
 
 Status bounce_all(Bounce& bounce, CopyQueue& queue, CopyTo to, std::byte* base,
                   const std::vector<uint64_t>& places, uint32_t piece_bytes) {
-  SlotRing& ring = to == CopyTo::kDevice ? bounce.landing()->ring() : bounce.sending();
+  SlotRing& ring = to == CopyTo::kDevice ? bounce.receiving()->ring() : bounce.sending();
   const size_t a_slot = std::min<size_t>(SlotRing::kSlotBytes / piece_bytes, bounce.copier().most_pieces());
   std::deque<Moving> moving;
   std::vector<CopyPiece> pieces;
@@ -65,8 +65,8 @@ Status bounce_all(Bounce& bounce, CopyQueue& queue, CopyTo to, std::byte* base,
 }
 
 /// Of all of `memory`, in pieces as large as what is pinned.
-std::vector<FloorPiece> plain_pieces(const MemoryRange& memory, const MemoryRange& pinned, CopyTo to) {
-  std::vector<FloorPiece> pieces;
+std::vector<BaselinePiece> plain_pieces(const MemoryRange& memory, const MemoryRange& pinned, CopyTo to) {
+  std::vector<BaselinePiece> pieces;
   for (uint64_t at = 0; at < memory.bytes; at += pinned.bytes) {
     const uint64_t there = cuda::address_of(memory.base + at), here = cuda::address_of(pinned.base);
     const bool in = to == CopyTo::kDevice;
@@ -90,7 +90,7 @@ Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes,
   Result<std::unique_ptr<CopyQueue>> queue = (*bounce)->copier().open_queue();
   if (!queue.ok()) return queue.status();
   const std::vector<uint64_t> order = places(memory.bytes, piece_bytes);
-  const std::vector<FloorPiece> plainly = plain_pieces(memory, (*bounce)->landing()->memory(), to);
+  const std::vector<BaselinePiece> plainly = plain_pieces(memory, (*bounce)->receiving()->memory(), to);
   BounceTimes times;
   for (int round = 0; round < 2; ++round) {  // the first finds everything cold
     const int64_t start = now_ns();
@@ -98,7 +98,7 @@ Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes,
       return status;
     }
     times.bounced_ns = now_ns() - start;
-    const Result<int64_t> plain_ns = floor_cuda_copies(plainly);
+    const Result<int64_t> plain_ns = baseline_cuda_copies(plainly);
     if (!plain_ns.ok()) return plain_ns.status();
     times.plain_ns = *plain_ns;
   }

@@ -6,7 +6,7 @@
 
 namespace kvlink {
 
-Result<int64_t> floor_cuda_copies(FloorPieces pieces) {
+Result<int64_t> baseline_cuda_copies(BaselinePieces pieces) {
   if (pieces.empty()) return Status::Config("there is nothing to copy");
   using cuda::Device;
   Result<std::shared_ptr<const Device>> device =
@@ -19,7 +19,7 @@ Result<int64_t> floor_cuda_copies(FloorPieces pieces) {
   const cuda::Current current(**device);
   if (!current.status().ok()) return current.status();
   const int64_t start = now_ns();
-  for (const FloorPiece& piece : pieces) {
+  for (const BaselinePiece& piece : pieces) {
     const int result = api.copy(piece.to, piece.from, piece.bytes, (*stream)->get());
     if (Status status = api.check(result, "cuMemcpyAsync"); !status.ok()) return status;
   }

@@ -9,6 +9,6 @@ namespace kvlink {
 
 /// One cuMemcpyAsync a piece, by the GPU that the first piece lands on or comes from, and the wait for all.
 /// Returns ns. kTransportUnavailable without CUDA.
-Result<int64_t> floor_cuda_copies(FloorPieces pieces);
+Result<int64_t> baseline_cuda_copies(BaselinePieces pieces);
 
 }  // namespace kvlink

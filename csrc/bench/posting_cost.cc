@@ -109,7 +109,7 @@ Status post_all(const Plan& plan, const Regions& regions, Chain& chain, RingQp& 
     }
     for (ChunkCursor at; at.op < chunk.ops.size();) {
       const uint32_t num_wrs = chain.fill(chunk, at, kLimits.wrs, regions.locals, regions.remotes);
-      chain.sign(num_wrs, posted += num_wrs);
+      chain.finish(num_wrs, posted += num_wrs);
       ibv_send_wr* bad;
       ::ibv_post_send(qp.get(), chain.first(), &bad);
     }

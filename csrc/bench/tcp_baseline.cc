@@ -80,7 +80,7 @@ bool move_one(ssize_t (*call)(int, msghdr&), int socket, void* at, size_t bytes)
 
 }  // namespace
 
-Result<std::unique_ptr<FloorSource>> FloorSource::make(std::byte* base, uint64_t bytes) {
+Result<std::unique_ptr<BaselineSource>> BaselineSource::make(std::byte* base, uint64_t bytes) {
   UniqueFd listening(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in name = loopback(0);
   socklen_t size = sizeof name;
@@ -89,16 +89,16 @@ Result<std::unique_ptr<FloorSource>> FloorSource::make(std::byte* base, uint64_t
       ::getsockname(listening.get(), any, &size) != 0) {
     return failed("socket");
   }
-  return std::unique_ptr<FloorSource>(
-      new FloorSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
+  return std::unique_ptr<BaselineSource>(
+      new BaselineSource(base, bytes, std::move(listening), ntohs(name.sin_port)));
 }
 
-FloorSource::FloorSource(std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port)
+BaselineSource::BaselineSource(std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port)
     : base_(base), bytes_(bytes), listening_(std::move(listening)), port_(port), thread_([this] {
-        welcome();
+        accept_ready();
       }) {}
 
-void FloorSource::welcome() {
+void BaselineSource::accept_ready() {
   while (true) {
     UniqueFd accepted(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     std::lock_guard lock(mutex_);
@@ -109,7 +109,7 @@ void FloorSource::welcome() {
   }
 }
 
-void FloorSource::serve(int sink) const {
+void BaselineSource::serve(int sink) const {
   std::vector<iovec> pieces;
   uint64_t word = 0;  // how many pieces, then how many bytes there are, then whatever says go
   while (move_one(receive, sink, &word, sizeof word)) {
@@ -122,12 +122,12 @@ void FloorSource::serve(int sink) const {
   ::shutdown(sink, SHUT_RDWR);
 }
 
-/// They come as they lie in the sink's memory: both ends are this host.
-bool FloorSource::take_pieces(int sink, uint64_t count, std::vector<iovec>& pieces) const {
+/// They come as they are in the sink's memory: both ends are this host.
+bool BaselineSource::take_pieces(int sink, uint64_t count, std::vector<iovec>& pieces) const {
   pieces.clear();
   if (count > kMaxPieces) return false;
-  std::vector<FloorPiece> wanted(count);
-  if (!move_one(receive, sink, wanted.data(), count * sizeof(FloorPiece))) return false;
+  std::vector<BaselinePiece> wanted(count);
+  if (!move_one(receive, sink, wanted.data(), count * sizeof(BaselinePiece))) return false;
   const auto base = reinterpret_cast<uint64_t>(base_);
   for (const auto& [from, to, bytes] : wanted) {
     if (from < base || from - base > bytes_ || bytes > bytes_ - (from - base)) return false;
@@ -136,7 +136,7 @@ bool FloorSource::take_pieces(int sink, uint64_t count, std::vector<iovec>& piec
   return true;
 }
 
-void FloorSource::close() {
+void BaselineSource::close() {
   {
     std::lock_guard lock(mutex_);
     closed_ = true;
@@ -149,25 +149,25 @@ void FloorSource::close() {
   }
 }
 
-Result<std::unique_ptr<FloorSink>> FloorSink::connect(uint16_t port) {
+Result<std::unique_ptr<BaselineSink>> BaselineSink::connect(uint16_t port) {
   UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in name = loopback(port);
   if (!socket || ::connect(socket.get(), reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
     return failed("connect");
   }
   tune(socket.get());
-  return std::unique_ptr<FloorSink>(new FloorSink(std::move(socket)));
+  return std::unique_ptr<BaselineSink>(new BaselineSink(std::move(socket)));
 }
 
-Result<int64_t> FloorSink::read(FloorPieces pieces) {
+Result<int64_t> BaselineSink::read(BaselinePieces pieces) {
   std::vector<iovec> places;
   uint64_t bytes = 0, count = pieces.size(), there = 0;
-  for (const FloorPiece& piece : pieces) {
+  for (const BaselinePiece& piece : pieces) {
     add(places, piece.to, piece.bytes);
     bytes += piece.bytes;
   }
   if (!move_one(send, socket_.get(), &count, sizeof count) ||
-      !move_one(send, socket_.get(), const_cast<FloorPiece*>(pieces.data()), pieces.size_bytes()) ||
+      !move_one(send, socket_.get(), const_cast<BaselinePiece*>(pieces.data()), pieces.size_bytes()) ||
       !move_one(receive, socket_.get(), &there, sizeof there) || there != bytes) {
     return Status::Unreachable("the bare stream: its source refused these pieces or is gone");
   }

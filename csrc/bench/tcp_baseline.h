@@ -21,11 +21,11 @@
 namespace kvlink {
 
 /// Sends pieces of one span of memory. Owns a thread, and one more for every sink until close().
-class FloorSource {
+class BaselineSource {
  public:
   /// The caller keeps the memory alive until close().
-  static Result<std::unique_ptr<FloorSource>> make(std::byte* base, uint64_t bytes);
-  ~FloorSource() { close(); }
+  static Result<std::unique_ptr<BaselineSource>> make(std::byte* base, uint64_t bytes);
+  ~BaselineSource() { close(); }
 
   uint16_t port() const { return port_; }
   /// Idempotent.
@@ -37,8 +37,8 @@ class FloorSource {
     std::thread thread;
   };
 
-  FloorSource(std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port);
-  void welcome();
+  BaselineSource(std::byte* base, uint64_t bytes, UniqueFd listening, uint16_t port);
+  void accept_ready();
   void serve(int sink) const;
   bool take_pieces(int sink, uint64_t count, std::vector<iovec>& pieces) const;
 
@@ -52,17 +52,17 @@ class FloorSource {
   std::thread thread_;
 };
 
-/// Reads from one FloorSource. One thread at a time.
-class FloorSink {
+/// Reads from one BaselineSource. One thread at a time.
+class BaselineSink {
  public:
-  static Result<std::unique_ptr<FloorSink>> connect(uint16_t port);
+  static Result<std::unique_ptr<BaselineSink>> connect(uint16_t port);
 
   /// Both ends have their lists before the clock starts. Returns ns from before the one word that asks for
   /// the bytes to the last of them.
-  Result<int64_t> read(FloorPieces pieces);
+  Result<int64_t> read(BaselinePieces pieces);
 
  private:
-  explicit FloorSink(UniqueFd socket) : socket_(std::move(socket)) {}
+  explicit BaselineSink(UniqueFd socket) : socket_(std::move(socket)) {}
 
   const UniqueFd socket_;
 };

@@ -14,6 +14,36 @@
 namespace kvlink {
 namespace {
 
+/// A tuple with named fields: as cheap as a plain one.
+py::object as_tuple(const TransferStats& stats) {
+  static PyStructSequence_Field fields[] = {
+      {"bytes", nullptr},     {"num_ops", nullptr},    {"num_segments", nullptr}, {"plan_ns", nullptr},
+      {"post_ns", nullptr},   {"read_ns", nullptr},    {"validate_ns", nullptr},  {"settle_ns", nullptr},
+      {"total_ns", nullptr},  {"ran_inline", nullptr}, {"staged", nullptr},       {"direct_us", nullptr},
+      {"staged_us", nullptr}, {nullptr, nullptr},
+  };
+  static PyStructSequence_Desc about{"kvlink._core.TransferStats", "What one transfer moved, and how long.",
+                                     fields, static_cast<int>(std::size(fields)) - 1};
+  static PyTypeObject* const type = PyStructSequence_NewType(&about);
+  if (!type) throw py::error_already_set();
+  auto made = py::reinterpret_steal<py::object>(PyStructSequence_New(type));
+  if (!made) throw py::error_already_set();
+  Py_ssize_t at = 0;
+  const auto add = [&](auto value) {
+    PyStructSequence_SetItem(made.ptr(), at++, py::cast(value).release().ptr());
+  };
+  for (const uint64_t count : {stats.bytes, stats.num_ops, stats.num_segments}) add(count);
+  for (const int64_t ns :
+       {stats.plan_ns, stats.post_ns, stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns}) {
+    add(ns);
+  }
+  add(stats.ran_inline);
+  add(stats.staged);
+  add(stats.predicted.direct_us);
+  add(stats.predicted.staged_us);
+  return made;
+}
+
 void register_transfer(py::module_& m) {
   py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
       .def(py::init([] { return take(CompletionQueue::make()); }))
@@ -59,13 +89,7 @@ void register_transfer(py::module_& m) {
             return self.notify(std::move(queue), token);
           },
           py::arg("queue"), py::arg("token"))
-      .def("stats", [](const Transfer& self) {
-        const TransferStats stats = self.stats();
-        return py::make_tuple(stats.bytes, stats.num_ops, stats.num_segments, stats.plan_ns, stats.post_ns,
-                              stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns,
-                              stats.ran_inline, stats.staged, stats.predicted.direct_us,
-                              stats.predicted.staged_us);
-      });
+      .def("stats", [](const Transfer& self) { return as_tuple(self.stats()); });
 }
 
 std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
@@ -135,11 +159,11 @@ py::tuple durations(const Durations& durations) {
   return py::make_tuple(durations.sum_ns, py::cast(durations.buckets));
 }
 
-void register_tally(py::module_& m) {
-  py::class_<Tally, std::shared_ptr<Tally>>(m, "Tally")
+void register_path_stats(py::module_& m) {
+  py::class_<PathStats, std::shared_ptr<PathStats>>(m, "PathStats")
       .def(py::init<>())
-      .def("counts", [](const Tally& self) {
-        const TallyCounts counts = self.counts();
+      .def("counts", [](const PathStats& self) {
+        const PathCounts counts = self.counts();
         py::dict failed;
         for (size_t code = 1; code < counts.failed.size(); ++code) {
           if (counts.failed[code] > 0) failed[name_of(static_cast<Code>(code))] = counts.failed[code];
@@ -188,7 +212,7 @@ void register_engine(py::module_& m) {
           },
           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
           py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
-      .def("refuse", &Engine::refuse, py::arg("transport"), py::arg("why"))
+      .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"))
       .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
       .def(
           "stage",
@@ -225,11 +249,11 @@ void register_engine(py::module_& m) {
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address,
-             std::shared_ptr<Tally> tally) {
+             std::shared_ptr<PathStats> path_stats) {
             check(self.process().check());
-            return take(self.open(transport, address, std::move(tally)));
+            return take(self.open(transport, address, std::move(path_stats)));
           },
-          py::arg("transport"), py::arg("address"), py::arg("tally"), py::keep_alive<0, 1>())
+          py::arg("transport"), py::arg("address"), py::arg("path_stats"), py::keep_alive<0, 1>())
       .def(
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
@@ -330,7 +354,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_memory(m);
   register_plan(m);
   register_transfer(m);
-  register_tally(m);
+  register_path_stats(m);
   register_connection(m);
   register_engine(m);
   register_bench(m);

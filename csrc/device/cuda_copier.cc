@@ -39,32 +39,33 @@ class CudaQueue final : public CopyQueue {
   Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) override {
     const Current current(stream_->device());
     if (!current.status().ok()) return current.status();
-    CudaTables::Loan table =
-        wants_table(pieces) ? means_.tables->take() : CudaTables::Loan{nullptr, {nullptr}};
+    CudaTables::Held table =
+        wants_table(pieces) ? means_.tables->take() : CudaTables::Held{nullptr, {nullptr}};
     const Status status = table ? gather(to, pieces, *table) : copy_each(to, pieces);
     if (!status.ok()) {
       stream_->drain();
       return status;
     }
     Result<uint64_t> number = stream_->mark();
-    if (number.ok() && table) lent_.push_back({*number, std::move(table)});
+    if (number.ok() && table) in_use_.push_back({*number, std::move(table)});
     return number;
   }
   Result<bool> done(uint64_t number) override {
     const Result<bool> done = stream_->done(number);
     const bool ended = done.ok() && *done;
-    while (ended && !lent_.empty() && lent_.front().number <= number) lent_.pop_front();  // others want them
+    while (ended && !in_use_.empty() && in_use_.front().number <= number)
+      in_use_.pop_front();  // others want them
     return done;
   }
   void drain() override {
     stream_->drain();
-    lent_.clear();
+    in_use_.clear();
   }
 
  private:
   struct Lent {
     uint64_t number;
-    CudaTables::Loan table;
+    CudaTables::Held table;
   };
 
   bool wants_table(std::span<const CopyPiece> pieces) const {
@@ -105,7 +106,7 @@ class CudaQueue final : public CopyQueue {
 
   const Means& means_;
   const std::unique_ptr<cuda::MarkedStream> stream_;
-  std::deque<Lent> lent_;
+  std::deque<Lent> in_use_;
 };
 
 class CudaCopier final : public DeviceCopier {

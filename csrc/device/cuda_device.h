@@ -56,8 +56,9 @@ class Current {
   const Status status_;
 };
 
-/// A non-blocking stream, so it waits for nobody's kernels: who offers blocks has waited for theirs. Not
-/// thread safe, and not tied to a thread. All but done() of an ended number want the device to be Current.
+/// A non-blocking stream, so it waits for no other kernels: a worker that offers blocks has waited for its
+/// own. Not thread safe, and not tied to a thread. All but done() of an ended number want the device to be
+/// Current.
 class MarkedStream {
  public:
   static Result<std::unique_ptr<MarkedStream>> open(std::shared_ptr<const Device> device);

@@ -16,7 +16,7 @@ namespace kvlink {
 
 enum class CopyTo : uint8_t { kDevice, kSlot };
 
-/// One contiguous piece. `slot` lies in memory that DeviceCopier::pin() took, or in the device's.
+/// One contiguous piece. `slot` is in memory that DeviceCopier::pin() took, or in the device's.
 struct CopyPiece {
   std::byte* device = nullptr;
   std::byte* slot = nullptr;

@@ -62,7 +62,7 @@ Result<bool> CudaGather::batch_is_faster(uint32_t piece_bytes) const {
   if (!tables.ok()) return tables.status();
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(device_);
   if (!stream.ok()) return stream.status();
-  const CudaTables::Loan table = (*tables)->take();
+  const CudaTables::Held table = (*tables)->take();
   const GatherList list = list_scattered(*table, room.base, piece_bytes);
   int64_t best_ns[] = {INT64_MAX, INT64_MAX};  // by the kernel, and in a batch
   for (int round = 0; round < kRounds; ++round) {

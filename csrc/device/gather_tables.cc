@@ -37,7 +37,7 @@ CudaTables::~CudaTables() {
   if (pinned_) device_->api.host_unregister(pinned_->range().base);
 }
 
-CudaTables::Loan CudaTables::take() {
+CudaTables::Held CudaTables::take() {
   std::lock_guard lock(mutex_);
   if (free_.empty()) return {nullptr, {this}};
   Table* const table = free_.back();

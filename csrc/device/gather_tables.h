@@ -44,9 +44,9 @@ class CudaTables {
     void operator()(Table* table) const { tables->give_back(table); }
   };
   /// To be kept until what it lists has been copied.
-  using Loan = std::unique_ptr<Table, Return>;
+  using Held = std::unique_ptr<Table, Return>;
   /// Null when all are taken.
-  Loan take();
+  Held take();
   uint32_t pieces_each() const { return pieces_each_; }
 
  private:

@@ -13,13 +13,14 @@ constexpr int64_t kMendNs = 10'000'000'000;
 
 }  // namespace
 
-Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<Crossover> policy, uint64_t inline_bytes,
-                       std::shared_ptr<ScratchPool> scratch,
-                       std::vector<std::shared_ptr<ProgressThread>> threads, std::shared_ptr<Tally> tally)
+Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy,
+                       uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
+                       std::vector<std::shared_ptr<ProgressThread>> threads,
+                       std::shared_ptr<PathStats> path_stats)
     : inline_bytes_(inline_bytes),
       policy_(std::move(policy)),
       scratch_(std::move(scratch)),
-      tally_(std::move(tally)),
+      path_stats_(std::move(path_stats)),
       threads_(std::move(threads)) {
   for (LaneEnd& lane : lanes) {
     const auto index = static_cast<uint32_t>(lanes_.size());
@@ -89,7 +90,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
     probe.status = connect(probe, replies[index], pool_keys, lease_keys, deadline - now_ns());
     probe.pending = probe.status.ok();
   }
-  // The operations that endpoints borrow are in place from here on.
+  // The operations that endpoints refer to are in place from here on.
   for (Probe& probe : probes) {
     if (!probe.pending) continue;
     probe.status = probe.lane->endpoint().post_read(0, {std::span(&probe.op, 1), &probe.segment});
@@ -123,20 +124,21 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   launches_ = traits.device_driven;
   stripe_bytes_ = traits.window.stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
-  crew_ = crew();
+  driver_ = make_driver();
   established_ = true;
   return regions;
 }
 
 /// Transfers may outlive the connection, and must not keep its lanes.
-std::shared_ptr<const Crew> Connection::crew() const {
+std::shared_ptr<const TransferDriver> Connection::make_driver() const {
   const auto wake = [threads = threads_] {
     for (const auto& thread : threads) thread->wake();
   };
-  const auto help = [first = std::weak_ptr(lanes_.front())](const Transfer& transfer, int64_t until_ns) {
-    if (const std::shared_ptr<Lane> lane = first.lock()) lane->help(transfer, until_ns);
+  const auto drive_for = [first = std::weak_ptr(lanes_.front())](const Transfer& transfer, int64_t until_ns) {
+    if (const std::shared_ptr<Lane> lane = first.lock()) lane->drive_for(transfer, until_ns);
   };
-  return std::make_shared<const Crew>(wake, help, policy_, lanes_.front()->traits().supports_repeats);
+  return std::make_shared<const TransferDriver>(wake, drive_for, policy_,
+                                                lanes_.front()->traits().supports_repeats);
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
@@ -178,7 +180,7 @@ void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadl
 std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   if (lanes_.front()->idle() && !copies_) lanes_.front()->check_idle(true);
   if (broken()) return nullptr;
-  auto transfer = std::make_shared<Transfer>(request, now_ns(), crew_, tally_);
+  auto transfer = std::make_shared<Transfer>(request, now_ns(), driver_, path_stats_);
   if (transfer->done()) return transfer;
   std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) {

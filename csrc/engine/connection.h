@@ -25,10 +25,10 @@ class Connection {
 
   /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
   /// Lanes without an endpoint could not be opened and are missing. `policy` decides which reads are staged;
-  /// null: none can be. Every pull is added to `tally` when it ends.
-  Connection(std::vector<LaneEnd> lanes, std::shared_ptr<Crossover> policy, uint64_t inline_bytes,
+  /// null: none can be. Every pull is added to `path_stats` when it ends.
+  Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
-             std::shared_ptr<Tally> tally);
+             std::shared_ptr<PathStats> path_stats);
   ~Connection() { close(); }
 
   const ProcessMark& process() const { return process_; }
@@ -55,7 +55,7 @@ class Connection {
   bool idle() const;
   /// Before it is shared: it stands in for a better way, which may be back by then.
   void mend_after(int64_t ns);
-  /// Makes idle lanes find out that they broke, and wakes who drives the others. Never waits for a lane.
+  /// Makes idle lanes find out that they broke, and wakes the drivers of the others. Never waits for a lane.
   void look_after();
   /// Transfers queued or under way, one that uses several lanes as often.
   uint32_t pending() const;
@@ -68,7 +68,7 @@ class Connection {
  private:
   struct Probe;  // of one lane while connecting
 
-  std::shared_ptr<const Crew> crew() const;
+  std::shared_ptr<const TransferDriver> make_driver() const;
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::vector<std::string>& lease_keys, int64_t timeout_ns);
@@ -81,11 +81,11 @@ class Connection {
   size_t missing_ = 0;              // lanes that should be there
   int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
   bool copies_ = false, launches_ = false;
-  std::shared_ptr<Crossover> policy_;
+  std::shared_ptr<StagingPolicy> policy_;
   std::shared_ptr<ScratchPool> scratch_;
-  std::shared_ptr<Tally> tally_;
+  std::shared_ptr<PathStats> path_stats_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
-  std::shared_ptr<const Crew> crew_;
+  std::shared_ptr<const TransferDriver> driver_;
   std::vector<std::shared_ptr<Lane>> lanes_;
   Mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
   bool established_ = false, closed_ = false;  // guarded by it

@@ -42,31 +42,31 @@ Result<std::unique_ptr<Engine>> Engine::make(const EngineOptions& options) {
   if (Status status = fill_random(&drawn, sizeof drawn); !status.ok()) return status;
   std::unique_ptr<Engine> engine(new Engine(options));
   for (const std::string& name : options.transports) {
-    Row row{name, nullptr, {}, {name, {}, {}, {}, {}}};
+    TransportState state{name, nullptr, {}, {name, {}, {}, {}, {}}};
     Result<std::unique_ptr<Transport>> made = make_transport(name, options.transport);
     if (made.ok()) {
-      row.transport = std::move(*made);
-      row.access.address = row.transport->address();
+      state.transport = std::move(*made);
+      state.access.address = state.transport->address();
     } else if (made.status().code() == Code::kTransportUnavailable) {
-      row.access.refused = made.status().sentence();
+      state.access.refused = made.status().sentence();
     } else {
       return made.status();
     }
-    engine->rows_.push_back(std::move(row));
+    engine->transports_.push_back(std::move(state));
   }
   return engine;
 }
 
-void Engine::refuse(const std::string& transport, const std::string& why) {
-  Row* const row = find(transport);
-  if (!row) return;
-  row->access.refused = why;
-  give_up(*row);
+void Engine::disable(const std::string& transport, const std::string& why) {
+  TransportState* const state = find(transport);
+  if (!state) return;
+  state->access.refused = why;
+  close_transport(*state);
 }
 
-void Engine::give_up(Row& row) {
-  if (row.transport) row.transport->close();
-  row.transport.reset();
+void Engine::close_transport(TransportState& state) {
+  if (state.transport) state.transport->close();
+  state.transport.reset();
 }
 
 Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
@@ -79,49 +79,53 @@ Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
   return static_cast<uint32_t>(pool_.size() - 1);
 }
 
-Status Engine::lend(Row& row, const MemoryRange& range, Access access, std::string& key) {
-  Result<std::unique_ptr<MemoryRegion>> region = row.transport->register_memory(range, access);
+Status Engine::register_range(TransportState& state, const MemoryRange& range, Access access,
+                              std::string& key) {
+  Result<std::unique_ptr<MemoryRegion>> region = state.transport->register_memory(range, access);
   if (!region.ok()) return region.status();
   key = (*region)->remote_key();
-  row.regions.push_back(std::move(*region));
+  state.regions.push_back(std::move(*region));
   return {};
 }
 
-Status Engine::lend_pool(Row& row) {
-  row.access.pool_keys.resize(pool_.size());
+Status Engine::register_pool(TransportState& state) {
+  state.access.pool_keys.resize(pool_.size());
   Status all;
-  for (size_t index = 0; index < pool_.size(); ++index) {  // who cannot lend one still numbers it
-    Status lent = lend(row, pool_[index], Access::kRead, row.access.pool_keys[index]);
-    if (all.ok()) all = std::move(lent);
+  for (size_t index = 0; index < pool_.size();
+       ++index) {  // a transport that cannot register one still counts it
+    Status registered = register_range(state, pool_[index], Access::kRead, state.access.pool_keys[index]);
+    if (all.ok()) all = std::move(registered);
   }
   return all;
 }
 
-Status Engine::lend_leases(Row& row) {
-  row.access.lease_keys.resize(2);
-  Status status = lend(row, lease_slots_->range(), Access::kReadWords, row.access.lease_keys[0]);
-  return status.ok() ? lend(row, peer_words_->range(), Access::kWriteWords, row.access.lease_keys[1])
-                     : status;
+Status Engine::register_leases(TransportState& state) {
+  state.access.lease_keys.resize(2);
+  Status status =
+      register_range(state, lease_slots_->range(), Access::kReadWords, state.access.lease_keys[0]);
+  return status.ok()
+             ? register_range(state, peer_words_->range(), Access::kWriteWords, state.access.lease_keys[1])
+             : status;
 }
 
-Status Engine::lend_all(Row& row) {
-  const Status lent = lend_pool(row);
-  if (!lent.ok() && !lands_unlent(row)) return lent;
-  const auto scratch = row.transport->register_memory(scratch_->memory().range(), Access::kLocal);
+Status Engine::register_transport(TransportState& state) {
+  const Status registered = register_pool(state);
+  if (!registered.ok() && !reads_without_export(state)) return registered;
+  const auto scratch = state.transport->register_memory(scratch_->memory().range(), Access::kLocal);
   if (!scratch.ok()) return scratch.status();
-  if (row.staging) {
-    const auto staged = row.transport->register_memory(staging_.memory, Access::kLocal);
+  if (state.staging) {
+    const auto staged = state.transport->register_memory(staging_.memory, Access::kLocal);
     if (!staged.ok()) {
-      staging_refused_ = row.name + ": " + staged.status().sentence();
-      row.staging.reset();
+      staging_refused_ = state.name + ": " + staged.status().sentence();
+      state.staging.reset();
     }
   }
-  return lent.ok() ? lend_leases(row) : lent;
+  return registered.ok() ? register_leases(state) : registered;
 }
 
-/// Whether reads of a transport that cannot lend the pool may still land in it.
-bool Engine::lands_unlent(const Row& row) const {
-  return row.access.bounces || !row.transport->capabilities().needs_registered_target;
+/// Whether reads of a transport that cannot export the pool may still land in it.
+bool Engine::reads_without_export(const TransportState& state) const {
+  return state.access.bounces || !state.transport->capabilities().needs_registered_target;
 }
 
 Status Engine::start() {
@@ -152,22 +156,22 @@ Status Engine::allocate_own() {
 
 Status Engine::register_all() {
   if (Status status = allocate_own(); !status.ok()) return status;
-  if (on_device()) open_detours();
-  for (Row& row : rows_) {
-    if (!row.transport) continue;
-    const Status lent = lend_all(row);
-    if (lent.ok()) continue;
-    if (lent.code() != Code::kTransportUnavailable) return lent;
-    row.access.refused = lent.sentence();
-    row.access.pool_keys.clear();
-    row.access.lease_keys.clear();
-    row.regions.clear();
-    if (!lands_unlent(row)) give_up(row);
+  if (on_device()) wrap_for_device_pool();
+  for (TransportState& state : transports_) {
+    if (!state.transport) continue;
+    const Status registered = register_transport(state);
+    if (registered.ok()) continue;
+    if (registered.code() != Code::kTransportUnavailable) return registered;
+    state.access.refused = registered.sentence();
+    state.access.pool_keys.clear();
+    state.access.lease_keys.clear();
+    state.regions.clear();
+    if (!reads_without_export(state)) close_transport(state);
   }
-  for (Row& row : rows_) {
-    if (!row.transport) continue;
-    row.ports = row.transport->ports();
-    announces_ |= announces(*row.transport);
+  for (TransportState& state : transports_) {
+    if (!state.transport) continue;
+    state.ports = state.transport->ports();
+    announces_ |= announces(*state.transport);
   }
   return {};
 }
@@ -179,8 +183,8 @@ Status Engine::open_descriptors() {
   epoll_fd_ = std::move(*epoll);
   wake_fd_ = std::move(*wake);
   bool watched = sys::watch(epoll_fd_.get(), wake_fd_.get(), EPOLLIN, UINT64_MAX);
-  for (size_t index = 0; watched && index < rows_.size(); ++index) {
-    const int fd = rows_[index].transport ? rows_[index].transport->capabilities().serve_fd : -1;
+  for (size_t index = 0; watched && index < transports_.size(); ++index) {
+    const int fd = transports_[index].transport ? transports_[index].transport->capabilities().serve_fd : -1;
     if (fd >= 0) watched = sys::watch(epoll_fd_.get(), fd, EPOLLIN, index);
   }
   return watched ? Status{} : sys::failed(Code::kConfig, kStarting, "epoll_ctl", errno);
@@ -200,42 +204,42 @@ Status Engine::start_threads() {
 
 std::vector<TransportAccess> Engine::access() const {
   std::vector<TransportAccess> all;
-  for (const Row& row : rows_) all.push_back(row.access);
+  for (const TransportState& state : transports_) all.push_back(state.access);
   return all;
 }
 
-Engine::Row* Engine::find(const std::string& transport) {
-  for (Row& row : rows_) {
-    if (row.name == transport && row.transport) return &row;
+Engine::TransportState* Engine::find(const std::string& transport) {
+  for (TransportState& state : transports_) {
+    if (state.name == transport && state.transport) return &state;
   }
   return nullptr;
 }
 
 Status Engine::absent(const std::string& transport) const {
-  const auto row =
-      std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) { return row.name == transport; });
-  const std::string why = row == rows_.end() ? std::string() : row->access.refused;
+  const auto state = std::find_if(transports_.begin(), transports_.end(),
+                                  [&](const TransportState& state) { return state.name == transport; });
+  const std::string why = state == transports_.end() ? std::string() : state->access.refused;
   return Status::Unavailable("this worker does not use " + transport + (why.empty() ? "" : ": " + why), {});
 }
 
 Result<Accepted> Engine::accept(const std::string& transport, const std::vector<std::string>& hellos,
                                 bool takes_keys, uint64_t caller) {
-  Row* row = find(transport);
-  if (!row || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
+  TransportState* state = find(transport);
+  if (!state || closing_) return Status::Unavailable("this worker does not offer " + transport, {});
   if (hellos.empty() || hellos.size() > 64) return Status::Config("a connection has 1 to 64 lanes");
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
-  Accepted accepted{announces(*row->transport) ? id : 0, {}};
+  Accepted accepted{announces(*state->transport) ? id : 0, {}};
   Status why;
   for (const std::string& hello : hellos) {
-    const Result<std::string> reply = row->transport->accept({id, caller}, hello);
+    const Result<std::string> reply = state->transport->accept({id, caller}, hello);
     if (!reply.ok()) why = reply.status();
     accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
   }
   const bool none =
       std::all_of(accepted.replies.begin(), accepted.replies.end(), std::mem_fn(&std::string::empty));
   if (none) return why;
-  if (Status status = tell_keys(*row, takes_keys, accepted); !status.ok()) {
-    row->transport->fence(id);
+  if (Status status = add_changed_keys(*state, takes_keys, accepted); !status.ok()) {
+    state->transport->fence(id);
     return status;
   }
   return accepted;
@@ -243,19 +247,20 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
 
 bool Engine::fence(uint64_t connection_id) {
   bool fenced = false;
-  for (Row& row : rows_) fenced |= row.transport && row.transport->fence(connection_id);
+  for (TransportState& state : transports_)
+    fenced |= state.transport && state.transport->fence(connection_id);
   return fenced;
 }
 
 Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address,
-                                                 std::shared_ptr<Tally> tally) {
-  Row* row = find(transport);
-  if (!row || closing_) return absent(transport);
-  Result<std::vector<LaneEnd>> lanes = open_lanes_of(*row, address, options_.num_lanes);
+                                                 std::shared_ptr<PathStats> path_stats) {
+  TransportState* state = find(transport);
+  if (!state || closing_) return absent(transport);
+  Result<std::vector<LaneEnd>> lanes = open_lanes_of(*state, address, options_.num_lanes);
   if (!lanes.ok()) return lanes.status();
   const std::shared_ptr<Connection> connection(
-      new Connection(std::move(*lanes), row->staging ? row->staging->make_policy() : nullptr,
-                     options_.inline_bytes, scratch_, progress_, std::move(tally)),
+      new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
+                     options_.inline_bytes, scratch_, progress_, std::move(path_stats)),
       DeleteOwn());
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
@@ -265,17 +270,17 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
 }
 
 /// At least one has an endpoint.
-Result<std::vector<LaneEnd>> Engine::open_lanes_of(const Row& row, const std::string& address,
+Result<std::vector<LaneEnd>> Engine::open_lanes_of(const TransportState& state, const std::string& address,
                                                    uint32_t num_lanes) {
-  Result<Endpoints> endpoints = row.transport->open(address, num_lanes);
+  Result<Endpoints> endpoints = state.transport->open(address, num_lanes);
   if (!endpoints.ok()) return endpoints.status();
   std::vector<LaneEnd> lanes(endpoints->size());
   Status why;
   bool any = false;
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
     std::unique_ptr<Endpoint>& endpoint = (*endpoints)[lane];
-    if (endpoint && row.staging) {
-      auto wrapped = row.staging->wrap(std::move(endpoint));
+    if (endpoint && state.staging) {
+      auto wrapped = state.staging->wrap(std::move(endpoint));
       if (!wrapped.ok()) why = wrapped.status();
       if (wrapped.ok()) {
         lanes[lane].staging = wrapped->get();
@@ -326,10 +331,10 @@ void Engine::serve() {
     const int num_events = epoll_wait(epoll_fd_.get(), events, 16, timeout_ms);
     owner_asleep_ = false;
     for (int index = 0; index < num_events; ++index) {
-      const uint64_t row = events[index].data.u64;
-      if (row < rows_.size()) {
-        rows_[row].transport->serve();
-        look_after_ports(rows_[row]);
+      const uint64_t state = events[index].data.u64;
+      if (state < transports_.size()) {
+        transports_[state].transport->serve();
+        check_ports(transports_[state]);
       } else {
         uint64_t count;
         [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
@@ -360,19 +365,19 @@ void Engine::close() {
     wake_owner();
     owner_.join();
   }
-  for (Row& row : rows_) {
+  for (TransportState& state : transports_) {
     std::vector<std::unique_ptr<MemoryRegion>> revoked;
     {
       std::lock_guard lock(mutex_);
-      revoked = std::exchange(row.regions, {});
+      revoked = std::exchange(state.regions, {});
     }
     revoked.clear();
-    if (row.transport) row.transport->close();
+    if (state.transport) state.transport->close();
   }
   close_descriptors();
 }
 
-/// Whoever keeps a closed worker keeps none. Its tables stay mapped: late calls may look into them.
+/// A closed worker holds no descriptor. Its tables stay mapped: late calls may look into them.
 void Engine::close_descriptors() {
   {
     const std::lock_guard lock(wake_mutex_);

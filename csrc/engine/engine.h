@@ -46,7 +46,7 @@ struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
   std::vector<std::string> lease_keys;  // of the lease slots and of the peer words
-  std::string refused;   // why the pool cannot be lent this way, and the fix; then there are no keys
+  std::string refused;   // why the pool cannot be exported this way, and the fix; then there are no keys
   bool bounces = false;  // what goes this way to and from the pool is staged in host memory
 };
 
@@ -63,8 +63,8 @@ class Engine {
   static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
   ~Engine() { close(); }
 
-  /// Gives a transport up before start(); peers and open() are told `why`.
-  void refuse(const std::string& transport, const std::string& why);
+  /// Closes a transport before start(); peers and open() are told `why`.
+  void disable(const std::string& transport, const std::string& why);
   /// Keeps a transport that reaches devices from this pool, before start(): what it reads is staged in host
   /// memory, and peers are told `why` they cannot read from it.
   void bounce(const std::string& transport, const std::string& why);
@@ -73,20 +73,22 @@ class Engine {
   void stage(const StagingOptions& options) { staging_ = options; }
   /// Why, after start(), some do not have it; empty: all have, or it was not asked for.
   const std::string& staging_refused() const { return staging_refused_; }
-  /// Lends `range` to peers and makes it a destination. The caller keeps the memory alive until close().
+  /// Exports `range` to peers and makes it a destination of reads. The caller keeps the memory alive until
+  /// close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
   /// Ends registration and starts the threads; a failure closes the engine. REQUIRES at least one pool
   /// region.
   Status start();
   std::vector<TransportAccess> access() const;
 
-  /// `caller` is ReaderId's. `takes_keys`: the reader will use the keys of the answer. Who would not is
-  /// refused once they changed.
+  /// `caller` is ReaderId's. `takes_keys`: the reader will use the keys of the answer. A reader that cannot
+  /// take new keys is refused after keys changed.
   Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
                           bool takes_keys = true, uint64_t caller = 0);
   bool fence(uint64_t connection_id);
-  Result<std::shared_ptr<Connection>> open(const std::string& transport, const std::string& address,
-                                           std::shared_ptr<Tally> tally = std::make_shared<Tally>());
+  Result<std::shared_ptr<Connection>> open(
+      const std::string& transport, const std::string& address,
+      std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>());
 
   const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
@@ -108,7 +110,7 @@ class Engine {
   void close();
 
  private:
-  struct Row {
+  struct TransportState {
     std::string name;
     std::unique_ptr<Transport> transport;
     std::vector<std::unique_ptr<MemoryRegion>> regions;
@@ -121,22 +123,22 @@ class Engine {
   using Watchers = std::vector<std::weak_ptr<CompletionQueue>>;
 
   explicit Engine(const EngineOptions& options) : options_(options) {}
-  Status lend(Row& row, const MemoryRange& range, Access access, std::string& key);
-  Status lend_pool(Row& row);
-  Status lend_all(Row& row);
-  Status lend_leases(Row& row);
-  void open_detours();
-  Status land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared);
-  void land_in_staging(Row& row, std::shared_ptr<Landing>& shared);
-  static Result<std::vector<LaneEnd>> open_lanes_of(const Row& row, const std::string& address,
+  Status register_range(TransportState& state, const MemoryRange& range, Access access, std::string& key);
+  Status register_pool(TransportState& state);
+  Status register_transport(TransportState& state);
+  Status register_leases(TransportState& state);
+  void wrap_for_device_pool();
+  Status wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared);
+  void add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared);
+  static Result<std::vector<LaneEnd>> open_lanes_of(const TransportState& state, const std::string& address,
                                                     uint32_t num_lanes);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
-  bool lands_unlent(const Row& row) const;
-  static void give_up(Row& row);
-  Row* find(const std::string& transport);
-  Status tell_keys(const Row& row, bool takes_keys, Accepted& accepted);
-  void look_after_ports(Row& row);
+  bool reads_without_export(const TransportState& state) const;
+  static void close_transport(TransportState& state);
+  TransportState* find(const std::string& transport);
+  Status add_changed_keys(const TransportState& state, bool takes_keys, Accepted& accepted);
+  void check_ports(TransportState& state);
   Status check_serving() const;
   Status absent(const std::string& transport) const;
   Status allocate_own();
@@ -152,7 +154,7 @@ class Engine {
 
   const ProcessMark process_;
   const EngineOptions options_;
-  std::vector<Row> rows_;
+  std::vector<TransportState> transports_;
   std::vector<MemoryRange> pool_;
   StagingOptions staging_;
   std::string staging_refused_;
@@ -171,7 +173,7 @@ class Engine {
   std::thread owner_;
 
   std::mutex sweep_mutex_;    // taken before mutex_
-  mutable std::mutex mutex_;  // guards what follows, and each row's regions and ports from start() on
+  mutable std::mutex mutex_;  // guards what follows, and each state's regions and ports from start() on
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
   Watchers ended_watchers_, port_watchers_;

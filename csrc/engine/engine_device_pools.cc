@@ -8,7 +8,7 @@
 namespace kvlink {
 namespace {
 
-Status no_way_around(const std::string& transport, const Status& why) {
+Status cannot_stage(const std::string& transport, const Status& why) {
   return Status::Unavailable(transport +
                                  " reaches host memory, and the pool is GPU memory; it cannot be staged (" +
                                  why.sentence() + ")",
@@ -18,7 +18,7 @@ Status no_way_around(const std::string& transport, const Status& why) {
 }  // namespace
 
 void Engine::bounce(const std::string& transport, const std::string& why) {
-  if (Row* const row = find(transport)) row->bounce_why = why;
+  if (TransportState* const state = find(transport)) state->bounce_why = why;
 }
 
 Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memory, uint32_t num_slots) const {
@@ -28,24 +28,24 @@ Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memor
 
 /// Transports that do not reach the pool's device bounce, where they can; the others stage, if that is asked
 /// for.
-void Engine::open_detours() {
+void Engine::wrap_for_device_pool() {
   std::shared_ptr<Bounce> bounced;
-  std::shared_ptr<Landing> staging;
-  for (Row& row : rows_) {
-    if (!row.transport) continue;
-    if (row.transport->capabilities().reaches_device_memory && row.bounce_why.empty()) {
-      if (staging_.memory.base) land_in_staging(row, staging);
+  std::shared_ptr<StagingBuffer> staging;
+  for (TransportState& state : transports_) {
+    if (!state.transport) continue;
+    if (state.transport->capabilities().reaches_device_memory && state.bounce_why.empty()) {
+      if (staging_.memory.base) add_staging(state, staging);
       continue;
     }
-    const Status wrapped = land_in_bounce(row, bounced);
-    row.access.bounces = wrapped.ok();
+    const Status wrapped = wrap_in_bounce(state, bounced);
+    state.access.bounces = wrapped.ok();
     if (wrapped.ok()) continue;
-    row.access.refused = no_way_around(row.name, wrapped).sentence();
-    give_up(row);
+    state.access.refused = cannot_stage(state.name, wrapped).sentence();
+    close_transport(state);
   }
 }
 
-Status Engine::land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared) {
+Status Engine::wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared) {
   if (options_.bounce_bytes == 0) {
     return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
   }
@@ -56,14 +56,14 @@ Status Engine::land_in_bounce(Row& row, std::shared_ptr<Bounce>& shared) {
     shared = std::move(*made);
   }
   const auto num_regions = static_cast<uint32_t>(pool_.size());
-  auto wrapped = bounce_wrap(std::move(row.transport), shared, num_regions, row.bounce_why);
+  auto wrapped = bounce_wrap(std::move(state.transport), shared, num_regions, state.bounce_why);
   if (!wrapped.ok()) return wrapped.status();
-  row.transport = std::move(*wrapped);
+  state.transport = std::move(*wrapped);
   return {};
 }
 
 /// Without it the transport works as well, only slower between unlike layouts.
-void Engine::land_in_staging(Row& row, std::shared_ptr<Landing>& shared) {
+void Engine::add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared) {
   if (!shared) {
     auto made = make_staging(staging_.memory, [this](auto... of) { return make_copier(of...); });
     if (!made.ok()) {
@@ -72,9 +72,9 @@ void Engine::land_in_staging(Row& row, std::shared_ptr<Landing>& shared) {
     }
     shared = std::move(*made);
   }
-  const std::string plain = row.name.substr(row.name.find('+') + 1);
+  const std::string plain = state.name.substr(state.name.find('+') + 1);
   // Registered behind the pool and the scratch memory, so that these keep their numbers.
-  row.staging.emplace(shared, plain, staging_.always, static_cast<uint32_t>(pool_.size() + 1));
+  state.staging.emplace(shared, plain, staging_.always, static_cast<uint32_t>(pool_.size() + 1));
 }
 
 }  // namespace kvlink

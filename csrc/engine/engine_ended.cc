@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine does about leases that end: late readers are cut off, then whoever waits for blocks is
-// told.
+// What the engine does about leases that end: it cuts off late readers, then tells the threads that wait for
+// blocks.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -17,7 +17,7 @@ constexpr int64_t kWatchEndedNs = 1'000'000'000;
 }  // namespace
 
 void Engine::sweep() {
-  std::lock_guard whole(sweep_mutex_);  // who asks what has ended waits for a sweep under way
+  std::lock_guard whole(sweep_mutex_);  // take_ended() waits for a sweep under way
   const int64_t now = now_ns();
   Swept swept;
   leases_->sweep(now, swept);
@@ -32,9 +32,9 @@ void Engine::sweep() {
 /// First of all: a block must not be written again while a late reader could still be sent its bytes. Settled
 /// leases too: somebody may read under one again.
 void Engine::cut_off_readers(const Swept& swept) {
-  for (const Row& row : rows_) {
-    if (!swept.ended.empty() && row.transport && row.transport->capabilities().guards)
-      row.transport->fence(0);
+  for (const TransportState& state : transports_) {
+    if (!swept.ended.empty() && state.transport && state.transport->capabilities().guards)
+      state.transport->fence(0);
   }
   for (const uint64_t reader : swept.to_fence) fence(reader);
 }

@@ -8,21 +8,22 @@
 
 namespace kvlink {
 
-/// After the reader's lanes were admitted: whatever device they are at, these are its keys or nobody's.
-Status Engine::tell_keys(const Row& row, bool takes_keys, Accepted& accepted) {
+/// To be called after the reader's lanes were admitted: the keys then belong to the devices that the lanes
+/// use.
+Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Accepted& accepted) {
   std::vector<std::string> keys;
   {
     std::lock_guard lock(mutex_);
     if (closed_) return Status::Unavailable("this worker is closed", {});
-    for (const auto& region : row.regions) keys.push_back(region->remote_key());
+    for (const auto& region : state.regions) keys.push_back(region->remote_key());
   }
-  if (keys.size() != pool_.size() + 2) return {};  // it lends nothing
+  if (keys.size() != pool_.size() + 2) return {};  // it exports nothing
   std::vector<std::string> lease_keys(std::make_move_iterator(keys.end() - 2),
                                       std::make_move_iterator(keys.end()));
   keys.resize(pool_.size());
-  if (keys == row.access.pool_keys && lease_keys == row.access.lease_keys) return {};
+  if (keys == state.access.pool_keys && lease_keys == state.access.lease_keys) return {};
   if (!takes_keys) {
-    return Status::Unavailable("a device of this worker's " + row.name +
+    return Status::Unavailable("a device of this worker's " + state.name +
                                    " was removed and came back with other keys, of which a "
                                    "reader of an older release cannot be told",
                                "upgrade the reader, or restart this worker");
@@ -33,15 +34,15 @@ Status Engine::tell_keys(const Row& row, bool takes_keys, Accepted& accepted) {
 }
 
 /// While a device is gone, until nobody holds it any more: it cannot leave before.
-void Engine::look_after_ports(Row& row) {
-  std::vector<PortState> ports = row.transport->ports();
+void Engine::check_ports(TransportState& state) {
+  std::vector<PortState> ports = state.transport->ports();
   if (ports.empty()) return;
   std::vector<std::weak_ptr<Connection>> connections;
   {
     std::lock_guard lock(mutex_);
     if (std::any_of(ports.begin(), ports.end(), std::mem_fn(&PortState::held))) connections = connections_;
-    if (ports != row.ports) {
-      row.ports = std::move(ports);
+    if (ports != state.ports) {
+      state.ports = std::move(ports);
       tell(port_watchers_, 0);
     }
   }
@@ -53,7 +54,8 @@ void Engine::look_after_ports(Row& row) {
 std::vector<PortState> Engine::ports() const {
   std::lock_guard lock(mutex_);
   std::vector<PortState> all;
-  for (const Row& row : rows_) all.insert(all.end(), row.ports.begin(), row.ports.end());
+  for (const TransportState& state : transports_)
+    all.insert(all.end(), state.ports.begin(), state.ports.end());
   return all;
 }
 

@@ -14,7 +14,7 @@ constexpr int64_t kSilentNs = 100'000'000;
 
 // Reads that a NIC already has cannot be called back. They end by themselves in far less than this; if not,
 // the connection ends with them.
-constexpr int64_t kRecallNs = 200'000'000;
+constexpr int64_t kCancelNs = 200'000'000;
 
 // An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes
 // 10-40 us, in a virtual machine whose neighbours are busy up to 90 us, and a sleep adds one scheduler
@@ -98,18 +98,18 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
   return true;
 }
 
-bool Lane::help(const Transfer& transfer, int64_t until_ns) {
-  bool helped = false;
+bool Lane::drive_for(const Transfer& transfer, int64_t until_ns) {
+  bool drove = false;
   int64_t now = now_ns();
   const int64_t looks_until = traits_.device_driven ? now + kLaunchSpinNs : now;
   for (; !transfer.done() && now < until_ns && !broken(); now = now_ns()) {
     std::unique_lock lock(mutex_, std::try_to_lock);
     const bool progressed = lock && drive_locked(now, true).progressed;
-    helped |= lock.owns_lock();
+    drove |= lock.owns_lock();
     if (!progressed && now >= looks_until) break;
   }
-  if (helped) wake_driver();
-  return helped;
+  if (drove) wake_driver();
+  return drove;
 }
 
 Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
@@ -152,8 +152,8 @@ void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
 /// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
 /// breaks.
 void Lane::drop_stopped(int64_t now) {
-  // First of all: who hears of a timeout and tries again at once must find the lane broken.
-  if (is_silent(now) && !hears_at_last(now)) {
+  // First of all: a caller that hears of a timeout and retries at once must find the lane broken.
+  if (is_silent(now) && !poll_before_timeout(now)) {
     give_up(
         Status::Unreachable("the owner answered nothing until a deadline; its process may be stopped or its "
                             "host gone"));
@@ -164,7 +164,7 @@ void Lane::drop_stopped(int64_t now) {
   if (broken()) return break_down(why_broken_, now);
   for (const auto& transfer : queue_) {
     if (!transfer->stopping() || transfer->done()) continue;
-    recall(transfer, now);
+    cancel_posts(transfer, now);
   }
   if (now >= give_up_ns_) {
     give_up(
@@ -180,13 +180,13 @@ void Lane::drop_stopped(int64_t now) {
   pending_.fetch_sub(static_cast<uint32_t>(before - queue_.size()), std::memory_order_acq_rel);
 }
 
-void Lane::recall(const std::shared_ptr<Transfer>& transfer, int64_t now) {
+void Lane::cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now) {
   for (uint64_t token = 0; token < posted_.size(); ++token) {
     Posted& posted = posted_[token];
-    if (posted.transfer != transfer || posted.recalled_ns != 0) continue;
+    if (posted.transfer != transfer || posted.cancelled_ns != 0) continue;
     if (!endpoint_->cancel(token)) {
-      posted.recalled_ns = now;
-      give_up_ns_ = std::min(give_up_ns_, now + kRecallNs);
+      posted.cancelled_ns = now;
+      give_up_ns_ = std::min(give_up_ns_, now + kCancelNs);
       continue;
     }
     const Step step = posted.step;
@@ -210,7 +210,7 @@ bool Lane::is_silent(int64_t now) const {
 }
 
 /// What came while this process did not look is not silence.
-bool Lane::hears_at_last(int64_t now) { return poll(now) || !is_silent(now); }
+bool Lane::poll_before_timeout(int64_t now) { return poll(now) || !is_silent(now); }
 
 bool Lane::post_steps(int64_t now) {
   bool any = false;
@@ -239,7 +239,7 @@ bool Lane::post_steps(int64_t now) {
     // microseconds, and losing it costs no more than the lease's time to live.
     const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !traits_.cpu_copies;
     if (posted.ok() && !unawaited) continue;
-    unawaited ? disown(token) : release(token);
+    unawaited ? detach_token(token) : release(token);
     transfer->ended(step, posted, now);
   }
   return any;
@@ -292,7 +292,7 @@ Result<int64_t> Lane::time_read(const Chunk& chunk) {
   const auto ended = [&] {
     return std::any_of(ended_.begin(), ended_.end(), [token](const auto& one) { return one.token == token; });
   };
-  while (status.ok() && !ended() && now_ns() - start < kRecallNs)
+  while (status.ok() && !ended() && now_ns() - start < kCancelNs)
     status = endpoint_->poll(now_ns(), false, ended_).status;
   const int64_t took = now_ns() - start;
   if (status.ok() && !ended()) status = Status::Timeout("a bare read took longer than 200 ms");
@@ -334,7 +334,7 @@ void Lane::close(const std::string& why) {
   break_down(Status::Unreachable(why), now_ns());
 }
 
-void Lane::disown(uint64_t token) {
+void Lane::detach_token(uint64_t token) {
   posted_[token].transfer = nullptr;
   if (--num_awaited_ == 0) asked_ns_ = 0;
   unsent_.store(true, std::memory_order_release);
@@ -354,7 +354,7 @@ uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step)
 }
 
 void Lane::release(uint64_t token) {
-  const bool recalled = posted_[token].recalled_ns != 0;
+  const bool cancelled = posted_[token].cancelled_ns != 0;
   num_awaited_ -= posted_[token].transfer != nullptr;
   bytes_under_way_ -= posted_[token].step.bytes;
   posted_[token] = {};
@@ -363,10 +363,10 @@ void Lane::release(uint64_t token) {
     asked_ns_ = 0;
     unsent_.store(num_posted_ > 0, std::memory_order_release);
   }
-  if (!recalled) return;
+  if (!cancelled) return;
   give_up_ns_ = INT64_MAX;
   for (const Posted& posted : posted_) {
-    if (posted.recalled_ns != 0) give_up_ns_ = std::min(give_up_ns_, posted.recalled_ns + kRecallNs);
+    if (posted.cancelled_ns != 0) give_up_ns_ = std::min(give_up_ns_, posted.cancelled_ns + kCancelNs);
   }
 }
 

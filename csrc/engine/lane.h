@@ -29,7 +29,7 @@ class LaneDriver {
 /// What a lane is made of.
 struct LaneEnd {
   std::unique_ptr<Endpoint> endpoint;
-  StagingEndpoint* staging = nullptr;  // the same one, where reads may be staged
+  StageableEndpoint* staging = nullptr;  // the same one, where reads may be staged
 };
 
 /// Of the owner, as the endpoint numbers them.
@@ -71,8 +71,8 @@ class Lane {
   /// busy, nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
   /// Drives until the transfer ended, `until_ns` passed, another thread holds the lane, or there is nothing
-  /// to do but wait, which it does for a while where a device has the work. False: nothing was done.
-  bool help(const Transfer& transfer, int64_t until_ns);
+  /// to do but wait; where a device moves the bytes it polls on for a while. False: nothing was done.
+  bool drive_for(const Transfer& transfer, int64_t until_ns);
   /// Notices an owner that died while the lane was idle. When another thread holds the lane, waits or does
   /// nothing.
   void check_idle(bool wait);
@@ -96,7 +96,7 @@ class Lane {
     std::shared_ptr<Transfer> transfer;  // null: a free entry, or a settle that nobody waits for
     Step step;
     bool used = false;
-    int64_t recalled_ns = 0;  // when it was cancelled in vain; 0: not
+    int64_t cancelled_ns = 0;  // when it was cancelled in vain; 0: not
   };
   /// Holds the lane for a caller that is not its driver.
   class Hold {
@@ -119,7 +119,7 @@ class Lane {
   Driven drive_locked(int64_t now, bool send_settles);
   void take_inbox();
   void drop_stopped(int64_t now);
-  void recall(const std::shared_ptr<Transfer>& transfer, int64_t now);
+  void cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now);
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);
   Status announce(Transfer& transfer);
@@ -131,14 +131,14 @@ class Lane {
   void break_down(const Status& why, int64_t now);
   void await_bytes(int64_t waited_ns, int64_t left_ns);
   bool is_silent(int64_t now) const;
-  bool hears_at_last(int64_t now);
+  bool poll_before_timeout(int64_t now);
   uint64_t claim_token(std::shared_ptr<Transfer> transfer, const Step& step);
   void release(uint64_t token);
-  void disown(uint64_t token);
+  void detach_token(uint64_t token);
 
   const uint32_t index_;
   std::unique_ptr<Endpoint> endpoint_;
-  StagingEndpoint* const staging_;
+  StageableEndpoint* const staging_;
   Traits traits_;  // constant from ready() on
   LeaseRegions leases_;
   std::shared_ptr<AnnouncedReaders> readers_;

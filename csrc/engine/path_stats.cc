@@ -15,7 +15,7 @@ void Durations::add(int64_t ns) {
   sum_ns += ns;
 }
 
-void Tally::add(const TransferStats& stats, Code code, bool unsettled) {
+void PathStats::add(const TransferStats& stats, Code code, bool unsettled) {
   std::lock_guard lock(mutex_);
   counts_.redone += stats.redone;
   if (code != Code::kOk) {
@@ -34,7 +34,7 @@ void Tally::add(const TransferStats& stats, Code code, bool unsettled) {
   counts_.total.add(stats.total_ns);
 }
 
-TallyCounts Tally::counts() const {
+PathCounts PathStats::counts() const {
   std::lock_guard lock(mutex_);
   return counts_;
 }

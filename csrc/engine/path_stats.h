@@ -23,7 +23,7 @@ struct Durations {
   void add(int64_t ns);
 };
 
-struct TallyCounts {
+struct PathCounts {
   static constexpr size_t kCodes = static_cast<size_t>(Code::kStaleBlocks) + 1;
   uint64_t valid = 0, bytes = 0, num_ops = 0, num_segments = 0;  // bytes and on: of valid transfers
   uint64_t unsettled = 0;  // valid, but the owner could not be told by this path
@@ -33,14 +33,14 @@ struct TallyCounts {
 };
 
 /// Any thread. Outlives the connections that add to it.
-class Tally {
+class PathStats {
  public:
   void add(const TransferStats& stats, Code code, bool unsettled);
-  TallyCounts counts() const;
+  PathCounts counts() const;
 
  private:
   mutable Mutex mutex_;
-  TallyCounts counts_;
+  PathCounts counts_;
 };
 
 }  // namespace kvlink

@@ -27,8 +27,8 @@ bool is_made_up(const PullRequest& request) {
 
 }  // namespace
 
-Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const Crew> crew,
-                   std::shared_ptr<Tally> tally)
+Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const TransferDriver> driver,
+                   std::shared_ptr<PathStats> path_stats)
     : planner_(request.planner),
       tokens_(request.tokens),
       layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
@@ -38,8 +38,8 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       settle_nonce_(request.settle_nonce),
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
-      crew_(std::move(crew)),
-      tally_(std::move(tally)),
+      driver_(std::move(driver)),
+      path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   if (is_made_up(request)) {
     refuse(Status::Config("the ticket is made up: no lease has this slot and nonce"), now);
@@ -68,11 +68,11 @@ void Transfer::count_plan() {
 }
 
 /// What is staged is looked at range by range.
-bool Transfer::folds() const { return crew_->supports_repeats && !crew_->policy; }
+bool Transfer::folds() const { return driver_->supports_repeats && !driver_->policy; }
 
 void Transfer::choose_way() {
-  if (!crew_->policy || plan_.ops.empty()) return;
-  choice_ = crew_->policy->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
+  if (!driver_->policy || plan_.ops.empty()) return;
+  choice_ = driver_->policy->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
   stats_.staged |= choice_.staged;
   stats_.predicted.direct_us += choice_.predicted.direct_us;
   stats_.predicted.staged_us += choice_.predicted.staged_us;
@@ -86,7 +86,7 @@ void Transfer::refuse(const Status& why, int64_t now) {
 bool Transfer::wait(int64_t timeout_ns) {
   if (done()) return true;
   const int64_t until = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
-  if (timeout_ns != 0) crew_->help(*this, until);
+  if (timeout_ns != 0) driver_->drive_for(*this, until);
   std::unique_lock lock(mutex_);
   const auto ended = [this] { return done(); };
   if (timeout_ns < 0) {
@@ -128,7 +128,7 @@ void Transfer::cancel() {
     stop(Status::Cancelled("the caller cancelled the pull"));
     finish_if_stopped(started_ns_ + stats_.total_ns);
   }
-  crew_->wake();
+  driver_->wake();
 }
 
 void Transfer::expire(int64_t now) {
@@ -140,7 +140,7 @@ void Transfer::expire(int64_t now) {
                          " bytes landed"));
     finish_if_stopped(now);
   }
-  if (!done() && shared()) crew_->wake();  // another lane may have looked just before, and go to sleep
+  if (!done() && shared()) driver_->wake();  // another lane may have looked just before, and go to sleep
 }
 
 void Transfer::detach(const Status& why, int64_t now) {
@@ -153,7 +153,7 @@ void Transfer::detach(const Status& why, int64_t now) {
 
 void Transfer::leave(const Status& why, int64_t now) {
   detach(why, now);
-  if (!done()) crew_->wake();
+  if (!done()) driver_->wake();
 }
 
 Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
@@ -226,7 +226,7 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
 }
 
 void Transfer::ended(const Step& step, const Status& status, int64_t now) {
-  if (take_end(step, status, now)) crew_->wake();
+  if (take_end(step, status, now)) driver_->wake();
 }
 
 /// True: other lanes have something to do about it, reads to post or to call back, and may be asleep.
@@ -331,17 +331,17 @@ void Transfer::finish(Status status, int64_t now) {
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
   if (stream_ == StreamUnit::kNone) count_plan();
-  if (tally_) tally_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
+  if (path_stats_) path_stats_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
-  if (crew_->policy && result_.ok() && stream_ == StreamUnit::kNone) {
-    crew_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
+  if (driver_->policy && result_.ok() && stream_ == StreamUnit::kNone) {
+    driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
   }
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
   for (const auto& [queue, token] : watchers_) queue->push(token);
   watchers_.clear();
   changed_.notify_all();
-  if (announced_ != 0 && !stats_.settled && shared()) crew_->wake();  // the lanes withdraw it
+  if (announced_ != 0 && !stats_.settled && shared()) driver_->wake();  // the lanes withdraw it
 }
 
 }  // namespace kvlink

@@ -69,27 +69,27 @@ enum class TransferState : uint8_t {
 class Transfer;
 
 /// How a transfer reaches the lanes that carry it, and what they can do. Any thread.
-struct Crew {
+struct TransferDriver {
   std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
-  /// Lends the lanes the calling thread, until `until_ns` or as long as they can use one.
-  std::function<void(const Transfer&, int64_t until_ns)> help;
-  std::shared_ptr<Crossover> policy = nullptr;  // decides which reads are staged; null: none can be
-  bool supports_repeats = false;                // see Traits
+  /// Drives the lanes on the calling thread, until `until_ns` or as long as they can use one.
+  std::function<void(const Transfer&, int64_t until_ns)> drive_for;
+  std::shared_ptr<StagingPolicy> policy = nullptr;  // decides which reads are staged; null: none can be
+  bool supports_repeats = false;                    // see Traits
 };
 
 class Transfer {
  public:
   /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
-  /// `tally`, if any, is told once, when the transfer ends.
-  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const Crew> crew,
-           std::shared_ptr<Tally> tally = nullptr);
+  /// `path_stats`, if any, is told once, when the transfer ends.
+  Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const TransferDriver> driver,
+           std::shared_ptr<PathStats> path_stats = nullptr);
 
   // The caller's side.
   /// kConfig in a forked child, unless it had ended before.
   Status check_process() const { return done() ? Status{} : process_.check(); }
   TransferState state() const { return state_.load(std::memory_order_acquire); }
   bool done() const { return state() != TransferState::kPending; }
-  /// Works along where the bytes are copied by a thread of this process: whoever waits has the time, and
+  /// Drives the lanes where a thread of this process copies the bytes: the waiting thread has the time, and
   /// waking another thread and being woken by it costs 20 to 50 us each. A negative timeout waits for ever; a
   /// positive one may be overrun by what one poll() of an endpoint copies. False: still running.
   bool wait(int64_t timeout_ns);
@@ -166,8 +166,8 @@ class Transfer {
   uint32_t slot_;
   uint64_t nonce_, settle_nonce_;
   int64_t started_ns_, deadline_ns_;
-  std::shared_ptr<const Crew> crew_;
-  std::shared_ptr<Tally> tally_;
+  std::shared_ptr<const TransferDriver> driver_;
+  std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
   Segment slot_segment_;
@@ -183,7 +183,7 @@ class Transfer {
   CondVar changed_;
   Phase phase_ = Phase::kRead;
   Plan plan_;
-  Crossover::Choice choice_;  // for it
+  StagingPolicy::Choice choice_;  // for it
   uint32_t next_op_ = 0;
   uint64_t planned_units_ = 0, total_units_ = 0;
   std::vector<Step> redo_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which connections have said that they read under a lease: whom to cut off when it ends under them.
+// Connections that announced that they read under a lease: they are cut off when it ends under them.
 #pragma once
 
 #include <algorithm>

@@ -239,7 +239,7 @@ void LeaseTable::hear_reader(uint32_t slot) {
   if (said.tag == records_[slot].tag && said.connection != 0) readers_.hear(slot, said);
 }
 
-/// Ends the seat whose reader has settled, and those that it said nobody will take.
+/// Ends the seat whose reader has settled, and the seats that it said are not needed.
 void LeaseTable::take_settled(uint32_t slot) {
   std::atomic<uint64_t>& word = words_[slot].settled;
   if (word.load(std::memory_order_relaxed) == 0) return;
@@ -265,7 +265,7 @@ void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   hear_reader(seat.slot);
-  if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // who settled reads no more
+  if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // a reader that settled reads no more
 }
 
 /// The lease that has the slot.
@@ -293,7 +293,8 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
 }
 
 void LeaseTable::report(int64_t now_ns, Swept& swept) {
-  // Behind the tombstones: whoever announced itself before them is cut off before its blocks are given back.
+  // Behind the tombstones: a reader that announced itself before them is cut off before its blocks are given
+  // back.
   for (const uint32_t slot : ended_slots_) hear_reader(slot);
   readers_.take_if([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
   counts_.fenced_readers += to_fence_.size();

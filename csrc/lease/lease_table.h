@@ -68,10 +68,10 @@ Status draw_from_kernel(std::span<uint64_t> words);
 
 /// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
 /// clock. Leases hardly age while their owner stands still (a suspended process, a paused machine): what
-/// readers said to renew them meanwhile lies in its sockets, unread.
+/// readers said to renew them meanwhile waits in its sockets, unread.
 class LeaseTable {
  public:
-  /// What lies at the start of each region: the header, then one of each per slot.
+  /// The start of each region: the header, then one of each per slot.
   static constexpr uint64_t slots_bytes(uint32_t num_slots) { return slot_offset(num_slots + 1); }
   static constexpr uint64_t words_bytes(uint32_t num_slots) { return settled_offset(num_slots + 1); }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words through which an owner and its readers tell each other about leases. They lie in two regions of
+// The words through which an owner and its readers tell each other about leases. They are in two regions of
 // the owner: slots, which peers may only read, and peer words, which peers may only write.
 #pragma once
 

@@ -17,7 +17,7 @@ enum class Access : uint8_t {
 /// The last that a remote key may have.
 inline constexpr uint32_t kLastAccess = static_cast<uint32_t>(Access::kWriteWords);
 
-/// Memory as its owner lends it: valid and unmoved from registration until the transport is closed.
+/// Memory as its owner registers it: valid and unmoved from registration until the transport is closed.
 struct MemoryRange {
   std::byte* base = nullptr;
   uint64_t bytes = 0;

@@ -12,7 +12,7 @@
 
 namespace kvlink {
 
-/// Tokens that lie in one block of either side; offsets count from a plane's start.
+/// Tokens in one block of either side; offsets count from a plane's start.
 struct Span {
   uint64_t remote, local;
   uint32_t tokens;

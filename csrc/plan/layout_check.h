@@ -9,7 +9,7 @@
 
 namespace kvlink {
 
-/// Checks counts, strides (rows of one plane never overlap) and that every plane lies inside its region.
+/// Checks counts, strides (rows of one plane never overlap) and that every plane is inside its region.
 /// kConfig names the field; `who` starts the sentence ("reader layout").
 Status check_layout(const Layout& layout, std::string_view who, std::span<const uint64_t> region_bytes);
 

@@ -40,7 +40,7 @@ class Writer {
   struct Mark {
     size_t ops, segments;
   };
-  /// Nothing joins what lies before the mark any more, so it may be stamped.
+  /// Nothing joins what is before the mark any more, so it may be stamped.
   Mark seal() {
     sealed_ops_ = num_ops_;
     return {num_ops_, num_segments_};
@@ -51,7 +51,7 @@ class Writer {
     if (num_segments_ + more.segments > segments_.size()) grow(segments_, num_segments_ + more.segments);
   }
 
-  /// Repeats what lies before `end` with everything moved from one plane's start to another's.
+  /// Repeats what is before `end` with everything moved from one plane's start to another's.
   /// REQUIRES a sealed `end`, and that all before it reads one remote region into one local region.
   void stamp(Mark end, const PlanePair& from, const PlanePair& to) {
     reserve(end);

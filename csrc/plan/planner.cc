@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A token range becomes spans (one block of each side), spans become contiguous pieces in the owner's address
-// order, and a writer joins pieces that touch. Groups of planes that lie alike are planned once and stamped.
+// order, and a writer joins pieces that touch. Groups of planes with equal layouts are planned once and
+// stamped.
 #include "plan/planner.h"
 
 #include <algorithm>
@@ -310,7 +311,7 @@ class PlannerImpl final : public Planner {
   Arrangement all_;
 };
 
-/// Whether every V lies right behind its K, row by row.
+/// Whether every V is right behind its K, row by row.
 bool values_beside_keys(const Layout& layout) {
   if (layout.planes.size() % 2 != 0 || layout.row_bytes > UINT32_MAX / 2) return false;
   for (size_t i = 0; i < layout.planes.size(); i += 2) {

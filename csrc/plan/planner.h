@@ -21,11 +21,11 @@ struct Plane {
   uint64_t offset = 0;  // bytes from the start of the region to block 0
 };
 
-/// How a worker's blocks lie in memory. One block of one plane holds block_tokens x num_heads rows of
+/// The layout of a worker's blocks in memory. One block of one plane holds block_tokens x num_heads rows of
 /// row_bytes contiguous bytes; the strides (bytes) say where row (block, token, head) starts:
 ///   plane.offset + block * block_stride + token * token_stride + (head - first_head) * head_stride
 /// so NHD, HND, MLA (one head), cross-layer blocks and K/V together or apart are the same code.
-/// K and V are always two planes; where they lie side by side, V starts row_bytes after K.
+/// K and V are always two planes; where they are side by side, V starts row_bytes after K.
 struct Layout {
   uint32_t num_blocks = 0;
   uint32_t block_tokens = 0;
@@ -46,7 +46,7 @@ struct Range {
 struct PlanScope {
   Range tokens;  // positions in the request, counted over the block lists from their first block
   Range layers;
-  bool fold = false;  // planes that lie as the first does, at both ends, may become Plan::repeats
+  bool fold = false;  // planes laid out as the first at both ends may become Plan::repeats
 };
 
 struct Plan {

@@ -34,7 +34,7 @@ class BounceTransport final : public WrappedTransport {
 
  protected:
   Result<std::unique_ptr<Endpoint>> wrap(std::unique_ptr<Endpoint> inner) override {
-    auto wrapped = landing_endpoint(std::move(inner), bounce_->landing(), rules_, kSlotRegion);
+    auto wrapped = stage_endpoint(std::move(inner), bounce_->receiving(), rules_, kSlotRegion);
     if (!wrapped.ok()) return wrapped.status();
     return std::unique_ptr<Endpoint>(std::move(*wrapped));
   }
@@ -43,7 +43,7 @@ class BounceTransport final : public WrappedTransport {
   static constexpr uint32_t kSlotRegion = 0;  // as `inner` numbers it: bounce_wrap() registers it first
 
   const std::shared_ptr<Bounce> bounce_;
-  const LandingRules rules_;
+  const StagingRules rules_;
   const Status not_exported_;
   Capabilities capabilities_;
 };
@@ -51,7 +51,7 @@ class BounceTransport final : public WrappedTransport {
 }  // namespace
 
 Bounce::Bounce(const std::shared_ptr<HostMemory>& memory, std::shared_ptr<DeviceCopier> copier, uint64_t half)
-    : landing_(std::make_shared<Landing>(part_of(*memory, 0, half), std::move(copier), memory)),
+    : receiving_(std::make_shared<StagingBuffer>(part_of(*memory, 0, half), std::move(copier), memory)),
       sending_(part_of(*memory, half, half)) {}
 
 Result<std::shared_ptr<Bounce>> Bounce::make(const std::byte* memory, uint64_t bytes,
@@ -73,7 +73,7 @@ Result<std::shared_ptr<Bounce>> Bounce::make(const std::byte* memory, uint64_t b
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
                                                const std::string& why_not) {
-  const auto registered = inner->register_memory(bounce->landing()->memory(), Access::kLocal);
+  const auto registered = inner->register_memory(bounce->receiving()->memory(), Access::kLocal);
   if (!registered.ok()) return registered.status();
   return std::unique_ptr<Transport>(
       std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, why_not));

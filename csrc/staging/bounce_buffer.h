@@ -26,14 +26,14 @@ class Bounce {
   static Result<std::shared_ptr<Bounce>> make(const std::byte* memory, uint64_t bytes,
                                               const MakeDeviceCopier& make_copier);
 
-  const std::shared_ptr<Landing>& landing() const { return landing_; }
+  const std::shared_ptr<StagingBuffer>& receiving() const { return receiving_; }
   SlotRing& sending() { return sending_; }
-  DeviceCopier& copier() { return landing_->copier(); }
+  DeviceCopier& copier() { return receiving_->copier(); }
 
  private:
   Bounce(const std::shared_ptr<HostMemory>& memory, std::shared_ptr<DeviceCopier> copier, uint64_t half);
 
-  const std::shared_ptr<Landing> landing_;  // keeps the memory
+  const std::shared_ptr<StagingBuffer> receiving_;  // keeps the memory
   SlotRing sending_;
 };
 

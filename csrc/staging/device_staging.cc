@@ -11,35 +11,35 @@ constexpr uint32_t kGapBytes = 4 << 10;
 
 // Assumed until the pulls of a peer have said better, of 400 Gb/s: 12 million operations a second, and a
 // scatter entry as four of them. Two round trips of 5 us and our own 6; a launch and its event, 15.
-constexpr LandingCosts kByNic = {.direct = {16, 80, 20, 45.6}, .staged = {31, 80, 2, 45.6}};
+constexpr StagingCosts kByNic = {.direct = {16, 80, 20, 45.6}, .staged = {31, 80, 2, 45.6}};
 // Of copies that a GPU makes, on NVLink: a table entry costs the CPU that writes it.
-constexpr LandingCosts kByGpu = {.direct = {15, 0, 2, 300}, .staged = {30, 0, 4, 300}};
+constexpr StagingCosts kByGpu = {.direct = {15, 0, 2, 300}, .staged = {30, 0, 4, 300}};
 
 }  // namespace
 
-Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory,
-                                              const MakeDeviceCopier& make_copier) {
+Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
+                                                    const MakeDeviceCopier& make_copier) {
   const uint64_t num_slots = memory.bytes / SlotRing::kSlotBytes;
   if (num_slots == 0) {
     return Status::Config("a staging buffer needs " + std::to_string(SlotRing::kSlotBytes) + " bytes");
   }
   Result<std::shared_ptr<DeviceCopier>> copier = make_copier(memory.base, static_cast<uint32_t>(num_slots));
   if (!copier.ok()) return copier.status();
-  return std::make_shared<Landing>(memory, std::move(*copier));
+  return std::make_shared<StagingBuffer>(memory, std::move(*copier));
 }
 
-DeviceStaging::DeviceStaging(std::shared_ptr<Landing> staging, std::string_view transport, bool always,
+DeviceStaging::DeviceStaging(std::shared_ptr<StagingBuffer> staging, std::string_view transport, bool always,
                              uint32_t slot_region)
     : staging_(std::move(staging)), costs_(transport == "cuda" ? kByGpu : kByNic), slot_region_(slot_region) {
   costs_.always = always;
 }
 
-Result<std::unique_ptr<StagingEndpoint>> DeviceStaging::wrap(std::unique_ptr<Endpoint> inner) const {
-  return landing_endpoint(std::move(inner), staging_, {.gap_bytes = kGapBytes}, slot_region_);
+Result<std::unique_ptr<StageableEndpoint>> DeviceStaging::wrap(std::unique_ptr<Endpoint> inner) const {
+  return stage_endpoint(std::move(inner), staging_, {.gap_bytes = kGapBytes}, slot_region_);
 }
 
-std::shared_ptr<Crossover> DeviceStaging::make_policy() const {
-  return std::make_shared<Crossover>(costs_, kGapBytes);
+std::shared_ptr<StagingPolicy> DeviceStaging::make_policy() const {
+  return std::make_shared<StagingPolicy>(costs_, kGapBytes);
 }
 
 }  // namespace kvlink

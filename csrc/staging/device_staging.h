@@ -21,23 +21,24 @@ struct StagingOptions {
 };
 
 /// kConfig for less than a slot.
-Result<std::shared_ptr<Landing>> make_staging(const MemoryRange& memory, const MakeDeviceCopier& make_copier);
+Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
+                                                    const MakeDeviceCopier& make_copier);
 
 /// One transport's way over the staging buffer. Any thread.
 class DeviceStaging {
  public:
   /// `slot_region` is the buffer's, in the order in which the transport's memory is registered.
-  DeviceStaging(std::shared_ptr<Landing> staging, std::string_view transport, bool always,
+  DeviceStaging(std::shared_ptr<StagingBuffer> staging, std::string_view transport, bool always,
                 uint32_t slot_region);
 
   /// Gives an endpoint, which reaches the pool's device, the other way into it.
-  Result<std::unique_ptr<StagingEndpoint>> wrap(std::unique_ptr<Endpoint> inner) const;
+  Result<std::unique_ptr<StageableEndpoint>> wrap(std::unique_ptr<Endpoint> inner) const;
   /// Decides for one connection which reads go which way.
-  std::shared_ptr<Crossover> make_policy() const;
+  std::shared_ptr<StagingPolicy> make_policy() const;
 
  private:
-  std::shared_ptr<Landing> staging_;
-  LandingCosts costs_;
+  std::shared_ptr<StagingBuffer> staging_;
+  StagingCosts costs_;
   uint32_t slot_region_;
 };
 

@@ -15,20 +15,20 @@ namespace {
 
 constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep the wire busy
 
-// Nothing tells when a copy has ended or another endpoint gave a slot back: whoever sleeps looks again after
-// half the time that a slot takes to copy, then less and less often.
+// Nothing signals that a copy has ended or that another endpoint gave a slot back: a sleeping thread polls
+// again after half the time that a slot takes to copy, then less and less often.
 constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
 
-class LandingEndpoint final : public StagingEndpoint {
+class StagedEndpoint final : public StageableEndpoint {
  public:
-  LandingEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Landing> landing,
-                  std::unique_ptr<CopyQueue> queue, const LandingRules& rules, uint32_t slot_region)
-      : StagingEndpoint(std::move(inner)),
-        landing_(std::move(landing)),
+  StagedEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<StagingBuffer> buffer,
+                 std::unique_ptr<CopyQueue> queue, const StagingRules& rules, uint32_t slot_region)
+      : StageableEndpoint(std::move(inner)),
+        buffer_(std::move(buffer)),
         queue_(std::move(queue)),
         rules_(rules),
         slot_region_(slot_region) {}
-  ~LandingEndpoint() override { close(); }
+  ~StagedEndpoint() override { close(); }
 
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   const Traits& traits() const override { return traits_; }
@@ -42,9 +42,9 @@ class LandingEndpoint final : public StagingEndpoint {
   void close() override;
 
  private:
-  using Post = LandingPost;
+  using Post = StagedPost;
   using Posts = std::list<Post>;
-  struct Part : LandingPart {
+  struct Part : StagedPart {
     Posts::iterator post = {};
     bool used = false, copying = false;
     SlotRing::Slot slot = {nullptr, {nullptr}};
@@ -61,14 +61,14 @@ class LandingEndpoint final : public StagingEndpoint {
   uint64_t claim(Posts::iterator post);
   void release(Part& part);
 
-  const std::shared_ptr<Landing> landing_;
+  const std::shared_ptr<StagingBuffer> buffer_;
   const std::unique_ptr<CopyQueue> queue_;
-  const LandingRules rules_;
+  const StagingRules rules_;
   const uint32_t slot_region_;
   Traits traits_;
   uint32_t on_wire_ = 0;  // at most so many slots
   PartLimits limits_{};   // of a part
-  LookAgain look_{kFirstLookNs, kLastLookNs, 8};
+  PollTimer look_{kFirstLookNs, kLastLookNs, 8};
 
   Posts posts_;                               // in order
   Posts::iterator unasked_ = posts_.end();    // the first of which not all is asked for
@@ -80,13 +80,13 @@ class LandingEndpoint final : public StagingEndpoint {
   std::vector<Completion> inner_ended_;
 };
 
-Status LandingEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
+Status StagedEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
   if (Status status = look_.open(inner_->traits().wake_fd); !status.ok()) return status;
   traits_ = inner_->traits();
   Window& window = traits_.window;
   on_wire_ = window.depth;
-  limits_ = {window.chunk_ops, landing_->copier().most_pieces(), rules_.gap_bytes};
+  limits_ = {window.chunk_ops, buffer_->copier().most_pieces(), rules_.gap_bytes};
   if (rules_.num_out_of_reach > 0) window.chunk_bytes = std::min(window.chunk_bytes, SlotRing::kSlotBytes);
   window.depth += kCopiesAhead;
   if (window.bytes != UINT64_MAX) window.bytes += uint64_t{kCopiesAhead} * window.chunk_bytes;
@@ -96,30 +96,30 @@ Status LandingEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   return {};
 }
 
-Status LandingEndpoint::post_read(uint64_t token, const Chunk& chunk) {
+Status StagedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   if (rules_.num_out_of_reach == 0 && !chunk.ops.empty()) return add(token, chunk, false);
-  const Result<bool> lands = lands_out_of_reach(chunk, rules_.num_out_of_reach);
+  const Result<bool> lands = is_out_of_reach(chunk, rules_.num_out_of_reach);
   return lands.ok() ? add(token, chunk, *lands) : lands.status();
 }
 
-Status LandingEndpoint::post_staged(uint64_t token, const Chunk& chunk) {
-  const Result<bool> in_reach = lands_out_of_reach(chunk, 0);
+Status StagedEndpoint::post_staged(uint64_t token, const Chunk& chunk) {
+  const Result<bool> in_reach = is_out_of_reach(chunk, 0);
   return in_reach.ok() ? add(token, chunk, true) : in_reach.status();
 }
 
-Status LandingEndpoint::add(uint64_t token, const Chunk& chunk, bool lands) {
+Status StagedEndpoint::add(uint64_t token, const Chunk& chunk, bool lands) {
   posts_.push_back({.token = token, .chunk = chunk, .lands = lands});
   if (unasked_ == posts_.end()) --unasked_;
   return {};
 }
 
-Status LandingEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
+Status StagedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   posts_.push_back({.token = token, .region = region, .offset = offset, .value = value});
   if (unasked_ == posts_.end()) --unasked_;
   return {};
 }
 
-uint64_t LandingEndpoint::claim(Posts::iterator post) {
+uint64_t StagedEndpoint::claim(Posts::iterator post) {
   uint64_t token = 0;
   while (token < parts_.size() && parts_[token]->used) ++token;
   if (token == parts_.size()) parts_.push_back(std::make_unique<Part>());
@@ -130,7 +130,7 @@ uint64_t LandingEndpoint::claim(Posts::iterator post) {
   return token;
 }
 
-void LandingEndpoint::release(Part& part) {
+void StagedEndpoint::release(Part& part) {
   --part.post->num_parts;
   part.copying ? --num_copying_ : --num_passed_on_;
   if (part.slot && !part.copying) --num_on_wire_;
@@ -139,13 +139,13 @@ void LandingEndpoint::release(Part& part) {
   part.clear();
 }
 
-void LandingEndpoint::fail(Post& post, const Status& why) {
+void StagedEndpoint::fail(Post& post, const Status& why) {
   if (post.status.ok()) post.status = why;
   post.asked = true;
 }
 
 /// False: there is nothing to ask for, or no room.
-bool LandingEndpoint::ask_for_next() {
+bool StagedEndpoint::ask_for_next() {
   starved_ = false;
   while (unasked_ != posts_.end() && unasked_->asked) ++unasked_;
   if (unasked_ == posts_.end()) return false;
@@ -153,7 +153,7 @@ bool LandingEndpoint::ask_for_next() {
   SlotRing::Slot slot{nullptr, {nullptr}};
   if (post.lands) {
     if (num_on_wire_ >= on_wire_) return false;
-    slot = landing_->ring().take();
+    slot = buffer_->ring().take();
     starved_ = !slot;
     if (starved_) return false;
   }
@@ -168,7 +168,7 @@ bool LandingEndpoint::ask_for_next() {
   return true;
 }
 
-Status LandingEndpoint::ask(Post& post, Part& part, uint64_t token) {
+Status StagedEndpoint::ask(Post& post, Part& part, uint64_t token) {
   if (post.chunk.ops.empty()) {
     post.asked = true;
     return inner_->post_write(token, post.region, post.offset, post.value);
@@ -185,7 +185,7 @@ Status LandingEndpoint::ask(Post& post, Part& part, uint64_t token) {
   return inner_->post_read(token, part.chunk(post.chunk.guard));
 }
 
-void LandingEndpoint::arrived(Part& part, const Status& status) {
+void StagedEndpoint::arrived(Part& part, const Status& status) {
   Post& post = *part.post;
   if (!status.ok()) fail(post, status);
   if (!post.status.ok() || !part.slot) return release(part);
@@ -201,7 +201,7 @@ void LandingEndpoint::arrived(Part& part, const Status& status) {
   ++num_copying_;
 }
 
-bool LandingEndpoint::finish_copies() {
+bool StagedEndpoint::finish_copies() {
   bool any = false;
   for (const auto& part : parts_) {
     if (num_copying_ == 0) break;
@@ -215,7 +215,7 @@ bool LandingEndpoint::finish_copies() {
   return any;
 }
 
-bool LandingEndpoint::retire(std::vector<Completion>& ended) {
+bool StagedEndpoint::retire(std::vector<Completion>& ended) {
   bool any = false;
   while (!posts_.empty() && posts_.front().asked && posts_.front().num_parts == 0) {
     ended.push_back({posts_.front().token, std::move(posts_.front().status)});
@@ -226,7 +226,7 @@ bool LandingEndpoint::retire(std::vector<Completion>& ended) {
   return any;
 }
 
-PollResult LandingEndpoint::poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) {
+PollResult StagedEndpoint::poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) {
   while (ask_for_next()) {
   }
   PollResult result = inner_->poll(now_ns, waiting, inner_ended_);
@@ -238,7 +238,7 @@ PollResult LandingEndpoint::poll(int64_t now_ns, bool waiting, std::vector<Compl
   return result;
 }
 
-bool LandingEndpoint::cancel(uint64_t token) {
+bool StagedEndpoint::cancel(uint64_t token) {
   const auto post =
       std::find_if(posts_.begin(), posts_.end(), [token](const Post& one) { return one.token == token; });
   if (post == posts_.end()) return true;
@@ -253,14 +253,14 @@ bool LandingEndpoint::cancel(uint64_t token) {
   return true;
 }
 
-bool LandingEndpoint::arm() {
+bool StagedEndpoint::arm() {
   const bool can_ask = unasked_ != posts_.end() && !starved_ && num_on_wire_ < on_wire_;
   if (can_ask || (inner_->traits().cpu_copies && num_passed_on_ > 0) || !inner_->arm()) return false;
   look_.arm(num_copying_ > 0 || starved_);
   return true;
 }
 
-void LandingEndpoint::close() {
+void StagedEndpoint::close() {
   inner_->close();
   queue_->drain();
   parts_.clear();
@@ -273,13 +273,13 @@ void LandingEndpoint::close() {
 
 }  // namespace
 
-Result<std::unique_ptr<StagingEndpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
-                                                          std::shared_ptr<Landing> landing,
-                                                          const LandingRules& rules, uint32_t slot_region) {
-  Result<std::unique_ptr<CopyQueue>> queue = landing->copier().open_queue();
+Result<std::unique_ptr<StageableEndpoint>> stage_endpoint(std::unique_ptr<Endpoint> inner,
+                                                          std::shared_ptr<StagingBuffer> buffer,
+                                                          const StagingRules& rules, uint32_t slot_region) {
+  Result<std::unique_ptr<CopyQueue>> queue = buffer->copier().open_queue();
   if (!queue.ok()) return queue.status();
-  return std::unique_ptr<StagingEndpoint>(std::make_unique<LandingEndpoint>(
-      std::move(inner), std::move(landing), std::move(*queue), rules, slot_region));
+  return std::unique_ptr<StageableEndpoint>(std::make_unique<StagedEndpoint>(
+      std::move(inner), std::move(buffer), std::move(*queue), rules, slot_region));
 }
 
 }  // namespace kvlink

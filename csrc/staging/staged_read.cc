@@ -14,14 +14,14 @@ std::span<const Segment> segments_of(const Chunk& chunk, const ReadOp& op) {
   return {chunk.segments + op.first_segment, op.num_segments};
 }
 
-/// How much of a gap lies between the part's last range and `offset`; UINT32_MAX: it is another range.
-uint32_t gap_before(const LandingPart& part, uint32_t region, uint64_t offset, uint32_t most) {
+/// The gap between the part's last range and `offset`; UINT32_MAX: it is another range.
+uint32_t gap_before(const StagedPart& part, uint32_t region, uint64_t offset, uint32_t most) {
   if (part.ops.empty() || part.ops.back().region != region) return UINT32_MAX;
   const uint64_t end = part.ops.back().offset + part.ops.back().bytes;
   return offset >= end && offset - end <= most ? static_cast<uint32_t>(offset - end) : UINT32_MAX;
 }
 
-bool goes_on(const LandingPart& part, const std::byte* device, const std::byte* slot) {
+bool goes_on(const StagedPart& part, const std::byte* device, const std::byte* slot) {
   if (part.pieces.empty()) return false;
   const CopyPiece& last = part.pieces.back();
   return last.device + last.bytes == device && last.slot + last.bytes == slot;
@@ -29,13 +29,13 @@ bool goes_on(const LandingPart& part, const std::byte* device, const std::byte* 
 
 }  // namespace
 
-void LandingPart::clear() {
+void StagedPart::clear() {
   ops.clear();
   segments.clear();
   pieces.clear();
 }
 
-void LandingPost::fill(LandingPart& part, const Segment& slot, const PartLimits& limits) {
+void StagedPost::fill(StagedPart& part, const Segment& slot, const PartLimits& limits) {
   uint32_t used = 0;
   while (!asked) {
     const ReadOp& from = chunk.ops[at.op];
@@ -70,7 +70,7 @@ void LandingPost::fill(LandingPart& part, const Segment& slot, const PartLimits&
   }
 }
 
-void LandingPost::pass_on(LandingPart& part, uint32_t num_out_of_reach) {
+void StagedPost::pass_on(StagedPart& part, uint32_t num_out_of_reach) {
   asked = true;
   for (ReadOp from : chunk.ops) {
     const std::span<const Segment> segments = segments_of(chunk, from);
@@ -82,7 +82,7 @@ void LandingPost::pass_on(LandingPart& part, uint32_t num_out_of_reach) {
   }
 }
 
-Result<bool> lands_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach) {
+Result<bool> is_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach) {
   if (chunk.ops.empty()) return Status::Config("a read has no operations");
   if (chunk.ops.front().num_segments == 0) return wrong_segments(chunk.ops.front(), 0);
   const bool out_of_reach = chunk.segments[chunk.ops.front().first_segment].region < num_out_of_reach;

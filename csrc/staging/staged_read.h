@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A post of a LandingEndpoint, and how it is cut into the parts that are asked for.
+// A post of a StagedEndpoint, and how it is cut into the parts that are asked for.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace kvlink {
 
 /// What is asked for at a time, and where it belongs when it has arrived. Vectors are kept for their
 /// capacity.
-struct LandingPart {
+struct StagedPart {
   std::vector<ReadOp> ops = {};
   std::vector<Segment> segments = {};
   std::vector<CopyPiece> pieces = {};
@@ -26,10 +26,10 @@ struct LandingPart {
 struct PartLimits {
   uint32_t ops;        // of the owner's ranges
   uint32_t pieces;     // that are copied from the slot
-  uint32_t gap_bytes;  // as LandingRules have it
+  uint32_t gap_bytes;  // as StagingRules have it
 };
 
-struct LandingPost {
+struct StagedPost {
   uint64_t token = 0;
   Chunk chunk = {};     // without operations: a write
   bool lands = false;   // in slots; else it goes where the inner endpoint reaches
@@ -41,13 +41,13 @@ struct LandingPost {
   Status status = {};
 
   /// Cuts off as much as `slot` and the limits hold.
-  void fill(LandingPart& part, const Segment& slot, const PartLimits& limits);
+  void fill(StagedPart& part, const Segment& slot, const PartLimits& limits);
   /// Takes all of what does not land in slots, where the inner endpoint numbers the regions otherwise.
-  void pass_on(LandingPart& part, uint32_t num_out_of_reach);
+  void pass_on(StagedPart& part, uint32_t num_out_of_reach);
 };
 
-/// Whether it lands out of reach. Refuses chunks without operations, whose segments do not add up, or are out
-/// of reach in part.
-Result<bool> lands_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach);
+/// Whether its segments are out of reach. Refuses chunks without operations, whose segments do not add up, or
+/// are out of reach in part.
+Result<bool> is_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach);
 
 }  // namespace kvlink

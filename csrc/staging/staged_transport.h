@@ -16,11 +16,11 @@
 namespace kvlink {
 
 /// Where, and what copies from there. Any thread.
-class Landing {
+class StagingBuffer {
  public:
   /// `memory` is kept by the caller, or by `keeper`.
-  Landing(const MemoryRange& memory, std::shared_ptr<DeviceCopier> copier,
-          std::shared_ptr<const void> keeper = nullptr)
+  StagingBuffer(const MemoryRange& memory, std::shared_ptr<DeviceCopier> copier,
+                std::shared_ptr<const void> keeper = nullptr)
       : keeper_(std::move(keeper)), copier_(std::move(copier)), memory_(memory), ring_(memory) {}
 
   const MemoryRange& memory() const { return memory_; }
@@ -34,7 +34,7 @@ class Landing {
   SlotRing ring_;
 };
 
-struct LandingRules {
+struct StagingRules {
   /// So many local regions, the first, are not registered with the inner transport: all that is read into
   /// them lands first. 0: all are, and only what post_staged() takes lands first.
   uint32_t num_out_of_reach = 0;
@@ -43,17 +43,17 @@ struct LandingRules {
   uint32_t gap_bytes = 0;
 };
 
-/// An endpoint with a way over landing memory.
-class StagingEndpoint : public WrappedEndpoint {
+/// An endpoint with a way over buffer memory.
+class StageableEndpoint : public WrappedEndpoint {
  public:
   using WrappedEndpoint::WrappedEndpoint;
-  /// As post_read(), by way of the landing memory.
+  /// As post_read(), by way of the buffer memory.
   virtual Status post_staged(uint64_t token, const Chunk& chunk) = 0;
 };
 
-/// `slot_region` is the landing memory's, as `inner` numbers it.
-Result<std::unique_ptr<StagingEndpoint>> landing_endpoint(std::unique_ptr<Endpoint> inner,
-                                                          std::shared_ptr<Landing> landing,
-                                                          const LandingRules& rules, uint32_t slot_region);
+/// `slot_region` is the buffer memory's, as `inner` numbers it.
+Result<std::unique_ptr<StageableEndpoint>> stage_endpoint(std::unique_ptr<Endpoint> inner,
+                                                          std::shared_ptr<StagingBuffer> buffer,
+                                                          const StagingRules& rules, uint32_t slot_region);
 
 }  // namespace kvlink

@@ -33,8 +33,8 @@ ReadShape staged_shape(std::span<const ReadOp> ops, uint64_t num_pieces, uint32_
   return shape;
 }
 
-Crossover::Choice Crossover::choose(std::span<const ReadOp> ops, uint64_t num_pieces,
-                                    uint64_t num_bytes) const {
+StagingPolicy::Choice StagingPolicy::choose(std::span<const ReadOp> ops, uint64_t num_pieces,
+                                            uint64_t num_bytes) const {
   const ReadShape shape{ops.size(), num_pieces, num_bytes};
   Choice choice;
   const double direct_us = predict_us(costs_.direct, shape);
@@ -51,14 +51,14 @@ Crossover::Choice Crossover::choose(std::span<const ReadOp> ops, uint64_t num_pi
   return choice;
 }
 
-void Crossover::learn(const Choice& choice, double took_us) {
+void StagingPolicy::learn(const Choice& choice, double took_us) {
   std::lock_guard lock(mutex_);
   if (choice.unscaled_us > 0) seen_[choice.staged].add(took_us / choice.unscaled_us);
   Seen& other = seen_[!choice.staged];
   if (++other.unused == kForgotten) other = {};
 }
 
-void Crossover::Seen::add(double ratio) {
+void StagingPolicy::Seen::add(double ratio) {
   unused = 0;
   if (ratios.size() < kSamples) {
     ratios.push_back(ratio);

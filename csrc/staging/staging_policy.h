@@ -22,7 +22,7 @@ struct WayCost {
   double gib_per_s = 1;
 };
 
-struct LandingCosts {
+struct StagingCosts {
   WayCost direct, staged;
   bool always = false;  // staged, whatever it costs
 };
@@ -33,7 +33,7 @@ struct ReadShape {
   bool operator==(const ReadShape&) const = default;
 };
 
-/// Of a plan whose ranges go on as LandingRules::gap_bytes allows.
+/// Of a plan whose ranges go on as StagingRules::gap_bytes allows.
 ReadShape staged_shape(std::span<const ReadOp> ops, uint64_t num_pieces, uint32_t gap_bytes);
 
 /// Microseconds.
@@ -42,9 +42,9 @@ struct Predictions {
 };
 
 /// One for each peer. Any thread.
-class Crossover {
+class StagingPolicy {
  public:
-  Crossover(const LandingCosts& costs, uint32_t gap_bytes) : costs_(costs), gap_bytes_(gap_bytes) {}
+  StagingPolicy(const StagingCosts& costs, uint32_t gap_bytes) : costs_(costs), gap_bytes_(gap_bytes) {}
 
   struct Choice {
     bool staged = false;
@@ -60,7 +60,7 @@ class Crossover {
  private:
   static constexpr size_t kSamples = 32;       // of a way
   static constexpr size_t kEnough = 4;         // fewer say little: the first pull finds everything cold
-  static constexpr uint32_t kForgotten = 256;  // pulls the other way, after which one is tried anew
+  static constexpr uint32_t kForgotten = 256;  // pulls the other way, after which one is tried again
 
   struct Seen {
     std::vector<double> ratios;  // measured by predicted, unscaled
@@ -70,7 +70,7 @@ class Crossover {
     void add(double ratio);
   };
 
-  const LandingCosts costs_;
+  const StagingCosts costs_;
   const uint32_t gap_bytes_;
   mutable Mutex mutex_;
   std::array<Seen, 2> seen_;  // direct, staged

@@ -14,7 +14,7 @@ namespace kvlink {
 struct Segment {
   std::byte* local = nullptr;
   uint32_t bytes = 0;
-  uint32_t region = 0;  // index of the local region it lies in, in order of registration
+  uint32_t region = 0;  // index of its local region, in order of registration
 };
 
 /// One contiguous range at the owner, landing in segments [first_segment, first_segment + num_segments).
@@ -27,7 +27,7 @@ struct ReadOp {
   uint32_t num_segments = 0;
 };
 
-/// The same reads once more, elsewhere: each plane of a cache lies as the first does.
+/// The same reads at another place: each plane of a cache is laid out as the first.
 struct Repeat {
   uint64_t offset = 0;                    // added to ReadOp::offset
   int64_t local = 0;                      // bytes, added to Segment::local
@@ -42,7 +42,7 @@ struct Guard {
   uint32_t region = 0;
 };
 
-/// What one post_read moves. The arrays are borrowed until its completion, cancel() or close().
+/// What one post_read moves. The arrays are kept by the caller until its completion, cancel() or close().
 struct Chunk {
   std::span<const ReadOp> ops;
   const Segment* segments = nullptr;  // ReadOp::first_segment counts from here

@@ -18,7 +18,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0x3170'6f6c;  // "lop1"
 
-struct LentRegion {
+struct ExportedRegion {
   MemoryRange range;
   Access access;
   bool revoked = false;
@@ -36,7 +36,7 @@ struct Owner {
   const uint64_t id = random_u64();
   std::shared_mutex mutex;
   bool closed = false;
-  std::unordered_map<uint64_t, std::shared_ptr<LentRegion>> regions;
+  std::unordered_map<uint64_t, std::shared_ptr<ExportedRegion>> regions;
   std::unordered_map<uint64_t, std::shared_ptr<Link>> links;
   uint64_t last_number = 0;
 };
@@ -70,21 +70,21 @@ class Directory {
 class LoopbackRegion : public MemoryRegion {
  public:
   LoopbackRegion(std::shared_ptr<Owner> owner, const MemoryRange& range, Access access)
-      : owner_(std::move(owner)), lent_(std::make_shared<LentRegion>(LentRegion{range, access})) {
+      : owner_(std::move(owner)), exported_(std::make_shared<ExportedRegion>(ExportedRegion{range, access})) {
     std::unique_lock lock(owner_->mutex);
     number_ = ++owner_->last_number;
-    owner_->regions[number_] = lent_;
+    owner_->regions[number_] = exported_;
   }
   ~LoopbackRegion() override {
     std::unique_lock lock(owner_->mutex);
-    lent_->revoked = true;
+    exported_->revoked = true;
     owner_->regions.erase(number_);
   }
   std::string remote_key() const override { return BlobWriter().u32(kMagic).u64(number_).take(); }
 
  private:
   std::shared_ptr<Owner> owner_;
-  std::shared_ptr<LentRegion> lent_;
+  std::shared_ptr<ExportedRegion> exported_;
   uint64_t number_ = 0;
 };
 
@@ -116,7 +116,7 @@ class LoopbackEndpoint : public MappedEndpoint {
     const auto found = owner_->regions.find(number);
     if (found == owner_->regions.end()) return revoked();
     regions_.push_back(found->second);
-    const LentRegion& lent = *found->second;
+    const ExportedRegion& lent = *found->second;
     return add_remote({reinterpret_cast<uint64_t>(lent.range.base), lent.range.bytes, lent.access});
   }
 
@@ -150,14 +150,14 @@ class LoopbackEndpoint : public MappedEndpoint {
   }
 
  private:
-  static Status revoked() { return Status::AccessDenied("the owner no longer lends this loopback region"); }
+  static Status revoked() { return Status::AccessDenied("the owner no longer exports this loopback region"); }
 
   // REQUIRES the owner's mutex.
   Status check(const Guard& guard) const {
     if (guard.value == 0) return {};
     uint64_t word = 0;
     if (guard.region >= regions_.size()) return Status::AccessDenied("the guard's region is not known");
-    const LentRegion& lent = *regions_[guard.region];
+    const ExportedRegion& lent = *regions_[guard.region];
     if (lent.revoked) return revoked();
     if (guard.offset % sizeof word != 0 || guard.offset >= lent.range.bytes / sizeof word * sizeof word) {
       return Status::AccessDenied("the guard is not aligned or leaves its region");
@@ -177,7 +177,7 @@ class LoopbackEndpoint : public MappedEndpoint {
   std::shared_ptr<Owner> owner_;
   std::shared_ptr<Link> link_;
   uint64_t number_ = 0;
-  std::vector<std::shared_ptr<LentRegion>> regions_;
+  std::vector<std::shared_ptr<ExportedRegion>> regions_;
 };
 
 class LoopbackTransport : public Transport {

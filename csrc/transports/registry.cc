@@ -27,7 +27,7 @@ constexpr std::array<TransportInfo, 6> kTransports{{
     {"cma", "process_vm_readv out of the owner's memory; any memory, same host", 1, cma_probe, cma_make},
     {"cuda", "one GPU copies out of memory that both processes map; pools in GPU memory, same host", 1,
      cuda_probe, cuda_make},
-    {"verbs", "RDMA reads by the NICs; nobody's CPU takes part at the owner", 4, verbs_probe, verbs_make},
+    {"verbs", "RDMA reads by the NICs; no CPU of the owner takes part", 4, verbs_probe, verbs_make},
     {"tcp", "sockets; the owner's thread sends, the reader receives in place; anywhere", 1, tcp_probe,
      tcp_make},
 }};

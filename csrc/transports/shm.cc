@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// shm: the pool lies in a memfd that the reader maps too, so a read is a copy in user space and the owner's
+// shm: the pool is in a memfd that the reader maps too, so a read is a copy in user space and the owner's
 // threads take no part. Readers get pools as read-only descriptors, so that no bug of theirs writes to one. A
 // mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
 #include <sys/mman.h>
@@ -21,13 +21,13 @@ constexpr uint32_t kShmMagic = 0x316d'6873;  // "shm1"
 
 class ShmEndpoint : public MappedEndpoint {
  public:
-  explicit ShmEndpoint(FdBorrower borrower) : borrower_(std::move(borrower)) {}
+  explicit ShmEndpoint(FdClient client) : client_(std::move(client)) {}
   ~ShmEndpoint() override { close(); }
 
-  std::string hello() const override { return borrower_.hello(); }
+  std::string hello() const override { return client_.hello(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override {
-    Status status = borrower_.establish(reply, timeout_ns);
-    set_wake_fd(borrower_.wake_fd());
+    Status status = client_.establish(reply, timeout_ns);
+    set_wake_fd(client_.wake_fd());
     return status;
   }
 
@@ -36,7 +36,7 @@ class ShmEndpoint : public MappedEndpoint {
     const bool ours = from.u32() == kShmMagic;
     FdOffer wanted;
     if (!wanted.read(from) || !from.done() || !ours) return Status::AccessDenied("not a key of a shm region");
-    Result<MemfdMapping> mapping = MemfdMapping::make(borrower_, wanted);
+    Result<MemfdMapping> mapping = MemfdMapping::make(client_, wanted);
     if (!mapping.ok()) return mapping.status();
     mappings_.push_back(std::move(*mapping));
     return add_remote({mappings_.back().address(), wanted.bytes, wanted.access});
@@ -44,23 +44,23 @@ class ShmEndpoint : public MappedEndpoint {
 
   void close() override {
     break_down(Status::Unreachable("this shm endpoint was closed"));
-    borrower_.close();
+    client_.close();
     mappings_.clear();
   }
 
  protected:
-  Status check_owner() override { return borrower_.check_owner(); }
+  Status check_owner() override { return client_.check_owner(); }
 
  private:
-  FdBorrower borrower_;
+  FdClient client_;
   std::vector<MemfdMapping> mappings_;
 };
 
 class ShmRegion : public MemoryRegion {
  public:
-  ShmRegion(std::shared_ptr<FdLender> lender, const FdOffer& offer)
-      : lender_(std::move(lender)), offer_(offer) {}
-  ~ShmRegion() override { lender_->revoke(offer_.id); }
+  ShmRegion(std::shared_ptr<FdServer> server, const FdOffer& offer)
+      : server_(std::move(server)), offer_(offer) {}
+  ~ShmRegion() override { server_->revoke(offer_.id); }
 
   std::string remote_key() const override {
     BlobWriter key;
@@ -70,29 +70,29 @@ class ShmRegion : public MemoryRegion {
   }
 
  private:
-  std::shared_ptr<FdLender> lender_;
+  std::shared_ptr<FdServer> server_;
   FdOffer offer_;
 };
 
 class ShmTransport : public Transport {
  public:
-  explicit ShmTransport(std::shared_ptr<FdLender> lender) : lender_(std::move(lender)) {}
+  explicit ShmTransport(std::shared_ptr<FdServer> server) : server_(std::move(server)) {}
   ~ShmTransport() override { close(); }
 
-  std::string address() const override { return lender_->address(); }
+  std::string address() const override { return server_->address(); }
   const Capabilities& capabilities() const override { return capabilities_; }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
     if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
-    const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
+    const Result<FdOffer> offer = export_memfd(*server_, range, access);
     if (!offer.ok()) {
       const Status why = offer.status();
-      return Status{why.code(), "shm cannot lend this memory: " + why.what(),
+      return Status{why.code(), "shm cannot export this memory: " + why.what(),
                     why.fix().empty() ? "allocate the pool with BlockPool.allocate(...), or use cma or tcp"
                                       : why.fix()};
     }
-    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(lender_, *offer));
+    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(server_, *offer));
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -100,21 +100,21 @@ class ShmTransport : public Transport {
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return lender_->accept(reader.caller, hello);
+    return server_->accept(reader.caller, hello);
   }
   bool fence(uint64_t) override { return false; }
-  void serve() override { lender_->serve(); }
-  void close() override { lender_->close(); }
+  void serve() override { server_->serve(); }
+  void close() override { server_->close(); }
 
  private:
   static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
-    Result<FdBorrower> borrower = FdBorrower::of(kShmMagic, owner_address);
-    if (!borrower.ok()) return borrower.status();
-    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*borrower)));
+    Result<FdClient> client = FdClient::of(kShmMagic, owner_address);
+    if (!client.ok()) return client.status();
+    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*client)));
   }
 
-  const std::shared_ptr<FdLender> lender_;
-  const Capabilities capabilities_{.serve_fd = lender_->serve_fd()};
+  const std::shared_ptr<FdServer> server_;
+  const Capabilities capabilities_{.serve_fd = server_->serve_fd()};
 };
 
 }  // namespace
@@ -128,9 +128,9 @@ Status shm_probe() {
 }
 
 Result<std::unique_ptr<Transport>> shm_make(const TransportOptions&) {
-  Result<std::shared_ptr<FdLender>> lender = FdLender::listen(kShmMagic);
-  if (!lender.ok()) return lender.status();
-  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*lender)));
+  Result<std::shared_ptr<FdServer>> server = FdServer::listen(kShmMagic);
+  if (!server.ok()) return server.status();
+  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*server)));
 }
 
 }  // namespace kvlink

@@ -153,7 +153,7 @@ class Engine:
         )
         if self._loan.refused:
             for name in by_nic:
-                core.refuse(name, self._loan.refused)
+                core.disable(name, self._loan.refused)
         if self._loan.bounced:
             for name in by_nic:
                 core.bounce(name, self._loan.bounced)

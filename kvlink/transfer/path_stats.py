@@ -67,19 +67,19 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tallies: dict[Path, _core.Tally] = {}
+        self._tallies: dict[Path, _core.PathStats] = {}
         self._gone: dict[Path, PathCounts] = {}
         """Sums of those that made room, by transport."""
         self.live: Callable[[], Collection[Path]] = tuple
         """Paths that are connected now."""
 
-    def tally(self, worker_id: str, transport: str) -> _core.Tally:
+    def tally(self, worker_id: str, transport: str) -> _core.PathStats:
         """For a new connection."""
         with self._lock:
             path = Path(worker_id, transport)
             if path not in self._tallies and len(self._tallies) >= MAX_PATHS and not self._make_room():
                 path = Path(OTHERS, transport)
-            tally = self._tallies.pop(path, None) or _core.Tally()
+            tally = self._tallies.pop(path, None) or _core.PathStats()
             self._tallies[path] = tally  # the one opened last is the last
             return tally
 
@@ -107,7 +107,7 @@ class Traffic:
         return counts
 
 
-def _read(tally: _core.Tally) -> PathCounts:
+def _read(tally: _core.PathStats) -> PathCounts:
     counts = tally.counts()
     plan, read, validate, settle, total = (Durations(*row) for row in counts[7:])
     return PathCounts(*counts[:7], plan, read, validate, settle, total)

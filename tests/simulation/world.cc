@@ -13,7 +13,7 @@ namespace {
 // be given a CPU.
 constexpr int64_t kTickNs = 1'000'000;
 constexpr int64_t kSlackNs = 1'500'000;
-constexpr int64_t kRecallNs = 200'000'000;
+constexpr int64_t kCancelNs = 200'000'000;
 // A streaming pull may look for what is ready as rarely as once a tick.
 constexpr int64_t kForgottenNs = 2 * kTickNs + kSlackNs;
 constexpr int64_t kIdleNs = 1'000'000'000;
@@ -57,7 +57,7 @@ bool Peer::healthy() const {
 int64_t Peer::recall_ns() const {
   const bool recalls =
       std::all_of(plans.begin(), plans.end(), [](const EndpointPlan& plan) { return plan.recalls(); });
-  return recalls ? 0 : kRecallNs;
+  return recalls ? 0 : kCancelNs;
 }
 
 size_t Peer::num_posts() const {
@@ -139,7 +139,7 @@ void World::make_peer() {
   const size_t num_lanes = lanes.size();
   const auto inline_bytes = random().one_of<uint64_t>({0, 3 * kBlockBytes, UINT64_MAX});
   peer.connection = std::make_shared<Connection>(std::move(lanes), nullptr, inline_bytes, scratch(), threads_,
-                                                 std::make_shared<Tally>());
+                                                 std::make_shared<PathStats>());
   const auto regions =
       peer.connection->establish(chance(50) ? 77 : 0, std::vector<std::string>(num_lanes, "reply"), {"pool"},
                                  {"slots", "words"}, kEpoch, 100'000'000);

@@ -42,7 +42,7 @@ def test_a_pool_that_cannot_be_lent_is_still_read_into(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "why"), [(ON_GPU, "cannot lend this memory"), (ON_HOST, "does not offer it")]
+    ("owner", "why"), [(ON_GPU, "cannot export this memory"), (ON_HOST, "does not offer it")]
 )
 def test_where_it_cannot_be_taken_it_is_refused_by_name(opened: Open, owner: str, why: str) -> None:
     lender, taker = opened(wide(8), owner, OWN_GPU, transports="cuda,tcp")

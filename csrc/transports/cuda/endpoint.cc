@@ -15,11 +15,11 @@ std::byte* local_address(uint64_t address) { return reinterpret_cast<std::byte*>
 }  // namespace
 
 Status CudaEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
-  if (Status status = borrower_.establish(reply, timeout_ns); !status.ok()) return status;
+  if (Status status = client_.establish(reply, timeout_ns); !status.ok()) return status;
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(gather_->device());
   if (!stream.ok()) return stream.status();
   stream_ = std::move(*stream);
-  Status status = look_.open(borrower_.wake_fd());
+  Status status = look_.open(client_.wake_fd());
   // A whole pull is one launch, until its pieces fill a table. Nothing is gained by several streams.
   traits_ = {.window = {.chunk_bytes = 1 << 30,
                         .chunk_ops = tables_->pieces_each() / 2,
@@ -36,7 +36,7 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
   Result<CudaKey> key = CudaKey::parse(remote_key);
   if (!key.ok()) return key.status();
   if (key->kind == CudaKey::Kind::kHost) return import_host(*key);
-  Result<std::unique_ptr<CudaMapping>> mapping = CudaMapping::make(gather_->device(), *key, borrower_);
+  Result<std::unique_ptr<CudaMapping>> mapping = CudaMapping::make(gather_->device(), *key, client_);
   if (!mapping.ok()) return mapping.status();
   mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(true);
@@ -45,7 +45,7 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
 
 Result<uint32_t> CudaEndpoint::import_host(const CudaKey& key) {
   const FdOffer& wanted = key.parts.front();
-  Result<MemfdMapping> mapping = MemfdMapping::make(borrower_, wanted);
+  Result<MemfdMapping> mapping = MemfdMapping::make(client_, wanted);
   if (!mapping.ok()) return mapping.status();
   host_mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(false);
@@ -125,7 +125,7 @@ GatherList CudaEndpoint::fill(Post& post, CudaTables::Table& table) const {
   return list;
 }
 
-Status CudaEndpoint::launch(Post& post, CudaTables::Loan table) {
+Status CudaEndpoint::launch(Post& post, CudaTables::Held table) {
   const cuda::Current current(*gather_->device());
   if (!current.status().ok()) return current.status();
   const GatherList list = fill(post, *table);
@@ -155,7 +155,7 @@ bool CudaEndpoint::launch_all() {
   for (Post& post : posts_) {
     if (!post.on_device) break;
     while (post.unlaunched()) {
-      CudaTables::Loan table = tables_->take();
+      CudaTables::Held table = tables_->take();
       starved_ = !table;
       if (starved_) return any;
       if (Status status = launch(post, std::move(table)); !status.ok()) {
@@ -229,7 +229,7 @@ bool CudaEndpoint::cancel(uint64_t token) {
 
 void CudaEndpoint::notice_owner(int64_t now_ns) {
   if (!owner_checks_.due(now_ns)) return;
-  if (Status status = borrower_.check_owner(); !status.ok()) break_down(std::move(status));
+  if (Status status = client_.check_owner(); !status.ok()) break_down(std::move(status));
 }
 
 /// Nothing is under way afterwards: what is mapped may go.
@@ -247,7 +247,7 @@ bool CudaEndpoint::arm() {
 
 void CudaEndpoint::close() {
   break_down(Status::Unreachable("this cuda endpoint was closed"));
-  borrower_.close();
+  client_.close();
   mappings_.clear();
   host_mappings_.clear();
   stream_.reset();

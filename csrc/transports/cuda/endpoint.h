@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's end of cuda: posts of the pool's bytes are launched one behind the other on a stream; what
-// lies in host memory, the lease slots, is looked at by the CPU once everything posted before it has landed.
+// The reader's end of cuda: posts of the pool's bytes are launched one behind the other on a stream. The
+// CPU reads the lease slots, which are in host memory, once everything posted before has landed.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +24,15 @@ namespace kvlink {
 class CudaEndpoint final : public Endpoint {
  public:
   /// `local_on_device`: which local regions are; the others are in host memory.
-  CudaEndpoint(FdBorrower borrower, std::shared_ptr<CudaGather> gather, std::shared_ptr<CudaTables> tables,
+  CudaEndpoint(FdClient client, std::shared_ptr<CudaGather> gather, std::shared_ptr<CudaTables> tables,
                std::vector<bool> local_on_device)
-      : borrower_(std::move(borrower)),
+      : client_(std::move(client)),
         gather_(std::move(gather)),
         tables_(std::move(tables)),
         local_on_device_(std::move(local_on_device)) {}
   ~CudaEndpoint() override { close(); }
 
-  std::string hello() const override { return borrower_.hello(); }
+  std::string hello() const override { return client_.hello(); }
   Status establish(std::string_view reply, int64_t timeout_ns) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
@@ -51,7 +51,7 @@ class CudaEndpoint final : public Endpoint {
   /// One table of pieces, under way.
   struct Launch {
     uint64_t number;
-    CudaTables::Loan table;
+    CudaTables::Held table;
   };
   struct Post {
     uint64_t token = 0;
@@ -69,20 +69,20 @@ class CudaEndpoint final : public Endpoint {
   Status check_kind(const Chunk& chunk, bool on_device) const;
   bool can_launch() const;
   bool launch_all();
-  Status launch(Post& post, CudaTables::Loan table);
+  Status launch(Post& post, CudaTables::Held table);
   GatherList fill(Post& post, CudaTables::Table& table) const;
   Result<bool> ended(Post& post);
   void execute(const Post& post);
   void break_down(Status why);
   void notice_owner(int64_t now_ns);
 
-  FdBorrower borrower_;
+  FdClient client_;
   const std::shared_ptr<CudaGather> gather_;
   const std::shared_ptr<CudaTables> tables_;
   const std::vector<bool> local_on_device_;
   std::unique_ptr<cuda::MarkedStream> stream_;
   Traits traits_;
-  LookAgain look_{kFirstLookNs, kLastLookNs, kLongerBy};
+  PollTimer look_{kFirstLookNs, kLastLookNs, kLongerBy};
 
   Remotes remotes_;
   std::vector<bool> remote_on_device_;  // by region

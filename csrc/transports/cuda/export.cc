@@ -14,7 +14,7 @@ using cuda::Api;
 
 const char* const kAllocate = "allocate the pool with BlockPool.allocate(layout, gpu=...)";
 
-/// Physical allocations that a region lies in, one behind the other.
+/// Physical allocations of a region, one behind the other.
 struct Parts {
   std::vector<UniqueFd> fds;
   std::vector<uint64_t> sizes;
@@ -28,7 +28,7 @@ struct Retained {
   ~Retained() { api.allocation_release(allocation); }
 };
 
-/// True: `at` lies in a physical allocation, which is appended. False: it was not mapped from one.
+/// True: `at` is in a physical allocation, which is appended. False: it was not mapped from one.
 Result<bool> append_part(const Api& api, Address at, Parts& parts) {
   cuda::Allocation allocation = 0;
   if (api.allocation_retain(&allocation, reinterpret_cast<void*>(at)) != cuda::kSuccess) return false;
@@ -83,7 +83,7 @@ Result<CudaKey> key_of_ipc(const Api& api, CudaKey key) {
 
 }  // namespace
 
-Result<CudaKey> share_cuda(const cuda::Device& device, FdLender& lender, const MemoryRange& range) {
+Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const MemoryRange& range) {
   const cuda::Current current(device);
   if (!current.status().ok()) return current.status();
   CudaKey key;
@@ -98,7 +98,7 @@ Result<CudaKey> share_cuda(const cuda::Device& device, FdLender& lender, const M
   key.offset = parts->offset;
   for (size_t part = 0; part < parts->fds.size(); ++part) {
     const FdOffer offer{0, 0, parts->sizes[part], Access::kRead};
-    key.parts.push_back(lender.lend(std::move(parts->fds[part]), offer));
+    key.parts.push_back(server.add(std::move(parts->fds[part]), offer));
   }
   return key;
 }

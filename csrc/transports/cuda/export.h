@@ -9,9 +9,9 @@
 
 namespace kvlink {
 
-/// The key to a region that `lender` lends from now on: the physical allocations where it was mapped from
+/// The key to a region that `server` exports from now on: the physical allocations where it was mapped from
 /// such (kvlink's own pools, torch's expandable segments), else cudaMalloc's handle. Refuses
 /// (kTransportUnavailable, reason and fix) memory that CUDA does not share.
-Result<CudaKey> share_cuda(const cuda::Device& device, FdLender& lender, const MemoryRange& range);
+Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const MemoryRange& range);
 
 }  // namespace kvlink

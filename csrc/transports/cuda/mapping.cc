@@ -32,13 +32,13 @@ Status reaches(const cuda::Device& reader, const cuda::Uuid& owner) {
 }  // namespace
 
 Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cuda::Device> reader,
-                                                       const CudaKey& key, FdBorrower& borrower) {
+                                                       const CudaKey& key, FdClient& client) {
   if (Status status = reaches(*reader, key.gpu); !status.ok()) return status;
   const cuda::Current current(*reader);
   if (!current.status().ok()) return current.status();
   std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader)));
   const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
-  Status status = by_parts ? mapping->map_parts(key, borrower) : mapping->open_ipc(key, borrower);
+  Status status = by_parts ? mapping->map_parts(key, client) : mapping->open_ipc(key, client);
   return status.ok() ? Result<std::unique_ptr<CudaMapping>>(std::move(mapping)) : status;
 }
 
@@ -54,7 +54,7 @@ CudaMapping::~CudaMapping() {
   if (reserved_ != 0) api.address_free(start_, reserved_);
 }
 
-Status CudaMapping::map_parts(const CudaKey& key, FdBorrower& borrower) {
+Status CudaMapping::map_parts(const CudaKey& key, FdClient& client) {
   const cuda::Api& api = reader_->api;
   const uint64_t bytes = key.span();
   Status status = api.check(api.address_reserve(&start_, bytes, 0, 0, 0), "cuMemAddressReserve");
@@ -62,7 +62,7 @@ Status CudaMapping::map_parts(const CudaKey& key, FdBorrower& borrower) {
   reserved_ = bytes;
   cuda::Address at = start_;
   for (const FdOffer& part : key.parts) {
-    const Result<UniqueFd> fd = borrower.take(part);
+    const Result<UniqueFd> fd = client.take(part);
     if (!fd.ok()) return fd.status();
     if (status = map_part(part, (*fd).get(), at); !status.ok()) return status;
     at += part.bytes;
@@ -90,8 +90,8 @@ Status CudaMapping::map_part(const FdOffer& part, int fd, cuda::Address at) {
   return status;
 }
 
-Status CudaMapping::open_ipc(const CudaKey& key, const FdBorrower& borrower) {
-  if (borrower.in_owner_process()) {  // CUDA opens such handles in other processes alone
+Status CudaMapping::open_ipc(const CudaKey& key, const FdClient& client) {
+  if (client.in_owner_process()) {  // CUDA opens such handles in other processes alone
     address_ = key.address;
     return {};
   }

@@ -19,7 +19,7 @@ class CudaMapping {
  public:
   /// Refuses (kTransportUnavailable, reason and fix) an owner's GPU that `reader` does not reach.
   static Result<std::unique_ptr<CudaMapping>> make(std::shared_ptr<const cuda::Device> reader,
-                                                   const CudaKey& key, FdBorrower& borrower);
+                                                   const CudaKey& key, FdClient& client);
   ~CudaMapping();
   CudaMapping(const CudaMapping&) = delete;
   CudaMapping& operator=(const CudaMapping&) = delete;
@@ -28,9 +28,9 @@ class CudaMapping {
 
  private:
   explicit CudaMapping(std::shared_ptr<const cuda::Device> reader) : reader_(std::move(reader)) {}
-  Status map_parts(const CudaKey& key, FdBorrower& borrower);
+  Status map_parts(const CudaKey& key, FdClient& client);
   Status map_part(const FdOffer& part, int fd, cuda::Address at);
-  Status open_ipc(const CudaKey& key, const FdBorrower& borrower);
+  Status open_ipc(const CudaKey& key, const FdClient& client);
 
   const std::shared_ptr<const cuda::Device> reader_;
   cuda::Address address_ = 0;  // of the region

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda: the pool lies in GPU memory that the reader's GPU maps too, so a read is one launch that gathers the
+// cuda: the pool is in GPU memory that the reader's GPU maps too, so a read is one launch that gathers the
 // blocks, over NVLink, PCIe or inside one GPU; the owner takes no part. The lease table is in host memory, as
 // with shm. A mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
 #include <memory>
@@ -21,29 +21,29 @@ constexpr uint32_t kTablePieces = 1 << 16, kNumTables = 4;  // 1.5 MiB each
 
 class CudaRegion : public MemoryRegion {
  public:
-  CudaRegion(std::shared_ptr<FdLender> lender, CudaKey key)
-      : lender_(std::move(lender)), key_(std::move(key)) {}
+  CudaRegion(std::shared_ptr<FdServer> server, CudaKey key)
+      : server_(std::move(server)), key_(std::move(key)) {}
   ~CudaRegion() override {
-    for (const FdOffer& part : key_.parts) lender_->revoke(part.id);
+    for (const FdOffer& part : key_.parts) server_->revoke(part.id);
   }
   std::string remote_key() const override { return key_.blob(); }
 
  private:
-  const std::shared_ptr<FdLender> lender_;
+  const std::shared_ptr<FdServer> server_;
   const CudaKey key_;
 };
 
-Status not_lendable(const Status& why) {
-  return Status::Unavailable("cuda cannot lend this memory: " + why.what(), why.fix());
+Status not_exportable(const Status& why) {
+  return Status::Unavailable("cuda cannot export this memory: " + why.what(), why.fix());
 }
 
 class CudaTransport : public Transport {
  public:
-  CudaTransport(std::shared_ptr<FdLender> lender, std::string image)
-      : image_(std::move(image)), lender_(std::move(lender)) {}
+  CudaTransport(std::shared_ptr<FdServer> server, std::string image)
+      : image_(std::move(image)), server_(std::move(server)) {}
   ~CudaTransport() override { close(); }
 
-  std::string address() const override { return lender_->address(); }
+  std::string address() const override { return server_->address(); }
   const Capabilities& capabilities() const override { return capabilities_; }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
@@ -51,8 +51,8 @@ class CudaTransport : public Transport {
     on_device_.push_back(range.device);
     if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
-    if (!key.ok()) return not_lendable(key.status());
-    return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(lender_, std::move(*key)));
+    if (!key.ok()) return not_exportable(key.status());
+    return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(server_, std::move(*key)));
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -60,35 +60,35 @@ class CudaTransport : public Transport {
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return lender_->accept(reader.caller, hello);
+    return server_->accept(reader.caller, hello);
   }
   bool fence(uint64_t) override { return false; }
-  void serve() override { lender_->serve(); }
-  void close() override { lender_->close(); }
+  void serve() override { server_->serve(); }
+  void close() override { server_->close(); }
 
  private:
   Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
-    Result<FdBorrower> borrower = FdBorrower::of(kCudaMagic, owner_address);
-    if (!borrower.ok()) return borrower.status();
+    Result<FdClient> client = FdClient::of(kCudaMagic, owner_address);
+    if (!client.ok()) return client.status();
     if (Status status = prepare(); !status.ok()) return status;
     return std::unique_ptr<Endpoint>(
-        std::make_unique<CudaEndpoint>(std::move(*borrower), gather_, tables_, on_device_));
+        std::make_unique<CudaEndpoint>(std::move(*client), gather_, tables_, on_device_));
   }
 
-  /// Readers copy with the GPU that their own pool is on, whether or not that can be lent.
+  /// Readers copy with the GPU that their own pool is on, whether or not it can be exported.
   Result<CudaKey> share_device(const MemoryRange& range) {
     if (!device_) {
       Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::of(range.base);
       if (!device.ok()) return device.status();
       device_ = std::move(*device);
     }
-    return share_cuda(*device_, *lender_, range);
+    return export_cuda(*device_, *server_, range);
   }
 
   Result<CudaKey> share_host(const MemoryRange& range, Access access) {
     if (access == Access::kRead)
       return Status::Unavailable("the pool is in host memory", "use shm, cma or tcp");
-    const Result<FdOffer> offer = lend_memfd(*lender_, range, access);
+    const Result<FdOffer> offer = export_memfd(*server_, range, access);
     if (!offer.ok()) return offer.status();
     CudaKey key;
     key.bytes = range.bytes;
@@ -113,8 +113,8 @@ class CudaTransport : public Transport {
   }
 
   const std::string image_;
-  const std::shared_ptr<FdLender> lender_;
-  const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = lender_->serve_fd()};
+  const std::shared_ptr<FdServer> server_;
+  const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = server_->serve_fd()};
   std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
   std::vector<bool> on_device_;                 // by region, in order of registration
 
@@ -129,9 +129,9 @@ Status cuda_probe() { return cuda::library().status(); }
 
 Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options) {
   if (Status status = cuda_probe(); !status.ok()) return status;
-  Result<std::shared_ptr<FdLender>> lender = FdLender::listen(kCudaMagic);
-  if (!lender.ok()) return lender.status();
-  return std::unique_ptr<Transport>(std::make_unique<CudaTransport>(std::move(*lender), options.cuda_image));
+  Result<std::shared_ptr<FdServer>> server = FdServer::listen(kCudaMagic);
+  if (!server.ok()) return server.status();
+  return std::unique_ptr<Transport>(std::make_unique<CudaTransport>(std::move(*server), options.cuda_image));
 }
 
 }  // namespace kvlink

@@ -43,7 +43,7 @@ std::vector<UniqueFd> attached_fds(msghdr& message) {
 
 }  // namespace
 
-Result<FdBorrower> FdBorrower::of(uint32_t magic, std::string_view owner_address) {
+Result<FdClient> FdClient::of(uint32_t magic, std::string_view owner_address) {
   Result<HostAddress> parsed = HostAddress::parse(magic, owner_address);
   if (!parsed.ok()) return parsed.status();
   if (!is_this_boot(parsed->boot_id)) {
@@ -55,10 +55,10 @@ Result<FdBorrower> FdBorrower::of(uint32_t magic, std::string_view owner_address
         "the owner is in another network namespace, where its Unix socket is not visible",
         "share one (docker run --network, one pod in Kubernetes), or use another transport");
   }
-  return FdBorrower(magic, std::move(parsed->socket));
+  return FdClient(magic, std::move(parsed->socket));
 }
 
-Status FdBorrower::establish(std::string_view reply, int64_t timeout_ns) {
+Status FdClient::establish(std::string_view reply, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   BlobReader from(reply);
   const bool ours = from.u32() == magic_;
@@ -75,7 +75,7 @@ Status FdBorrower::establish(std::string_view reply, int64_t timeout_ns) {
 }
 
 template <typename Call>
-ssize_t FdBorrower::in_time(int option, int64_t deadline_ns, Call call) {
+ssize_t FdClient::in_time(int option, int64_t deadline_ns, Call call) {
   for (;;) {
     const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
     const timeval patience{left_us / 1'000'000, left_us % 1'000'000};
@@ -85,7 +85,7 @@ ssize_t FdBorrower::in_time(int option, int64_t deadline_ns, Call call) {
   }
 }
 
-Status FdBorrower::connect(int64_t deadline_ns) {
+Status FdClient::connect(int64_t deadline_ns) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (socket_name_.size() >= sizeof address.sun_path) return malformed();
@@ -104,7 +104,7 @@ Status FdBorrower::connect(int64_t deadline_ns) {
   return watch_owner();
 }
 
-Status FdBorrower::watch_owner() {
+Status FdClient::watch_owner() {
   ucred peer{};
   socklen_t size = sizeof peer;
   if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return failed("SO_PEERCRED");
@@ -126,7 +126,7 @@ Status FdBorrower::watch_owner() {
   return {};
 }
 
-Status FdBorrower::receive_all(int64_t deadline_ns) {
+Status FdClient::receive_all(int64_t deadline_ns) {
   uint32_t total = 0;
   do {
     const Result<uint32_t> told = receive(deadline_ns);
@@ -136,7 +136,7 @@ Status FdBorrower::receive_all(int64_t deadline_ns) {
   return {};
 }
 
-Result<uint32_t> FdBorrower::receive(int64_t deadline_ns) {
+Result<uint32_t> FdClient::receive(int64_t deadline_ns) {
   std::array<char, kFdMaxMessageBytes> bytes;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control;
   iovec part{bytes.data(), bytes.size()};
@@ -170,24 +170,24 @@ Result<uint32_t> FdBorrower::receive(int64_t deadline_ns) {
   return from.done() ? Result<uint32_t>(total) : malformed();
 }
 
-Result<UniqueFd> FdBorrower::take(const FdOffer& wanted) {
+Result<UniqueFd> FdClient::take(const FdOffer& wanted) {
   const auto found = std::find_if(received_.begin(), received_.end(),
                                   [&](const Received& received) { return received.offer == wanted; });
   if (found == received_.end()) {
     return Status::AccessDenied(
-        "the owner did not lend this region when the connection was made; connect again");
+        "the owner did not export this region when the connection was made; connect again");
   }
   UniqueFd fd = std::move(found->fd);
   received_.erase(found);
   return fd;
 }
 
-Status FdBorrower::check_owner() const {
+Status FdClient::check_owner() const {
   std::array<pollfd, 2> signs{{{socket_.get(), POLLIN, 0}, {pidfd_.get(), POLLIN, 0}}};
   return ::poll(signs.data(), signs.size(), 0) > 0 ? owner_gone() : Status{};
 }
 
-void FdBorrower::close() {
+void FdClient::close() {
   received_.clear();
   wake_.reset();
   pidfd_.reset();

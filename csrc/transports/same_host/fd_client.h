@@ -15,13 +15,13 @@
 
 namespace kvlink {
 
-class FdBorrower {
+class FdClient {
  public:
   /// Refuses (kTransportUnavailable, reason and fix) an owner that is not on this host, or out of sight.
-  static Result<FdBorrower> of(uint32_t magic, std::string_view owner_address);
+  static Result<FdClient> of(uint32_t magic, std::string_view owner_address);
 
   std::string hello() const { return BlobWriter().u32(magic_).take(); }
-  /// Takes all that the owner lends. Blocks at most `timeout_ns`.
+  /// Takes all descriptors that the owner exports. Blocks at most `timeout_ns`.
   Status establish(std::string_view reply, int64_t timeout_ns);
   /// The descriptor of one offer, whatever it is of: unchecked. Each can be taken once.
   Result<UniqueFd> take(const FdOffer& wanted);
@@ -38,7 +38,7 @@ class FdBorrower {
     UniqueFd fd;
   };
 
-  FdBorrower(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
+  FdClient(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
   /// Makes `call` on the socket again while signals come between; `option` is the time-out that it obeys.
   template <typename Call>
   ssize_t in_time(int option, int64_t deadline_ns, Call call);

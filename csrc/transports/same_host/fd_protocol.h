@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an owner that lends descriptors and its readers on the same host say to each other; shm and cuda do.
+// The protocol by which an owner exports descriptors to readers on the same host; shm and cuda use it.
 //
 // The owner listens on an abstract Unix socket (SOCK_SEQPACKET) under a random name. A reader connects, sends
 // the secret that accept() gave it, and gets messages of up to kFdMaxOffers records, each with its descriptor
@@ -44,7 +44,7 @@ struct HostAddress {
   }
 };
 
-/// What one descriptor is lent for: a piece of a memfd, or a whole allocation of a GPU.
+/// What one descriptor stands for: a piece of a memfd, or a whole allocation of a GPU.
 struct FdOffer {
   uint64_t id = 0, offset = 0, bytes = 0;
   Access access = Access::kRead;

@@ -18,8 +18,8 @@
 namespace kvlink {
 namespace {
 
-constexpr int kMaxEvents = 16;        // handled by one serve()
-constexpr size_t kMaxStrangers = 64;  // clients that have not shown a secret
+constexpr int kMaxEvents = 16;      // handled by one serve()
+constexpr size_t kMaxPending = 64;  // clients that have not shown a secret
 constexpr size_t kMaxInvitations = 1024, kMaxInvitationsOfOne = 256;
 constexpr int kBacklog = 64;
 
@@ -71,7 +71,7 @@ bool send_message(int socket, std::string_view bytes, const std::vector<int>& fd
 
 }  // namespace
 
-Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
+Result<std::shared_ptr<FdServer>> FdServer::listen(uint32_t magic) {
   UniqueFd listener(sys::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK));
   if (!listener) return cannot_listen("socket");
   const std::string name = random_name();
@@ -86,11 +86,11 @@ Result<std::shared_ptr<FdLender>> FdLender::listen(uint32_t magic) {
   if (!watch(epoll->get(), listener.get())) return cannot_listen("epoll_ctl");
   UniqueFd spare = open_spare();
   if (!spare) return cannot_listen("open");
-  return std::shared_ptr<FdLender>(
-      new FdLender(magic, name, std::move(listener), std::move(*epoll), std::move(spare)));
+  return std::shared_ptr<FdServer>(
+      new FdServer(magic, name, std::move(listener), std::move(*epoll), std::move(spare)));
 }
 
-FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare)
+FdServer::FdServer(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare)
     : magic_(magic),
       name_(std::move(name)),
       listener_(std::move(listener)),
@@ -98,23 +98,23 @@ FdLender::FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd
       spare_(std::move(spare)),
       quota_(kMaxInvitationsOfOne, kMaxInvitations) {}
 
-std::string FdLender::address() const {
+std::string FdServer::address() const {
   return HostAddress{boot_id(), namespace_inode("net"), name_}.blob(magic_);
 }
 
-FdOffer FdLender::lend(UniqueFd fd, FdOffer offer) {
+FdOffer FdServer::add(UniqueFd fd, FdOffer offer) {
   std::lock_guard lock(mutex_);
   offer.id = ++last_id_;
-  lent_[offer.id] = std::make_shared<const Lent>(Lent{offer, std::move(fd)});
+  exported_[offer.id] = std::make_shared<const Exported>(Exported{offer, std::move(fd)});
   return offer;
 }
 
-void FdLender::revoke(uint64_t id) {
+void FdServer::revoke(uint64_t id) {
   std::lock_guard lock(mutex_);
-  lent_.erase(id);
+  exported_.erase(id);
 }
 
-Result<std::string> FdLender::accept(uint64_t caller, std::string_view hello) {
+Result<std::string> FdServer::accept(uint64_t caller, std::string_view hello) {
   BlobReader from(hello);
   const bool ours = from.u32() == magic_;
   if (!from.done() || !ours) return Status::AccessDenied("not the hello of a reader of this transport");
@@ -125,7 +125,7 @@ Result<std::string> FdLender::accept(uint64_t caller, std::string_view hello) {
   return BlobWriter().u32(magic_).bytes(issued.secret).take();
 }
 
-bool FdLender::redeem(std::string_view secret) {
+bool FdServer::redeem(std::string_view secret) {
   auto found = invitations_.end();
   for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
     if (same_secret(it->second.secret, secret)) found = it;  // no early end: the time must not tell which one
@@ -136,7 +136,7 @@ bool FdLender::redeem(std::string_view secret) {
   return true;
 }
 
-void FdLender::serve() {
+void FdServer::serve() {
   std::lock_guard lock(mutex_);
   if (!listener_) return;
   std::array<epoll_event, kMaxEvents> events;
@@ -144,17 +144,17 @@ void FdLender::serve() {
   for (int i = 0; i < num_events; ++i) {
     const auto fd = static_cast<int>(events[i].data.u64);
     if (fd == listener_.get()) {
-      greet();
+      accept_ready();
     } else if (const auto client = clients_.find(fd); client != clients_.end()) {
-      const bool was_stranger = !client->second.admitted;
-      const bool keep = attend(client->second, events[i].events);
-      if (was_stranger && (!keep || client->second.admitted)) --num_strangers_;
+      const bool was_pending = !client->second.admitted;
+      const bool keep = serve_client(client->second, events[i].events);
+      if (was_pending && (!keep || client->second.admitted)) --num_pending_;
       if (!keep) clients_.erase(client);
     }
   }
 }
 
-void FdLender::greet() {
+void FdServer::accept_ready() {
   UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (!socket && (errno == EMFILE || errno == ENFILE)) {
     spare_.reset();
@@ -162,16 +162,16 @@ void FdLender::greet() {
     spare_ = open_spare();
   }
   if (!socket || !is_trusted(socket.get())) return;
-  if (num_strangers_ == kMaxStrangers) make_room();
+  if (num_pending_ == kMaxPending) make_room();
   const int fd = socket.get();
   if (!watch(epoll_.get(), fd)) return;
   Client& client = clients_[fd];
   client.socket = std::move(socket);
   client.arrival = ++num_arrivals_;
-  ++num_strangers_;
+  ++num_pending_;
 }
 
-void FdLender::make_room() {
+void FdServer::make_room() {
   auto oldest = clients_.end();
   for (auto it = clients_.begin(); it != clients_.end(); ++it) {
     if (it->second.admitted) continue;
@@ -179,35 +179,35 @@ void FdLender::make_room() {
   }
   if (oldest == clients_.end()) return;
   clients_.erase(oldest);
-  --num_strangers_;
+  --num_pending_;
 }
 
-bool FdLender::attend(Client& client, uint32_t events) {
-  if ((events & ~uint32_t{EPOLLOUT}) != 0 && !hear(client)) return false;
+bool FdServer::serve_client(Client& client, uint32_t events) {
+  if ((events & ~uint32_t{EPOLLOUT}) != 0 && !read_secret(client)) return false;
   return !client.admitted || client.all_sent || send_offers(client);
 }
 
 // Clients say one thing, their secret. Anything else, the end included, is the end.
-bool FdLender::hear(Client& client) {
-  std::array<char, kFdSecretBytes + 1> heard;
-  const ssize_t size = ::recv(client.socket.get(), heard.data(), heard.size(), MSG_DONTWAIT);
+bool FdServer::read_secret(Client& client) {
+  std::array<char, kFdSecretBytes + 1> received;
+  const ssize_t size = ::recv(client.socket.get(), received.data(), received.size(), MSG_DONTWAIT);
   if (size < 0) return errno == EAGAIN || errno == EINTR;
-  if (size == 0 || client.admitted || !redeem({heard.data(), static_cast<size_t>(size)})) return false;
+  if (size == 0 || client.admitted || !redeem({received.data(), static_cast<size_t>(size)})) return false;
   client.admitted = true;
-  for (const auto& [id, lent] : lent_) client.offers.push_back(lent);
+  for (const auto& [id, exported] : exported_) client.offers.push_back(exported);
   return true;
 }
 
-bool FdLender::send_offers(Client& client) {
+bool FdServer::send_offers(Client& client) {
   do {
     const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kFdMaxOffers);
     BlobWriter message;
     message.u32(static_cast<uint32_t>(client.offers.size())).u32(static_cast<uint32_t>(count));
     std::vector<int> fds;
     for (size_t i = 0; i < count; ++i) {
-      const Lent& lent = *client.offers[client.num_sent + i];
-      lent.offer.write(message);
-      fds.push_back(lent.fd.get());
+      const Exported& exported = *client.offers[client.num_sent + i];
+      exported.offer.write(message);
+      fds.push_back(exported.fd.get());
     }
     if (!send_message(client.socket.get(), message.take(), fds)) {
       const bool later = errno == EAGAIN || errno == EINTR;
@@ -220,11 +220,11 @@ bool FdLender::send_offers(Client& client) {
   return rewatch(epoll_.get(), client.socket.get(), EPOLLIN);
 }
 
-void FdLender::close() {
+void FdServer::close() {
   std::lock_guard lock(mutex_);
   listener_.reset();
   clients_.clear();
-  lent_.clear();
+  exported_.clear();
   invitations_.clear();
   quota_.clear();
   spare_.reset();

@@ -18,10 +18,10 @@
 namespace kvlink {
 
 /// Every method may be called from any thread; serve() from one at a time.
-class FdLender {
+class FdServer {
  public:
   /// `magic` is the transport's, in all that it says to readers.
-  static Result<std::shared_ptr<FdLender>> listen(uint32_t magic);
+  static Result<std::shared_ptr<FdServer>> listen(uint32_t magic);
 
   /// For readers: where it is.
   std::string address() const;
@@ -29,7 +29,7 @@ class FdLender {
   /// of the same caller lapse first.
   Result<std::string> accept(uint64_t caller, std::string_view hello);
   /// Hands `fd` to every later reader. Returns what it offers.
-  FdOffer lend(UniqueFd fd, FdOffer offer);
+  FdOffer add(UniqueFd fd, FdOffer offer);
   /// No later reader gets it; earlier ones keep their mapping.
   void revoke(uint64_t id);
 
@@ -38,7 +38,7 @@ class FdLender {
   void close();
 
  private:
-  struct Lent {
+  struct Exported {
     FdOffer offer;
     UniqueFd fd;
   };
@@ -50,17 +50,17 @@ class FdLender {
     UniqueFd socket;
     uint64_t arrival = 0;
     bool admitted = false;
-    std::vector<std::shared_ptr<const Lent>> offers;  // fixed when admitted
+    std::vector<std::shared_ptr<const Exported>> offers;  // fixed when admitted
     size_t num_sent = 0;
     bool all_sent = false;
   };
 
-  FdLender(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare);
-  void greet();
+  FdServer(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare);
+  void accept_ready();
   void make_room();
   /// False: the client is to be dropped.
-  bool attend(Client& client, uint32_t events);
-  bool hear(Client& client);
+  bool serve_client(Client& client, uint32_t events);
+  bool read_secret(Client& client);
   bool send_offers(Client& client);
   bool redeem(std::string_view secret);
 
@@ -70,11 +70,11 @@ class FdLender {
   UniqueFd listener_, epoll_;
   UniqueFd spare_;  // given up for a moment to turn clients away when descriptors run out
   std::unordered_map<int, Client> clients_;
-  std::unordered_map<uint64_t, std::shared_ptr<const Lent>> lent_;
+  std::unordered_map<uint64_t, std::shared_ptr<const Exported>> exported_;
   std::unordered_map<uint64_t, Invitation> invitations_;  // by a number of their own
   CallerQuota quota_;
   uint64_t last_id_ = 0, last_invitation_ = 0, num_arrivals_ = 0;
-  uint64_t num_strangers_ = 0;  // clients that are not yet admitted
+  uint64_t num_pending_ = 0;  // clients that are not yet admitted
 };
 
 }  // namespace kvlink

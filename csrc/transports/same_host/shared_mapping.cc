@@ -32,7 +32,7 @@ bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes) {
   return bytes <= size && offset <= size - bytes;
 }
 
-Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access) {
+Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access) {
   if (range.memfd < 0) return Status::Unavailable("the pool was not allocated by kvlink", {});
   if (!never_shrinks(range.memfd))
     return Status::Unavailable("its memfd is not sealed against shrinking", {});
@@ -42,15 +42,15 @@ Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access ac
   if (!memfd) {
     return sys::transport_failed("cannot open the pool's memfd again", again ? "open" : "fcntl", errno);
   }
-  return lender.lend(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
+  return server.add(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
 }
 
 MemfdMapping::~MemfdMapping() {
   if (start_) ::munmap(start_, bytes_);
 }
 
-Result<MemfdMapping> MemfdMapping::make(FdBorrower& borrower, const FdOffer& offer) {
-  const Result<UniqueFd> taken = borrower.take(offer);
+Result<MemfdMapping> MemfdMapping::make(FdClient& client, const FdOffer& offer) {
+  const Result<UniqueFd> taken = client.take(offer);
   if (!taken.ok()) return taken.status();
   const int memfd = (*taken).get();
   if (!memfd_holds(memfd, offer.offset, offer.bytes))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory that processes of one machine share: a piece of a memfd, lent and mapped.
+// Host memory that processes of one machine share: a piece of a memfd, exported and mapped.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace kvlink {
 
-/// Lends `range` to later readers; read-only descriptors for all but kWriteWords, so that no bug of theirs
+/// Exports `range` to later readers; read-only descriptors for all but kWriteWords, so that no bug of theirs
 /// writes to it. Refuses (kTransportUnavailable, the reason alone) what is not in a memfd, or in one that
 /// could shrink.
-Result<FdOffer> lend_memfd(FdLender& lender, const MemoryRange& range, Access access);
+Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access);
 
 /// It has those bytes, and never shrinks.
 bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes);
 
-/// A reader's mapping of what was lent; it need not start on a page.
+/// A reader's mapping of exported memory; it need not start on a page.
 class MemfdMapping {
  public:
   MemfdMapping(MemfdMapping&& other) noexcept
@@ -30,7 +30,7 @@ class MemfdMapping {
 
   /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks: no owner may kill
   /// its readers by SIGBUS.
-  static Result<MemfdMapping> make(FdBorrower& borrower, const FdOffer& offer);
+  static Result<MemfdMapping> make(FdClient& client, const FdOffer& offer);
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }
 

@@ -21,7 +21,7 @@ void DevicePayload::add(std::byte* device, uint64_t bytes) {
   pieces_.push_back({device, bytes});
 }
 
-bool DevicePayload::touches(const LentRegion& region) const {
+bool DevicePayload::touches(const ExportedRegion& region) const {
   return std::any_of(pieces_.begin(), pieces_.end(),
                      [&](const Piece& piece) { return region.meets(piece.device, piece.bytes); });
 }

@@ -31,7 +31,7 @@ class DevicePayload {
   bool empty() const { return pieces_.empty(); }
   /// Behind all that was added since it was last empty.
   void add(std::byte* device, uint64_t bytes);
-  bool touches(const LentRegion& region) const;
+  bool touches(const ExportedRegion& region) const;
   /// What was handed out before is with the kernel.
   bool has_turn(const Outbox& outbox) const { return !empty() && (!handed_out_ || outbox.empty()); }
   /// More will be handed out after what was last.

@@ -19,23 +19,23 @@
 namespace kvlink::tcp {
 namespace {
 
-constexpr uint64_t kListenerSerial = 0, kGreetingSerial = 1, kHushSerial = 2, kCopySerial = 3,
-                   kFirstSerial = 4;
+constexpr uint64_t kListenerSerial = 0, kHelloSerial = 1, kDeferSerial = 2, kCopySerial = 3, kFirstSerial = 4;
 constexpr int kMaxEvents = 64;
 constexpr int kMaxAcceptsPerRound = 16;
-constexpr size_t kMaxNewcomers = 64;  // one more, and the oldest goes: who is honest speaks at once
-constexpr int64_t kHushNs = 500'000;
-constexpr int64_t kCopyLookNs =
+constexpr size_t kMaxPending =
+    64;  // one more, and the oldest is closed: honest readers send their hello at once
+constexpr int64_t kDeferNs = 500'000;
+constexpr int64_t kCopyPollNs =
     10'000;  // half of what a slot of the bounce buffer takes; doubles when in vain
 constexpr uint32_t kMaxDoublings = 5;
-constexpr int64_t kGreetingNs = 5'000'000'000;
+constexpr int64_t kHelloNs = 5'000'000'000;
 constexpr int64_t kNoDescriptorsPauseNs = 100'000'000;
 
-class Lent final : public MemoryRegion {
+class Region final : public MemoryRegion {
  public:
-  Lent(std::shared_ptr<Owner> owner, uint64_t key, uint64_t bytes, Access access)
+  Region(std::shared_ptr<Owner> owner, uint64_t key, uint64_t bytes, Access access)
       : owner_(std::move(owner)), key_(key), bytes_(bytes), access_(access) {}
-  ~Lent() override { owner_->take_back(key_); }
+  ~Region() override { owner_->revoke(key_); }
 
   std::string remote_key() const override {
     return BlobWriter().u64(key_).u64(bytes_).u32(static_cast<uint32_t>(access_)).take();
@@ -100,9 +100,8 @@ Status Owner::open_descriptors() {
   if (!epoll.ok()) return epoll.status();
   epoll_ = std::move(*epoll);
   if (!watch(listener_.get(), EPOLLIN, kListenerSerial)) return cannot_watch(kDoing);
-  for (const auto& [timer, serial] : {std::pair(&greeting_timer_, kGreetingSerial),
-                                      {&hush_timer_, kHushSerial},
-                                      {&copy_timer_, kCopySerial}}) {
+  for (const auto& [timer, serial] :
+       {std::pair(&hello_timer_, kHelloSerial), {&defer_timer_, kDeferSerial}, {&copy_timer_, kCopySerial}}) {
     Result<UniqueFd> made = sys::timer(kDoing);
     if (!made.ok()) return made.status();
     *timer = std::move(*made);
@@ -122,9 +121,9 @@ bool Owner::rewatch(int fd, uint32_t events, uint64_t serial) {
 /// Before close(): a forked child's copy of the descriptor would keep the socket in the set.
 void Owner::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
-void Owner::dismiss(std::map<uint64_t, Newcomer>::iterator newcomer) {
-  unwatch(newcomer->second.socket.get());
-  newcomers_.erase(newcomer);
+void Owner::dismiss(std::map<uint64_t, PendingSocket>::iterator pending) {
+  unwatch(pending->second.socket.get());
+  pending_.erase(pending);
 }
 
 size_t Owner::cut_served(const std::function<bool(const ServedConnection&)>& which) {
@@ -146,17 +145,17 @@ Status Owner::send_through(const std::shared_ptr<Bounce>& bounce) {
   return {};
 }
 
-std::unique_ptr<MemoryRegion> Owner::lend(const MemoryRange& range, Access access) {
+std::unique_ptr<MemoryRegion> Owner::register_region(const MemoryRange& range, Access access) {
   std::lock_guard lock(lock_);
   uint64_t key = random_u64();
   while (regions_.contains(key)) key = random_u64();
   regions_[key] = {range.base, range.bytes, access, range.device};
-  return std::make_unique<Lent>(shared_from_this(), key, range.bytes, access);
+  return std::make_unique<Region>(shared_from_this(), key, range.bytes, access);
 }
 
-void Owner::take_back(uint64_t key) {
+void Owner::revoke(uint64_t key) {
   std::lock_guard lock(lock_);
-  const LentRegion region = regions_.at(key);
+  const ExportedRegion region = regions_.at(key);
   regions_.erase(key);
   cut_served([&](const ServedConnection& connection) { return connection.sends_from(region); });
 }
@@ -178,13 +177,13 @@ bool Owner::fence(uint64_t connection_id) {
 
 void Owner::close() {
   std::lock_guard lock(lock_);
-  newcomers_.clear();
+  pending_.clear();
   served_.clear();
   device_.queue.reset();
   device_.bounce.reset();
   listener_.reset();
-  greeting_timer_.reset();
-  hush_timer_.reset();
+  hello_timer_.reset();
+  defer_timer_.reset();
   copy_timer_.reset();
   epoll_.reset();
 }
@@ -203,15 +202,15 @@ void Owner::dispatch(uint64_t serial) {
   if (const auto found = served_.find(serial); found != served_.end()) return serve(serial, found->second);
   switch (serial) {
     case kListenerSerial:
-      return welcome();
-    case kGreetingSerial:
-      return on_greeting_timer();
-    case kHushSerial:
-      return on_hush_timer();
+      return accept_ready();
+    case kHelloSerial:
+      return on_hello_timer();
+    case kDeferSerial:
+      return on_defer_timer();
     case kCopySerial:
       return on_copy_timer();
     default:
-      return greet(serial);
+      return read_hello(serial);
   }
 }
 
@@ -226,29 +225,29 @@ void Owner::serve(uint64_t serial, ServedConnection& connection) {
   }
   connection.armed = wants;
   if (wants == Wants::kCopies) await_copies(serial);
-  if (connection.expects_write() && !connection.hushed()) hush(serial, connection);
+  if (connection.expects_write() && !connection.deferred()) defer_settle(serial, connection);
 }
 
 /// Waking a sleeping thread costs the reader 10-25 us (2-core VM), and a settle is not urgent: one that comes
-/// alone within kHushNs waits for that moment, or for the next request. Nothing is left hushed.
-void Owner::hush(uint64_t serial, ServedConnection& connection) {
-  connection.set_hushed(true);
-  if (hushed_.empty()) set_timer(hush_timer_, kHushNs);
-  hushed_.push_back(serial);
+/// alone within kDeferNs waits for that moment, or for the next request. Nothing is left deferred.
+void Owner::defer_settle(uint64_t serial, ServedConnection& connection) {
+  connection.set_deferred(true);
+  if (deferred_.empty()) set_timer(defer_timer_, kDeferNs);
+  deferred_.push_back(serial);
 }
 
-void Owner::on_hush_timer() {
-  if (!take_expiry(hush_timer_)) return;
-  for (const uint64_t serial : hushed_) {
+void Owner::on_defer_timer() {
+  if (!take_expiry(defer_timer_)) return;
+  for (const uint64_t serial : deferred_) {
     const auto found = served_.find(serial);
-    if (found != served_.end()) found->second.set_hushed(false);
+    if (found != served_.end()) found->second.set_deferred(false);
   }
-  serve_again(hushed_);
+  serve_again(deferred_);
 }
 
 void Owner::await_copies(uint64_t serial) {
   if (std::find(copying_.begin(), copying_.end(), serial) != copying_.end()) return;
-  if (copying_.empty()) set_timer(copy_timer_, kCopyLookNs << std::min(vain_looks_, kMaxDoublings));
+  if (copying_.empty()) set_timer(copy_timer_, kCopyPollNs << std::min(vain_polls_, kMaxDoublings));
   copying_.push_back(serial);
 }
 
@@ -256,7 +255,7 @@ void Owner::on_copy_timer() {
   if (!take_expiry(copy_timer_)) return;
   const size_t num_waiting = copying_.size();
   serve_again(copying_);
-  vain_looks_ = copying_.size() == num_waiting ? vain_looks_ + 1 : 0;
+  vain_polls_ = copying_.size() == num_waiting ? vain_polls_ + 1 : 0;
 }
 
 void Owner::serve_again(std::vector<uint64_t>& serials) {
@@ -268,20 +267,20 @@ void Owner::serve_again(std::vector<uint64_t>& serials) {
   waking_.clear();
 }
 
-void Owner::welcome() {
+void Owner::accept_ready() {
   for (int count = 0; count < kMaxAcceptsPerRound; ++count) {
     UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) listen_again(false);
       return;
     }
-    if (newcomers_.size() == kMaxNewcomers) dismiss_oldest();
-    if (newcomers_.empty()) set_timer(greeting_timer_, kGreetingNs);
+    if (pending_.size() == kMaxPending) dismiss_oldest();
+    if (pending_.empty()) set_timer(hello_timer_, kHelloNs);
     const uint64_t serial = next_serial_++;
     // One that cannot be watched is closed, which its reader sees at once.
     if (!tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
     leave_unpaced_in_host(socket.get());
-    newcomers_.emplace(serial, Newcomer{std::move(socket), now_ns() + kGreetingNs, {}, 0});
+    pending_.emplace(serial, PendingSocket{std::move(socket), now_ns() + kHelloNs, {}, 0});
   }
 }
 
@@ -289,44 +288,44 @@ void Owner::welcome() {
 void Owner::listen_again(bool enabled) {
   rewatch(listener_.get(), enabled ? uint32_t{EPOLLIN} : 0, kListenerSerial);
   if (enabled) return;
-  if (!newcomers_.empty()) dismiss_oldest();
-  set_timer(greeting_timer_, kNoDescriptorsPauseNs);
+  if (!pending_.empty()) dismiss_oldest();
+  set_timer(hello_timer_, kNoDescriptorsPauseNs);
 }
 
-void Owner::on_greeting_timer() {
-  if (!take_expiry(greeting_timer_)) return;
+void Owner::on_hello_timer() {
+  if (!take_expiry(hello_timer_)) return;
   const int64_t now = now_ns();
-  while (!newcomers_.empty() && newcomers_.begin()->second.deadline_ns <= now) dismiss_oldest();
-  if (!newcomers_.empty()) set_timer(greeting_timer_, newcomers_.begin()->second.deadline_ns - now);
+  while (!pending_.empty() && pending_.begin()->second.deadline_ns <= now) dismiss_oldest();
+  if (!pending_.empty()) set_timer(hello_timer_, pending_.begin()->second.deadline_ns - now);
   listen_again(true);
 }
 
-void Owner::greet(uint64_t serial) {
-  const auto found = newcomers_.find(serial);
-  if (found == newcomers_.end()) return;
-  Newcomer& newcomer = found->second;
-  auto* into = reinterpret_cast<std::byte*>(&newcomer.hello) + newcomer.got;
-  const ssize_t got = ::recv(newcomer.socket.get(), into, sizeof(Hello) - newcomer.got, MSG_DONTWAIT);
+void Owner::read_hello(uint64_t serial) {
+  const auto found = pending_.find(serial);
+  if (found == pending_.end()) return;
+  PendingSocket& pending = found->second;
+  auto* into = reinterpret_cast<std::byte*>(&pending.hello) + pending.got;
+  const ssize_t got = ::recv(pending.socket.get(), into, sizeof(Hello) - pending.got, MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got <= 0) return dismiss(found);
-  newcomer.got += static_cast<size_t>(got);
-  if (newcomer.got >= sizeof(uint64_t) && newcomer.hello.magic != kHelloMagic) return dismiss(found);
-  if (newcomer.got < sizeof(Hello)) return;
+  pending.got += static_cast<size_t>(got);
+  if (pending.got >= sizeof(uint64_t) && pending.hello.magic != kHelloMagic) return dismiss(found);
+  if (pending.got < sizeof(Hello)) return;
 
   uint64_t connection_id = 0;
-  const HelloReply reply{kHelloMagic, kVersion, judge(newcomer.hello, connection_id)};
+  const HelloReply reply{kHelloMagic, kVersion, authenticate(pending.hello, connection_id)};
   const bool told =
-      ::send(newcomer.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof reply;
+      ::send(pending.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof reply;
   if (told && reply.verdict == Verdict::kAdmitted) {
-    served_.try_emplace(serial, std::move(newcomer.socket), connection_id, regions_,
+    served_.try_emplace(serial, std::move(pending.socket), connection_id, regions_,
                         device_.queue ? &device_ : nullptr);
-    newcomers_.erase(found);  // its socket stays watched under the same serial
+    pending_.erase(found);  // its socket stays watched under the same serial
   } else {
     dismiss(found);
   }
 }
 
-Verdict Owner::judge(const Hello& hello, uint64_t& connection_id) {
+Verdict Owner::authenticate(const Hello& hello, uint64_t& connection_id) {
   if (hello.version != kVersion) return Verdict::kRefused;
   if (hello.instance != address_.instance) return Verdict::kOtherInstance;
   const auto redeemed = invitations_.redeem({hello.invitation, hello.secret}, now_ns());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's side of the tcp transport: a listening socket, lent regions, admitted connections.
+// The owner's side of the tcp transport: a listening socket, exported regions, admitted connections.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@
 
 namespace kvlink::tcp {
 
-/// A mutex whose one busy user lets everybody else go first, so that fence() never starves behind serve().
+/// A mutex whose one busy user lets all others go first, so that fence() never starves behind serve().
 class ServeLock {
  public:
   void lock();
@@ -47,11 +47,11 @@ class Owner : public std::enable_shared_from_this<Owner> {
   /// From now on device memory is sent by way of `bounce`; null changes nothing.
   Status send_through(const std::shared_ptr<Bounce>& bounce);
   /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
-  std::unique_ptr<MemoryRegion> lend(const MemoryRange& range, Access access);
-  void take_back(uint64_t key);
+  std::unique_ptr<MemoryRegion> register_region(const MemoryRange& range, Access access);
+  void revoke(uint64_t key);
   Invitation admit(ReaderId reader);
-  /// On return nothing is sent under a guard that fails now, nor to who was admitted under this id. True when
-  /// anything was.
+  /// On return nothing is sent under a guard that fails now, nor to connections admitted under this id. True
+  /// when there were any.
   bool fence(uint64_t connection_id);
 
   int serve_fd() const { return epoll_.get(); }
@@ -60,7 +60,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
 
  private:
   /// A socket that has not shown its invitation yet.
-  struct Newcomer {
+  struct PendingSocket {
     UniqueFd socket;
     int64_t deadline_ns;
     Hello hello;
@@ -69,18 +69,18 @@ class Owner : public std::enable_shared_from_this<Owner> {
 
   void dispatch(uint64_t serial);
   void serve(uint64_t serial, ServedConnection& connection);
-  void hush(uint64_t serial, ServedConnection& connection);
-  void on_hush_timer();
+  void defer_settle(uint64_t serial, ServedConnection& connection);
+  void on_defer_timer();
   void await_copies(uint64_t serial);
   void on_copy_timer();
   void serve_again(std::vector<uint64_t>& serials);
-  void welcome();
+  void accept_ready();
   void listen_again(bool enabled);
-  void on_greeting_timer();
-  void greet(uint64_t serial);
-  Verdict judge(const Hello& hello, uint64_t& connection_id);
-  void dismiss(std::map<uint64_t, Newcomer>::iterator newcomer);
-  void dismiss_oldest() { dismiss(newcomers_.begin()); }
+  void on_hello_timer();
+  void read_hello(uint64_t serial);
+  Verdict authenticate(const Hello& hello, uint64_t& connection_id);
+  void dismiss(std::map<uint64_t, PendingSocket>::iterator pending);
+  void dismiss_oldest() { dismiss(pending_.begin()); }
   size_t cut_served(const std::function<bool(const ServedConnection&)>& which);
   Status open_descriptors();
   bool watch(int fd, uint32_t events, uint64_t serial);
@@ -88,17 +88,17 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void unwatch(int fd);
 
   const Address address_;
-  UniqueFd listener_, epoll_, greeting_timer_, hush_timer_, copy_timer_;
+  UniqueFd listener_, epoll_, hello_timer_, defer_timer_, copy_timer_;
 
   ServeLock lock_;  // guards everything below
-  LentRegions regions_;
-  DeviceSource device_;  // empty: none is lent
+  ExportedRegions regions_;
+  DeviceSource device_;  // empty: no device memory is exported
   Invitations invitations_;
-  uint64_t next_serial_;                    // names a socket to epoll; never used twice
-  std::map<uint64_t, Newcomer> newcomers_;  // oldest first
+  uint64_t next_serial_;                       // names a socket to epoll; never used twice
+  std::map<uint64_t, PendingSocket> pending_;  // oldest first
   std::unordered_map<uint64_t, ServedConnection> served_;
-  std::vector<uint64_t> hushed_, copying_, waking_;  // serials
-  uint32_t vain_looks_ = 0;                          // at copies, one after the other
+  std::vector<uint64_t> deferred_, copying_, waking_;  // serials
+  uint32_t vain_polls_ = 0;                            // at copies, one after the other
 };
 
 }  // namespace kvlink::tcp

@@ -27,7 +27,7 @@ std::atomic_ref<uint64_t> word_at(const std::byte* address) {
   return std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<std::byte*>(address)));
 }
 
-bool inside(const LentRegion& region, uint64_t offset, uint64_t bytes) {
+bool inside(const ExportedRegion& region, uint64_t offset, uint64_t bytes) {
   return bytes <= region.bytes && offset <= region.bytes - bytes;
 }
 
@@ -87,10 +87,10 @@ Wants ServedConnection::serve() {
   }
 }
 
-void ServedConnection::set_hushed(bool hushed) {
-  hushed_ = hushed;
-  if (hushed) expects_write_ = false;
-  const int bytes = hushed ? kWriteFrameBytes + 1 : 1;
+void ServedConnection::set_deferred(bool deferred) {
+  deferred_ = deferred;
+  if (deferred) expects_write_ = false;
+  const int bytes = deferred ? kWriteFrameBytes + 1 : 1;
   ::setsockopt(socket(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }
 
@@ -170,7 +170,7 @@ uint64_t ServedConnection::HeldGuard::found() const { return word_at(word).load(
 ReadStatus ServedConnection::hold_guard(const GuardEntry& entry) {
   const auto found = regions_.find(entry.key);
   if (found == regions_.end()) return ReadStatus::kUnknownKey;
-  const LentRegion& region = found->second;
+  const ExportedRegion& region = found->second;
   const std::byte* const word = region.base + entry.offset;
   if (region.access != Access::kReadWords || !inside(region, entry.offset, sizeof entry.value) ||
       !is_aligned(word)) {
@@ -182,7 +182,7 @@ ReadStatus ServedConnection::hold_guard(const GuardEntry& entry) {
 
 ReadStatus ServedConnection::gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes) {
   uint64_t key = 0;
-  const LentRegion* region = nullptr;  // of `key`
+  const ExportedRegion* region = nullptr;  // of `key`
   for (uint32_t index = 0; index < header.count && bytes <= kMaxFrameBytes; ++index) {
     const auto entry = load<ReadEntry>(entries + index * sizeof(ReadEntry));
     if (region == nullptr || entry.key != key) {
@@ -240,7 +240,7 @@ ServedConnection::Step ServedConnection::store(const RequestHeader& header, cons
   const auto entry = load<WriteEntry>(from);
   const auto found = regions_.find(entry.key);
   if (found == regions_.end()) return Step::kMalformed;
-  const LentRegion& region = found->second;
+  const ExportedRegion& region = found->second;
   if (region.access != Access::kWriteWords || !inside(region, entry.offset, sizeof(uint64_t)))
     return Step::kMalformed;
   std::byte* to = region.base + entry.offset;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's end of one admitted connection: frames in, payload out straight from the lent memory.
+// The owner's end of one admitted connection: frames in, payload out straight from the exported memory.
 //
 // Frames run strictly in order, and one runs only when the payload of all earlier ones is with the kernel: a
 // lease slot read behind a data read therefore vouches for it.
@@ -23,13 +23,14 @@ namespace kvlink::tcp {
 /// Every call under the owner's lock, which also guards `regions` and `source`.
 class ServedConnection {
  public:
-  ServedConnection(UniqueFd socket, uint64_t connection_id, const LentRegions& regions, DeviceSource* source)
+  ServedConnection(UniqueFd socket, uint64_t connection_id, const ExportedRegions& regions,
+                   DeviceSource* source)
       : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions), source_(source) {}
 
   /// Works until there is nothing to do or its share of this round is used up.
   Wants serve();
   /// Part of a response under way, or the word that it is sent under, comes from `region`.
-  bool sends_from(const LentRegion& region) const {
+  bool sends_from(const ExportedRegion& region) const {
     return outbox_.touches(region) || (device_ && device_->touches(region)) ||
            (is_sending() && guard_.word && region.meets(guard_.word, sizeof(uint64_t)));
   }
@@ -37,12 +38,12 @@ class ServedConnection {
   void enforce_guard() {
     if (is_sending() && !guard_.holds()) withhold();
   }
-  /// A lease slot was read last, and that was not hushed for yet: what comes next is most likely a lone
+  /// A lease slot was read last, and that was not deferred for yet: what comes next is most likely a lone
   /// settle.
   bool expects_write() const { return expects_write_; }
-  bool hushed() const { return hushed_; }
-  /// A hushed socket is not readable for one lone write.
-  void set_hushed(bool hushed);
+  bool deferred() const { return deferred_; }
+  /// A deferred socket is not readable for one lone write.
+  void set_deferred(bool deferred);
   int socket() const { return socket_.get(); }
   uint64_t connection_id() const { return connection_id_; }
 
@@ -80,8 +81,8 @@ class ServedConnection {
 
   UniqueFd socket_;
   uint64_t connection_id_;
-  const LentRegions& regions_;
-  DeviceSource* const source_;  // null: no memory of a device is lent
+  const ExportedRegions& regions_;
+  DeviceSource* const source_;  // null: no device memory is exported
   std::vector<std::byte> inbox_ = std::vector<std::byte>(kInboxBytes);
   size_t begin_ = 0, end_ = 0;  // of what inbox_ holds
   Outbox outbox_;
@@ -91,7 +92,7 @@ class ServedConnection {
   std::unique_ptr<DevicePayload> device_;  // null until one is asked for
   std::vector<std::byte> copied_;  // the header of the response under way, and the words loaded for it
   size_t copied_bytes_ = 0;
-  bool expects_write_ = false, hushed_ = false;
+  bool expects_write_ = false, deferred_ = false;
   std::atomic<uint64_t> frames_{0};  // read so far; a barrier between them
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What crosses a tcp connection. Little-endian, packed without gaps, sent as it lies in memory.
+// What crosses a tcp connection. Little-endian, packed without gaps, sent as it is in memory.
 //
 //   reader -> owner: Hello, then frames: RequestHeader + `count` ReadEntry, or + GuardEntry + `count`
 //   ReadEntry, or + WriteEntry
@@ -85,7 +85,8 @@ struct WriteEntry {
   uint64_t key;
   uint64_t offset;
 };
-static_assert(sizeof(WriteEntry) < sizeof(ReadEntry), "the shortest frame is a write: see Owner::hush");
+static_assert(sizeof(WriteEntry) < sizeof(ReadEntry),
+              "the shortest frame is a write: see Owner::defer_settle");
 
 inline constexpr size_t kWriteFrameBytes = sizeof(RequestHeader) + sizeof(WriteEntry);
 inline constexpr size_t kMaxRequestBytes =

@@ -39,7 +39,7 @@ Result<RemoteRegion> parse_key(std::string_view blob) {
 class Reader final : public Endpoint {
  public:
   Reader(Address owner, uint32_t lane)
-      : owner_(std::move(owner)), peer_("owner " + owner_.text()), lane_(lane), landing_(peer_) {}
+      : owner_(std::move(owner)), peer_("owner " + owner_.text()), lane_(lane), expected_(peer_) {}
   ~Reader() override { close(); }
 
   std::string hello() const override { return encode_hello(lane_); }
@@ -81,7 +81,7 @@ class Reader final : public Endpoint {
   uint32_t next_id_ = 0;
   bool awaiting_ = false;  // responses to what earlier polls sent
   std::vector<Write> writes_;
-  Landing landing_;
+  ResponseQueue expected_;
 };
 
 Status Reader::wait_for(short events, int64_t deadline_ns) const {
@@ -128,7 +128,7 @@ Status Reader::exchange_hello(const Invitation& invitation, int64_t deadline_ns)
   const Hello hello{kHelloMagic, kVersion, 0, owner_.instance, invitation.id, invitation.secret};
   // A fresh socket has room for 64 bytes.
   if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) {
-    return Status::Unreachable(errno_text("cannot greet " + peer_));
+    return Status::Unreachable(errno_text("cannot send the hello to " + peer_));
   }
   HelloReply reply{};
   for (size_t got = 0; got < sizeof reply;) {
@@ -183,7 +183,7 @@ Status Reader::post_read(uint64_t token, const Chunk& chunk) {
   if (chunk.guard.value != 0 && chunk.guard.region >= regions_.size()) {
     return Status::AccessDenied("the guard of a read lies outside the regions of " + peer_);
   }
-  landing_.expect(token, next_id_, chunk, bytes);
+  expected_.expect(token, next_id_, chunk, bytes);
   uint64_t in_op = 0;
   for (size_t op = 0; op < chunk.ops.size();) append_frame(chunk, op, in_op);
   return {};
@@ -231,7 +231,7 @@ PollResult Reader::poll(int64_t, bool, std::vector<Completion>& ended) {
   // What has only just been asked for cannot be here yet.
   const bool too_early = result.progressed && !awaiting_;
   if (broken_.ok() && !too_early) broken_ = receive(ended, result.progressed);
-  awaiting_ = !landing_.empty();
+  awaiting_ = !expected_.empty();
   result.status = broken_;
   return result;
 }
@@ -262,7 +262,7 @@ Status Reader::flush(std::vector<Completion>& ended, bool& progressed) {
 Status Reader::receive(std::vector<Completion>& ended, bool& progressed) {
   for (size_t budget = kSliceBytes; budget > 0;) {
     msghdr message{};
-    const std::span<iovec> places = landing_.places(budget);
+    const std::span<iovec> places = expected_.places(budget);
     message.msg_iov = places.data();
     message.msg_iovlen = places.size();
     const ssize_t got = ::recvmsg(socket_.get(), &message, 0);
@@ -271,21 +271,21 @@ Status Reader::receive(std::vector<Completion>& ended, bool& progressed) {
     if (got < 0) return Status::Unreachable(errno_text(peer_ + " is gone"));
     if (got == 0) return Status::Unreachable(peer_ + " closed the connection");
     progressed = true;
-    const Status status = landing_.landed(static_cast<size_t>(got), ended);
-    if (!status.ok() || landing_.empty()) return status;
+    const Status status = expected_.landed(static_cast<size_t>(got), ended);
+    if (!status.ok() || expected_.empty()) return status;
     budget -= std::min(budget, static_cast<size_t>(got));
   }
   return {};
 }
 
 bool Reader::cancel(uint64_t token) {
-  landing_.forget(token);
+  expected_.forget(token);
   std::erase_if(writes_, [token](const Write& write) { return write.token == token; });
   return true;
 }
 
 void Reader::close() {
-  landing_.forget_all();
+  expected_.forget_all();
   writes_.clear();
   socket_.reset();
   broken_ = Status::Unreachable("the connection to " + peer_ + " is closed");

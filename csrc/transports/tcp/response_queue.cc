@@ -24,7 +24,7 @@ std::string refusal(ReadStatus status) {
 
 }  // namespace
 
-void Landing::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes) {
+void ResponseQueue::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes) {
   ChunkCursor at;
   do {
     Response& response = responses_.emplace_back();
@@ -41,7 +41,7 @@ void Landing::expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t b
   } while (bytes > 0);
 }
 
-void Landing::forget(uint64_t token) {
+void ResponseQueue::forget(uint64_t token) {
   for (size_t index = first_; index < responses_.size(); ++index) {
     Response& response = responses_[index];
     if (response.token != token) continue;
@@ -50,17 +50,17 @@ void Landing::forget(uint64_t token) {
   }
 }
 
-void Landing::forget_all() {
+void ResponseQueue::forget_all() {
   responses_.clear();
   first_ = 0;
 }
 
-void Landing::place(void* base, size_t bytes) {
+void ResponseQueue::place(void* base, size_t bytes) {
   places_.push_back({base, bytes});
   placed_bytes_ += bytes;
 }
 
-std::span<iovec> Landing::places(size_t budget) {
+std::span<iovec> ResponseQueue::places(size_t budget) {
   places_.clear();
   placed_bytes_ = 0;
   bool ahead = false;  // a payload has its place ahead of its header
@@ -84,7 +84,7 @@ std::span<iovec> Landing::places(size_t budget) {
 }
 
 /// False: there was not room for all of it.
-bool Landing::place_payload(const Response& response, size_t budget) {
+bool ResponseQueue::place_payload(const Response& response, size_t budget) {
   if (response.forgotten && !scratch_) scratch_ = std::make_unique<std::byte[]>(kScratchBytes);
   ChunkCursor at = response.at;
   uint64_t left = response.total() - std::max<uint64_t>(response.got, sizeof(ResponseHeader));
@@ -99,24 +99,24 @@ bool Landing::place_payload(const Response& response, size_t budget) {
   return true;
 }
 
-iovec Landing::segment_at(const Response& response, const ChunkCursor& at) {
+iovec ResponseQueue::segment_at(const Response& response, const ChunkCursor& at) {
   const Segment& segment = response.chunk.segments[response.chunk.ops[at.op].first_segment + at.segment];
   return {segment.local + at.in_segment, segment.bytes - at.in_segment};
 }
 
-Status Landing::landed(size_t bytes, std::vector<Completion>& ended) {
+Status ResponseQueue::landed(size_t bytes, std::vector<Completion>& ended) {
   size_t taken = 0;
-  Status status = land(bytes, taken, ended);
+  Status status = take(bytes, taken, ended);
   if (!status.ok() || taken == bytes) return status;
   take_back(taken, bytes - taken);
   for (size_t from = 0; from < taken_back_.size() && status.ok(); from += taken) {
-    status = land(land_again(from), taken, ended);
+    status = take(place_again(from), taken, ended);
   }
   taken_back_.clear();
   return status;
 }
 
-Status Landing::land(size_t bytes, size_t& taken, std::vector<Completion>& ended) {
+Status ResponseQueue::take(size_t bytes, size_t& taken, std::vector<Completion>& ended) {
   for (taken = 0; taken < bytes;) {
     if (empty()) return Status::Unreachable("protocol error: " + peer_ + " sent bytes that nobody asked for");
     Response& response = responses_[first_];
@@ -126,7 +126,7 @@ Status Landing::land(size_t bytes, size_t& taken, std::vector<Completion>& ended
       taken += head;
       if (!response.proven()) break;
       bool refused = false;
-      const Status status = land_header(response, ended, refused);
+      const Status status = take_header(response, ended, refused);
       if (!status.ok() || refused) return status;
     }
     const uint64_t payload = std::min<uint64_t>(bytes - taken, response.total() - response.got);
@@ -142,7 +142,7 @@ Status Landing::land(size_t bytes, size_t& taken, std::vector<Completion>& ended
 }
 
 /// A refused response ends here.
-Status Landing::land_header(Response& response, std::vector<Completion>& ended, bool& refused) {
+Status ResponseQueue::take_header(Response& response, std::vector<Completion>& ended, bool& refused) {
   ResponseHeader header;
   std::memcpy(&header, response.head.data(), sizeof header);
   refused = header.status != ReadStatus::kOk;
@@ -164,7 +164,7 @@ Status Landing::land_header(Response& response, std::vector<Completion>& ended, 
   return {};
 }
 
-void Landing::scatter_small(const Response& response) const {
+void ResponseQueue::scatter_small(const Response& response) const {
   const std::byte* from = response.head.data() + sizeof(ResponseHeader);
   ChunkCursor at = response.at;
   walk(response.chunk, at, response.bytes, [&](const ReadOp&, uint32_t, std::byte* to, uint32_t bytes) {
@@ -174,7 +174,7 @@ void Landing::scatter_small(const Response& response) const {
   });
 }
 
-void Landing::take_back(size_t skip, size_t bytes) {
+void ResponseQueue::take_back(size_t skip, size_t bytes) {
   for (const iovec& place : places_) {
     const size_t skipped = std::min(skip, place.iov_len);
     const size_t here = std::min(bytes, place.iov_len - skipped);
@@ -186,7 +186,7 @@ void Landing::take_back(size_t skip, size_t bytes) {
 }
 
 /// Returns how many bytes found their next places.
-size_t Landing::land_again(size_t from) {
+size_t ResponseQueue::place_again(size_t from) {
   size_t copied = 0;
   for (const iovec& place : places(taken_back_.size() - from)) {
     const size_t bytes = std::min(place.iov_len, taken_back_.size() - from - copied);
@@ -196,7 +196,7 @@ size_t Landing::land_again(size_t from) {
   return copied;
 }
 
-void Landing::pop() {
+void ResponseQueue::pop() {
   ++first_;
   if (!empty() && first_ < kKeepEnded) return;
   responses_.erase(responses_.begin(), responses_.begin() + static_cast<ptrdiff_t>(first_));

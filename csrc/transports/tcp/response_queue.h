@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The responses a connection still expects, in order, and the places where the next bytes of the stream go.
 //
-// Responses come in order, so headers and payload land by one scattered receive, ahead of knowing that each
-// header says "ok". When one says "refused", no payload follows, and what landed in its place belongs to
+// Responses come in order, so headers and payload are placed by one scattered receive, ahead of knowing that
+// each header says "ok". When one says "refused", no payload follows, and what landed in its place belongs to
 // later responses: it is taken back and landed again. Only one payload at a time lands ahead of its header,
 // so nothing is overwritten.
 #pragma once
@@ -23,14 +23,14 @@
 
 namespace kvlink::tcp {
 
-class Landing {
+class ResponseQueue {
  public:
   /// `peer` goes into sentences.
-  explicit Landing(std::string peer) : peer_(std::move(peer)) {}
+  explicit ResponseQueue(std::string peer) : peer_(std::move(peer)) {}
 
   bool empty() const { return first_ == responses_.size(); }
   /// Behind everything expected so far. `bytes` is the sum over the ops; each kMaxFrameBytes of them are a
-  /// response of their own, whose ids count up from `id`. The chunk is borrowed.
+  /// response of their own, whose ids count up from `id`. The chunk is not copied.
   void expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes);
   /// Nothing of `token` lands from now on; its bytes are drained elsewhere.
   void forget(uint64_t token);
@@ -63,11 +63,11 @@ class Landing {
   void place(void* base, size_t bytes);
   bool place_payload(const Response& response, size_t budget);
   /// `taken` < `bytes` when a refusal shows that the rest landed in the wrong place.
-  Status land(size_t bytes, size_t& taken, std::vector<Completion>& ended);
-  Status land_header(Response& response, std::vector<Completion>& ended, bool& refused);
+  Status take(size_t bytes, size_t& taken, std::vector<Completion>& ended);
+  Status take_header(Response& response, std::vector<Completion>& ended, bool& refused);
   void scatter_small(const Response& response) const;
   void take_back(size_t skip, size_t bytes);
-  size_t land_again(size_t from);
+  size_t place_again(size_t from);
   void pop();
   static iovec segment_at(const Response& response, const ChunkCursor& at);
 

@@ -60,7 +60,7 @@ void Outbox::advance(size_t bytes) {
   }
 }
 
-bool Outbox::touches(const LentRegion& region) const {
+bool Outbox::touches(const ExportedRegion& region) const {
   return std::any_of(pieces_.begin() + static_cast<ptrdiff_t>(next_), pieces_.end(), [&](const iovec& piece) {
     return region.meets(static_cast<const std::byte*>(piece.iov_base), piece.iov_len);
   });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the owner sends: memory that it lends, and the pieces of one response on their way to the kernel.
+// What the owner sends: memory that it exports, and the pieces of one response on their way to the kernel.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,7 +13,7 @@
 
 namespace kvlink::tcp {
 
-struct LentRegion {
+struct ExportedRegion {
   std::byte* base = nullptr;
   uint64_t bytes = 0;
   Access access = Access::kRead;
@@ -23,7 +23,7 @@ struct LentRegion {
     return begin < base + bytes && base < begin + length;
   }
 };
-using LentRegions = std::unordered_map<uint64_t, LentRegion>;  // by key
+using ExportedRegions = std::unordered_map<uint64_t, ExportedRegion>;  // by key
 
 /// What a connection waits for: kCopies ends by itself, and nothing tells when.
 enum class Wants : uint8_t { kRequests, kSpace, kCopies, kEnd };
@@ -39,7 +39,7 @@ class Outbox {
   void add_zeros(uint64_t bytes);
   /// Hands over at most `budget` bytes and takes them off it. `more`: the next response follows at once.
   Wants send(int socket, bool more, size_t& budget);
-  bool touches(const LentRegion& region) const;
+  bool touches(const ExportedRegion& region) const;
 
  private:
   void advance(size_t bytes);

@@ -14,7 +14,7 @@ namespace kvlink::tcp {
 struct Address {
   std::string host;  // numeric
   uint16_t port = 0;
-  uint64_t instance = 0;  // drawn anew by every owner
+  uint64_t instance = 0;  // random, one for each owner
 
   std::string encode() const;
   /// Refuses blobs that encode() did not write and hosts that are not numeric.
@@ -36,7 +36,7 @@ bool tune(int socket);
 /// control that paces (BBR) cost bare sockets 11 to 21 % of their CPU time (1 to 64 MiB in pieces of 4 and
 /// 16 KiB). No effect on other connections.
 void leave_unpaced_in_host(int socket);
-/// Resets the connection at once, whoever else holds a copy of the descriptor.
+/// Resets the connection at once, even if another process holds a copy of the descriptor.
 void cut(int socket);
 /// "what: the system's sentence for errno".
 std::string errno_text(const std::string& what);

@@ -25,9 +25,9 @@ class TcpTransport final : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>& through) override {
     if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
-    if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot lend empty memory");
+    if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot export empty memory");
     if (Status status = owner_->send_through(through); !status.ok()) return status;
-    return owner_->lend(range, access);
+    return owner_->register_region(range, access);
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {

@@ -37,7 +37,7 @@ class VerbsEndpoint final : public Endpoint {
  public:
   VerbsEndpoint(Route route, std::unique_ptr<Cq> cq, std::unique_ptr<Qp> qp, std::shared_ptr<CmPort> cm,
                 const ChainLimits& limits, uint32_t max_wrs, std::vector<LocalRegion> locals,
-                Patience patience)
+                LivenessTimeouts timeouts)
       : owner_nic_(route.owner_nic),
         // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those
         // before it have landed, which saves the way to the CPU and back.
@@ -52,8 +52,8 @@ class VerbsEndpoint final : public Endpoint {
         chain_(limits),
         max_wrs_(max_wrs),
         locals_(std::move(locals)),
-        patience_(patience),
-        silence_(patience.silence_ns),
+        timeouts_(timeouts),
+        liveness_(timeouts.silence_ns),
         losses_(qp_->nic()->losses()) {}
   ~VerbsEndpoint() override { close(); }
 
@@ -101,8 +101,8 @@ class VerbsEndpoint final : public Endpoint {
   Chain chain_;
   const uint32_t max_wrs_;
   const std::vector<LocalRegion> locals_;
-  const Patience patience_;
-  Silence silence_;
+  const LivenessTimeouts timeouts_;
+  Liveness liveness_;
   const uint32_t losses_;
   std::vector<RemoteRegion> remotes_;
   std::deque<Post> posts_;
@@ -123,9 +123,9 @@ Status VerbsEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
 
 Status VerbsEndpoint::connect(std::string_view reply, int64_t timeout_ns) {
   if (cm_) {
-    if (const auto to = CmReply::parse(reply)) return cm_->connect(*qp_, *to, patience_, timeout_ns);
+    if (const auto to = CmReply::parse(reply)) return cm_->connect(*qp_, *to, timeouts_, timeout_ns);
   } else {
-    if (const auto parsed = Reply::parse(reply)) return qp_->connect(parsed->owner, patience_);
+    if (const auto parsed = Reply::parse(reply)) return qp_->connect(parsed->owner, timeouts_);
   }
   return Status::Unreachable("the owner's answer for " + qp_->name() + " is malformed");
 }
@@ -183,7 +183,7 @@ void VerbsEndpoint::pump() {
     const auto room = std::min(chain_.capacity(), static_cast<uint32_t>(max_wrs_ - under_way()));
     uint32_t used = 0;
     while (used < room && num_full_ < posts_.size()) used += add(posts_[num_full_], used, room - used);
-    chain_.sign(used, num_posted_ + used);
+    chain_.finish(used, num_posted_ + used);
     broken_ = qp_->post(chain_.first());
     num_posted_ += used;
   }
@@ -194,13 +194,13 @@ void VerbsEndpoint::pump() {
 Status VerbsEndpoint::check_alive(int64_t now, bool heard, bool waiting) {
   if (lost_nic()) return qp_->nic()->why_lost();
   if (qp_->failed()) return qp_->why_failed();
-  if (heard) silence_.heard();
-  if (waiting && under_way() == 0 && silence_.idle_too_long(now)) {
+  if (heard) liveness_.heard();
+  if (waiting && under_way() == 0 && liveness_.idle_too_long(now)) {
     if (Status status = qp_->ask(++num_posted_); !status.ok()) return status;
   }
-  if (heard || under_way() == 0 || !silence_.too_long(now)) return {};
+  if (heard || under_way() == 0 || !liveness_.too_long(now)) return {};
   return Status::Unreachable(qp_->name() + ": the owner's NIC answered nothing for " +
-                             std::to_string(patience_.silence_ns / 1'000'000) +
+                             std::to_string(timeouts_.silence_ns / 1'000'000) +
                              " ms; its port, device or host is gone");
 }
 
@@ -244,7 +244,7 @@ PollResult VerbsEndpoint::poll(int64_t now, bool waiting, std::vector<Completion
   retire(ended);
   if (broken_.ok()) broken_ = check_alive(now, progressed, waiting);
   pump();
-  return {broken_, progressed, silence_.look_at_ns()};
+  return {broken_, progressed, liveness_.next_check_ns()};
 }
 
 bool VerbsEndpoint::arm() {
@@ -313,7 +313,7 @@ void VerbsEndpoint::close() {
 
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
                                                 Route route, std::vector<LocalRegion> locals,
-                                                Patience patience) {
+                                                LivenessTimeouts timeouts) {
   const Nic::Limits& limits = nic->limits();
   const ChainLimits chain{.wrs = std::min(kChainWrs, limits.max_wrs),
                           .sges_per_wr = limits.max_sge,
@@ -325,7 +325,7 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::s
   if (!qp.ok()) return qp.status();
   return std::unique_ptr<Endpoint>(new VerbsEndpoint(std::move(route), std::move(*cq), std::move(*qp),
                                                      std::move(cm), chain, limits.max_wrs, std::move(locals),
-                                                     patience));
+                                                     timeouts));
 }
 
 }  // namespace kvlink::verbs

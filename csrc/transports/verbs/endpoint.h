@@ -25,6 +25,6 @@ struct Route {
 /// `cm` connects it, or when null the addresses in hello and reply do.
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
                                                 Route route, std::vector<LocalRegion> locals,
-                                                Patience patience);
+                                                LivenessTimeouts timeouts);
 
 }  // namespace kvlink::verbs

@@ -2,9 +2,9 @@
 // How long a NIC may answer nothing. Pure: takes the time, and does nothing.
 //
 // A pull ends, or goes on by another NIC, within a second of a device's removal or a port's going down: an
-// owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs); who was not
-// told, or whose owner could not, asks now and then where it has nothing under way (kTickNs), gives up what
-// stays silent (kSilenceNs), and flushes its queue pair (kFlushNs).
+// owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs). A reader that
+// was not told asks now and then where it has nothing under way (kTickNs), gives up an owner that stays
+// silent (kSilenceNs), and flushes its queue pair (kFlushNs).
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ namespace kvlink::verbs {
 inline constexpr int64_t kLookNs = 100'000'000;  // a look costs a system call a port
 inline constexpr int64_t kTellNs = 20'000'000;   // a round trip of any fabric, on a busy machine
 inline constexpr int64_t kTickNs = 100'000'000;
-// Several times what a NIC takes to send again what was lost; see Patience.
+// Several times what a NIC takes to send again what was lost; see LivenessTimeouts.
 inline constexpr int64_t kSilenceNs = 600'000'000;
 // A halted queue pair flushes in microseconds; a broken NIC never does.
 inline constexpr int64_t kFlushNs = 100'000'000;
 static_assert(kLookNs + kTellNs + kTickNs + kSilenceNs + kFlushNs < 1'000'000'000);
 
-class Silence {
+class Liveness {
  public:
-  explicit Silence(int64_t most_ns = kSilenceNs) : most_ns_(most_ns) {}
+  explicit Liveness(int64_t most_ns = kSilenceNs) : most_ns_(most_ns) {}
 
   /// The other end was heard.
   void heard() { silent_ns_ = looked_ns_ = idle_since_ns_ = 0; }
@@ -40,7 +40,7 @@ class Silence {
     return now - idle_since_ns_ >= kTickNs;
   }
   /// When to call one of them again.
-  int64_t look_at_ns() const {
+  int64_t next_check_ns() const {
     if (looked_ns_ != 0) return looked_ns_ + std::min(most_ns_ - silent_ns_, kTickNs);
     return idle_since_ns_ != 0 ? idle_since_ns_ + kTickNs : INT64_MAX;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One port of an RDMA device, opened: its protection domain, limits, address and what befalls it.
+// One port of an RDMA device, opened: its protection domain, limits, address and asynchronous events.
 #pragma once
 
 #include <atomic>

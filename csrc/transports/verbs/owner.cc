@@ -23,7 +23,7 @@ namespace {
 // A reader that died without a word is found out by an empty write. Its queue pair costs the owner a few KiB
 // until then.
 constexpr int64_t kProbeNs = 5'000'000'000;
-constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; who is dead will not answer anyway
+constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; a dead reader will not answer anyway
 constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completions would not all find room
 constexpr ptrdiff_t kMostOfOne = kMostServed / 2;         // of one caller's: the others get in
 constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
@@ -31,13 +31,14 @@ constexpr uint64_t kTimer = UINT64_MAX;
 
 }  // namespace
 
-Result<std::unique_ptr<Owner>> Owner::make(Ports& ports, Patience patience) {
-  std::unique_ptr<Owner> owner(new Owner(ports, patience));
+Result<std::unique_ptr<Owner>> Owner::make(Ports& ports, LivenessTimeouts timeouts) {
+  std::unique_ptr<Owner> owner(new Owner(ports, timeouts));
   if (Status status = owner->watch_all(); !status.ok()) return status;
   return owner;
 }
 
-Owner::Owner(Ports& ports, Patience patience) : ports_(ports), patience_(patience), probed_ns_(now_ns()) {}
+Owner::Owner(Ports& ports, LivenessTimeouts timeouts)
+    : ports_(ports), timeouts_(timeouts), probed_ns_(now_ns()) {}
 
 Status Owner::watch_all() {
   static const std::string kDoing = "cannot watch RDMA devices";
@@ -55,15 +56,15 @@ Status Owner::watch_all() {
 }
 
 bool Owner::watch(size_t port) const {
-  const auto berth = ports_.at(port);
-  return sys::watch(epoll_.get(), berth->nic->events_fd(), EPOLLIN, port) &&
-         (!berth->cm || sys::watch(epoll_.get(), berth->cm->events_fd(), EPOLLIN, ports_.size() + port));
+  const auto opened = ports_.at(port);
+  return sys::watch(epoll_.get(), opened->nic->events_fd(), EPOLLIN, port) &&
+         (!opened->cm || sys::watch(epoll_.get(), opened->cm->events_fd(), EPOLLIN, ports_.size() + port));
 }
 
 void Owner::unwatch(size_t port) const {
-  const auto berth = ports_.at(port);
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->nic->events_fd(), nullptr);
-  if (berth->cm) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, berth->cm->events_fd(), nullptr);
+  const auto opened = ports_.at(port);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, opened->nic->events_fd(), nullptr);
+  if (opened->cm) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, opened->cm->events_fd(), nullptr);
 }
 
 /// What is gone is let go of by all that is the owner's, so that its removal can end.
@@ -74,7 +75,7 @@ void Owner::look_after_ports() {
     if (change == Ports::Change::kBack) static_cast<void>(watch(port));
     if (change != Ports::Change::kLost) continue;
     unwatch(port);
-    ports_.let_go(port, now, dismiss(port));
+    ports_.release(port, now, dismiss(port));
   }
 }
 
@@ -100,9 +101,9 @@ Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
   if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that there is not");
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
-  const auto berth = ports_.at(port);
-  if (!berth) return ports_.why_away(port);
-  if (Status status = berth->nic->check(); !status.ok()) return status;
+  const auto opened = ports_.at(port);
+  if (!opened) return ports_.why_away(port);
+  if (Status status = opened->nic->check(); !status.ok()) return status;
   if (served_.size() >= kMostServed) {
     return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
                                "give readers fewer lanes (KVLINK_LANES)");
@@ -113,32 +114,32 @@ Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
                                    " queue pairs of this reader's process or host already",
                                "give readers fewer lanes (KVLINK_LANES)");
   }
-  Result<std::unique_ptr<Qp>> qp = Qp::create(berth->nic, *berth->cq, kServedWrs, 1);
+  Result<std::unique_ptr<Qp>> qp = Qp::create(opened->nic, *opened->cq, kServedWrs, 1);
   if (!qp.ok()) return qp.status();
-  if (berth->cm) {
-    CmReply reply = berth->cm->address();
+  if (opened->cm) {
+    CmReply reply = opened->cm->address();
     const std::string secret = random_bytes(reply.secret.size());
     std::copy(secret.begin(), secret.end(), reply.secret.begin());
     served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp), false, reply.secret,
                        now_ns() + kExpectedNs});
     return reply.format();
   }
-  if (Status status = (*qp)->connect(hello.reader, patience_); !status.ok()) return status;
+  if (Status status = (*qp)->connect(hello.reader, timeouts_); !status.ok()) return status;
   const Reply reply{(*qp)->address()};
   served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp)});
   return reply.format();
 }
 
-void Owner::welcome(size_t port, CmCaller caller) {
+void Owner::accept_caller(size_t port, CmCaller caller) {
   const auto text = [](const Secret& secret) { return std::string_view(secret.data(), secret.size()); };
   std::lock_guard lock(mutex_);
-  const auto berth = ports_.at(port);
+  const auto opened = ports_.at(port);
   for (Served& served : served_) {
     if (served.port != port || served.expected_ns == 0 ||
         !same_secret(text(served.secret), text(caller.secret)))
       continue;
     served.expected_ns = 0;
-    const Status status = berth->cm->accept(std::move(caller), *served.qp, patience_);
+    const Status status = opened->cm->accept(std::move(caller), *served.qp, timeouts_);
     if (!status.ok()) served.qp->fail(IBV_EVENT_QP_FATAL);
     return;
   }
@@ -172,10 +173,10 @@ void Owner::tell(std::span<Served> leaving, int64_t most_ns) {
 /// Takes note of what probes and words of parting came to.
 void Owner::take_answers(std::span<Served> leaving) {
   for (size_t port = 0; port < ports_.size(); ++port) {
-    const auto berth = ports_.at(port);
+    const auto opened = ports_.at(port);
     std::array<ibv_wc, 16> answers;
     for (int count;
-         berth && (count = berth->cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
+         opened && (count = opened->cq->poll(answers.data(), static_cast<int>(answers.size()))) > 0;) {
       for (const ibv_wc& answer : std::span(answers).first(static_cast<size_t>(count))) {
         const auto is_it = [&answer, port](const Served& served) {
           return served.port == port && served.qp->qpn() == answer.qp_num;
@@ -217,12 +218,12 @@ void Owner::serve() {
       continue;
     }
     const size_t port = what % ports_.size();
-    const auto berth = ports_.at(port);
-    if (!berth) continue;
+    const auto opened = ports_.at(port);
+    if (!opened) continue;
     if (what < ports_.size()) {
-      berth->nic->take_events();  // without the lock: a queue pair under destruction waits for it
+      opened->nic->take_events();  // without the lock: a queue pair under destruction waits for it
     } else {
-      berth->cm->take_events([this, port](CmCaller caller) { welcome(port, std::move(caller)); });
+      opened->cm->take_events([this, port](CmCaller caller) { accept_caller(port, std::move(caller)); });
     }
   }
   look_after_ports();
@@ -239,8 +240,8 @@ void Owner::close() {
   if (std::exchange(closed_, true)) return;
   cut(std::exchange(served_, {}));
   for (size_t port = 0; port < ports_.size(); ++port) {
-    const auto berth = ports_.at(port);
-    if (berth && berth->cm) berth->cm->stop_listening();
+    const auto opened = ports_.at(port);
+    if (opened && opened->cm) opened->cm->stop_listening();
   }
 }
 

@@ -20,7 +20,7 @@ namespace kvlink::verbs {
 class Owner {
  public:
   /// `ports` outlive it.
-  static Result<std::unique_ptr<Owner>> make(Ports& ports, Patience patience);
+  static Result<std::unique_ptr<Owner>> make(Ports& ports, LivenessTimeouts timeouts);
   ~Owner() { close(); }
 
   /// The reply's blob. Refuses a caller that has its share of the queue pairs that are served.
@@ -42,12 +42,12 @@ class Owner {
     int64_t expected_ns = 0;  // until when; 0: it is connected
   };
 
-  Owner(Ports& ports, Patience patience);
+  Owner(Ports& ports, LivenessTimeouts timeouts);
   Status watch_all();
   bool watch(size_t port) const;
   void unwatch(size_t port) const;
   void look_after_ports();
-  void welcome(size_t port, CmCaller caller);
+  void accept_caller(size_t port, CmCaller caller);
   void probe_readers();
   template <typename Which>
   std::vector<Served> take_out(Which which);
@@ -61,7 +61,7 @@ class Owner {
   std::vector<std::unique_ptr<Qp>> dismiss(size_t port);
 
   Ports& ports_;
-  const Patience patience_;
+  const LivenessTimeouts timeouts_;
   UniqueFd epoll_, timer_;
   int64_t probed_ns_;  // of the serving thread
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ports of a worker by name, whatever becomes of their devices: one that is removed is let go of, looked
-// for, and when it is back opened anew, with all that was registered there before.
+// The ports of a worker by name. A port whose device is removed is released, and reopened with all that was
+// registered there once the device is back.
 #pragma once
 
 #include <functional>
@@ -25,14 +25,14 @@ inline constexpr uint32_t kServedWrs = 4;       // of each queue pair that a rea
 inline constexpr uint32_t kServedCqes = 16384;  // of all of them at a port
 
 /// A port while its device is here. The device is closed when this, its queue pairs and its users are gone.
-struct Berth {
+struct OpenPort {
   std::shared_ptr<Nic> nic;
   std::shared_ptr<CmPort> cm;                         // null: it is connected to directly
   std::unique_ptr<Cq> cq;                             // of queue pairs that readers read through
   std::vector<std::shared_ptr<const Memory>> memory;  // in order of registration; for Ports alone
 };
 
-/// Any thread may call anything but look() and let_go(), which belong to one thread.
+/// Any thread may call anything but look() and release(), which belong to one thread.
 class Ports {
  public:
   using Open = std::function<Result<std::shared_ptr<Nic>>(const NicPlace&)>;
@@ -44,7 +44,7 @@ class Ports {
 
   size_t size() const { return ports_.size(); }
   /// Null while it is away. Not to be kept: it may go.
-  std::shared_ptr<const Berth> at(size_t port) const;
+  std::shared_ptr<const OpenPort> at(size_t port) const;
   Status why_away(size_t port) const;
   /// Of those that are away as it was.
   Address address() const;
@@ -54,17 +54,17 @@ class Ports {
 
   /// Registers memory at every port; its index, in order. Refuses (kTransportUnavailable) what one cannot
   /// reach.
-  Result<size_t> enlist(const MemoryRange& range, Rights rights);
+  Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
   std::vector<LocalRegion> locals(size_t port) const;
   RemoteKey key(size_t region, Access access) const;
 
-  /// kLost: its device is gone; whoever holds its queue pairs drops them and calls let_go(). kBack: it may be
-  /// used again, under other keys.
+  /// kLost: its device is gone; the holder of its queue pairs drops them and calls release(). kBack: it may
+  /// be used again, under other keys.
   Change look(size_t port, int64_t now);
   /// Returns at once. Nothing more is asked of the device but to end the queue pairs `served` there, then
   /// itself.
-  void let_go(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
-  /// Idempotent. Waits for who is looking for a port.
+  void release(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
+  /// Idempotent. Waits for an attempt to reopen a port.
   void close();
 
  private:
@@ -75,20 +75,20 @@ class Ports {
   };
   struct Port {
     NicPlace place;
-    std::shared_ptr<Berth> berth;  // null: away
+    std::shared_ptr<OpenPort> opened;  // null: away
     NicAddress address;
     std::string away = {};
     uint32_t times_away = 0;
     std::vector<std::weak_ptr<Nic>> left = {};  // connections may hold it for a while
-    Search search = {};                         // from here on of the one thread
+    ReopenBackoff backoff = {};                 // from here on of the one thread
     std::future<void> leaving = {};
-    std::future<Result<std::shared_ptr<Berth>>> attempt = {};
+    std::future<Result<std::shared_ptr<OpenPort>>> attempt = {};
   };
 
   explicit Ports(Open open) : open_(std::move(open)) {}
-  static Result<std::shared_ptr<Berth>> equip(std::shared_ptr<Nic> nic);
-  static Result<std::shared_ptr<Berth>> reopen(const Open& open, const NicPlace& place,
-                                               const std::vector<Range>& ranges);
+  static Result<std::shared_ptr<OpenPort>> equip(std::shared_ptr<Nic> nic);
+  static Result<std::shared_ptr<OpenPort>> reopen(const Open& open, const NicPlace& place,
+                                                  const std::vector<Range>& ranges);
   Change settle(Port& port, int64_t now);
 
   const Open open_;

@@ -105,7 +105,7 @@ QpAddress Qp::address() const {
   return {qpn(), psn_, at.lid, at.gid, static_cast<uint32_t>(nic_->mtu()), limits.reads_out, limits.reads_in};
 }
 
-Status Qp::connect(const QpAddress& peer, Patience patience) {
+Status Qp::connect(const QpAddress& peer, LivenessTimeouts timeouts) {
   peer_qpn_ = peer.qpn;
   const Nic::Limits& own = nic_->limits();
   ibv_qp_attr attributes{};
@@ -123,8 +123,8 @@ Status Qp::connect(const QpAddress& peer, Patience patience) {
   if (!ready.ok()) return ready;
   attributes = {};
   attributes.qp_state = IBV_QPS_RTS;
-  attributes.timeout = patience.timeout;
-  attributes.retry_cnt = patience.retries;
+  attributes.timeout = timeouts.timeout;
+  attributes.retry_cnt = timeouts.retries;
   attributes.rnr_retry = kRnrForever;
   attributes.sq_psn = psn_;
   attributes.max_rd_atomic = static_cast<uint8_t>(std::min(own.reads_out, peer.reads_in));
@@ -212,7 +212,7 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
     case IBV_WC_REM_INV_REQ_ERR:
       return Status::AccessDenied(what +
                                   "the owner's NIC refuses the key or the range; the owner restarted or "
-                                  "revoked it: ask for a fresh ticket, the next pull connects anew");
+                                  "revoked it: ask for a fresh ticket, the next pull reconnects");
     case IBV_WC_LOC_QP_OP_ERR:  // rxe's, when its link goes down under a request
       return Status::Unreachable(what +
                                  "this process's own NIC could not carry it out; its link may be down");
@@ -222,7 +222,7 @@ Status failure(const Api& api, const ibv_wc& completion, const std::string& wher
     case IBV_WC_MW_BIND_ERR:
       return Status::AccessDenied(what +
                                   "this process's own NIC refuses the local memory or the request; was the "
-                                  "pool freed or mapped anew? restart the worker");
+                                  "pool freed or remapped? restart the worker");
     default:
       return Status::Unreachable(what + "the queue pair failed; see dmesg and rdma statistic");
   }

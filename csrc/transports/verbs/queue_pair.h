@@ -14,7 +14,7 @@ namespace kvlink::verbs {
 
 /// How patient a queue pair is; see ibv_modify_qp(3). A NIC may make four times as much of `timeout`, and
 /// some never go below half a second: what bounds a pull is `silence_ns`.
-struct Patience {
+struct LivenessTimeouts {
   uint8_t timeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet counts as lost
   uint8_t retries = 6;   // then half a second until a silent peer counts as gone; soft-RoCE takes 7 for ever
   int64_t silence_ns = kSilenceNs;  // of a reader's queue pair
@@ -51,7 +51,7 @@ class Qp {
 
   QpAddress address() const;
   /// Connects to the other end: both ends then use the smaller MTU and number of reads.
-  Status connect(const QpAddress& peer, Patience patience);
+  Status connect(const QpAddress& peer, LivenessTimeouts timeouts);
   Status post(ibv_send_wr* first) const;
   /// One step of a connection that somebody else makes; tie() tells what came of it.
   Status modify(ibv_qp_attr& attributes, int mask, const char* to) const;

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBacklog = 1024;
 constexpr uint8_t kRnrForever = 7;
-constexpr uint8_t kMostRetries = 7;  // what the messages say; Patience is what the queue pairs do
+constexpr uint8_t kMostRetries = 7;  // what the messages say; LivenessTimeouts is what the queue pairs do
 
 using Channel = std::unique_ptr<rdma_event_channel, decltype(&::rdma_destroy_event_channel)>;
 using Id = Owned<rdma_cm_id>;
@@ -50,8 +50,8 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   CmReply address() const override { return address_; }
   int events_fd() const override { return channel_->fd; }
   void take_events(const Arrived& arrived) override;
-  Status accept(CmCaller caller, Qp& qp, Patience patience) override;
-  Status connect(Qp& qp, const CmReply& to, Patience patience, int64_t timeout_ns) override;
+  Status accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) override;
+  Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) override;
   void stop_listening() override { listener_.reset(); }
 
  private:
@@ -75,7 +75,7 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   Status resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to, int64_t end) const;
   /// What this end answers and starts at a time, if the other starts and answers as many.
   rdma_conn_param terms(const Qp& qp, uint32_t reads_in, uint32_t reads_out) const;
-  Status ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, Patience patience) const;
+  Status ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, LivenessTimeouts timeouts) const;
   void keep(Qp& qp, uint32_t peer_qpn, Id id);
   Status failed(const std::string& what, int error) const {
     return Status::Unreachable(nic_->name() + ": " + what + ": " + std::strerror(error));
@@ -173,7 +173,8 @@ rdma_conn_param RdmaCmPort::terms(const Qp& qp, uint32_t reads_in, uint32_t read
 }
 
 /// To RTS, by way of INIT again: the manager knows the partition.
-Status RdmaCmPort::ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, Patience patience) const {
+Status RdmaCmPort::ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms,
+                         LivenessTimeouts timeouts) const {
   static constexpr std::pair<ibv_qp_state, const char*> kWay[] = {
       {IBV_QPS_INIT, "INIT"}, {IBV_QPS_RTR, "RTR"}, {IBV_QPS_RTS, "RTS"}};
   for (const auto& [state, name] : kWay) {
@@ -185,8 +186,8 @@ Status RdmaCmPort::ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, P
     }
     attributes.max_dest_rd_atomic = terms.responder_resources;
     attributes.max_rd_atomic = terms.initiator_depth;
-    attributes.timeout = patience.timeout;
-    attributes.retry_cnt = patience.retries;
+    attributes.timeout = timeouts.timeout;
+    attributes.retry_cnt = timeouts.retries;
     attributes.rnr_retry = kRnrForever;
     if (Status status = qp.modify(attributes, mask, name); !status.ok()) return status;
   }
@@ -197,9 +198,9 @@ void RdmaCmPort::keep(Qp& qp, uint32_t peer_qpn, Id id) {
   qp.tie(peer_qpn, std::shared_ptr<Link>(new Link{shared_from_this(), std::move(id)}));
 }
 
-Status RdmaCmPort::accept(CmCaller caller, Qp& qp, Patience patience) {
+Status RdmaCmPort::accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) {
   rdma_conn_param answer = terms(qp, caller.reads_in, caller.reads_out);
-  if (Status status = ready(caller.id.get(), qp, answer, patience); !status.ok()) return status;
+  if (Status status = ready(caller.id.get(), qp, answer, timeouts); !status.ok()) return status;
   if (api_.accept(caller.id.get(), &answer) != 0) return failed("accepting a reader", errno);
   caller.id->context = &qp;  // events are taken by this thread, so none came yet
   keep(qp, caller.qpn, std::move(caller.id));
@@ -248,7 +249,7 @@ Status RdmaCmPort::resolve(rdma_event_channel* channel, rdma_cm_id* id, const Cm
   return await(channel, RDMA_CM_EVENT_ROUTE_RESOLVED, RDMA_CM_EVENT_ROUTE_RESOLVED, end).status();
 }
 
-Status RdmaCmPort::connect(Qp& qp, const CmReply& to, Patience patience, int64_t timeout_ns) {
+Status RdmaCmPort::connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) {
   const int64_t end = now_ns() + timeout_ns;
   const Result<Channel> opened = open_channel(api_);  // nobody else hears what is awaited here
   if (!opened.ok()) return opened.status();
@@ -266,7 +267,7 @@ Status RdmaCmPort::connect(Qp& qp, const CmReply& to, Patience patience, int64_t
   const Heard& answer = *heard;
   if (answer.what == RDMA_CM_EVENT_CONNECT_RESPONSE) {  // iWARP's driver has connected the queue pair itself
     const rdma_conn_param agreed = terms(qp, answer.reads_in, answer.reads_out);
-    if (Status status = ready(id.get(), qp, agreed, patience); !status.ok()) return status;
+    if (Status status = ready(id.get(), qp, agreed, timeouts); !status.ok()) return status;
     if (api_.establish(id.get()) != 0) return failed("establishing the connection to " + text(to), errno);
   }
   if (api_.migrate_id(id.get(), channel_.get()) != 0) return failed("keeping the connection", errno);

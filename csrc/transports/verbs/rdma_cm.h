@@ -15,7 +15,7 @@ struct rdma_cm_id;
 namespace kvlink::verbs {
 
 class Qp;
-struct Patience;
+struct LivenessTimeouts;
 
 /// Who asks to be connected. Forgetting it refuses it.
 struct CmCaller {
@@ -37,12 +37,12 @@ class CmPort {
   virtual CmReply address() const = 0;
   /// Readable when take_events() has something to do.
   virtual int events_fd() const = 0;
-  /// No event is held while `arrived` runs: it may wait for whoever destroys queue pairs.
+  /// No event is held while `arrived` runs: it may wait for a thread that destroys queue pairs.
   virtual void take_events(const Arrived& arrived) = 0;
   /// The owner's half: `qp` may be read through once the caller has heard.
-  virtual Status accept(CmCaller caller, Qp& qp, Patience patience) = 0;
+  virtual Status accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) = 0;
   /// The reader's half. Blocks at most `timeout_ns`.
-  virtual Status connect(Qp& qp, const CmReply& to, Patience patience, int64_t timeout_ns) = 0;
+  virtual Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) = 0;
   /// Idempotent. What is connected stays so.
   virtual void stop_listening() = 0;
 };

@@ -44,7 +44,9 @@ Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int err
         "raise the locked memory limit (ulimit -l unlimited; LimitMEMLOCK=infinity for a service; --ulimit "
         "memlock=-1 for a container)";
   } else if (error == EFAULT || error == EINVAL) {
-    fix = "is this GPU memory? then load nvidia-peermem or lend it by dma-buf; see kvlink doctor --gpudirect";
+    fix =
+        "is this GPU memory? then load nvidia-peermem or export it as a dma-buf; see kvlink doctor "
+        "--gpudirect";
   }
   return Status::Unavailable(
       nic.name() + " cannot register " + std::to_string(bytes) + " bytes: " + std::strerror(error), fix);
@@ -76,24 +78,24 @@ uint64_t iova_of(const MemoryRange& range) {
   return reinterpret_cast<uintptr_t>(range.base) % kLargestPageBytes;
 }
 
-Result<std::vector<std::shared_ptr<const Memory>>> Memory::enlist(std::span<const std::shared_ptr<Nic>> nics,
-                                                                  const MemoryRange& range, Rights rights) {
+Result<std::vector<std::shared_ptr<const Memory>>> Memory::register_everywhere(
+    std::span<const std::shared_ptr<Nic>> nics, const MemoryRange& range, Rights rights) {
   std::vector<std::shared_ptr<Memory>> made;
   for (const auto& nic : nics) made.emplace_back(new Memory(nic, range));
   // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
   const Status status = each(made.size(), range.bytes > kSliceBytes,
-                             [&made, rights](size_t nic) { return made[nic]->enlist(rights); });
+                             [&made, rights](size_t nic) { return made[nic]->register_everywhere(rights); });
   if (!status.ok()) return status;
   return std::vector<std::shared_ptr<const Memory>>(made.begin(), made.end());
 }
 
-Status Memory::enlist(Rights rights) {
-  Status status = enlist(access_flags(rights), slices_);
+Status Memory::register_everywhere(Rights rights) {
+  Status status = register_everywhere(access_flags(rights), slices_);
   if (!status.ok() || !nic_->iwarp()) return status;
-  return enlist(kSinkFlags, sinks_);
+  return register_everywhere(kSinkFlags, sinks_);
 }
 
-Status Memory::enlist(int access, std::vector<Owned<ibv_mr>>& slices) const {
+Status Memory::register_everywhere(int access, std::vector<Owned<ibv_mr>>& slices) const {
   const size_t count = (range_.bytes + kSliceBytes - 1) / kSliceBytes;
   for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
   const size_t parts = std::min(count, kAtATime);

@@ -30,8 +30,8 @@ class Memory {
  public:
   /// At each NIC by itself, all at a time. Refuses (kTransportUnavailable, reason and fix) what one cannot
   /// reach.
-  static Result<std::vector<std::shared_ptr<const Memory>>> enlist(std::span<const std::shared_ptr<Nic>> nics,
-                                                                   const MemoryRange& range, Rights rights);
+  static Result<std::vector<std::shared_ptr<const Memory>>> register_everywhere(
+      std::span<const std::shared_ptr<Nic>> nics, const MemoryRange& range, Rights rights);
 
   const MemoryRange& range() const { return range_; }
   uint64_t iova() const { return iova_of(range_); }
@@ -40,8 +40,8 @@ class Memory {
 
  private:
   Memory(std::shared_ptr<Nic> nic, const MemoryRange& range) : nic_(std::move(nic)), range_(range) {}
-  Status enlist(Rights rights);
-  Status enlist(int access, std::vector<Owned<ibv_mr>>& slices) const;
+  Status register_everywhere(Rights rights);
+  Status register_everywhere(int access, std::vector<Owned<ibv_mr>>& slices) const;
 
   const std::shared_ptr<Nic> nic_;
   const MemoryRange range_;

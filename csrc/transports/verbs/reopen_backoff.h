@@ -7,12 +7,12 @@
 
 namespace kvlink::verbs {
 
-class Search {
+class ReopenBackoff {
  public:
   static constexpr int64_t kFirstNs = 100'000'000;
   static constexpr int64_t kLongestNs = 5'000'000'000;
   static constexpr int64_t kSteadyNs =
-      60'000'000'000;  // who stayed this long is trusted to come back at once
+      60'000'000'000;  // a device that stayed this long is expected back at once
 
   /// It went. One that comes and goes is looked for ever less often.
   void lost(int64_t now) {

@@ -56,8 +56,8 @@ class Region final : public MemoryRegion {
 
 class VerbsTransport final : public Transport {
  public:
-  VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, Patience patience)
-      : ports_(std::move(ports)), owner_(std::move(owner)), patience_(patience) {}
+  VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, LivenessTimeouts timeouts)
+      : ports_(std::move(ports)), owner_(std::move(owner)), timeouts_(timeouts) {}
   ~VerbsTransport() override { close(); }
 
   std::string address() const override { return ports_->address().format(); }
@@ -67,7 +67,7 @@ class VerbsTransport final : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
-    const auto region = ports_->enlist(range, rights_of(access));
+    const auto region = ports_->register_everywhere(range, rights_of(access));
     if (!region.ok()) return region.status();
     if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
     return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
@@ -92,7 +92,7 @@ class VerbsTransport final : public Transport {
 
   const std::shared_ptr<Ports> ports_;
   const std::unique_ptr<Owner> owner_;
-  const Patience patience_;
+  const LivenessTimeouts timeouts_;
   const Capabilities capabilities_{.reaches_device_memory = true,
                                    .needs_registered_target = true,
                                    .can_fence = true,
@@ -115,12 +115,12 @@ Result<Endpoints> VerbsTransport::open(std::string_view owner_address, uint32_t 
 Result<std::unique_ptr<Endpoint>> VerbsTransport::open_lane(const Address& own, const Address& owner,
                                                             const std::vector<Rail>& rails,
                                                             const Rail& rail) {
-  const auto berth = ports_->at(rail.local);
-  if (!berth) return ports_->why_away(rail.local);
-  if (Status status = berth->nic->check(); !status.ok()) return status;
+  const auto opened = ports_->at(rail.local);
+  if (!opened) return ports_->why_away(rail.local);
+  if (Status status = opened->nic->check(); !status.ok()) return status;
   const std::string path = path_of(own.nics[rail.local], owner.nics[rail.remote], rail, rails);
-  return open_endpoint(berth->nic, berth->cm, {rail.remote, path, rail.mbps / rails.front().mbps},
-                       ports_->locals(rail.local), patience_);
+  return open_endpoint(opened->nic, opened->cm, {rail.remote, path, rail.mbps / rails.front().mbps},
+                       ports_->locals(rail.local), timeouts_);
 }
 
 Result<Way> parse_way(const std::string& name) {
@@ -144,11 +144,11 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   auto ports = verbs::Ports::make(
       std::move(*nics), [manner](const verbs::NicPlace& place) { return verbs::open_active(place, manner); });
   if (!ports.ok()) return ports.status();
-  const verbs::Patience patience;
-  auto owner = verbs::Owner::make(**ports, patience);
+  const verbs::LivenessTimeouts timeouts;
+  auto owner = verbs::Owner::make(**ports, timeouts);
   if (!owner.ok()) return owner.status();
   return std::unique_ptr<Transport>(
-      new verbs::VerbsTransport(std::move(*ports), std::move(*owner), patience));
+      new verbs::VerbsTransport(std::move(*ports), std::move(*owner), timeouts));
 }
 
 }  // namespace kvlink

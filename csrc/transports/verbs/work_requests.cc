@@ -87,7 +87,7 @@ void Chain::signal(uint32_t index, uint64_t wr_id) {
   unsigned_bytes_ = 0;
 }
 
-void Chain::sign(uint32_t num_wrs, uint64_t wr_id) {
+void Chain::finish(uint32_t num_wrs, uint64_t wr_id) {
   wrs_[num_wrs - 1].next = nullptr;
   signal(num_wrs - 1, wr_id);
 }

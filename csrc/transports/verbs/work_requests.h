@@ -12,7 +12,7 @@
 
 namespace kvlink::verbs {
 
-/// Where local segments lie, as one NIC names them.
+/// A registered region of this process, as one NIC names it.
 struct LocalRegion {
   const std::byte* base = nullptr;
   uint64_t bytes = 0;
@@ -52,7 +52,7 @@ class Chain {
   void fence(uint32_t index) { wrs_[index].send_flags |= IBV_SEND_FENCE; }
   void signal(uint32_t index, uint64_t wr_id);
   /// Ends the chain and signals its last request.
-  void sign(uint32_t num_wrs, uint64_t wr_id);
+  void finish(uint32_t num_wrs, uint64_t wr_id);
   ibv_send_wr* first() { return wrs_.data(); }
   uint32_t capacity() const { return limits_.wrs; }
 

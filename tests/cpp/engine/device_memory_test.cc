@@ -117,8 +117,8 @@ TEST(Refused, ATransportThatWasGivenUpSaysWhy) {
   const auto host = *HostMemory::allocate(kBytes, false);
   const auto engine = make("tcp");
   const std::string address = engine->access().front().address;
-  engine->refuse("tcp", "the moon is full");
-  engine->refuse("shm", "not one of this engine's");
+  engine->disable("tcp", "the moon is full");
+  engine->disable("shm", "not one of this engine's");
   ASSERT_TRUE(engine->add_pool_region(host->range()).ok());
   ASSERT_TRUE(engine->start().ok());
   ASSERT_EQ(engine->access().size(), 1u);

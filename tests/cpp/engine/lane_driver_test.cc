@@ -35,7 +35,7 @@ const Holder kLooking[] = {{"settle", [](Lane& lane, LaneTest&) { lane.settle(kS
                            {"check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(true); }},
                            {"try_check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(false); }},
                            {"time_read", time_read}};
-const Holder kHelp{"help", [](Lane& lane, LaneTest& test) { lane.help(*test.transfer, INT64_MAX); }};
+const Holder kHelp{"help", [](Lane& lane, LaneTest& test) { lane.drive_for(*test.transfer, INT64_MAX); }};
 const auto name_of = [](const auto& info) { return info.param.name; };
 
 struct LookedAtLaneTest : HeldLaneTest {};
@@ -117,9 +117,9 @@ TEST_F(LaneTest, ALaneThatBreaksWakesTheDriversOfTheOthers) {
   lanes[1]->drive();
   ASSERT_EQ(endpoint(1).num_posts(), 0u);
   broken[0] = true;
-  crew_wakes = 0;
+  driver_wakes = 0;
   lanes[0]->drive();
-  EXPECT_GT(crew_wakes, 0);
+  EXPECT_GT(driver_wakes, 0);
   drive();
   expect_valid();
 }
@@ -129,9 +129,9 @@ TEST_F(LaneTest, ALaneWhoseReadFailsWakesTheDriversOfTheOthers) {
   for (const auto& lane : lanes) lane->drive();
   ASSERT_GT(endpoint(1).num_posts(), 0u);
   endpoint(0).refusal_ = Status::AccessDenied("the key was revoked");
-  crew_wakes = 0;
+  driver_wakes = 0;
   while (!transfer->stopping()) lanes[0]->drive();
-  EXPECT_EQ(crew_wakes, 1);
+  EXPECT_EQ(driver_wakes, 1);
 }
 
 }  // namespace

@@ -139,7 +139,7 @@ struct LaneTest : ::testing::Test {
   uint64_t settle_nonce = 0;                  // 0: the pull does not settle
   int64_t timeout_ns = 0;                     // 0: none
   bool device_driven = false;                 // both lanes
-  int crew_wakes = 0;
+  int driver_wakes = 0;
 
   void start(std::array<Window, 2> windows, bool submits = true) {
     for (size_t i = 0; i < owner.pool.size(); ++i) owner.pool[i] = static_cast<std::byte>(i * 31 >> 3);
@@ -162,9 +162,9 @@ struct LaneTest : ::testing::Test {
     request.nonce = kNonce;
     request.settle_nonce = settle_nonce;
     request.deadline_ns = timeout_ns > 0 ? now_ns() + timeout_ns : INT64_MAX;
-    const auto help = [this](const Transfer& mine, int64_t until) { lanes[0]->help(mine, until); };
-    transfer =
-        std::make_shared<Transfer>(request, 0, std::make_shared<Crew>(Crew{[this] { ++crew_wakes; }, help}));
+    const auto drive_for = [this](const Transfer& mine, int64_t until) { lanes[0]->drive_for(mine, until); };
+    transfer = std::make_shared<Transfer>(
+        request, 0, std::make_shared<TransferDriver>(TransferDriver{[this] { ++driver_wakes; }, drive_for}));
     transfer->set_scratch(words, 1);
     for (uint32_t i = 0; i < 2; ++i) {
       auto endpoint = std::make_unique<FakeEndpoint>(
@@ -181,7 +181,7 @@ struct LaneTest : ::testing::Test {
     std::vector<uint32_t> vain;
     while (!transfer->done()) {
       const uint32_t before = endpoint(0).num_vain_;
-      lanes[0]->help(*transfer, INT64_MAX);
+      lanes[0]->drive_for(*transfer, INT64_MAX);
       vain.push_back(endpoint(0).num_vain_ - before);
     }
     return vain;

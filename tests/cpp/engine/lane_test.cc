@@ -100,10 +100,10 @@ TEST_F(LaneTest, WhoWaitsMovesTheBytesWithoutADriver) {
 TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
   start({window(16 << 10), window(48 << 10)});
   lanes[1]->drive();
-  EXPECT_TRUE(lanes[0]->help(*transfer, INT64_MAX));
+  EXPECT_TRUE(lanes[0]->drive_for(*transfer, INT64_MAX));
   EXPECT_FALSE(transfer->done());
   EXPECT_GT(landed[0], 0u);
-  EXPECT_FALSE(lanes[0]->help(*transfer, 0)) << "the time was over";
+  EXPECT_FALSE(lanes[0]->drive_for(*transfer, 0)) << "the time was over";
   drive();
   expect_valid();
 }

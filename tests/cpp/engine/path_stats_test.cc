@@ -27,13 +27,14 @@ TEST(Durations, NothingIsTooLong) {
   EXPECT_EQ(durations.buckets[Durations::kBuckets - 1], 2u);
 }
 
-TEST(Tally, FailuresAreCountedByCodeAndAddNoBytes) {
-  Tally tally;
-  tally.add({.bytes = 7, .redone = 2, .total_ns = 5}, Code::kStaleBlocks, false);
-  tally.add({.bytes = 9, .num_ops = 3, .num_segments = 4, .settle_ns = 6, .total_ns = 8, .settled = true},
-            Code::kOk, false);
-  tally.add({.bytes = 1, .total_ns = 8}, Code::kOk, true);
-  const TallyCounts counts = tally.counts();
+TEST(PathStats, FailuresAreCountedByCodeAndAddNoBytes) {
+  PathStats path_stats;
+  path_stats.add({.bytes = 7, .redone = 2, .total_ns = 5}, Code::kStaleBlocks, false);
+  path_stats.add(
+      {.bytes = 9, .num_ops = 3, .num_segments = 4, .settle_ns = 6, .total_ns = 8, .settled = true},
+      Code::kOk, false);
+  path_stats.add({.bytes = 1, .total_ns = 8}, Code::kOk, true);
+  const PathCounts counts = path_stats.counts();
   EXPECT_EQ(counts.failed[static_cast<size_t>(Code::kStaleBlocks)], 1u);
   EXPECT_EQ(counts.valid, 2u);
   EXPECT_EQ(counts.bytes, 10u);

@@ -47,8 +47,9 @@ struct TransferTest : ::testing::Test {
     request.nonce = seat.nonce;
     request.settle_nonce = seat.settle_nonce;
     request.deadline_ns = deadline;
-    auto transfer = std::make_unique<Transfer>(
-        request, 0, std::make_shared<Crew>(Crew{[this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
+    auto transfer = std::make_unique<Transfer>(request, 0,
+                                               std::make_shared<TransferDriver>(TransferDriver{
+                                                   [this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
     transfer->set_scratch(words, 1);
     transfer->attach();
     return transfer;

@@ -61,7 +61,7 @@ TEST_P(Bounces, EveryByteToItsPlaceAndNoneBeside) {
     ASSERT_TRUE(pair.reader.wait(scatters.size() - 1).ok());
     ASSERT_EQ(pair.reader.ended.size(), scatters.size()) << "the last one ends last";
     ASSERT_TRUE(pair.device.contents() == expected(scatters, pair.device, pool_of(pair.owner)));
-    ASSERT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+    ASSERT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   }
 }
 
@@ -96,7 +96,7 @@ TEST_P(Bounces, NothingAfterTheEndpointWasClosed) {
     while (round == 0 && pair.device.num_copied() == 0) pair.reader.poll_for(100'000);
     pair.reader.endpoint->close();
     EXPECT_EQ(pair.device.num_under_way(), 0u);
-    EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+    EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   }
   const std::vector<std::byte> then = pair.device.contents();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -111,7 +111,7 @@ TEST_P(Bounces, ALostDeviceFailsTheReadAndNoMore) {
   const Status status = pair.reader.read(whole(pair.device, 2 << 20));
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_EQ(status.what(), "the device is lost");
-  EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+  EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   uint64_t word = 1;
   Scatter host;
   host.add(kTable, 0, {{reinterpret_cast<std::byte*>(&word), sizeof word, kHostRegion}});
@@ -164,7 +164,7 @@ TEST_P(Bounces, AReadOutOfBoundsLandsNothing) {
   beyond.add(kPool, kPoolBytes - kBlock, {{pair.device.at(0), 2 * kBlock, kDeviceRegion}});
   EXPECT_EQ(pair.reader.read(beyond).code(), Code::kAccessDenied);
   EXPECT_TRUE(pair.reader.is_poisoned());
-  EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+  EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   EXPECT_TRUE(pair.reader.read(whole(pair.device, kBlock), 8).ok());
 }
 
@@ -218,7 +218,7 @@ TEST_P(Cancels, LandNothingLater) {
     ASSERT_TRUE(back || pair.reader.wait(round).code() == Code::kCancelled);
     ++(back ? called_back : copied_on);
     const std::vector<std::byte> then = pair.device.contents();
-    ASSERT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+    ASSERT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
     uint64_t word = 1;
     Scatter behind;
     behind.add(kTable, 0, {{reinterpret_cast<std::byte*>(&word), sizeof word, kHostRegion}});
@@ -266,13 +266,13 @@ TEST(Bounce, NothingLandsOnceTheOwnerIsDead) {
   const std::vector<std::byte> then = device.contents();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_TRUE(device.contents() == then);
-  EXPECT_EQ(bounce->landing()->ring().num_free(), kSlots);
+  EXPECT_EQ(bounce->receiving()->ring().num_free(), kSlots);
 }
 
 TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
   DevicePair pair("fault+tcp", "fail-data@3;delay-data=5ms@2;drop-data@5");
   EXPECT_EQ(pair.reader.read(whole(pair.device, 4 << 20), 1).code(), Code::kPeerUnreachable);
-  EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+  EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   const uint64_t landed = pair.device.num_copied();
   const Scatter dropped = whole(pair.device, 2 << 20);
   ASSERT_TRUE(pair.reader.endpoint->post_read(2, dropped.chunk()).ok());
@@ -281,7 +281,7 @@ TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
   while (pair.device.num_copied() < others || pair.device.num_under_way() > 0) pair.reader.poll_for(100'000);
   ASSERT_TRUE(poll_once(*pair.reader.endpoint, pair.reader.ended).status.ok());
   EXPECT_TRUE(pair.reader.endpoint->cancel(2));
-  EXPECT_EQ(pair.bounce->landing()->ring().num_free(), kSlots);
+  EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   EXPECT_TRUE(pair.reader.read(whole(pair.device, 1 << 20), 3).ok());
 }
 
@@ -289,7 +289,7 @@ TEST(Bounce, PinsNoMoreThanWasSetAndNoLessThanTwoSlotsEachWay) {
   FakeDevice device(1 << 20);
   const auto bounce = must_make(device, Bounce::kLeastBytes + SlotRing::kSlotBytes);
   EXPECT_EQ(device.pinned_bytes(), Bounce::kLeastBytes);  // with the tables
-  EXPECT_EQ(bounce->landing()->ring().num_free(), 2u);
+  EXPECT_EQ(bounce->receiving()->ring().num_free(), 2u);
   EXPECT_EQ(bounce->sending().num_free(), 2u);
   FakeDevice other(1 << 20);
   EXPECT_EQ(Bounce::make(other.range().base, Bounce::kLeastBytes - 1, other.maker()).status().code(),

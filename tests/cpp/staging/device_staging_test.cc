@@ -52,9 +52,9 @@ struct StagedReader {
 
   GpuPool pool, buffer{GpuPool::Kind::kKvlink, kStagingBytes};
   std::vector<std::byte> host = std::vector<std::byte>(64);
-  std::shared_ptr<Landing> staging;
+  std::shared_ptr<StagingBuffer> staging;
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<StagingEndpoint> endpoint;
+  std::unique_ptr<StageableEndpoint> endpoint;
 };
 
 /// An owner and a reader of it; with an image the kernel copies.

@@ -27,7 +27,7 @@ struct Reads {
     }
     ops.push_back(op);
   }
-  LandingPost post() const { return {.chunk = {.ops = ops, .segments = segments.data()}, .lands = true}; }
+  StagedPost post() const { return {.chunk = {.ops = ops, .segments = segments.data()}, .lands = true}; }
 };
 
 using Source = std::pair<uint32_t, uint64_t>;       // region, offset
@@ -46,7 +46,7 @@ Landed wanted(const Reads& reads) {
 }
 
 /// What the slot holds once the part has arrived.
-std::map<const std::byte*, Source> arrived(const LandingPart& part) {
+std::map<const std::byte*, Source> arrived(const StagedPart& part) {
   std::map<const std::byte*, Source> slot;
   for (const ReadOp& op : part.ops) {
     EXPECT_EQ(op.num_segments, 1u);
@@ -62,10 +62,10 @@ std::map<const std::byte*, Source> arrived(const LandingPart& part) {
 }
 
 /// Part after part, until all is asked for.
-std::vector<LandingPart> parts_of(LandingPost post, const PartLimits& limits) {
-  std::vector<LandingPart> parts;
+std::vector<StagedPart> parts_of(StagedPost post, const PartLimits& limits) {
+  std::vector<StagedPart> parts;
   while (!post.asked) {
-    LandingPart& part = parts.emplace_back();
+    StagedPart& part = parts.emplace_back();
     post.fill(part, {kSlot, kSlotBytes, kSlotRegion}, limits);
     EXPECT_FALSE(part.pieces.empty()) << "a part that brings nothing would be asked for again and again";
     EXPECT_LE(part.ops.size(), limits.ops);
@@ -75,9 +75,9 @@ std::vector<LandingPart> parts_of(LandingPost post, const PartLimits& limits) {
   return parts;
 }
 
-Landed landed_by(const std::vector<LandingPart>& parts) {
+Landed landed_by(const std::vector<StagedPart>& parts) {
   Landed landed;
-  for (const LandingPart& part : parts) {
+  for (const StagedPart& part : parts) {
     const auto slot = arrived(part);
     for (const CopyPiece& piece : part.pieces) {
       for (uint64_t byte = 0; byte < piece.bytes; ++byte) {
@@ -88,7 +88,7 @@ Landed landed_by(const std::vector<LandingPart>& parts) {
   return landed;
 }
 
-TEST(LandingPost, BringsEveryByteOnceWhateverTheLimits) {
+TEST(StagedPost, BringsEveryByteOnceWhateverTheLimits) {
   std::mt19937_64 random(7);
   for (int round = 0; round < 200; ++round) {
     Reads reads;
@@ -114,7 +114,7 @@ TEST(LandingPost, BringsEveryByteOnceWhateverTheLimits) {
 }
 
 /// Heads 2 and 3 of 8, of 16 tokens: with what lies between them it is one range of the owner.
-TEST(LandingPost, ReadsShortGapsAlong) {
+TEST(StagedPost, ReadsShortGapsAlong) {
   Reads reads;
   for (uint64_t token = 0; token < 16; ++token) reads.add(0, token * 256 + 64, {{token * 64, 64}});
   const auto along = parts_of(reads.post(), {100, 100, 192});
@@ -127,7 +127,7 @@ TEST(LandingPost, ReadsShortGapsAlong) {
   EXPECT_EQ(around[0].pieces.size(), 1u) << "what adjoins in the slot and in the pool is one copy";
 }
 
-TEST(LandingPost, DoesNotReadAlongBackwardsNorAcrossRegions) {
+TEST(StagedPost, DoesNotReadAlongBackwardsNorAcrossRegions) {
   Reads reads;
   reads.add(0, 1000, {{0, 100}});
   reads.add(0, 900, {{200, 100}});
@@ -137,11 +137,11 @@ TEST(LandingPost, DoesNotReadAlongBackwardsNorAcrossRegions) {
   EXPECT_EQ(parts[0].ops.size(), 3u);
 }
 
-TEST(LandingPost, PassesOnAsTheInnerEndpointNumbersThem) {
+TEST(StagedPost, PassesOnAsTheInnerEndpointNumbersThem) {
   std::vector<Segment> segments = {{kPool, 8, 3}};
   std::vector<ReadOp> ops = {{64, 8, 1, 0, 1}};
-  LandingPost post{.chunk = {.ops = ops, .segments = segments.data()}};
-  LandingPart part;
+  StagedPost post{.chunk = {.ops = ops, .segments = segments.data()}};
+  StagedPart part;
   post.pass_on(part, 3);
   EXPECT_TRUE(post.asked);
   EXPECT_EQ(part.segments[0].region, 1u) << "0 are the slots";

@@ -246,7 +246,7 @@ TEST(TcpLanding, EndsAReadOnceWhenItsGuardFailsInTheMiddle) {
   large.add(0, 0, {{memory.data(), 3 * tcp::kMaxFrameBytes, 0}});
   small.add(0, 0, {{other.data(), 2000, 0}});
   for (const bool forgotten : {false, true}) {
-    tcp::Landing landing("owner");
+    tcp::ResponseQueue landing("owner");
     landing.expect(1, 0, guarded(large), memory.size());
     landing.expect(2, 3, small.chunk(), other.size());
     if (forgotten) landing.forget(1);
@@ -276,7 +276,7 @@ TEST(TcpLanding, RefusesStaleAnswersThatDoNotFit) {
   for (const auto& [chunk, told, code] : {std::tuple{guarded(scatter), uint64_t{2}, Code::kOk},
                                           {scatter.chunk(), 2, Code::kPeerUnreachable},
                                           {guarded(scatter), 256, Code::kPeerUnreachable}}) {
-    tcp::Landing landing("owner");
+    tcp::ResponseQueue landing("owner");
     landing.expect(1, 0, chunk, 2000);
     std::vector<Completion> ended;
     const std::string answer = raw(tcp::ResponseHeader{tcp::kFrameMagic, tcp::ReadStatus::kStale, 0, told});

@@ -161,14 +161,14 @@ TEST_F(Cuda, FloorsCopyByTheDriverAlone) {
   const auto at = [](const GpuPool& pool, uint64_t offset) {
     return cuda::address_of(pool.range().base + offset);
   };
-  const std::array<FloorPiece, 2> pieces{
+  const std::array<BaselinePiece, 2> pieces{
       {{at(from, 0), at(to, 4096), 4096}, {at(from, 8192), at(to, 0), 100}}};
-  const Result<int64_t> took = floor_cuda_copies(pieces);
+  const Result<int64_t> took = baseline_cuda_copies(pieces);
   ASSERT_TRUE(took.ok()) << took.status().what();
   EXPECT_GT(*took, 0);
   EXPECT_EQ(std::memcmp(to.bytes() + 4096, from.bytes(), 4096), 0);
   EXPECT_EQ(std::memcmp(to.bytes(), from.bytes() + 8192, 100), 0);
-  EXPECT_EQ(floor_cuda_copies({}).status().code(), Code::kConfig);
+  EXPECT_EQ(baseline_cuda_copies({}).status().code(), Code::kConfig);
 }
 
 TEST_F(Cuda, ReadsNoKeyThatNoOwnerWrote) {

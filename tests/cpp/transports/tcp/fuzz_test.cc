@@ -171,7 +171,7 @@ TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
   };
   Random random(24);
   for (int round = 0; round < 1000; ++round) {
-    tcp::Landing landing("owner");
+    tcp::ResponseQueue landing("owner");
     std::map<uint64_t, Expected> reads;
     std::string stream;
     for (uint64_t token = 0; token < 12; ++token) {
@@ -246,7 +246,7 @@ TEST(TcpLanding, TakesReadsOfOneDestinationApart) {
   std::string memory(8000, '-');
   Scatter scatter;
   scatter.add(0, 0, {{reinterpret_cast<std::byte*>(memory.data()), 8000, 0}});
-  tcp::Landing landing("owner");
+  tcp::ResponseQueue landing("owner");
   std::string stream;
   for (uint32_t id = 0; id < 4; ++id) {
     const bool refused = id == 0;
@@ -275,7 +275,7 @@ TEST(TcpLanding, RefusesResponsesThatDoNotFitTheirRequest) {
     uint64_t word = 0;
     Scatter scatter;
     scatter.add(0, 0, {{reinterpret_cast<std::byte*>(&word), 8, 0}});
-    tcp::Landing landing("owner");
+    tcp::ResponseQueue landing("owner");
     landing.expect(1, 5, scatter.chunk(), 8);
     std::vector<Completion> ended;
     const Status status = land_stream(landing, raw(headers[index]) + "12345678", ended);

@@ -63,7 +63,8 @@ inline void expect_landed(const Scatter& scatter, const std::vector<std::byte>& 
 }
 
 /// Feeds a whole stream by as few receives as landing asks for.
-inline Status land_stream(tcp::Landing& landing, const std::string& stream, std::vector<Completion>& ended) {
+inline Status land_stream(tcp::ResponseQueue& landing, const std::string& stream,
+                          std::vector<Completion>& ended) {
   for (size_t at = 0; at < stream.size();) {
     size_t taken = 0;
     for (const iovec& place : landing.places(1 << 20)) {

@@ -28,7 +28,7 @@ class VerbsEndpoint : public ::testing::Test {
   VerbsEndpoint() {
     device = &made_up;
     nic = testing::open_nic(pd);
-    open(Patience{});
+    open(LivenessTimeouts{});
   }
   ~VerbsEndpoint() override {
     endpoint.reset();
@@ -36,9 +36,9 @@ class VerbsEndpoint : public ::testing::Test {
     device = nullptr;
   }
 
-  void open(Patience patience) {
+  void open(LivenessTimeouts timeouts) {
     const LocalRegion local{base, kBytes, 0, {1}};
-    endpoint = *open_endpoint(nic, nullptr, {.path = "here->there"}, {local}, patience);
+    endpoint = *open_endpoint(nic, nullptr, {.path = "here->there"}, {local}, timeouts);
     const QpAddress owner{.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1};
     ASSERT_TRUE(endpoint->establish(Reply{owner}.format(), 0).ok());
     for (const Access access : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
@@ -90,7 +90,7 @@ class VerbsEndpoint : public ::testing::Test {
 };
 
 TEST_F(VerbsEndpoint, AnOwnerThatAnswersNothingIsGivenUpWhateverItsNicDoes) {
-  open(Patience{.silence_ns = 1'000'000});
+  open(LivenessTimeouts{.silence_ns = 1'000'000});
   made_up.answers = false;
   post(4, 4096);
   const Status why = why_broken();
@@ -127,7 +127,7 @@ TEST_F(VerbsEndpoint, OneThatIsNotWaitedForAsksNothing) {
 }
 
 TEST_F(VerbsEndpoint, OneThatStandsByGivesUpBeforeItIsHandedAnything) {
-  open(Patience{.silence_ns = 1'000'000});
+  open(LivenessTimeouts{.silence_ns = 1'000'000});
   made_up.answers = false;
   check(1);
   EXPECT_EQ(check(1 + kTickNs), 1 + kTickNs + 1'000'000);

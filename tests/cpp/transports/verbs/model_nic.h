@@ -19,7 +19,7 @@ inline uint64_t address_of(const std::byte* at) { return reinterpret_cast<uintpt
 /// Registrations by key: [iova, iova + bytes) is the memory at `host`.
 class ModelNic {
  public:
-  uint32_t enlist(uint64_t iova, uint64_t bytes, uint64_t host) {
+  uint32_t register_everywhere(uint64_t iova, uint64_t bytes, uint64_t host) {
     registered_[++last_key_] = {iova, bytes, host};
     return last_key_;
   }
@@ -56,7 +56,8 @@ struct Fabric {
   void add_local(uint64_t host, uint64_t bytes, uint64_t iova) {
     LocalRegion& region = locals.emplace_back(LocalRegion{at_address(host), bytes, iova, {}});
     for (uint64_t at = 0; at < bytes; at += kSliceBytes) {
-      region.lkeys.push_back(reader.enlist(iova + at, std::min(kSliceBytes, bytes - at), host + at));
+      region.lkeys.push_back(
+          reader.register_everywhere(iova + at, std::min(kSliceBytes, bytes - at), host + at));
     }
     local_bytes.push_back(bytes);
   }
@@ -64,7 +65,8 @@ struct Fabric {
   void add_remote(uint64_t host, uint64_t bytes, uint64_t iova, uint64_t slice_bytes) {
     RemoteRegion& region = remotes.emplace_back(RemoteRegion{Access::kRead, iova, bytes, slice_bytes, {}});
     for (uint64_t at = 0; at < bytes; at += slice_bytes) {
-      region.rkeys.push_back(owner.enlist(iova + at, std::min(slice_bytes, bytes - at), host + at));
+      region.rkeys.push_back(
+          owner.register_everywhere(iova + at, std::min(slice_bytes, bytes - at), host + at));
     }
     remote_hosts.push_back(host);
   }

@@ -100,10 +100,10 @@ class VerbsNic : public ::testing::Test {
   }
   ~VerbsNic() override { EXPECT_EQ(device.num_registered, 0); }
 
-  Result<std::vector<std::shared_ptr<const Memory>>> enlist(uint64_t bytes,
-                                                            Rights rights = Rights::kPeersRead) {
+  Result<std::vector<std::shared_ptr<const Memory>>> register_everywhere(uint64_t bytes,
+                                                                         Rights rights = Rights::kPeersRead) {
     const std::vector nics{nic};
-    return Memory::enlist(nics, MemoryRange{.base = base, .bytes = bytes}, rights);
+    return Memory::register_everywhere(nics, MemoryRange{.base = base, .bytes = bytes}, rights);
   }
 
   /// Never touched.
@@ -117,7 +117,7 @@ class VerbsNic : public ::testing::Test {
 TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
   for (const uint64_t bytes : {uint64_t{1}, kSliceBytes, kSliceBytes + 1, 21 * kSliceBytes + 5}) {
     device.slices.clear();
-    auto memory = enlist(bytes);
+    auto memory = register_everywhere(bytes);
     ASSERT_TRUE(memory.ok());
     uint64_t end = reinterpret_cast<uint64_t>(base);
     std::vector<uint32_t> keys;
@@ -134,7 +134,7 @@ TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
 
 TEST_F(VerbsNic, OneRefusedSliceIsNamedAndNoneIsLeftRegistered) {
   device.refused_at = reinterpret_cast<uint64_t>(base) + 9 * kSliceBytes;
-  const Status status = enlist(20 * kSliceBytes).status();
+  const Status status = register_everywhere(20 * kSliceBytes).status();
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_NE(status.what().find("made_up:1 cannot register"), std::string::npos) << status.what();
   EXPECT_NE(status.fix().find("ulimit -l"), std::string::npos) << status.fix();
@@ -142,17 +142,17 @@ TEST_F(VerbsNic, OneRefusedSliceIsNamedAndNoneIsLeftRegistered) {
 }
 
 TEST_F(VerbsNic, OnlyThePeerWordsAreWritableFromOutsideAndNoWordsAreRelaxed) {
-  ASSERT_TRUE(enlist(4096, Rights::kLocal).ok());
-  ASSERT_TRUE(enlist(4096, Rights::kPeersRead).ok());
+  ASSERT_TRUE(register_everywhere(4096, Rights::kLocal).ok());
+  ASSERT_TRUE(register_everywhere(4096, Rights::kPeersRead).ok());
   for (const int access : device.access) {
     EXPECT_FALSE(access & IBV_ACCESS_REMOTE_WRITE);
     EXPECT_TRUE(access & IBV_ACCESS_RELAXED_ORDERING);
   }
   device.access.clear();
-  ASSERT_TRUE(enlist(4096, Rights::kPeersReadWords).ok());
+  ASSERT_TRUE(register_everywhere(4096, Rights::kPeersReadWords).ok());
   EXPECT_EQ(device.access, std::set<int>{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ});
   device.access.clear();
-  ASSERT_TRUE(enlist(4096, Rights::kPeersWriteWords).ok());
+  ASSERT_TRUE(register_everywhere(4096, Rights::kPeersWriteWords).ok());
   EXPECT_EQ(device.access, std::set<int>{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE});
 }
 
@@ -185,7 +185,7 @@ TEST_F(VerbsNic, TheTrafficClassIsThatOfWhatAQueuePairSends) {
                               Manner{.traffic_class = traffic_class});
     const std::unique_ptr<Cq> cq = *Cq::create(marked, 16, false);
     const std::unique_ptr<Qp> qp = *Qp::create(marked, *cq, 4, 1);
-    ASSERT_TRUE(qp->connect(QpAddress{.mtu = 1, .reads_out = 1, .reads_in = 1}, Patience{}).ok());
+    ASSERT_TRUE(qp->connect(QpAddress{.mtu = 1, .reads_out = 1, .reads_in = 1}, LivenessTimeouts{}).ok());
     ASSERT_EQ(device.modified.size(), 3U);
     EXPECT_EQ(device.modified[1].qp_state, IBV_QPS_RTR);
     EXPECT_EQ(device.modified[1].ah_attr.grh.traffic_class, traffic_class);

@@ -24,8 +24,8 @@ class VerbsOwner : public ::testing::Test {
     ports = *Ports::make({testing::open_nic(pd, DeviceNode(node))}, [](const NicPlace&) {
       return Result<std::shared_ptr<Nic>>(Status::Config("it does not come back"));
     });
-    EXPECT_TRUE(ports->enlist({.base = base, .bytes = 4096}, Rights::kPeersRead).ok());
-    owner = *Owner::make(*ports, Patience{});
+    EXPECT_TRUE(ports->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead).ok());
+    owner = *Owner::make(*ports, LivenessTimeouts{});
   }
   ~VerbsOwner() override {
     std::filesystem::remove(node);

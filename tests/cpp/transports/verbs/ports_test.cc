@@ -75,8 +75,8 @@ class VerbsPorts : public ::testing::Test {
       if (!device.present) return Status::Config("there is no RDMA device " + at.device);
       return open_nic(at);
     });
-    EXPECT_EQ(*ports->enlist({.base = base, .bytes = 4096}, Rights::kPeersRead), 0U);
-    EXPECT_EQ(*ports->enlist({.base = base, .bytes = 64}, Rights::kPeersReadWords), 1U);
+    EXPECT_EQ(*ports->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead), 0U);
+    EXPECT_EQ(*ports->register_everywhere({.base = base, .bytes = 64}, Rights::kPeersReadWords), 1U);
   }
   ~VerbsPorts() override {
     ports.reset();
@@ -94,7 +94,7 @@ class VerbsPorts : public ::testing::Test {
     device.fatal = true;
     ports->at(0)->nic->take_events();
     ASSERT_EQ(ports->look(0, now), Ports::Change::kLost);
-    ports->let_go(0, now);
+    ports->release(0, now);
   }
   /// Looks every 250 ms of made-up time, in which jobs take none.
   Ports::Change look_for(int64_t ns) {
@@ -182,30 +182,30 @@ TEST_F(VerbsPorts, ClosingEndsTheSearch) {
 }
 
 TEST(VerbsSearch, WaitsTwiceAsLongEachTimeUpToABound) {
-  Search search;
-  search.lost(0);
+  ReopenBackoff backoff;
+  backoff.lost(0);
   int64_t now = 0, last = 0;
   std::vector<int64_t> waits;
   for (; waits.size() < 9; now += 10'000'000) {
-    if (!search.due(now)) continue;
+    if (!backoff.due(now)) continue;
     waits.push_back((now - last) / 1'000'000);
     last = now;
-    search.missed(now);
+    backoff.missed(now);
   }
   EXPECT_EQ(waits, (std::vector<int64_t>{100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000}));
 }
 
 TEST(VerbsSearch, OneThatComesAndGoesIsTrustedLess) {
-  Search search;
-  search.lost(0);
+  ReopenBackoff backoff;
+  backoff.lost(0);
   for (int times = 0; times < 4; ++times) {
-    search.found(0);
-    search.lost(1'000'000'000);
+    backoff.found(0);
+    backoff.lost(1'000'000'000);
   }
-  EXPECT_FALSE(search.due(1'000'000'000 + 8 * Search::kFirstNs));
-  search.found(0);
-  search.lost(Search::kSteadyNs);
-  EXPECT_TRUE(search.due(Search::kSteadyNs + Search::kFirstNs));
+  EXPECT_FALSE(backoff.due(1'000'000'000 + 8 * ReopenBackoff::kFirstNs));
+  backoff.found(0);
+  backoff.lost(ReopenBackoff::kSteadyNs);
+  EXPECT_TRUE(backoff.due(ReopenBackoff::kSteadyNs + ReopenBackoff::kFirstNs));
 }
 
 TEST(VerbsNode, GoesWithItsDeviceAndIsNotTakenForTheNext) {

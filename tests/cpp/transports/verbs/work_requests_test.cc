@@ -103,7 +103,7 @@ std::vector<Move> run_all(Chain& chain, const Operations& plan, const Fabric& fa
     EXPECT_GE(count, 1u);
     EXPECT_LE(count, std::min(room, limits.wrs));
     EXPECT_TRUE(count == std::min(room, limits.wrs) || cursor.op == plan.ops.size()) << "room was left";
-    chain.sign(count, ++wr_id);
+    chain.finish(count, ++wr_id);
     const ibv_send_wr* wr = chain.first();
     for (uint32_t left = count; left > 0 && wr != nullptr; --left, wr = wr->next) {
       EXPECT_EQ(wr->send_flags == IBV_SEND_SIGNALED, left == 1);
