@@ -95,15 +95,15 @@ def paths_taken(parts: Iterable[Part], restarted: Mapping[str, str]) -> list[Pat
 def path_taken(part: Part, restarted: str = "") -> PathTaken:
     """The path of one transfer, which may still run. `restarted`: as PathTaken has it."""
     ticket, peer, transfer = part
-    num_bytes, num_ops, *_, total_ns, ran_inline, staged, direct_us, staged_us = transfer.stats()
+    stats = transfer.stats()
     paths = peer.connection.paths()
     nics = tuple(dict.fromkeys(filter(None, paths)))
-    has_choice = direct_us > 0
-    predicted_us = peer.cost.predict_us(num_ops, num_bytes)
+    has_choice = stats.direct_us > 0
+    predicted_us = peer.cost.predict_us(stats.num_ops, stats.bytes)
     if has_choice:
-        predicted_us = staged_us if staged else direct_us
-    if transfer.done() and num_bytes:
-        peer.cost.learn(num_ops, num_bytes, total_ns / 1000)
+        predicted_us = stats.staged_us if stats.staged else stats.direct_us
+    if transfer.done() and stats.bytes:
+        peer.cost.learn(stats.num_ops, stats.bytes, stats.total_ns / 1000)
     return PathTaken(
         ticket.worker_id,
         peer.transport,
@@ -112,13 +112,13 @@ def path_taken(part: Part, restarted: str = "") -> PathTaken:
         peer.nics_left_out if nics else (),
         peer.bounces_at,
         peer.refused,
-        num_ops,
-        num_bytes,
+        stats.num_ops,
+        stats.bytes,
         predicted_us,
-        total_ns / 1000,
-        ran_inline,
-        staged,
-        direct_us if has_choice else None,
-        staged_us if has_choice else None,
+        stats.total_ns / 1000,
+        stats.ran_inline,
+        stats.staged,
+        stats.direct_us if has_choice else None,
+        stats.staged_us if has_choice else None,
         restarted,
     )

@@ -235,7 +235,7 @@ class Pull(Awaited[PullStats]):
         rows = [transfer.stats() for transfer in transfers]
         sums = [sum(row[column] for row in rows) for column in range(3)]
         slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 9)]
-        ran_inline = all(row[9] for row in rows)
+        ran_inline = all(row.ran_inline for row in rows)
         settled = all(transfer.state == SETTLED for transfer in transfers)
         return PullStats._make([*sums, *slowest_us, ran_inline, settled])
 

@@ -122,17 +122,16 @@ class TracedPull(Pull):
 
     def _told_of(self, part: Part) -> TraceParent | None:
         ticket, peer, transfer = part
-        num_bytes, ops, segments, plan_ns, _, read_ns, validate_ns, settle_ns, total_ns, inline, *_ = (
-            transfer.stats()
-        )
+        stats = transfer.stats()
         error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
         ago_ns = time.monotonic_ns() - transfer.started_ns  # before the other clock: never early
         began_ns = time.time_ns() - ago_ns
-        valid_ns, ended_ns = began_ns + total_ns - settle_ns, began_ns + total_ns
+        valid_ns, ended_ns = began_ns + stats.total_ns - stats.settle_ns, began_ns + stats.total_ns
         about = _about(part) | {
-            "kvlink.bytes": num_bytes, "kvlink.operations": ops, "kvlink.descriptors": segments,
-            "kvlink.plan_us": plan_ns / 1e3, "kvlink.read_us": read_ns / 1e3,
-            "kvlink.validate_us": validate_ns / 1e3, "kvlink.inline": inline,
+            "kvlink.bytes": stats.bytes, "kvlink.operations": stats.num_ops,
+            "kvlink.descriptors": stats.num_segments, "kvlink.plan_us": stats.plan_ns / 1e3,
+            "kvlink.read_us": stats.read_ns / 1e3, "kvlink.validate_us": stats.validate_ns / 1e3,
+            "kvlink.inline": stats.ran_inline,
         }  # fmt: skip
         parent = ticket.trace or self._called_in
         read = _record("kvlink.read", parent, (began_ns, valid_ns), about, str(error or ""))

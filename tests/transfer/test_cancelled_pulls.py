@@ -8,6 +8,7 @@ import os
 from typing import Any, cast
 
 import pytest
+from transfer_stats import TransferStats
 
 from kvlink.errors import Cancelled, ConfigError
 from kvlink.transfer.engine import FAILED, RUNNING, SETTLED
@@ -39,8 +40,8 @@ class HeldTransfer:
     def failure(self) -> tuple[str, str, str, int] | None:
         return ("Cancelled", "the caller cancelled the pull", "", 0) if self.state == FAILED else None
 
-    def stats(self) -> tuple[Any, ...]:
-        return (*[0] * 9, False)
+    def stats(self) -> TransferStats:
+        return TransferStats()
 
     def end(self) -> None:
         if not self.done():

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
+from transfer_stats import TransferStats
 
 from kvlink import BlockPool, Worker
 from kvlink.demo.table import Row, failed, print_verdict
@@ -42,7 +43,7 @@ def test_a_prediction_that_missed_is_not_shown(measured_us: float) -> None:
 
 
 def part(owner: str, *refused: Refusal, left_out: tuple[str, ...] = ()) -> Part:
-    stats = (1 << 20, 80, 80, 0, 0, 0, 0, 0, 1_000_000, False, False, 0.0, 0.0)
+    stats = TransferStats(bytes=1 << 20, num_ops=80, num_segments=80, total_ns=1_000_000)
     transfer = SimpleNamespace(stats=lambda: stats, done=lambda: True)
     peer = SimpleNamespace(
         transport="tcp",

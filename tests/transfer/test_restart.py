@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from transfer_stats import TransferStats
 from transports.pools import PoolSpec
 from waiting import eventually, until
 
@@ -206,7 +207,7 @@ def part(name: str, state: int, failed: type[KVLinkError] = PeerUnreachable) -> 
         state=state,
         done=lambda: transfer.state != RUNNING,
         failure=lambda: (failed.__name__, f"{name} failed", "", 0) if transfer.state == FAILED else None,
-        stats=lambda: (*[0] * 9, False),
+        stats=TransferStats,
         cancel=lambda: None,
     )
     return cast(Part, (SimpleNamespace(worker_id=name), SimpleNamespace(transport="made up"), transfer))
