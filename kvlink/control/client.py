@@ -18,6 +18,7 @@ from kvlink.control.backoff import Backoff
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
+from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.stream import Stream
@@ -136,7 +137,7 @@ class CoordinatorClient(_Client):
         return await self._channel.call(CoordinatorCalls.LIST_WORKERS, Nothing(), self._timeout_s)
 
     async def watch(self, worker_ids: Iterable[str] = ()) -> AsyncIterator[WorkerChange]:
-        """UP for everyone who is joined, then what changes. Never ends; bridges coordinator restarts.
+        """UP for everyone who is joined, then what changes. Never ends; bridges coordinator restarts and a slow reader.
 
         worker_ids: only of these, at most 1,024; everyone when not given.
         """
@@ -144,6 +145,7 @@ class CoordinatorClient(_Client):
         known: dict[str, WorkerCard] = {}
         backoff = Backoff()
         while True:
+            whole = None
             try:
                 async with aclosing(self._changes(asked)) as replies:
                     whole = await anext(replies, None)
@@ -156,6 +158,10 @@ class CoordinatorClient(_Client):
                             yield change
             except CoordinatorUnavailable:
                 pass
+            except Overloaded:
+                if whole is None:
+                    raise
+                # The coordinator keeps no more changes for a watch that does not read them: it begins again.
             await asyncio.sleep(backoff.delay_s())
 
     def _changes(self, asked: Watch) -> AsyncGenerator[WorkerChanges, None]:

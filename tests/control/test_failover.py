@@ -15,6 +15,8 @@ from waiting import closed_port, until
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Session
 from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 from kvlink.types import Joined
 
@@ -93,3 +95,19 @@ async def test_a_worker_and_a_watch_move_on(coordinator: Coordinator, coordinato
         await session.close()
         assert (await next_change).what is Joined.DOWN
         await changes.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_watch_that_fell_behind_begins_again_and_misses_nothing() -> None:
+    store = MemoryStore()
+    coordinator = Coordinator(store)
+    async with CoordinatorClient(await coordinator.start()) as client:
+        changes = client.watch()
+        await client.join(make_card("a"))
+        assert (await anext(changes)).card.worker_id == "a"
+        for feed in list(store._watchers):
+            feed.close(refusals.watch_fell_behind())
+        await client.join(make_card("b", process=2))
+        change = await anext(changes)
+        assert (change.what, change.card.worker_id) == (Joined.UP, "b")
+        await changes.aclose()  # type: ignore[attr-defined]
+    await coordinator.close()

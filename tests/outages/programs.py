@@ -38,9 +38,9 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
                 env=self._env,
             )
+        self._unread = b""
         try:
             self.said = self.line(_FIRST_LINE_S)
         except BaseException:
@@ -50,10 +50,16 @@ class Program:
     def line(self, within_s: float) -> str:
         """The next line that it says."""
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], within_s)
-        line = self.process.stdout.readline() if readable else ""
-        assert line, f"{self._command[:4]} said nothing, status {self.process.poll()}: {self.logged[-2_000:]}"
-        return line.strip()
+        out = self.process.stdout.fileno()
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([out], [], [], within_s)
+            more = os.read(out, 1 << 16) if readable else b""
+            assert more, (
+                f"{self._command[:4]} said nothing, status {self.process.poll()}: {self.logged[-2_000:]}"
+            )
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode().strip()
 
     @property
     def logged(self) -> str:
@@ -121,7 +127,7 @@ class LoadProcess(Program):
     def totals(self) -> Totals:
         """Since the last time."""
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(b"\n")
         self.process.stdin.flush()
         return Totals(**json.loads(self.line(30.0)))
 
