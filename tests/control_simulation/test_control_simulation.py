@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from control_simulation.running import simulate
 
-SEEDS = range(24)
+SEEDS = (*range(24), 1352345047)
+"""The last one had readers that went back to a stopped coordinator which other calls had left."""
 
 _virtual_s: dict[int, float] = {}
 
