@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plan": Case("plan", "*PlannerImpl::plan(*", 8),
+    "plan": Case("plan", "*Planner::plan(*", 8),
     "post": Case("post", "kvlink::time_posting(*", 2),
     "grant": Case("settle", "kvlink::LeaseTable::grant(*", 400),
     "settle": Case("settle", "kvlink::LeaseTable::settle(*", 400),

@@ -11,13 +11,6 @@
 
 namespace kvlink {
 
-/// One plane as both ends see it.
-struct PlanePair {
-  uint32_t layer, remote_region, local_region;
-  uint64_t remote;
-  std::byte* local;
-};
-
 /// Fills a plan from its start. The vectors are longer than what is filled until finish().
 class Writer {
  public:

@@ -18,20 +18,6 @@ namespace {
 constexpr double kMaxReserved = 1 << 20;  // pieces, 40 bytes each, untouched until written
 constexpr double kMaxSegments = 1 << 28;  // 4 GiB of them: a mistake, and far below what ReadOp can index
 
-/// Planes that share the owner's blocks (cross-layer, K beside V), so that one read may serve several.
-struct Group {
-  uint32_t first, count;
-  bool interleaved;  // their rows alternate within a block
-  bool like_first;   // the first group, moved as a whole at both ends
-};
-
-/// Planes in the owner's address order, and their groups.
-struct Arrangement {
-  std::vector<PlanePair> planes;
-  std::vector<Group> groups;
-  bool all_alike = false;  // every group but the first is like it
-};
-
 /// Whether `moved` is `first` with every plane moved by the same distance at either end.
 bool alike(const std::vector<PlanePair>& planes, const Group& first, const Group& moved) {
   if (first.count != moved.count) return false;
@@ -132,184 +118,176 @@ std::vector<std::pair<uint32_t, uint32_t>> overlaid(std::vector<Plane> planes) {
   return pairs;
 }
 
-class PlannerImpl final : public Planner {
- public:
-  PlannerImpl(Layout reader, Layout owner, const std::vector<MemoryRange>& local_regions,
-              const std::vector<uint32_t>& remote_region_index, Range heads)
-      : reader_(std::move(reader)), owner_(std::move(owner)), num_heads_(heads.end - heads.begin) {
-    const uint64_t skip_remote = (heads.begin - owner_.first_head) * owner_.head_stride;
-    const uint64_t skip_local = (heads.begin - reader_.first_head) * reader_.head_stride;
-    std::vector<PlanePair> planes;
-    for (size_t i = 0; i < owner_.planes.size(); ++i) {
-      const Plane &theirs = owner_.planes[i], &ours = reader_.planes[i];
-      planes.push_back({theirs.layer, remote_region_index[theirs.region], ours.region,
-                        theirs.offset + skip_remote,
-                        local_regions[ours.region].base + ours.offset + skip_local});
-      num_layers_ = std::max(num_layers_, theirs.layer + 1);
-    }
-    std::sort(planes.begin(), planes.end(), [](const PlanePair& a, const PlanePair& b) {
-      return std::tie(a.remote_region, a.remote) < std::tie(b.remote_region, b.remote);
-    });
-    all_ = arrange_in_blocks(std::move(planes));
-    overlaid_ = overlaid(reader_.planes);
-    const uint32_t narrow = std::min(owner_.block_tokens, reader_.block_tokens);
-    usual_pieces_ = static_cast<double>(pieces_of(narrow).count());
-    most_pieces_ = std::max(usual_pieces_, static_cast<double>(pieces_of(1).count()));
+}  // namespace
+
+Planner::Planner(Layout reader, Layout owner, const std::vector<MemoryRange>& local_regions,
+                 const std::vector<uint32_t>& remote_region_index, Range heads)
+    : reader_(std::move(reader)), owner_(std::move(owner)), num_heads_(heads.end - heads.begin) {
+  const uint64_t skip_remote = (heads.begin - owner_.first_head) * owner_.head_stride;
+  const uint64_t skip_local = (heads.begin - reader_.first_head) * reader_.head_stride;
+  std::vector<PlanePair> planes;
+  for (size_t i = 0; i < owner_.planes.size(); ++i) {
+    const Plane &theirs = owner_.planes[i], &ours = reader_.planes[i];
+    planes.push_back({theirs.layer, remote_region_index[theirs.region], ours.region,
+                      theirs.offset + skip_remote,
+                      local_regions[ours.region].base + ours.offset + skip_local});
+    num_layers_ = std::max(num_layers_, theirs.layer + 1);
   }
+  std::sort(planes.begin(), planes.end(), [](const PlanePair& a, const PlanePair& b) {
+    return std::tie(a.remote_region, a.remote) < std::tie(b.remote_region, b.remote);
+  });
+  all_ = arrange_in_blocks(std::move(planes));
+  overlaid_ = overlaid(reader_.planes);
+  const uint32_t narrow = std::min(owner_.block_tokens, reader_.block_tokens);
+  usual_pieces_ = static_cast<double>(pieces_of(narrow).count());
+  most_pieces_ = std::max(usual_pieces_, static_cast<double>(pieces_of(1).count()));
+}
 
-  Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
-              const PlanScope& scope, Plan& into) const override {
-    const Range tokens = closed(scope.tokens, owner_blocks.size(), reader_blocks.size());
-    if (Status refused = check(owner_blocks, reader_blocks, {tokens, scope.layers}); !refused.ok()) {
-      into.clear();
-      return refused;
-    }
-    const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
-    const uint32_t num_tokens = tokens.end - tokens.begin;
-    const bool every_layer = scope.layers.begin == 0 && scope.layers.end >= num_layers_;
-    into.repeats.clear();
-    const uint64_t num_planes = every_layer
-                                    ? write(all_, spans, num_tokens, scope.fold, into)
-                                    : write(of_layers(scope.layers), spans, num_tokens, scope.fold, into);
-    into.bytes = num_planes * token_bytes() * num_tokens;
-    return {};
+Status Planner::plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+                     const PlanScope& scope, Plan& into) const {
+  const Range tokens = closed(scope.tokens, owner_blocks.size(), reader_blocks.size());
+  if (Status refused = check(owner_blocks, reader_blocks, {tokens, scope.layers}); !refused.ok()) {
+    into.clear();
+    return refused;
   }
+  const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
+  const uint32_t num_tokens = tokens.end - tokens.begin;
+  const bool every_layer = scope.layers.begin == 0 && scope.layers.end >= num_layers_;
+  into.repeats.clear();
+  const uint64_t num_planes = every_layer
+                                  ? write(all_, spans, num_tokens, scope.fold, into)
+                                  : write(of_layers(scope.layers), spans, num_tokens, scope.fold, into);
+  into.bytes = num_planes * token_bytes() * num_tokens;
+  return {};
+}
 
-  Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
-               const PlanScope& scope) const override {
-    const Range tokens = closed(scope.tokens, owner_blocks.size(), reader_blocks.size());
-    if (tokens.begin > tokens.end) return Status::Config("tokens: the range begins after its end");
-    if (scope.layers.begin > scope.layers.end)
-      return Status::Config("layers: the range begins after its end");
-    if (scope.layers.end > num_layers_ && scope.layers.end != UINT32_MAX) {
-      return Status::Config("layers: the range ends at " + std::to_string(scope.layers.end) +
-                            " but there are " + std::to_string(num_layers_));
-    }
-    for (const auto& [upper, lower] : overlaid_) {
-      if (scope.layers.begin <= upper && lower < scope.layers.end) {
-        return Status::Config(
-            "layers " + std::to_string(upper) + " and " + std::to_string(lower) +
-            " lie upon each other at the reader; pull the layers of one cache group at a time");
-      }
-    }
-    if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;
-    if (Status list = check_list("reader_blocks", reader_blocks, reader_, tokens); !list.ok()) return list;
-    if (tokens.begin == tokens.end) return {};
-    const size_t first = tokens.begin / reader_.block_tokens, last = (tokens.end - 1) / reader_.block_tokens;
-    if (has_repeated(reader_blocks.subspan(first, last - first + 1), reader_.num_blocks)) {
-      return repeated(reader_blocks, first);
-    }
-    if (most_segments(tokens.end - tokens.begin) > kMaxSegments) {
-      return Status::Config("tokens: " + std::to_string(tokens.end - tokens.begin) +
-                            " are too many for one plan of these layouts; plan them in parts");
-    }
-    return {};
+Status Planner::check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+                      const PlanScope& scope) const {
+  const Range tokens = closed(scope.tokens, owner_blocks.size(), reader_blocks.size());
+  if (tokens.begin > tokens.end) return Status::Config("tokens: the range begins after its end");
+  if (scope.layers.begin > scope.layers.end) return Status::Config("layers: the range begins after its end");
+  if (scope.layers.end > num_layers_ && scope.layers.end != UINT32_MAX) {
+    return Status::Config("layers: the range ends at " + std::to_string(scope.layers.end) +
+                          " but there are " + std::to_string(num_layers_));
   }
-
-  uint64_t bytes(uint64_t num_tokens, Range layers) const override {
-    const auto covered = [&](const PlanePair& plane) {
-      return plane.layer >= layers.begin && plane.layer < layers.end;
-    };
-    const uint64_t num_planes = std::count_if(all_.planes.begin(), all_.planes.end(), covered);
-    uint64_t total;
-    if (__builtin_mul_overflow(num_tokens, token_bytes(), &total)) return UINT64_MAX;
-    return __builtin_mul_overflow(total, num_planes, &total) ? UINT64_MAX : total;
-  }
-  uint32_t num_layers() const override { return num_layers_; }
-  uint32_t owner_block_tokens() const override { return owner_.block_tokens; }
-
- private:
-  Range closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const {
-    if (tokens.end != UINT32_MAX) return tokens;
-    return {tokens.begin, static_cast<uint32_t>(std::min({num_owner_blocks * owner_.block_tokens,
-                                                          num_reader_blocks * reader_.block_tokens,
-                                                          uint64_t{UINT32_MAX - 1}}))};
-  }
-
-  uint64_t token_bytes() const { return uint64_t{num_heads_} * owner_.row_bytes; }
-
-  Pieces pieces_of(uint32_t tokens) const {
-    return Pieces::of({tokens, owner_.token_stride, reader_.token_stride},
-                      {num_heads_, owner_.head_stride, reader_.head_stride}, owner_.row_bytes);
-  }
-
-  /// An upper bound.
-  double num_spans(uint32_t tokens) const {
-    return 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
-  }
-
-  /// An upper bound, before anything merges.
-  double most_segments(uint32_t tokens) const {
-    const double cuts = static_cast<double>(token_bytes()) * tokens / kMaxOpBytes;
-    return (num_spans(tokens) * most_pieces_ + cuts) * static_cast<double>(all_.planes.size());
-  }
-
-  Arrangement arrange_in_blocks(std::vector<PlanePair> planes) const {
-    return arrange(std::move(planes), owner_.block_stride,
-                   (owner_.block_tokens - 1) * owner_.token_stride + (num_heads_ - 1) * owner_.head_stride +
-                       owner_.row_bytes);
-  }
-
-  Arrangement of_layers(Range layers) const {
-    std::vector<PlanePair> planes;
-    for (const PlanePair& plane : all_.planes) {
-      if (plane.layer >= layers.begin && plane.layer < layers.end) planes.push_back(plane);
-    }
-    return arrange_in_blocks(std::move(planes));
-  }
-
-  /// Returns the number of planes planned.
-  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold, Plan& into) const {
-    const bool folds = fold && made.all_alike;
-    const size_t num_written = folds && !made.groups.empty() ? made.groups[0].count : made.planes.size();
-    const double expected = num_spans(tokens) * usual_pieces_ * static_cast<double>(num_written);
-    Writer writer(into, static_cast<size_t>(std::min(expected, kMaxReserved)));
-    Writer::Mark first{};
-    for (const Group& group : made.groups) {
-      if (group.like_first && folds) {
-        into.repeats.push_back(repeat_of(made.planes[made.groups[0].first], made.planes[group.first]));
-        continue;
-      }
-      if (group.like_first) {
-        writer.stamp(first, made.planes[made.groups[0].first], made.planes[group.first]);
-        continue;
-      }
-      write_group({made.planes.data() + group.first, group.count}, group.interleaved, spans, writer);
-      if (&group == &made.groups[0]) {
-        first = writer.seal();
-        if (!folds)
-          writer.reserve({first.ops * (made.groups.size() - 1), first.segments * (made.groups.size() - 1)});
-      }
-    }
-    writer.finish();
-    return made.planes.size();
-  }
-
-  void write_group(std::span<const PlanePair> planes, bool interleaved, Spans spans, Writer& writer) const {
-    Pieces pieces{};
-    uint32_t pieces_tokens = 0;
-    for (Span span; spans.next(span);) {
-      if (span.tokens != pieces_tokens) pieces = pieces_of(pieces_tokens = span.tokens);
-      if (interleaved) {
-        pieces.for_each(span, [&](uint64_t remote, uint64_t local) {
-          for (const PlanePair& plane : planes) writer.put(plane, remote, local, pieces.bytes);
-        });
-        continue;
-      }
-      for (const PlanePair& plane : planes) {
-        pieces.for_each(
-            span, [&](uint64_t remote, uint64_t local) { writer.put(plane, remote, local, pieces.bytes); });
-      }
+  for (const auto& [upper, lower] : overlaid_) {
+    if (scope.layers.begin <= upper && lower < scope.layers.end) {
+      return Status::Config(
+          "layers " + std::to_string(upper) + " and " + std::to_string(lower) +
+          " lie upon each other at the reader; pull the layers of one cache group at a time");
     }
   }
+  if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;
+  if (Status list = check_list("reader_blocks", reader_blocks, reader_, tokens); !list.ok()) return list;
+  if (tokens.begin == tokens.end) return {};
+  const size_t first = tokens.begin / reader_.block_tokens, last = (tokens.end - 1) / reader_.block_tokens;
+  if (has_repeated(reader_blocks.subspan(first, last - first + 1), reader_.num_blocks)) {
+    return repeated(reader_blocks, first);
+  }
+  if (most_segments(tokens.end - tokens.begin) > kMaxSegments) {
+    return Status::Config("tokens: " + std::to_string(tokens.end - tokens.begin) +
+                          " are too many for one plan of these layouts; plan them in parts");
+  }
+  return {};
+}
 
-  Layout reader_, owner_;
-  uint32_t num_heads_;
-  uint32_t num_layers_ = 0;
-  std::vector<std::pair<uint32_t, uint32_t>> overlaid_;  // layers that must not be in one pull
-  double usual_pieces_ = 0, most_pieces_ = 0;            // of one span of one plane
-  Arrangement all_;
-};
+uint64_t Planner::bytes(uint64_t num_tokens, Range layers) const {
+  const auto covered = [&](const PlanePair& plane) {
+    return plane.layer >= layers.begin && plane.layer < layers.end;
+  };
+  const uint64_t num_planes = std::count_if(all_.planes.begin(), all_.planes.end(), covered);
+  uint64_t total;
+  if (__builtin_mul_overflow(num_tokens, token_bytes(), &total)) return UINT64_MAX;
+  return __builtin_mul_overflow(total, num_planes, &total) ? UINT64_MAX : total;
+}
+
+Range Planner::closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const {
+  if (tokens.end != UINT32_MAX) return tokens;
+  return {tokens.begin, static_cast<uint32_t>(
+                            std::min({num_owner_blocks * owner_.block_tokens,
+                                      num_reader_blocks * reader_.block_tokens, uint64_t{UINT32_MAX - 1}}))};
+}
+
+uint64_t Planner::token_bytes() const { return uint64_t{num_heads_} * owner_.row_bytes; }
+
+Pieces Planner::pieces_of(uint32_t tokens) const {
+  return Pieces::of({tokens, owner_.token_stride, reader_.token_stride},
+                    {num_heads_, owner_.head_stride, reader_.head_stride}, owner_.row_bytes);
+}
+
+/// An upper bound.
+double Planner::num_spans(uint32_t tokens) const {
+  return 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
+}
+
+/// An upper bound, before anything merges.
+double Planner::most_segments(uint32_t tokens) const {
+  const double cuts = static_cast<double>(token_bytes()) * tokens / kMaxOpBytes;
+  return (num_spans(tokens) * most_pieces_ + cuts) * static_cast<double>(all_.planes.size());
+}
+
+Arrangement Planner::arrange_in_blocks(std::vector<PlanePair> planes) const {
+  return arrange(std::move(planes), owner_.block_stride,
+                 (owner_.block_tokens - 1) * owner_.token_stride + (num_heads_ - 1) * owner_.head_stride +
+                     owner_.row_bytes);
+}
+
+Arrangement Planner::of_layers(Range layers) const {
+  std::vector<PlanePair> planes;
+  for (const PlanePair& plane : all_.planes) {
+    if (plane.layer >= layers.begin && plane.layer < layers.end) planes.push_back(plane);
+  }
+  return arrange_in_blocks(std::move(planes));
+}
+
+/// Returns the number of planes planned.
+size_t Planner::write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold,
+                      Plan& into) const {
+  const bool folds = fold && made.all_alike;
+  const size_t num_written = folds && !made.groups.empty() ? made.groups[0].count : made.planes.size();
+  const double expected = num_spans(tokens) * usual_pieces_ * static_cast<double>(num_written);
+  Writer writer(into, static_cast<size_t>(std::min(expected, kMaxReserved)));
+  Writer::Mark first{};
+  for (const Group& group : made.groups) {
+    if (group.like_first && folds) {
+      into.repeats.push_back(repeat_of(made.planes[made.groups[0].first], made.planes[group.first]));
+      continue;
+    }
+    if (group.like_first) {
+      writer.stamp(first, made.planes[made.groups[0].first], made.planes[group.first]);
+      continue;
+    }
+    write_group({made.planes.data() + group.first, group.count}, group.interleaved, spans, writer);
+    if (&group == &made.groups[0]) {
+      first = writer.seal();
+      if (!folds)
+        writer.reserve({first.ops * (made.groups.size() - 1), first.segments * (made.groups.size() - 1)});
+    }
+  }
+  writer.finish();
+  return made.planes.size();
+}
+
+void Planner::write_group(std::span<const PlanePair> planes, bool interleaved, Spans spans,
+                          Writer& writer) const {
+  Pieces pieces{};
+  uint32_t pieces_tokens = 0;
+  for (Span span; spans.next(span);) {
+    if (span.tokens != pieces_tokens) pieces = pieces_of(pieces_tokens = span.tokens);
+    if (interleaved) {
+      pieces.for_each(span, [&](uint64_t remote, uint64_t local) {
+        for (const PlanePair& plane : planes) writer.put(plane, remote, local, pieces.bytes);
+      });
+      continue;
+    }
+    for (const PlanePair& plane : planes) {
+      pieces.for_each(
+          span, [&](uint64_t remote, uint64_t local) { writer.put(plane, remote, local, pieces.bytes); });
+    }
+  }
+}
+
+namespace {
 
 /// Whether every V is right behind its K, row by row.
 bool values_beside_keys(const Layout& layout) {
@@ -368,8 +346,8 @@ Result<std::shared_ptr<const Planner>> Planner::make(Layout reader, Layout owner
     join_values_to_keys(reader);
     join_values_to_keys(owner);
   }
-  return std::shared_ptr<const Planner>(std::make_shared<PlannerImpl>(
-      std::move(reader), std::move(owner), local_regions, remote_region_index, *common));
+  return std::shared_ptr<const Planner>(
+      new Planner(std::move(reader), std::move(owner), local_regions, remote_region_index, *common));
 }
 
 }  // namespace kvlink

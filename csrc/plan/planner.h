@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/memory_range.h"
@@ -63,8 +64,33 @@ struct Plan {
   }
 };
 
+/// One plane as both ends see it.
+struct PlanePair {
+  uint32_t layer, remote_region, local_region;
+  uint64_t remote;
+  std::byte* local;
+};
+
+/// Planes that share the owner's blocks (cross-layer, K beside V), so that one read may serve several.
+struct Group {
+  uint32_t first, count;
+  bool interleaved;  // their rows alternate within a block
+  bool like_first;   // the first group, moved as a whole at both ends
+};
+
+/// Planes in the owner's address order, and their groups.
+struct Arrangement {
+  std::vector<PlanePair> planes;
+  std::vector<Group> groups;
+  bool all_alike = false;  // every group but the first is like it
+};
+
+class Spans;
+class Writer;
+struct Pieces;
+
 /// Plans reads from one owner into one reader. Immutable after make().
-class Planner {
+class Planner final {
  public:
   /// Checks both layouts (positive sizes, strides that fit, planes inside their regions, equal planes and
   /// row_bytes, overlapping heads) and refuses with the field that differs.
@@ -80,24 +106,43 @@ class Planner {
   /// of either may be partial. Replaces `into`, reusing its memory; on failure it is empty.
   /// Refuses what check() refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are
   /// contiguous at the owner. An open token range ends where the shorter list does.
-  virtual Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
-                      const PlanScope& scope, Plan& into) const = 0;
+  Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+              const PlanScope& scope, Plan& into) const;
 
   /// Refuses, among the blocks that the scope touches, ids out of range and a reader block named twice; lists
   /// too short for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole
   /// once.
-  virtual Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
-                       const PlanScope& scope) const = 0;
+  Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
+               const PlanScope& scope) const;
 
   /// Bytes that `plan` would move for that many tokens, without planning; UINT64_MAX if that overflows.
-  virtual uint64_t bytes(uint64_t num_tokens, Range layers) const = 0;
+  uint64_t bytes(uint64_t num_tokens, Range layers) const;
   /// One more than the highest layer among the planes.
-  virtual uint32_t num_layers() const = 0;
-  virtual uint32_t owner_block_tokens() const = 0;
-  virtual ~Planner() = default;
+  uint32_t num_layers() const { return num_layers_; }
+  uint32_t owner_block_tokens() const { return owner_.block_tokens; }
 
   static constexpr uint32_t kMaxOpBytes = 1 << 20;
   static constexpr uint32_t kMaxOpSegments = 256;
+
+ private:
+  Planner(Layout reader, Layout owner, const std::vector<MemoryRange>& local_regions,
+          const std::vector<uint32_t>& remote_region_index, Range heads);
+  Range closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const;
+  uint64_t token_bytes() const;
+  Pieces pieces_of(uint32_t tokens) const;
+  double num_spans(uint32_t tokens) const;
+  double most_segments(uint32_t tokens) const;
+  Arrangement arrange_in_blocks(std::vector<PlanePair> planes) const;
+  Arrangement of_layers(Range layers) const;
+  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold, Plan& into) const;
+  void write_group(std::span<const PlanePair> planes, bool interleaved, Spans spans, Writer& writer) const;
+
+  Layout reader_, owner_;
+  uint32_t num_heads_;
+  uint32_t num_layers_ = 0;
+  std::vector<std::pair<uint32_t, uint32_t>> overlaid_;  // layers that must not be in one pull
+  double usual_pieces_ = 0, most_pieces_ = 0;            // of one span of one plane
+  Arrangement all_;
 };
 
 }  // namespace kvlink
