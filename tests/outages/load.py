@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from control.cards import make_card, make_offer
@@ -38,7 +37,7 @@ class Totals:
     done: int = 0
     lost: list[str] = field(default_factory=list)
     """Claims that failed after the offer was acknowledged."""
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, int] = field(default_factory=dict)
     """Offers that were refused, by the name of the error."""
     doubled: int = 0
     """Tickets that a second reader got, too."""
@@ -89,7 +88,8 @@ class Load:
         try:
             await session.offer(offer, timeout_s=PATIENCE_S)
         except CoordinatorError as error:
-            self.totals.refused[type(error).__name__] += 1
+            refused, kind = self.totals.refused, type(error).__name__
+            refused[kind] = refused.get(kind, 0) + 1
             claiming.cancel()
             session.forget(request_id)
             return

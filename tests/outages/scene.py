@@ -70,13 +70,13 @@ class Scene:
         for _ in range(_TRIES):
             self.load.totals()
             calm = self._watch(_CALM_S)
-            if calm.slowest_s > _CALM_WITHIN_S:
+            if not calm.done or calm.slowest_s > _CALM_WITHIN_S:
                 continue
             seen = self._disturbed(begin, end, for_s, calm.slowest_s)
             after = self._watch(_CALM_S)
             assert not seen.totals.doubled
             self.check_logs()
-            if after.slowest_s > _CALM_WITHIN_S:
+            if not after.done or after.slowest_s > _CALM_WITHIN_S:
                 continue
             print(f"\n    {seen}", end=" ")
             lost = seen.totals.lost + after.lost
