@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TypeVar
 
-from kvlink.control.backoff import Backoff
+from kvlink.backoff import Backoff
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview

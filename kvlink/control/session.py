@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
-from kvlink.control.backoff import Backoff
+from kvlink.backoff import Backoff
 from kvlink.control.beats import Beats
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.deadlines import Deadlines

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvlink.control.backoff import Backoff
+from kvlink.backoff import Backoff
 from kvlink.control.client import AgentClient
 from kvlink.control.denials import LogQuota
 from kvlink.control.refusal import Reason, Refused

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST_BACKOFF_S = 0.05
-_LONGEST_BACKOFF_S = 2.0
+from kvlink.backoff import FIRST_S, LONGEST_S
+
 _SILENCE_S = 10.0
 """What an owner gets at least that neither refuses nor answers. Its host may be gone, but it or we may only be slow."""
 _SILENCE_SHARE = 1 / 3
@@ -33,7 +33,7 @@ class Attempts:
     def failed(self, why: str, began: float, now: float, silent: bool) -> None:
         """An attempt that `began` has ended. `silent`: nobody refused it."""
         self.failures += 1
-        self.not_before = now + min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S)
+        self.not_before = now + min(FIRST_S * 2 ** (self.failures - 1), LONGEST_S)
         self.last = why
         if not silent:
             self._silent_since = None

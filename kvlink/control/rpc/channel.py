@@ -15,7 +15,7 @@ import grpc.aio
 
 from kvlink import tracing
 from kvlink.background import opened
-from kvlink.control.backoff import Backoff
+from kvlink.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.now import now

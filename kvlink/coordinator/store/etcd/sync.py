@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from kvlink.control.backoff import Backoff
+from kvlink.backoff import Backoff
 from kvlink.control.now import now
 from kvlink.coordinator.store.etcd.api import Etcd, put
 from kvlink.coordinator.store.etcd.errors import StoreFull
