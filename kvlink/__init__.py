@@ -10,16 +10,16 @@
     worker.pull(ticket, into=block_ids).wait()              # decode
 
 Worker, WorkerConfig          a member of the deployment, and its options
-BlockPool                     the memory that it lends and pulls into
+BlockPool                     the memory that it registers and pulls into
 dense, Geometry, KVLayout,    where each block, layer, head and token of
   Order, Regions              that memory is
 Ticket, ReadyUnit             what a reader needs to pull one request
-LeaseEvent, LeaseEnd          an offer has ended: its blocks are free again
-Pull, PullStats, PathTaken    a pull under way, what it took and which path
-KVLinkError and below         everything that is raised: `kvlink.errors`
+LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
+Pull, PullStats, PathTaken    a running pull, its statistics and its path
+KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
-says what works on this machine, `kvlink demo` shows it.
+checks what works on this machine, and `kvlink demo` shows it.
 The other modules may change from one version to the next.
 """
 
@@ -102,11 +102,11 @@ _HOMES = {
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),
 }
-"""By module; all others of `__all__` are in `errors`."""
+"""Maps each module to the public names that it defines. Every other name of `__all__` is in `errors`."""
 
 
 def __dir__() -> list[str]:
-    """The public names, and none of the modules that happen to be loaded."""
+    """Returns the public names, without the modules that happen to be loaded."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
@@ -124,6 +124,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(
             "kvlink's native part is not built here; run `pip install -e .` in a checkout, or import the installed "
-            "package from another folder"
+            "package from another directory"
         ) from None
     return module if name == home else getattr(module, name)

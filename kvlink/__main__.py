@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvlink` is `kvlink`."""
+"""`python -m kvlink` runs the same program as `kvlink`."""
 
 from kvlink.cli import main
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts and addresses as people write them: brackets, loopback, wildcards. Asks no name server."""
+"""Parses and classifies hosts and addresses (brackets, loopback, wildcards) without asking a name server."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def plain_host(host: str) -> str:
-    """Without the blanks around it and the brackets that an IPv6 address has before a port."""
+    """Returns `host` without surrounding blanks and without the brackets that an IPv6 address has before a port."""
     host = host.strip()
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def can_be_dialled(host: str) -> bool:
-    """Whether it is a name or an address of one host, and not for example host:port."""
+    """Returns whether `host` is a name or an address of one host, and not for example host:port."""
     return not is_wildcard(host) and (_ip(host) is not None or _NAME.fullmatch(host) is not None)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be at the other end. Of names only localhost is."""
+    """Returns whether `host` is a loopback address. The only name that counts as loopback is localhost."""
     address = _ip(host)
     return plain_host(host).lower() == "localhost" if address is None else address.is_loopback
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it means every address of a host: one can listen there, and nobody can dial it."""
+    """Returns whether `host` stands for every address of a host, which a process can listen on but no peer can dial."""
     address = _ip(host)
     return not plain_host(host) if address is None else address.is_unspecified
 
@@ -44,12 +44,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
+    """Joins a host and a port into an address. This is the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _ip(host: str) -> _Ip | None:
-    """None for a name. An IPv4 address that is written as IPv6 (::ffff:…) is the IPv4 address."""
+    """Returns None for a name. An IPv4 address that is written as IPv6 (::ffff:…) becomes the IPv4 address."""
     try:
         address = ipaddress.ip_address(plain_host(host).partition("%")[0])
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The background thread of a process: an event loop on which all its gRPC objects live, and what must end with it."""
+"""Runs the background thread of a process, whose event loop owns all gRPC objects, and closes them with it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Coroutine
-from concurrent.futures import (
-    ThreadPoolExecutor,
-)  # by name: loaded at exit, it could not register for the exit
+from concurrent.futures import ThreadPoolExecutor  # its module cannot be loaded at interpreter exit
 from contextlib import closing
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +28,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class ControlThread:
-    """Runs coroutines for callers that are not asyncio. Closes itself at interpreter exit."""
+    """Runs coroutines for callers outside asyncio. It is closed automatically at interpreter exit."""
 
     def __init__(self, name: str = "kvlink-control") -> None:
         use_grpc()
@@ -44,10 +42,10 @@ class ControlThread:
 
     @classmethod
     def shared(cls) -> ControlThread:
-        """The one of this process, made on first use and kept until exit.
+        """Returns the thread of this process, which is created on first use and runs until exit.
 
-        One for all Workers, because gRPC delivers the completions of every loop on whichever loop polls first, and
-        complains of those whose loop is closed.
+        All Workers share it, because gRPC delivers the completions of every loop on whichever loop polls first, and
+        reports an error for those whose loop is closed.
         """
         global _shared
         with _sharing:
@@ -61,11 +59,11 @@ class ControlThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """For `call_soon_threadsafe`."""
+        """The event loop of the thread. Other threads may only use `call_soon_threadsafe`."""
         return self._loop
 
     def submit(self, job: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine on the loop. Raises ConfigError after close and after fork."""
+        """Starts a coroutine on the loop. Raises ConfigError after `close` and in a forked child."""
         why = self._why_not()
         if why:
             job.close()
@@ -73,9 +71,9 @@ class ControlThread:
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
     def run(self, job: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Waits for a coroutine's result; cancels it when interrupted or when `timeout_s` have passed.
+        """Waits for the result of a coroutine, and cancels it on an interrupt or after `timeout_s` seconds.
 
-        Raises CoordinatorUnavailable on timeout, ConfigError on the loop's own thread and as `submit` does.
+        Raises CoordinatorUnavailable on timeout, and ConfigError on the loop's own thread and where `submit` does.
         """
         if threading.current_thread() is self._thread:
             job.close()
@@ -90,17 +88,17 @@ class ControlThread:
         finally:
             future.cancel()
 
-    def in_background(self, job: Coroutine[Any, Any, None], otherwise: str) -> None:
-        """Starts what nobody waits for. Where it fails, the warning says `otherwise`."""
+    def in_background(self, job: Coroutine[Any, Any, None], warning: str) -> None:
+        """Starts a coroutine that no caller waits for. Logs `warning` with the error if it fails."""
 
         def log_failure(future: concurrent.futures.Future[None]) -> None:
             if not future.cancelled() and future.exception() is not None:
-                _log.warning("%s error=%s", otherwise, str(future.exception()))
+                _log.warning("%s error=%s", warning, str(future.exception()))
 
         self.submit(job).add_done_callback(log_failure)
 
     def close(self) -> None:
-        """Cancels what still runs and stops the thread; close agents and clients before. Idempotent."""
+        """Cancels running coroutines and stops the thread. Close agents and clients first. Idempotent."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -137,7 +135,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
         loop.run_until_complete(close_all())
         _cancel(loop, [task for task in asyncio.all_tasks(loop) if inspect.iscoroutine(task.get_coro())])
-        # What is left is gRPC's, in Cython: it ends by itself, and would print a traceback if it were cancelled.
+        # The remaining tasks are gRPC's, in Cython. They end without help and would print a traceback when cancelled.
         _wait_for(loop, asyncio.all_tasks(loop))
         _cancel(loop, asyncio.all_tasks(loop))
         loop.run_until_complete(loop.shutdown_asyncgens())
@@ -154,36 +152,40 @@ def _wait_for(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[An
         loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S))
 
 
-class OpenEnd(Protocol):
-    """A channel or a server."""
+class Closable(Protocol):
+    """A gRPC channel or server that must be closed before its event loop."""
 
     async def close_now(self) -> None:
-        """Idempotent."""
+        """Closes the object. Idempotent."""
 
 
-_ends: weakref.WeakValueDictionary[tuple[int, int], OpenEnd] = weakref.WeakValueDictionary()
+_closables: weakref.WeakValueDictionary[tuple[int, int], Closable] = weakref.WeakValueDictionary()
+"""Objects to close, by the id of their event loop and the order of registration."""
 _numbers = itertools.count()
 
 
-def opened(end: OpenEnd) -> None:
-    """Notes an object of the running event loop."""
-    _ends[id(asyncio.get_running_loop()), next(_numbers)] = end
+def close_with_loop(closable: Closable) -> None:
+    """Registers an object of the running event loop for `close_all`. Only a weak reference is kept."""
+    _closables[id(asyncio.get_running_loop()), next(_numbers)] = closable
 
 
 async def close_all() -> None:
-    """Closes what is still open on the running event loop, last opened first."""
+    """Closes the objects that are still open on the running event loop, in reverse order of registration."""
     here = id(asyncio.get_running_loop())
-    for key in sorted((key for key in list(_ends) if key[0] == here), reverse=True):
-        end = _ends.pop(key, None)
-        if end is not None:
-            await end.close_now()
+    for key in sorted((key for key in list(_closables) if key[0] == here), reverse=True):
+        closable = _closables.pop(key, None)
+        if closable is not None:
+            await closable.close_now()
 
 
 def off_loop(call: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """Runs on a thread of the running loop. Raises Cancelled, not in the future, while the interpreter ends: executors
-    are the first to stop, long before anybody closes what still serves or pulls."""
+    """Runs a blocking call on an executor thread of the running loop.
+
+    Raises Cancelled (the call raises, not the future) while the interpreter exits, because executors stop before any
+    server or pull is closed.
+    """
     loop = asyncio.get_running_loop()
     try:
         return loop.run_in_executor(None, call, *args)
     except RuntimeError:
-        raise Cancelled("this process is ending") from None
+        raise Cancelled("this process is exiting") from None

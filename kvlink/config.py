@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of kvlink in one catalogue: meaning, unit, default, environment variable.
+"""Defines every option of kvlink with its meaning, unit, default and environment variable.
 
-Arguments win over the environment, the environment over the default. `kvlink config` prints the result.
+Arguments override the environment, and the environment overrides the default. `kvlink config` prints the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Way(Enum):
-    """Best first. DMA_BUF and PEERMEM: the NIC reads and writes GPU memory. BOUNCE: host memory in between."""
+    """Ways from a NIC to GPU memory, best first: directly (DMA_BUF and PEERMEM) or through host memory (BOUNCE)."""
 
     DMA_BUF = "dma-buf"
     PEERMEM = "peermem"
@@ -33,18 +33,18 @@ class Way(Enum):
 
 
 def parse_ways(spec: str) -> tuple[Way, ...]:
-    """What KVLINK_GPUDIRECT says, "" being all. Raises ConfigError."""
+    """Parses the text of KVLINK_GPUDIRECT. An empty text selects all ways. Raises ConfigError for an unknown way."""
     names = [name.strip() for name in spec.split(",") if name.strip()]
     try:
         return tuple(Way(name) for name in dict.fromkeys(names)) or tuple(Way)
     except ValueError:
         known = ", ".join(way.value for way in Way)
-        raise ConfigError(f"KVLINK_GPUDIRECT={spec!r} must name ways out of {known}, best first") from None
+        raise ConfigError(f"KVLINK_GPUDIRECT={spec!r} must list some of {known}, best first") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the catalogue. `least` and `most` bound numbers, `choices` strings."""
+    """One row of the catalogue. `least` and `most` bound numbers, and `choices` lists the allowed strings."""
 
     name: str
     env: str
@@ -56,7 +56,7 @@ class Setting:
     choices: tuple[str, ...] = ()
 
     def parse(self, text: str) -> str | int | float | bool:
-        """Reads the environment variable's text. Raises ConfigError."""
+        """Parses the text of the environment variable. Raises ConfigError if it has the wrong type."""
         text = text.strip()
         try:
             if isinstance(self.default, bool):
@@ -67,7 +67,7 @@ class Setting:
             raise ConfigError(f"{self.env}={text!r} is not {kind} ({self.meaning})") from None
 
     def check(self, value: str | int | float | bool) -> None:
-        """Raises ConfigError when `value` is outside the bounds."""
+        """Raises ConfigError if `value` is out of bounds or not one of the choices."""
         if isinstance(value, (int, float)) and not self._within(value):
             bounds = f"at least {self.least:g}"
             if self.most is not None:
@@ -96,36 +96,40 @@ def _setting(env: str, default: _T, meaning: str, **rest: Any) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The options of one worker, checked when made. Raises ConfigError for a value out of bounds."""
+    """The options of one worker. Construction raises ConfigError for a value out of bounds."""
 
     transports: str = _setting(
-        "KVLINK_TRANSPORTS", "", "shm,tcp allows these in this order, ^cma all but that; empty or all: all"
+        "KVLINK_TRANSPORTS",
+        "",
+        "transports to use: shm,tcp allows these in this order, ^cma allows all others; empty or all: all",
     )
     nics: str = _setting(
-        "KVLINK_NICS", "", "mlx5_0:1,mlx5_1 uses these NIC ports, ^mlx5_2 all but that; empty: the nearest"
+        "KVLINK_NICS",
+        "",
+        "NIC ports to use: mlx5_0:1,mlx5_1 uses these, ^mlx5_2 uses all others; empty: the nearest",
     )
     rdma_connect: str = _setting(
         "KVLINK_RDMA_CONNECT",
         "",
-        "how verbs connects: direct, or cm (rdma_cm; at both ends); empty: as the NIC needs",
+        "how verbs connects: direct, or cm for rdma_cm (set it at both ends); empty: as the NIC needs",
         choices=("", "direct", "cm"),
     )
     rdma_traffic_class: int = _setting(
         "KVLINK_RDMA_TRAFFIC_CLASS",
         0,
-        "of what verbs sends; with RoCE v2 the IP header's byte: DSCP x 4. At both ends",
+        "traffic class of verbs packets, the byte DSCP x 4 of the IP header with RoCE v2 (set it at both ends)",
         least=0,
         most=255,
     )
     gpudirect: str = _setting(
         "KVLINK_GPUDIRECT",
         "",
-        "dma-buf,peermem,bounce: ways to GPU memory, best first; without bounce it is never staged; empty: all",
+        "ways to GPU memory out of dma-buf,peermem,bounce, best first; without bounce no memory is staged; empty: all",
     )
     bounce_bytes: int = _setting(
         "KVLINK_BOUNCE_BYTES",
         64 << 20,
-        "host memory pinned for GPU memory that a transport does not reach, half for each direction",
+        "host memory pinned for GPU memory that a transport cannot reach, half of it for each direction",
         unit="bytes",
         least=4 << 20,
         most=16 << 30,
@@ -133,26 +137,26 @@ class WorkerConfig:
     staging: str = _setting(
         "KVLINK_STAGING",
         "auto",
-        "reads that would reach a GPU in many tiny pieces land in a staging buffer there first: auto (where NICs read "
-        "and it should be faster), always, never",
+        "when reads that arrive in many small pieces go through a staging buffer on the GPU: auto (when NICs read and "
+        "it should be faster), always, never",
         choices=("auto", "always", "never"),
     )
     staging_bytes: int = _setting(
         "KVLINK_STAGING_BYTES",
         16 << 20,
-        "GPU memory taken for that",
+        "size of the staging buffer in GPU memory",
         unit="bytes",
         least=1 << 20,
         most=1 << 30,
     )
     coordinator: str = _setting(
-        "KVLINK_COORDINATOR", "", "host:port of the coordinator, replicas with commas between; empty: none"
+        "KVLINK_COORDINATOR", "", "host:port of the coordinator, or of its replicas with commas; empty: none"
     )
     host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
     advertise: str = _setting(
         "KVLINK_ADVERTISE",
         "",
-        "host that peers dial instead, where it differs (NAT); empty: that of KVLINK_HOST",
+        "host that peers connect to if it differs (NAT); empty: the value of KVLINK_HOST",
     )
     port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
     agent_port: int = _setting(
@@ -162,39 +166,43 @@ class WorkerConfig:
         "KVLINK_PROGRESS_THREADS", 1, "threads that move the bytes of pulls", least=1, most=64
     )
     inline_bytes: int = _setting(
-        "KVLINK_INLINE_BYTES", 128 << 10, "pulls up to this run on the caller's thread", unit="bytes", least=0
+        "KVLINK_INLINE_BYTES",
+        128 << 10,
+        "pulls up to this size run on the caller's thread",
+        unit="bytes",
+        least=0,
     )
     lanes: int = _setting(
-        "KVLINK_LANES", 0, "parallel connections to a peer; 0: what the transport does best", least=0, most=64
+        "KVLINK_LANES", 0, "parallel connections to a peer; 0: the transport decides", least=0, most=64
     )
     lease_slots: int = _setting(
-        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at one time", least=1, most=MAX_SLOTS
+        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at the same time", least=1, most=MAX_SLOTS
     )
     lease_s: float = _setting(
-        "KVLINK_LEASE_S", 30.0, "an offer nobody settles ends after this", unit="s", least=0.001, most=86400
+        "KVLINK_LEASE_S", 30.0, "time after which an unsettled offer ends", unit="s", least=0.001, most=86400
     )
     timeout_s: float = _setting(
         "KVLINK_TIMEOUT_S", 30.0, "deadline of a pull", unit="s", least=0.001, most=86400
     )
-    tls_ca: str = _setting("KVLINK_TLS_CA", "", "PEM file of the CAs that peers' certificates come from")
+    tls_ca: str = _setting("KVLINK_TLS_CA", "", "PEM file of the CAs that sign the certificates of peers")
     tls_cert: str = _setting("KVLINK_TLS_CERT", "", "PEM file of this process's certificate and its chain")
-    tls_key: str = _setting("KVLINK_TLS_KEY", "", "PEM file of that certificate's key")
+    tls_key: str = _setting("KVLINK_TLS_KEY", "", "PEM file of the private key of that certificate")
     tls_hosts: bool = _setting(
-        "KVLINK_TLS_HOSTS", True, "certificates must name the host that was dialled, not only role and tenant"
+        "KVLINK_TLS_HOSTS", True, "certificates must name the host of the address, not only role and tenant"
     )
     token_file: str = _setting(
         "KVLINK_TOKEN_FILE",
         "",
-        "file with the token that tells the coordinator who this is; without TLS, that processes on loopback show each "
-        "other (empty: a file of this user's)",
+        "file with the token that identifies this process to the coordinator; without TLS, the token that processes on "
+        "loopback show each other (empty: a file of this user)",
     )
     ticket_keys: str = _setting(
         "KVLINK_TICKET_KEYS",
         "",
-        "file of secrets that the tenant's workers sign tickets with, newest first; under TLS needed, or none",
+        "file of secrets with which the tenant's workers sign tickets, newest first; required under TLS, or none",
     )
-    insecure: bool = _setting("KVLINK_INSECURE", False, "speak plaintext to other hosts, too")
-    fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, used by names such as fault+shm")
+    insecure: bool = _setting("KVLINK_INSECURE", False, "allow plaintext connections to other hosts")
+    fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, for names such as fault+shm")
     metrics_port: int = _setting(
         "KVLINK_METRICS_PORT",
         0,
@@ -203,10 +211,12 @@ class WorkerConfig:
         most=65535,
     )
     metrics_host: str = _setting(
-        "KVLINK_METRICS_HOST", "", "address that /metrics listens on; empty: that of KVLINK_HOST"
+        "KVLINK_METRICS_HOST", "", "address that /metrics listens on; empty: the value of KVLINK_HOST"
     )
-    log: str = _setting("KVLINK_LOG", "warning", "least severe message that is logged", choices=LOG_LEVELS)
-    log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object a line")
+    log: str = _setting(
+        "KVLINK_LOG", "warning", "lowest level of messages that is logged", choices=LOG_LEVELS
+    )
+    log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object per line")
 
     def __post_init__(self) -> None:
         for setting in CATALOGUE:
@@ -215,7 +225,7 @@ class WorkerConfig:
             object.__setattr__(self, name, plain_host(getattr(self, name)))
         if self.advertise and not can_be_dialled(self.advertise):
             raise ConfigError(
-                f"KVLINK_ADVERTISE={self.advertise!r} is no host that peers can dial: write a name or an address, "
+                f"KVLINK_ADVERTISE={self.advertise!r} is no host that peers can connect to; set a name or an address, "
                 "without a port"
             )
         parse_nics(self.nics)
@@ -224,7 +234,7 @@ class WorkerConfig:
             split_address(address.strip())
 
     def of_worker(self, number: int) -> WorkerConfig:
-        """For one of several workers of a host: ports that were given are the first one's. Raises ConfigError."""
+        """Returns the options of worker `number` of a host, added to all configured ports. Raises ConfigError."""
         ports = {name: getattr(self, name) for name in ("port", "agent_port", "metrics_port")}
         return replace(self, **{name: port + number for name, port in ports.items() if port})
 
@@ -232,16 +242,16 @@ class WorkerConfig:
     def from_env(
         cls, env: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None, **arguments: Any
     ) -> WorkerConfig:
-        """Reads `os.environ` (or `env`). Arguments that are not None win; `defaults` are for what nobody says.
+        """Reads `os.environ`, or `env` if given. Arguments that are not None override it, and `defaults` apply last.
 
-        Warns once of variables in `os.environ` that look like options and are none. Raises ConfigError.
+        Warns once of variables in `os.environ` that look like options but are not. Raises ConfigError.
         """
         if env is None:
             env = os.environ
             env_names.warn_once(env, _NAMES)
-        said = {s.name: s.parse(text) for s, text in _given(env)}
-        wanted = {name: value for name, value in arguments.items() if value is not None}
-        return cls(**{**(defaults or {}), **said, **wanted})
+        from_env = {s.name: s.parse(text) for s, text in _given(env)}
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        return cls(**{**(defaults or {}), **from_env, **passed})
 
 
 CATALOGUE = tuple(
@@ -256,34 +266,34 @@ def _given(env: Mapping[str, str]) -> list[tuple[Setting, str]]:
 
 
 def sources(env: Mapping[str, str]) -> dict[str, str]:
-    """Where each setting's value comes from: its environment variable's name, or "default"."""
+    """Returns the source of each setting's value: the name of its environment variable, or "default"."""
     given = {setting.name for setting, _ in _given(env)}
     return {setting.name: setting.env if setting.name in given else "default" for setting in CATALOGUE}
 
 
 def unknown(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that look like options of kvlink and are none, each with the nearest option's name, or ""."""
+    """Returns variables that look like options of kvlink but are not, each with the nearest option's name or ""."""
     return env_names.unknown(env, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class NicNames:
-    """What KVLINK_NICS says: ports that are wanted, or are not. Empty and not `excludes`: no wish."""
+    """The parsed form of KVLINK_NICS. `excludes` says whether `ports` are excluded; no ports mean no restriction."""
 
     excludes: bool
     ports: tuple[tuple[str, int | None], ...]
-    """Device and port number; None: every port."""
+    """Device and port number. None stands for every port of the device."""
 
 
 def parse_nics(spec: str) -> NicNames:
-    """Reads "mlx5_0:1,mlx5_1" or "^mlx5_2". Whether they exist, `kvlink.hardware.nics` knows. Raises ConfigError."""
+    """Parses "mlx5_0:1,mlx5_1" or "^mlx5_2" without a check that the ports exist. Raises ConfigError."""
     excludes = spec.strip().startswith("^")
     listed = spec.strip().removeprefix("^")
     parts = [part.strip() for part in listed.split(",")] if listed or excludes else []
     matches = [re.fullmatch(r"([\w.-]+)(?::([1-9]\d{0,2}))?", part, re.ASCII) for part in parts]
     if not all(matches):
         raise ConfigError(
-            f"KVLINK_NICS={spec!r} is no list of NICs; write device or device:port with commas between, as in "
+            f"KVLINK_NICS={spec!r} is no list of NICs; write device or device:port separated by commas, as in "
             "mlx5_0:1,mlx5_1, or ^ before the first to use all others (`kvlink topology` lists them)"
         )
     ports = [(match[1], int(match[2]) if match[2] else None) for match in matches if match]

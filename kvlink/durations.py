@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations counted by powers of two, so that adding one costs a few instructions. As csrc/engine/path_stats.h does."""
+"""Counts durations in buckets of powers of two, so that adding one costs a few instructions.
+
+csrc/engine/path_stats.h has the same buckets.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ _FIRST = 9
 _NUM_BUCKETS = 27
 
 BOUNDS_S = tuple((1 << shift) / 1e9 for shift in range(_FIRST, _FIRST + _NUM_BUCKETS - 1))
-"""Upper bounds of all buckets but the last, which has none: 512 ns, 1.024 us, … 17.2 s."""
+"""Upper bounds of all buckets except the last, which has none: 512 ns, 1.024 us, … 17.2 s."""
 
 
 class Durations:
-    """A histogram. Additions of several threads may be lost, never misplaced."""
+    """A histogram of durations. Concurrent additions may be lost but are never counted in a wrong bucket."""
 
     __slots__ = ("buckets", "sum_ns")
 
@@ -25,27 +28,30 @@ class Durations:
         return f"Durations({self.count} of {self.sum_ns} ns)"
 
     def add(self, ns: int) -> None:
-        """Counts one duration in nanoseconds."""
+        """Adds one duration in nanoseconds."""
         self.buckets[min(max((ns - 1).bit_length() - _FIRST, 0), _NUM_BUCKETS - 1)] += 1
         self.sum_ns += ns
 
     @property
     def count(self) -> int:
-        """How many were added."""
+        """The number of durations that were added."""
         return sum(self.buckets)
 
     def plus(self, other: Durations) -> Durations:
-        """Both together."""
+        """Returns the sum of both histograms."""
         buckets = [own + theirs for own, theirs in zip(self.buckets, other.buckets, strict=True)]
         return Durations(self.sum_ns + other.sum_ns, buckets)
 
     def since(self, earlier: Durations) -> Durations:
-        """What was added after `earlier`, a copy of the same histogram."""
+        """Returns what was added after `earlier`, which is a copy of the same histogram."""
         buckets = [now - then for now, then in zip(self.buckets, earlier.buckets, strict=True)]
         return Durations(self.sum_ns - earlier.sum_ns, buckets)
 
     def quantile_s(self, share: float) -> float:
-        """Below this many seconds lie `share` of all, as if each bucket were filled evenly; 0 without any."""
+        """Returns the quantile `share` (0 to 1) in seconds, assuming that each bucket is filled evenly.
+
+        Returns 0 for an empty histogram.
+        """
         wanted, seen = share * self.count, 0
         for bucket, number in enumerate(self.buckets):
             if number and seen + number >= wanted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that look like options of kvlink and are none: most likely misspelt."""
+"""Finds environment variables that look like options of kvlink but are not, most likely because of a typing error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _warned: set[str] = set()
 
 
 def unknown(env: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """Each such variable with the known name that is nearest to it, or "".
+    """Returns each unknown KVLINK_* variable with the nearest known name, or "".
 
-    Variables that Kubernetes sets in each pod for a Service called kvlink-something are left out.
+    The result excludes variables that Kubernetes sets in each pod for a Service named kvlink-something.
     """
     services = tuple(name.removesuffix(_SERVICE) for name in env if name.endswith(_SERVICE))
     links = tuple(f"{service}{part}" for service in services for part in ("_SERVICE_", "_PORT"))
@@ -29,12 +29,12 @@ def unknown(env: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
 
 
 def advice(name: str, nearest: str) -> str:
-    """What to do about one."""
+    """Returns what to do about the unknown variable `name`. `nearest` is the value that `unknown` gives for it."""
     return f"did you mean {nearest}?" if nearest else "`kvlink config` lists the options"
 
 
 def warn_once(env: Mapping[str, str], known: Collection[str]) -> None:
-    """Logs each such variable once in a process: the option that was meant has its default instead."""
+    """Logs each unknown variable once per process, because the intended option keeps its default."""
     for name, nearest in unknown(env, known).items():
         if name not in _warned:
             _warned.add(name)

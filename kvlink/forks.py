@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child may not use: what its parent made, and gRPC once the parent used it."""
+"""Detects use in a forked child of objects that its parent created, and of gRPC after the parent used it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ ADVICE = "start processes by spawn or forkserver, or fork before the first Worke
 
 
 def num_forks() -> int:
-    """How many forks lie between this process and the one that imported kvlink: another number in each child."""
+    """Returns the number of forks between the process that imported kvlink and this one. It differs in each child."""
     return _num_forks
 
 
 def check_own(made_at: int, what: str) -> None:
-    """`made_at`: what `num_forks` was then. Raises ConfigError in a child of the process that made it."""
+    """Raises ConfigError in a child of the process that created an object.
+
+    `made_at` is the value of `num_forks()` when the object was created, and `what` names it in the error.
+    """
     if made_at != _num_forks:
-        raise ConfigError(f"{what} was made before a fork and is the parent process's; {ADVICE}")
+        raise ConfigError(f"{what} was made before a fork and belongs to the parent process; {ADVICE}")
 
 
 def check_grpc() -> None:
-    """Raises ConfigError in a child of a process that used gRPC, whose threads are not there: calls would hang."""
+    """Raises ConfigError in a child of a process that used gRPC, where calls would hang for lack of gRPC's threads."""
     if _grpc_used_at not in (None, _num_forks):
         raise ConfigError(
             "this process was forked from one in which kvlink ran, and gRPC does not survive a fork; "
@@ -31,7 +34,7 @@ def check_grpc() -> None:
 
 
 def use_grpc() -> None:
-    """Before anything of gRPC is made. Raises as `check_grpc`."""
+    """Records that this process uses gRPC. Call it before any gRPC object is created. Raises as `check_grpc` does."""
     global _grpc_used_at
     check_grpc()
     _grpc_used_at = _num_forks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker's KV blocks lie in memory.
+"""Describes where a worker's KV blocks are in memory.
 
-Five axes say everything: layer, K or V, block, token, head. A row is one head's K (or V) of one token:
-contiguous bytes. `dense` nests the axes in an order that an engine uses; `from_strides` describes memory that
-exists already. Which heads a reader takes from which rank is kvlink.sharding's.
+A layout has five axes: layer, K or V, block, token, head. A row is the K (or V) of one head of one token, in contiguous
+bytes. `dense` nests the axes in an order that an engine uses, and `from_strides` describes existing memory.
+kvlink.sharding decides which heads a reader takes from which rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvlink.errors import ConfigError
-from kvlink.sharding import Assignment, assign, heads_of, num_replicas, num_seats
+from kvlink.sharding import Assignment, assign, heads_of, num_seats
 
 __all__ = [
     "Assignment",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Axis(Enum):
-    """What a stride steps over."""
+    """The axes of a KV cache. A stride steps over one of them."""
 
     LAYER = "L"
     KV = "K"
@@ -42,9 +42,9 @@ class Axis(Enum):
 
 
 class Order(Enum):
-    """How the axes nest, outermost first.
+    """The nesting of the axes, outermost first.
 
-    Shapes are one layer's: N blocks of `block` tokens, H heads of dimension D.
+    The shapes below are those of one layer with N blocks of `block` tokens and H heads of dimension D.
     """
 
     NHD = "LKBTH"
@@ -56,39 +56,39 @@ class Order(Enum):
     PAIRED_HND = "LBKHT"
     """[N, 2, H, block, D]: FlashInfer."""
     BESIDE_NHD = "LBTHK"
-    """[N, block, H, 2 D]: V right behind K in every row."""
+    """[N, block, H, 2 D]: V directly follows K in every row."""
     BESIDE_HND = "LBHTK"
     """[N, H, block, 2 D]: vLLM on CPUs."""
     CROSS_LAYER_NHD = "BLKTH"
-    """[N, layers, 2, block, H, D]: all layers of a block adjoin."""
+    """[N, layers, 2, block, H, D]: all layers of a block are adjacent."""
     CROSS_LAYER_HND = "BLKHT"
-    """[N, layers, 2, H, block, D]: all layers of a block adjoin."""
+    """[N, layers, 2, H, block, D]: all layers of a block are adjacent."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Outermost first."""
+        """The axes, outermost first."""
         return tuple(map(Axis, self.value))
 
 
 class Regions(Enum):
-    """Which planes share an allocation. Region i is the i-th tensor given to `BlockPool.from_tensors`."""
+    """Says which planes share an allocation. Region i is the i-th tensor given to `BlockPool.from_tensors`."""
 
     ONE = ""
-    """Region 0 holds everything."""
+    """Region 0 holds all planes."""
     PER_LAYER = "L"
     """Region i holds layer i."""
     PER_PLANE = "LK"
-    """K of layer 0, V of layer 0, K of layer 1, …"""
+    """The regions hold K of layer 0, V of layer 0, K of layer 1, …"""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """What regions step over, outermost first."""
+        """The axes that the regions step over, outermost first."""
         return tuple(map(Axis, self.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One layer's K or V: `offset` bytes into pool region `region` lies its block 0."""
+    """The K or V of one layer. Its block 0 starts `offset` bytes into pool region `region`."""
 
     region: int
     layer: int
@@ -97,34 +97,34 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache of a model as one tensor-parallel rank holds it, before it gets a place in memory."""
+    """The KV cache that one tensor-parallel rank of a model holds, without its place in memory."""
 
     num_layers: int
     total_heads: int
-    """KV heads of the whole model; 1 for MLA."""
+    """KV heads of the whole model, 1 for MLA."""
     row_bytes: int
-    """Bytes of one head's K (or V) of one token: head dimension × size of the dtype."""
+    """Bytes of the K (or V) of one head of one token: head dimension × size of the dtype."""
     num_blocks: int
     block_tokens: int = 16
     planes_per_layer: int = 2
-    """K and V; 1 for MLA, whose latent has no pair."""
+    """2 for K and V, 1 for MLA, which has one latent per layer."""
     dtype: str = "bfloat16"
     model: str = ""
     tp_rank: int = 0
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        """Checks what KVLayout cannot."""
+        """Checks the fields that KVLayout cannot check."""
         if self.num_layers < 1 or self.planes_per_layer not in (1, 2):
             raise ConfigError(f"num_layers must be positive and planes_per_layer 1 or 2: {self}")
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The model's heads that this rank holds, half open."""
+        """The half-open range of the model's heads that this rank holds."""
         return heads_of(self.total_heads, self.tp_rank, self.tp_size)
 
     def count(self, axis: Axis) -> int:
-        """Elements along an axis."""
+        """Returns the number of elements along an axis."""
         first, end = self.heads
         return {
             Axis.LAYER: self.num_layers,
@@ -137,18 +137,18 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Where every row lies: plane.offset + block, token and head (from `first_head` on) × stride, in bytes.
+    """Gives the place of every row: plane.offset + block, token and head (from `first_head`) × stride, in bytes.
 
-    K and V are always two planes; where they lie side by side, V starts `row_bytes` after K. Planes go by
-    layer, K first. Raises ConfigError, naming the field, for values that no memory can have.
+    K and V are always two planes. If they are side by side, V starts `row_bytes` after K. Planes are ordered by layer,
+    K first. Construction raises ConfigError, naming the field, for values that no memory can have.
     """
 
     model: str
-    """Free text that both ends must share; "" is not compared."""
+    """Free text that must be the same at both ends. An empty text is not compared."""
     dtype: str
     block_tokens: int
     total_heads: int
-    """KV heads of the whole model; 1 for MLA."""
+    """KV heads of the whole model, 1 for MLA."""
     first_head: int
     num_heads: int
     row_bytes: int
@@ -185,17 +185,17 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Payload of one token over all planes."""
+        """Payload bytes of one token over all planes."""
         return self.num_heads * self.row_bytes * len(self.planes)
 
     @property
     def block_bytes(self) -> int:
-        """Payload of one block over all planes."""
+        """Payload bytes of one block over all planes."""
         return self.block_tokens * self.token_bytes
 
     @property
     def extent_bytes(self) -> int:
-        """From the first byte of a plane to the end of its last row. Raises ConfigError when rows overlap."""
+        """Bytes from the start of a plane to the end of its last row. Raises ConfigError if rows overlap."""
         steps = sorted(
             (stride, count, name)
             for name, stride, count in (
@@ -212,17 +212,12 @@ class KVLayout:
             extent += stride * (count - 1)
         return extent
 
-    @property
-    def is_replicated(self) -> bool:
-        """Whether another rank holds the same bytes, as with MLA or fewer heads than ranks."""
-        return num_replicas(self) > 1
-
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens; the last may be partial."""
+        """Returns the number of blocks that hold `num_tokens` tokens. The last block may be partial."""
         return -(-num_tokens // self.block_tokens)
 
     def region_bytes(self) -> tuple[int, ...]:
-        """Bytes that each pool region must have, in region order."""
+        """Returns the bytes that each pool region must have, in region order."""
         needed = [0] * (1 + max(plane.region for plane in self.planes))
         extent = self.extent_bytes
         for plane in self.planes:
@@ -230,9 +225,9 @@ class KVLayout:
         return tuple(needed)
 
     def difference(self, other: KVLayout) -> str | None:
-        """The first field in which `other` is not a cache of the same model, in words; None when they fit.
+        """Describes the first field that shows that `other` is a cache of a different model. None if they fit.
 
-        Block size, strides, number of blocks and tensor-parallel degree may differ: the planner converts.
+        Block size, strides, number of blocks and tensor-parallel degree may differ, because the planner converts them.
         """
         for name in ("model", "dtype", "row_bytes", "total_heads", "num_layers"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -247,10 +242,15 @@ class KVLayout:
 
 
 def dense(geometry: Geometry, order: Order = Order.NHD, regions: Regions = Regions.ONE) -> KVLayout:
-    """Packs a cache without gaps; `KVLayout.region_bytes` says what to allocate. Raises ConfigError."""
+    """Returns the layout of a cache without gaps. `KVLayout.region_bytes` says how much memory to allocate.
+
+    Raises ConfigError if `order` interleaves axes that `regions` puts into different allocations.
+    """
     apart = regions.axes
     if set(order.axes[: len(apart)]) != set(apart):
-        raise ConfigError(f"{order} interleaves what {regions} puts apart; use Regions.ONE or another order")
+        raise ConfigError(
+            f"{order} interleaves axes that {regions} separates; use Regions.ONE or another order"
+        )
     strides = {}
     step = geometry.row_bytes
     for axis in reversed(order.axes[len(apart) :]):
@@ -260,10 +260,10 @@ def dense(geometry: Geometry, order: Order = Order.NHD, regions: Regions = Regio
 
 
 def from_strides(geometry: Geometry, strides: Mapping[Axis, int], regions: Regions) -> KVLayout:
-    """Describes memory that exists. Raises ConfigError.
+    """Returns the layout of existing memory. Raises ConfigError if a stride is missing or not possible.
 
-    `strides` are bytes (a tensor's stride × its item size) of every axis within a region that has more than
-    one element. A tensor whose last dimension holds K and V side by side ([…, 2 D]) has {Axis.KV: row_bytes}.
+    `strides` gives, in bytes (a tensor's stride × its item size), every axis within a region that has more than one
+    element. A tensor whose last dimension holds K and V side by side ([…, 2 D]) has {Axis.KV: row_bytes}.
     """
     within = [axis for axis in Axis if axis not in regions.axes]
     if missing := [axis.name for axis in within if axis not in strides and geometry.count(axis) > 1]:

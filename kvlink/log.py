@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging of kvlink: the standard library's logger "kvlink", as key=value or as one JSON object a line.
+"""Formats the log of kvlink, the standard library's logger "kvlink", as key=value or as one JSON object a line.
 
-A message is a short event, then what it is about: `log.info("pulled request=%s bytes=%d", request_id, num_bytes)`.
-These formatters take the pairs apart, so that JSON has them by name and type; handlers of other libraries show them as
-they are. A line that concerns a request names it: `request=%s`, or in a sentence `request %s`. `extra` works, too.
-Libraries never call `setup`, programs do.
+A message is a short event followed by its values: `log.info("pulled request=%s bytes=%d", request_id, num_bytes)`.
+These formatters separate the pairs from the event, so that JSON has them by name and type. Handlers of other libraries
+show the text unchanged. A line that concerns a request names it as `request=%s`, or within a sentence as `request %s`.
+The formatters also show values passed as `extra`. Only programs call `setup`, libraries never do.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     if record.exc_info and record.exc_info[1] is not None:
         extra["error"] = f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-    event, named = _taken_apart(record)
+    event, named = _split_event(record)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"
     level, logger = record.levelname.lower(), record.name
     return {"time": stamp, "level": level, "logger": logger, "event": event, **named, **extra}
 
 
-def _taken_apart(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
-    """The event, without the pairs at its end, and the values that the template names."""
+def _split_event(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
+    """Returns the event without the pairs at its end, and the values that the template names."""
     template, values = str(record.msg), record.args
     found = [match for match in _PLACEHOLDER.finditer(template) if match["kind"] != "%"]
     if not isinstance(values, tuple) or len(found) != len(values):
@@ -51,21 +51,21 @@ def _plain(value: Any) -> Any:
 
 
 class KeyValueFormatter(logging.Formatter):
-    """One line a message: time level logger: event key=value …"""
+    """Formats each message as one line: time level logger: event key=value …"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Quotes values with blanks, as JSON does."""
+        """Returns the line. Values with blanks are quoted as in JSON."""
         found = _fields(record)
-        event = _printable(found.pop("event"))  # ids in it are foreign text
+        event = _printable(found.pop("event"))  # it may contain ids, which are untrusted text
         head = f"{found.pop('time')} {found.pop('level'):7} {found.pop('logger')}: {event}"
         return " ".join([head, *(f"{key}={_quoted(str(value))}" for key, value in found.items())])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each message as one line with a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Writes time, level, logger, event and the fields of `extra`."""
+        """Returns an object with time, level, logger, event and the fields of `extra`."""
         return json.dumps(_fields(record), default=str)
 
 
@@ -76,14 +76,14 @@ def _quoted(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters and the like as Python writes them: a terminal must not obey a log."""
+    """Escapes unprintable characters as Python does, so that a terminal does not execute control sequences in a log."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def setup(level: str = "warning", as_json: bool = False) -> None:
-    """Sends the messages of "kvlink" from `level` up to stderr. Calling it again replaces the choice."""
+    """Sends messages of "kvlink" at `level` and above to stderr. A second call replaces the first."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if as_json else KeyValueFormatter())
     logger = logging.getLogger("kvlink")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: which heads a rank holds, and which rank a reader gets them from. Pure."""
+"""Computes which heads a tensor-parallel rank holds and from which rank a reader gets them. Pure functions only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvlink.errors import ConfigError
 
 
 class Sharded(Protocol):
-    """A rank's share of a model. KVLayout and Geometry are such."""
+    """The share of a model that one rank holds. KVLayout and Geometry implement it."""
 
     @property
     def total_heads(self) -> int:
-        """KV heads of the whole model; 1 for MLA."""
+        """KV heads of the whole model, 1 for MLA."""
 
     @property
     def tp_rank(self) -> int:
-        """From 0."""
+        """Tensor-parallel rank, counted from 0."""
 
     @property
     def tp_size(self) -> int:
@@ -27,20 +27,20 @@ class Sharded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one reader takes from one owner."""
+    """The heads that one reader takes from one owner, and the seat that it uses there."""
 
     heads: tuple[int, int]
-    """Of the model, half open. Each head of the reader comes from exactly one owner."""
+    """A half-open range of the model's heads. Each head of the reader comes from exactly one owner."""
     seat: int
-    """Index into Ticket.seats; no other rank of the reader uses it."""
+    """Index into Ticket.seats. No other rank of the reader uses the same seat."""
     num_seats: int
-    """How many the owner's ticket must have: `offer(…, readers=num_seats)`."""
+    """The number of seats that the owner's ticket must have: `offer(…, readers=num_seats)`."""
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """The heads, half open, that a rank holds: an equal share, or one head in common with its neighbours.
+    """Returns the half-open range of heads that a rank holds: an equal share, or one head shared with its neighbours.
 
-    Raises ConfigError when neither of the two numbers divides the other, or there is no such rank.
+    Raises ConfigError if neither `total_heads` nor `tp_size` divides the other, or if there is no such rank.
     """
     if total_heads < 1 or not 0 <= tp_rank < tp_size:
         raise ConfigError(f"tp_rank {tp_rank} of tp_size {tp_size} cannot share {total_heads} total_heads")
@@ -51,14 +51,15 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def num_replicas(share: Sharded) -> int:
-    """Ranks that hold the same heads as this one, itself included; they follow each other."""
+    """Returns how many ranks hold the same heads as this one, itself included. Their numbers are consecutive."""
     return max(1, share.tp_size // share.total_heads)
 
 
 def assign(reader: Sharded, owner: Sharded) -> Assignment | None:
-    """Which heads the reader takes from this owner, and by which seat; None: nothing, other ranks have them.
+    """Returns which heads the reader takes from this owner and with which seat. None if it takes nothing there.
 
-    Ranks that hold the same heads share their readers evenly. REQUIRES equal total_heads. Raises ConfigError.
+    Ranks that hold the same heads share their readers evenly. REQUIRES equal total_heads. Raises ConfigError as
+    `heads_of` does.
     """
     readers = _readers(owner, reader.tp_size)
     if reader.tp_rank not in readers:
@@ -70,12 +71,12 @@ def assign(reader: Sharded, owner: Sharded) -> Assignment | None:
 
 
 def num_seats(owner: Sharded, reader_tp_size: int) -> int:
-    """How many readers of a tensor-parallel degree come to this owner; 0: none, it need not offer."""
+    """Returns how many readers of a tensor-parallel degree read from this owner. With 0 it need not offer."""
     return len(_readers(owner, reader_tp_size))
 
 
 def _readers(owner: Sharded, reader_tp_size: int) -> range:
-    """The reader ranks that come to this owner: its replica's part of those that need its heads."""
+    """Returns the reader ranks that read from this owner, its replica's part of those that need its heads."""
     heads_of(owner.total_heads, 0, reader_tp_size)
     first_head, end_head = heads_of(owner.total_heads, owner.tp_rank, owner.tp_size)
     first = first_head * reader_tp_size // owner.total_heads

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ticket: what a decode worker needs to pull one request from one prefill worker.
+"""Defines the ticket, which a decode worker needs to pull one request from one prefill worker.
 
-It rides on the router's message (as text) or through the coordinator (as bytes). Wire form, little-endian:
+It travels in the router's message (as text) or through the coordinator (as bytes). Wire form, little-endian:
 
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms
     [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags]]
-        (a longer header, signed, traced or from a newer minor version, is skipped by who does not know it)
+        (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
 """
 
@@ -36,9 +36,9 @@ _UNSIGNED = b""
 
 MAX_BLOCKS = 1 << 20
 SMALLEST_NONCE = 256
-"""Smaller values stand in slots that no lease has; slot 0 is the lease table's header."""
+"""Slots without a lease hold smaller values. Slot 0 is the header of the lease table."""
 MAX_SLOTS = 1 << 20
-"""Of a lease table, its header left out."""
+"""The largest number of slots of a lease table, without its header."""
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
@@ -46,15 +46,18 @@ MAX_NAME_BYTES = 512
 MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
 
 _TEXT_PREFIX = "S1ZUM"
-"""What the text of every ticket begins with: its magic in base64."""
+"""The start of the text of every ticket, which is its magic in base64."""
 _AROUND = " \t\r\n\"'"
-"""What copying adds to a text."""
+"""Characters that copying may add around a text."""
 _WITHIN = re.compile(_TEXT_PREFIX + r"[\w-]{90}", re.ASCII)
-"""The shortest ticket, inside of something else."""
+"""Matches the shortest ticket inside of another text."""
 
 
 def check_name(name: object, what: str) -> None:
-    """Raises ConfigError unless `name` can be a request or worker id; `what` says which. Cites at most its start."""
+    """Raises ConfigError unless `name` can be a request or worker id. `what` says which of the two it is.
+
+    The error quotes at most the start of the name.
+    """
     if not isinstance(name, str):
         raise ConfigError(f"{what} must be text, not {type(name).__name__}")
     try:
@@ -69,18 +72,21 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_request_id(name: object) -> None:
-    """As `check_name`; a ticket is no request id, nor is what has one in it: ids stand in logs and errors."""
+    """Raises ConfigError as `check_name` does, and for a text that is or contains a ticket.
+
+    Logs and errors show request ids, and a ticket is secret.
+    """
     check_name(name, "request id")
     text = str(name)
     if _TEXT_PREFIX in text and (Ticket.is_text(text) or _WITHIN.search(text)):
         raise ConfigError(
-            "request id: this is a ticket, or has one in it; pass the ticket itself to `pull` or `release`"
+            "request id: the text is a ticket or contains one; pass the ticket itself to `pull` or `release`"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeat:
-    """One reader's slot of a lease. `settle_nonce` is a secret of owner and reader."""
+    """The slot of one reader in a lease. Only the owner and the reader know `settle_nonce`."""
 
     slot: int
     nonce: int = field(repr=False)
@@ -89,10 +95,10 @@ class LeaseSeat:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request's blocks on one worker, pinned under one lease. Secret: whoever holds it may read and settle.
+    """The blocks of a request on one worker, pinned under one lease. Secret: its holder may read and settle.
 
-    `block_ids` covers tokens 0…num_tokens of the request; the last block may be partial. `ready` counts
-    the units (see ReadyUnit) already written when the ticket was made; less than all means streaming.
+    `block_ids` covers tokens 0…num_tokens of the request, and the last block may be partial. `ready` counts the units
+    (see ReadyUnit) that were written when the ticket was created. If it is less than all, readers stream.
     """
 
     request_id: str
@@ -108,28 +114,28 @@ class Ticket:
     tp_size: int = 1
     ttl_s: float = 30.0
     signature: bytes = _UNSIGNED
-    """Over everything else but `trace`; see `kvlink.control.security.tickets`."""
+    """Covers every field except `trace`. See `kvlink.control.security.tickets`."""
     trace: TraceParent | None = None
-    """The span that made it. Peers older than it would not believe a signature over it."""
+    """The span that created the ticket. It is not signed, because older peers would reject a signature over it."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a seat that no lease can have: however a ticket comes in, it comes by here."""
+        """Raises ConfigError for a seat that no lease can have. Every ticket passes this check, whatever its source."""
         for seat in self.seats:
             if not 0 < seat.slot <= MAX_SLOTS or min(seat.nonce, seat.settle_nonce) < SMALLEST_NONCE:
                 raise ConfigError(
-                    f"request {self.request_id!r:.80}: the ticket is made up: no lease has slot {seat.slot}, or nonces "
-                    "that are not random"
+                    f"request {self.request_id!r:.80}: the ticket is forged: no lease has slot {seat.slot}, or its "
+                    "nonces are not random"
                 )
 
     def __repr__(self) -> str:
-        """State in words, without the secrets."""
+        """Describes the ticket without its secrets."""
         return (
             f"Ticket({self.request_id!r} on {self.worker_id!r} epoch {self.epoch}: {self.num_tokens} tokens in "
             f"{len(self.block_ids)} blocks, {len(self.seats)} seat(s))"
         )
 
     def to_bytes(self) -> bytes:
-        """The wire form above. Raises ConfigError when a field exceeds its bound."""
+        """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
         header, rest = self._parts()
         header += self.signature
         if self.trace is not None:
@@ -138,7 +144,7 @@ class Ticket:
         return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
 
     def signed_bytes(self) -> bytes:
-        """What a signature is over. Raises ConfigError as `to_bytes` does."""
+        """Returns the bytes that a signature covers. Raises ConfigError as `to_bytes` does."""
         return _MAGIC + b"".join(self._parts())
 
     def _parts(self) -> tuple[bytes, bytes]:
@@ -157,12 +163,12 @@ class Ticket:
         return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes()
 
     def to_text(self) -> str:
-        """URL- and JSON-safe form of `to_bytes`."""
+        """Returns a form of `to_bytes` that is safe in URLs and JSON."""
         return base64.urlsafe_b64encode(self.to_bytes()).decode()
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Ticket:
-        """Parses foreign bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
+        """Parses untrusted bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
         try:
             return _parse(blob)
         except (struct.error, UnicodeDecodeError, ValueError) as error:
@@ -170,12 +176,15 @@ class Ticket:
 
     @staticmethod
     def is_text(text: str) -> bool:
-        """Whether it begins as the text of a ticket does, and so is no request id."""
+        """Returns whether `text` begins like the text of a ticket and is therefore not a request id."""
         return text.lstrip(_AROUND).startswith(_TEXT_PREFIX)
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:
-        """Parses `to_text`'s form; blanks and quotes around it do no harm. Raises ConfigError."""
+        """Parses the result of `to_text`, with or without surrounding blanks and quotes.
+
+        Raises ConfigError for any other text.
+        """
         text = text.strip(_AROUND)
         if len(text) > MAX_TICKET_BYTES * 4 // 3 + 4:
             raise ConfigError("not a ticket of kvlink: too long")
@@ -215,14 +224,14 @@ def _parse(blob: bytes) -> Ticket:
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
     at += num_seats * _SEAT.size
     if len(body) != at + sum(name_bytes) + 4 * num_blocks:
-        raise ValueError("length differs from what the header says")
+        raise ValueError("the length differs from the header")
     names = []
     for size in name_bytes:
         names.append(bytes(body[at : at + size]).decode())
         at += size
     block_ids = array("I")
     block_ids.frombytes(body[at:])
-    signature, trace = _added(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
+    signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
@@ -231,17 +240,17 @@ def _parse(blob: bytes) -> Ticket:
     )  # fmt: skip
 
 
-def _added(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:
-    """Signature and trace of a header that is longer than the first one was."""
+def _extension(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:
+    """Returns the signature and the trace of a header that is longer than the shortest one."""
     signature = bytes(body[_HEADER.size : _SIGNED_BYTES]) if header_bytes >= _SIGNED_BYTES else _UNSIGNED
     traced = body[_SIGNED_BYTES:_TRACED_BYTES] if header_bytes >= _TRACED_BYTES else _UNSIGNED
     return signature if any(signature) else _UNSIGNED, TraceParent.from_bytes(bytes(traced))
 
 
 def trace_in(blob: bytes) -> TraceParent | None:
-    """Of a ticket for whoever only passes it on. None for one without, and for anything that is no ticket."""
+    """Returns the trace of a ticket for a program that only forwards it. None without a trace or a valid ticket."""
     try:
         magic, header_bytes, _, _ = _PREFIX.unpack_from(blob)
     except struct.error:
         return None
-    return _added(memoryview(blob)[_PREFIX.size :], header_bytes)[1] if magic == _MAGIC else None
+    return _extension(memoryview(blob)[_PREFIX.size :], header_bytes)[1] if magic == _MAGIC else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that cross process boundaries or module boundaries. Frozen, comparable, without behaviour or I/O."""
+"""Defines values that cross process or module boundaries. They are frozen, comparable, and have no behaviour or I/O."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import Enum
 from kvlink.layout import KVLayout
 
 PROTOCOL_VERSION = 2
-"""Raised when the meaning of a card, a ticket or a slot changes. Peers compare it before anything else."""
+"""Increased when the meaning of a card, a ticket or a slot changes. Peers compare it before anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """Tells peers whether they share a machine. Two workers share memory only if all but `uid` are equal."""
+    """Identifies the machine and the namespaces of a worker, which tell peers whether they can share memory."""
 
     boot_id: str
     pid_namespace: int
@@ -25,49 +25,49 @@ class HostIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TransportCard:
-    """How an owner is reached by one transport. All bytes are opaque to everything but that transport."""
+    """Describes how one transport reaches an owner. Only that transport interprets the bytes."""
 
     name: str
     address: bytes
     pool_keys: tuple[bytes, ...] = field(repr=False)
-    """Remote key of each pool region, in region order; empty if `refused`."""
+    """The remote key of each pool region, in region order. Empty if `refused` is set."""
     lease_keys: tuple[bytes, ...] = field(repr=False)
-    """Remote keys of the lease slots, which peers read, and of the peer words, which they write."""
+    """The remote keys of the lease slots, which peers read, and of the peer words, which they write."""
     refused: str = ""
-    """Why this transport cannot lend the pool; the reader shows it in `explain()`."""
+    """The reason why this transport cannot export the pool. The reader shows it in `explain()`."""
     bounces: bool = False
-    """What crosses this way to or from the pool, on a GPU, is staged in the worker's host memory."""
+    """Whether transfers to and from the pool, which is on a GPU, are staged in the worker's host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """What a worker publishes once when it joins, and readers cache per (worker_id, epoch)."""
+    """Describes a worker. The worker publishes it once when it joins, and readers cache it per (worker_id, epoch)."""
 
     worker_id: str
     epoch: int
-    """Grows with every restart of the worker; tickets of older epochs are refused."""
+    """Grows with every restart of the worker. Tickets of older epochs are refused."""
     incarnation: bytes
-    """16 random bytes of this process; the same worker re-joining keeps its epoch."""
+    """16 random bytes of this process. A worker that joins again with the same bytes keeps its epoch."""
     agent: str
-    """host:port of the worker's WorkerAgent."""
+    """The host:port of the worker's WorkerAgent."""
     host: HostIdentity
     layout: KVLayout
     region_bytes: tuple[int, ...]
-    """Size of each pool region."""
+    """The size of each pool region in bytes."""
     transports: tuple[TransportCard, ...]
-    """Best first, as the owner ranks them."""
+    """The worker's transports, best first by its own ranking."""
     protocol_version: int = PROTOCOL_VERSION
 
 
 class ReadyUnit(Enum):
-    """What a lease slot's `ready` counts for a streaming pull."""
+    """The unit that the `ready` field of a lease slot counts for a streaming pull."""
 
     BLOCKS = 0
     LAYERS = 1
 
 
 class LeaseEnd(Enum):
-    """How an offer ended."""
+    """Says how an offer ended."""
 
     SETTLED = "settled"
     EXPIRED = "expired"
@@ -76,7 +76,7 @@ class LeaseEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent:
-    """An offer ended: its blocks may be reused from now on."""
+    """An offer ended, and its blocks may be reused. `held_s` is how long the lease lasted in seconds."""
 
     request_id: str
     how: LeaseEnd
@@ -84,7 +84,7 @@ class LeaseEvent:
 
 
 class Joined(Enum):
-    """What a watch reports about a worker."""
+    """The two changes that a watch reports about a worker."""
 
     UP = "up"
     DOWN = "down"
@@ -92,7 +92,7 @@ class Joined(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """One entry of a watch. For DOWN the card is the last one known."""
+    """One entry of a watch. For DOWN, `card` is the last known card."""
 
     what: Joined
     card: WorkerCard

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has: topology, NICs, GPUDirect and the GPU kernels."""
+"""Describes this machine: its topology, its NICs, GPUDirect, and the kernels that run on its GPUs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a driver can say of an RDMA device, asked through pyverbs. pyverbs is optional."""
+"""Asks the driver of an RDMA device, through pyverbs, for what sysfs does not show. pyverbs is optional."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from typing import Any
 
 from kvlink.hardware.topology import RdmaDevice
 
-# Where distributions install it; a virtual environment does not look there.
+# Distributions install pyverbs here, where a virtual environment does not look for it.
 _DISTRIBUTION = "/usr/lib/python3/dist-packages"
 INSTALL = (
-    "apt-get install python3-pyverbs (it loads in the distribution's own Python version only), or compile it: "
+    "apt-get install python3-pyverbs (it loads only in the distribution's own Python version), or compile it: "
     "PIP_CONSTRAINT=FILE pip install 'kvlink[rdma]', where FILE says cython==3.0.12"
 )
-_OPEN_FIX = "check that /dev/infiniband/uverbs* is there and may be opened"
+_OPEN_FIX = "check that /dev/infiniband/uverbs* exists and that this user may open it"
 
 
 @dataclass(frozen=True, slots=True)
 class VerbsCaps:
-    """One device. Limits are a queue pair's; sizes are bytes."""
+    """The capabilities of one device. Limits apply to one queue pair, and sizes are in bytes."""
 
     device: str
     max_qp_rd_atom: int
-    """Reads that peers may have in flight here."""
+    """The number of reads that peers may have in flight at this device."""
     max_qp_init_rd_atom: int
-    """Reads that this device may have in flight at a peer."""
+    """The number of reads that this device may have in flight at a peer."""
     max_sge: int
     max_sge_rd: int
-    """Local pieces of one RDMA read."""
+    """The number of local pieces of one RDMA read."""
     max_mr_bytes: int
     atomics: str
     """NONE, HCA or GLOB."""
     has_memory_windows: bool
-    """Type 2B, which a lease could revoke."""
+    """Whether it has memory windows of type 2B, which a lease could revoke."""
     has_odp_read: bool
     active_mtu_bytes: tuple[int, ...]
-    """Of each port, in order."""
+    """The active MTU of each port, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerbsReport:
-    """The devices that answered, and why others did not. `fix` is for `problem`."""
+    """The devices that answered, and in `problem` why others did not. `fix` says what to do about `problem`."""
 
     caps: tuple[VerbsCaps, ...]
     knows_dmabuf: bool = False
-    """The library can register dma-buf memory. Whether a driver does is known only by trying."""
+    """Whether the library can register dma-buf memory. Only an attempt shows whether a driver can."""
     problem: str = ""
     fix: str = ""
 
 
 def query(devices: Iterable[RdmaDevice]) -> VerbsReport:
-    """Opens every device once. Never raises: a device that does not answer is part of `problem`."""
+    """Opens every device once. Never raises, because a device that does not answer becomes part of `problem`."""
     try:
         pyverbs = _import("pyverbs.device")
         enums = _import("pyverbs.enums")
@@ -74,7 +74,7 @@ def query(devices: Iterable[RdmaDevice]) -> VerbsReport:
 def _try(pyverbs: ModuleType, enums: ModuleType, device: RdmaDevice) -> VerbsCaps | str:
     try:
         return _ask(pyverbs, enums, device)
-    except Exception as error:  # pyverbs' own errors have no nearer base
+    except Exception as error:  # the errors of pyverbs have no closer common base
         return str(error)
 
 
@@ -115,7 +115,7 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        if "pyverbs" in sys.modules:  # found, but made for another Python
+        if "pyverbs" in sys.modules:  # found, but built for another Python
             raise
     sys.path.append(_DISTRIBUTION)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine and namespaces this process lives in."""
+"""Identifies the machine and the namespaces of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvlink.types import HostIdentity
 
 
 def this_host() -> HostIdentity:
-    """Reads /proc. A field that a container hides is 0 or empty, which equals nobody else's."""
+    """Reads the identity from /proc. A field that a container hides is 0 or empty and never equals that of a peer."""
     return HostIdentity(
         boot_id=_read(Path("/proc/sys/kernel/random/boot_id")),
         pid_namespace=_inode(Path("/proc/self/ns/pid")),

@@ -54,7 +54,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(nic["device"], nic["link_layer"], nic["distance"]) for nic in gpu["chosen"]] == [
         ("mlx5_1", "Ethernet", "PHB")
     ]
-    assert [refused["reason"] for refused in gpu["refused"]] == ["is left out by KVLINK_NICS"]
+    assert [refused["reason"] for refused in gpu["refused"]] == ["is excluded by KVLINK_NICS"]
     assert row["verbs"]["fix"]
 
 

@@ -108,5 +108,5 @@ def test_a_way_that_the_facts_rule_out_is_not_tried(monkeypatch: pytest.MonkeyPa
 
     check = trial.through(Driver(), "mlx5_0:1", Way.DMA_BUF, 0)  # type: ignore[arg-type]
     assert (check.name, check.verdict) == ("mlx5_0:1 cuda:0 dma-buf", Verdict.WARN)
-    assert "this GPU does no GPUDirect RDMA" in check.evidence
+    assert "this GPU does not support GPUDirect RDMA" in check.evidence
     assert check.fix

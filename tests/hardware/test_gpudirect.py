@@ -70,9 +70,9 @@ def test_the_best_way_comes_first() -> None:
         ),
         ({"kind": Kind.VMM, "gpu_dma_buf": False}, Way.PEERMEM, ["the GPU's driver exports no dma-buf"]),
         ({"num_allocations": 2}, Way.BOUNCE, ["the range crosses 2 cudaMalloc allocations"] * 2),
-        ({"num_devices": 2}, Way.BOUNCE, ["the range lies on 2 GPUs"] * 2),
+        ({"num_devices": 2}, Way.BOUNCE, ["the range is on 2 GPUs"] * 2),
         ({"mapped": False}, Way.BOUNCE, ["a part of the range is not mapped"] * 2),
-        ({"gpu_rdma": False}, Way.BOUNCE, ["this GPU does no GPUDirect RDMA"] * 2),
+        ({"gpu_rdma": False}, Way.BOUNCE, ["this GPU does not support GPUDirect RDMA"] * 2),
         ({"rdma_capable": False}, Way.BOUNCE, ["the memory was created without gpuDirectRDMACapable"] * 2),
         ({"kind": Kind.MANAGED}, Way.BOUNCE, ["cudaMallocManaged cannot be registered"] * 2),
         ({"kind": Kind.ASYNC}, Way.BOUNCE, ["cudaMallocAsync cannot be registered"] * 2),
@@ -145,7 +145,7 @@ def test_the_option() -> None:
     assert parse_ways("") == tuple(Way)
     assert parse_ways("bounce, dma-buf,bounce") == (Way.BOUNCE, Way.DMA_BUF)
     with pytest.raises(
-        ConfigError, match="KVLINK_GPUDIRECT='nvlink' must name ways out of dma-buf, peermem, bounce"
+        ConfigError, match="KVLINK_GPUDIRECT='nvlink' must list some of dma-buf, peermem, bounce"
     ):
         parse_ways("nvlink")
 

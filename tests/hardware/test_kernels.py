@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are compiled once, and kept where the next process finds them whole."""
+"""Kernels are compiled once, and cached where the next process finds them whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvlink.errors import TransportUnavailable
-from kvlink.hardware.kernels import SOURCE, compiled, kept
+from kvlink.hardware.kernels import SOURCE, cached, compiled
 
 
 class Compiler:
@@ -26,27 +26,27 @@ class Compiler:
 def test_it_is_compiled_once_for_each_source_and_gpu(tmp_path: Path) -> None:
     compiler = Compiler()
     for _ in range(2):
-        assert kept(tmp_path / "new", b"a", "sm_90", compiler) == b"asm_90"
-        assert kept(tmp_path / "new", b"b", "sm_90", compiler) == b"bsm_90"
-        assert kept(tmp_path / "new", b"a", "sm_100", compiler) == b"asm_100"
+        assert cached(tmp_path / "new", b"a", "sm_90", compiler) == b"asm_90"
+        assert cached(tmp_path / "new", b"b", "sm_90", compiler) == b"bsm_90"
+        assert cached(tmp_path / "new", b"a", "sm_100", compiler) == b"asm_100"
     assert compiler.asked == ["sm_90", "sm_90", "sm_100"]
 
 
 def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
     compiler = Compiler()
-    kept(tmp_path, b"a", "sm_90", compiler)
+    cached(tmp_path, b"a", "sm_90", compiler)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     for broken in (b"", whole[:20], whole[:-1], whole + b"x", bytes(len(whole))):
         file.write_bytes(broken)
-        assert kept(tmp_path, b"a", "sm_90", compiler) == b"asm_90"
+        assert cached(tmp_path, b"a", "sm_90", compiler) == b"asm_90"
         assert file.read_bytes() == whole
     assert len(compiler.asked) == 6
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert kept(tmp_path / "file", b"a", "sm_90", Compiler()) == b"asm_90"
+    assert cached(tmp_path / "file", b"a", "sm_90", Compiler()) == b"asm_90"
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

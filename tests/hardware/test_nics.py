@@ -98,7 +98,7 @@ def test_a_vm_that_hides_its_switches_needs_the_operator(tmp_path: Path) -> None
     assert of_gpus(found, "mlx5_1") == [["mlx5_1:1"], ["mlx5_1:1"]]
     assert chosen(found, MemoryPlace(numa_node=0)) == ["mlx5_0:1", "mlx5_1:1"]
     refused = reasons(choose(found, MemoryPlace(gpu=found.gpus[0].address)))
-    assert "where a hypervisor hides the PCIe switches" in refused["mlx5_0:1"]
+    assert "if a hypervisor hides the PCIe switches" in refused["mlx5_0:1"]
 
 
 def test_soft_devices_serve_host_memory_only(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_named_distances_mix_with_their_weights(three: Topology) -> None:
     [
         (
             "mlx5_2",
-            "names mlx5_2, which is not there: this machine has mlx5_0:1, mlx5_1:1, mlx5_10:1, mlx5_10:2",
+            "names mlx5_2, which does not exist: this machine has mlx5_0:1, mlx5_1:1, mlx5_10:1, mlx5_10:2",
         ),
-        ("mlx5_0:2", "names mlx5_0:2, which is not there: this machine has mlx5_0:1"),
-        ("^mlx5_2", "names mlx5_2, which is not there"),
-        ("mlx5", "names mlx5, which is not there"),
+        ("mlx5_0:2", "names mlx5_0:2, which does not exist: this machine has mlx5_0:1"),
+        ("^mlx5_2", "names mlx5_2, which does not exist"),
+        ("mlx5", "names mlx5, which does not exist"),
         ("mlx5_0,mlx5_10:1", "names mlx5_10:1, but mlx5_10:1 is DOWN"),
         ("^mlx5_0,mlx5_1,mlx5_10", "excludes every NIC"),
         ("mlx5_0;mlx5_1", "is no list of NICs"),

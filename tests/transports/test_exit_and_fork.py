@@ -81,7 +81,7 @@ except kvlink.errors.Cancelled as error: print(error)
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         0,
-        "request r: this process is ending\n",
+        "request r: this process is exiting\n",
         "",
     )
 

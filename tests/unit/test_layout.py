@@ -22,6 +22,7 @@ from kvlink.layout import (
     heads_of,
     num_seats,
 )
+from kvlink.sharding import num_replicas
 
 GEOMETRY = Geometry(num_layers=3, total_heads=4, row_bytes=8, num_blocks=5, block_tokens=6, model="m")
 INDEX_ORDER = "LKBTH"
@@ -94,8 +95,8 @@ def test_mla_has_one_plane_a_layer_and_one_head() -> None:
     assert layout.token_stride == 1152
     assert layout.block_stride == 6 * 1152
     assert layout.planes == (Plane(0, 0, 0), Plane(0, 1, 5 * 6 * 1152), Plane(0, 2, 2 * 5 * 6 * 1152))
-    assert not layout.is_replicated
-    assert dense(replace(GEOMETRY, total_heads=1, planes_per_layer=1, tp_size=8)).is_replicated
+    assert num_replicas(layout) == 1
+    assert num_replicas(dense(replace(GEOMETRY, total_heads=1, planes_per_layer=1, tp_size=8))) == 8
 
 
 def test_payload_counts_what_this_rank_holds() -> None:
@@ -110,7 +111,7 @@ def test_payload_counts_what_this_rank_holds() -> None:
     ("order", "regions"), [pair for pair in product(Order, Regions) if pair not in COMBINATIONS]
 )
 def test_interleaved_planes_cannot_be_put_apart(order: Order, regions: Regions) -> None:
-    with pytest.raises(ConfigError, match=rf"{order} interleaves what {regions}"):
+    with pytest.raises(ConfigError, match=rf"{order} interleaves axes that {regions}"):
         dense(GEOMETRY, order, regions)
 
 

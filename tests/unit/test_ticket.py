@@ -167,13 +167,13 @@ def test_another_protocol_version_says_both_numbers() -> None:
 )
 def test_a_seat_that_no_lease_can_have_is_refused(made_up: LeaseSeat) -> None:
     for seats in (made_up,), (*TICKET.seats, made_up):
-        with pytest.raises(ConfigError, match="request 'request-1': the ticket is made up"):
+        with pytest.raises(ConfigError, match="request 'request-1': the ticket is forged"):
             dataclasses.replace(TICKET, seats=seats)
         forged = dataclasses.replace(TICKET)
         object.__setattr__(forged, "seats", seats)
-        with pytest.raises(ConfigError, match="the ticket is made up"):
+        with pytest.raises(ConfigError, match="the ticket is forged"):
             Ticket.from_text(forged.to_text())
-        with pytest.raises(ConfigError, match="the ticket is made up"):
+        with pytest.raises(ConfigError, match="the ticket is forged"):
             Ticket.from_bytes(forged.to_bytes())
 
 

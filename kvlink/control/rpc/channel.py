@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from kvlink import tracing
-from kvlink.background import opened
+from kvlink.background import close_with_loop
 from kvlink.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
@@ -99,7 +99,7 @@ class Channel:
         self._attempt_s = attempt_s if len(names) > 1 else math.inf
         self._ends = [_End(name, trust) for name in random.sample(names, len(names))]
         self._closed = False
-        opened(self)
+        close_with_loop(self)
 
     def __repr__(self) -> str:
         return f"{self._what} at {self.address}{' (closed)' if self._closed else ''}"

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvlink import tracing
 from kvlink.addresses import plain_host
-from kvlink.background import opened
+from kvlink.background import close_with_loop
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import DenialLog, LogQuota
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
@@ -140,7 +140,7 @@ class Host:
         admission = Admission(verifier, self._what, self._denied) if verifier else None
         use_grpc()
         self._server = self._security.server(_OPTIONS, [admission] if admission else [])
-        opened(self)
+        close_with_loop(self)
         for service, handlers in self._services.items():
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a range of GPU memory is exported to a NIC: by dma-buf, by nvidia-peermem, or through a host bounce buffer.
+"""Exports a range of GPU memory to a NIC by dma-buf, by nvidia-peermem, or through a bounce buffer in host memory.
 
-`lend` is the whole of it for a pool; `decide` is its pure half. CudaDriver is the only part that needs cuda-python.
+`export` does this for one range, and `decide` is its pure part. Only CudaDriver needs cuda-python.
 """
 
 from __future__ import annotations

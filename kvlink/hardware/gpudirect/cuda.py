@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA driver through cuda-python, as Driver asks for it. Nothing is imported before it is made.
+"""Implements Driver with cuda-python, which is imported when the first CudaDriver is created.
 
-Run with cuda-bindings 13.5 over a stand-in for libcuda that checks the arguments; not yet with a GPU.
+It was run with cuda-bindings 13.5 over a stand-in for libcuda that checks the arguments, but not yet with a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUS_ID_BYTES = 16
 
 
 class CudaDriver:
-    """Implements Driver. Raises TransportUnavailable without cuda-python or without a driver."""
+    """Implements Driver. Construction raises TransportUnavailable without cuda-python or without a driver."""
 
     def __init__(self) -> None:
         self._cuda = _bindings()
@@ -33,7 +33,7 @@ class CudaDriver:
             self._call("cuInit", 0)
         except TransportUnavailable:
             raise
-        except Exception as error:  # the bindings' own, of a library that is not there
+        except Exception as error:  # the bindings raise their own error if the library is missing
             raise TransportUnavailable(f"no CUDA driver: {error}", "install the NVIDIA driver") from error
 
     def allocation(self, address: int) -> Allocation | None:
@@ -64,7 +64,7 @@ class CudaDriver:
         )
 
     def capability(self, ordinal: int) -> tuple[int, int]:
-        """The compute capability of one device, (9, 0) for an H100."""
+        """Returns the compute capability of one device, for example (9, 0) for an H100."""
         (device,) = self._call("cuDeviceGet", ordinal)
         major, minor = (self._of_device(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
         return major, minor
@@ -78,7 +78,7 @@ class CudaDriver:
         return int(fd)
 
     def sync_memops(self, allocation: Allocation) -> None:
-        """See Driver. VMM memory does not take the pointer's attribute: there the whole context gets the flag."""
+        """See Driver. VMM memory does not support the attribute of the pointer, so its whole context gets the flag."""
         attribute = self._cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         with self._current(allocation.device):
             if allocation.kind is not Kind.VMM:
@@ -97,7 +97,7 @@ class CudaDriver:
             self._call("cuFlushGPUDirectRDMAWrites", target, cuda.CUflushGPUDirectRDMAWritesScope(int(scope)))
 
     def _kind(self, address: int) -> tuple[Kind, int]:
-        """And the granularity of VMM memory."""
+        """Returns the kind of the memory at `address`, and the granularity of VMM memory or 0."""
         if self._of_pointer("MEMORY_TYPE", address) != _DEVICE_MEMORY:
             return Kind.HOST, 0
         if self._of_pointer("IS_MANAGED", address):
@@ -118,7 +118,7 @@ class CudaDriver:
 
     @contextmanager
     def _current(self, ordinal: int) -> Iterator[None]:
-        """Lets a device's primary context, torch's own, be current on this thread."""
+        """Makes the primary context of a device, which torch uses too, current on this thread."""
         (device,) = self._call("cuDeviceGet", ordinal)
         (context,) = self._call("cuDevicePrimaryCtxRetain", device)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way a range of GPU memory is exported to a NIC: facts in, a way out, and what spoke against the better ones."""
+"""Decides how a range of GPU memory is exported to a NIC, and records why the better ways are not possible."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _OPEN_MODULES = "install the driver's open kernel modules (packages nvidia-open,
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that decides how one range is exported."""
+    """The facts that decide how one range is exported."""
 
     num_bytes: int
     kind: Kind
     num_allocations: int
     num_devices: int
     mapped: bool
-    """Every byte of the range is."""
+    """Whether every byte of the range is mapped."""
     rdma_capable: bool
-    """Every allocation is (VMM memory must be created with gpuDirectRDMACapable)."""
+    """Whether every allocation is capable of RDMA. VMM memory must be created with gpuDirectRDMACapable."""
     gpu_rdma: bool
     gpu_dma_buf: bool
     kernel: tuple[int, int]
     nic_refuses_dma_buf: str
-    """Why the NIC's driver or libibverbs takes no dma-buf; "" when it does."""
+    """The reason why the NIC's driver or libibverbs refuses dma-buf, or "" if it does not."""
     peermem: bool
     bar1_bytes: int | None
-    """None: unknown, or no limit (coherent GPUs)."""
+    """None if it is unknown or there is no limit, as on coherent GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A way not taken."""
+    """A way that is not possible, with the reason and what would make it possible."""
 
     way: Way
     reason: str
@@ -47,20 +47,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The way taken, and why none of the better ones was."""
+    """The selected way, and the reasons why the better ones are not possible."""
 
     way: Way
     refused: tuple[Refusal, ...]
 
     def __str__(self) -> str:
-        """One sentence for a log."""
+        """Returns one sentence for a log."""
         return self.way.value + "".join(
             f"; not {each.way.value}: {each.reason} ({each.fix})" for each in self.refused
         )
 
 
 def decide(facts: Facts, allowed: Sequence[Way] = tuple(Way)) -> Decision:
-    """The first way of `allowed` that the facts permit. Raises TransportUnavailable when there is none."""
+    """Returns the first way of `allowed` that the facts permit. Raises TransportUnavailable if there is none."""
     refused: list[Refusal] = []
     for way in allowed:
         obstacle = next(_obstacles(way, facts), None)
@@ -87,14 +87,17 @@ def _obstacles_of_memory(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.kind not in (Kind.CUDA_MALLOC, Kind.VMM):
         yield f"{facts.kind.value} cannot be registered", "allocate the pool by cudaMalloc or cuMemCreate"
     if not facts.mapped:
-        yield "a part of the range is not mapped", "lend only mapped memory, and lend again after remapping"
+        yield (
+            "a part of the range is not mapped",
+            "export only mapped memory, and export again after remapping",
+        )
     if facts.num_devices > 1:
-        yield f"the range lies on {facts.num_devices} GPUs", "give one region per GPU"
+        yield f"the range is on {facts.num_devices} GPUs", "pass one region per GPU"
     if facts.kind is Kind.CUDA_MALLOC and facts.num_allocations > 1:
         allocations = f"{facts.num_allocations} cudaMalloc allocations"
-        yield f"the range crosses {allocations}", "give one region per allocation"
+        yield f"the range crosses {allocations}", "pass one region per allocation"
     if not facts.gpu_rdma:
-        yield "this GPU does no GPUDirect RDMA", "use a data-centre or professional GPU"
+        yield "this GPU does not support GPUDirect RDMA", "use a data-centre or professional GPU"
     if not facts.rdma_capable:
         yield "the memory was created without gpuDirectRDMACapable", "set that flag of CUmemAllocationProp"
     if facts.bar1_bytes is not None and facts.bar1_bytes < facts.num_bytes:

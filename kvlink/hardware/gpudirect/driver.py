@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory as the CUDA driver describes it, and the few calls that lending it takes."""
+"""Defines GPU memory as the CUDA driver describes it, and the calls that exporting it needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Kind(Enum):
-    """Who made the memory."""
+    """Says which interface allocated the memory."""
 
     CUDA_MALLOC = "cudaMalloc"
     VMM = "cuMemMap (expandable segments)"
@@ -19,7 +19,7 @@ class Kind(Enum):
 
 
 class Ordering(IntEnum):
-    """Who sees the writes of a NIC in order without a flush; CUDA's own numbers."""
+    """Says which devices see the writes of a NIC in order without a flush. The numbers are those of CUDA."""
 
     NONE = 0
     OWNER = 100
@@ -28,7 +28,7 @@ class Ordering(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One physical allocation. A range of VMM memory may lie in many, one behind the other."""
+    """One physical allocation. A range of VMM memory may span several consecutive ones."""
 
     base: int
     num_bytes: int
@@ -36,12 +36,12 @@ class Allocation:
     kind: Kind
     rdma_capable: bool
     granularity: int = 0
-    """Bytes that mappings of VMM memory are multiples of; 0: nothing can be mapped in parts."""
+    """Mappings of VMM memory are multiples of this many bytes. 0 means that memory cannot be mapped in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What CUDA says of one device. `coherent`: joined to the CPU chip to chip, so BAR1 is not its only door."""
+    """The properties of one device. If `coherent`, a chip-to-chip link to the CPU reaches it too, not only BAR1."""
 
     ordinal: int
     bus_id: str
@@ -53,19 +53,19 @@ class Gpu:
 
 
 class Driver(Protocol):
-    """The calls of the CUDA driver that this module needs. Each raises TransportUnavailable when CUDA refuses."""
+    """The calls of the CUDA driver that exporting needs. Each raises TransportUnavailable if CUDA refuses."""
 
     def allocation(self, address: int) -> Allocation | None:
-        """The allocation that holds `address`, None where nothing is mapped."""
+        """Returns the allocation that contains `address`, or None if nothing is mapped there."""
 
     def gpu(self, ordinal: int) -> Gpu:
-        """One device."""
+        """Returns the properties of one device."""
 
     def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
-        """A new dma-buf descriptor over whole host pages; the caller owns it."""
+        """Returns a new dma-buf descriptor over whole host pages. The caller owns the descriptor."""
 
     def sync_memops(self, allocation: Allocation) -> None:
-        """Makes CUDA's synchronous copies of this memory wait for the copy: the NIC does not see streams."""
+        """Makes CUDA's synchronous copies of this memory wait for the copy, because the NIC ignores streams."""
 
     def flush(self, gpu: int, scope: Ordering) -> None:
-        """Blocks until the writes of NICs that completed are visible to `scope`."""
+        """Blocks until completed writes of NICs are visible to `scope`."""

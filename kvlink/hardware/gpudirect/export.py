@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the facts of a range, decides, and exports the dma-buf. Talks to CUDA through a Driver only."""
+"""Collects the facts about a range, decides, and exports the dma-buf. It calls CUDA only through a Driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem
 
 
 def allocations(driver: Driver, address: int, num_bytes: int) -> tuple[tuple[Allocation, ...], bool]:
-    """The allocations behind a range in order of address, and whether they cover it without a hole."""
+    """Returns the allocations behind a range by ascending address, and whether they cover it without a hole."""
     found: list[Allocation] = []
     cursor = address
     while cursor < address + num_bytes:
@@ -32,11 +32,11 @@ def allocations(driver: Driver, address: int, num_bytes: int) -> tuple[tuple[All
 def inspect(
     driver: Driver, address: int, num_bytes: int, nic_refuses_dma_buf: str = "", root: Path = Path("/")
 ) -> tuple[Facts, Gpu, tuple[Allocation, ...]]:
-    """Collects the facts of a range. Raises TransportUnavailable for addresses that CUDA does not know."""
+    """Collects the facts about a range. Raises TransportUnavailable for addresses that CUDA does not know."""
     behind, mapped = allocations(driver, address, num_bytes)
     if not behind:
         raise TransportUnavailable(
-            f"CUDA knows no memory at {address:#x}", "lend a CUDA tensor that is alive"
+            f"CUDA knows no memory at {address:#x}", "pass a CUDA tensor whose memory is still allocated"
         )
     gpu = driver.gpu(behind[0].device)
     facts = Facts(
@@ -58,13 +58,13 @@ def inspect(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a range of GPU memory is: its device, and the allocations behind it in order of address."""
+    """The place of a range of GPU memory: its device, and the allocations behind it by ascending address."""
 
     gpu: Gpu
     allocations: tuple[Allocation, ...]
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """Returns the place as key=value pairs for a log."""
         kinds = ",".join(dict.fromkeys(each.kind.value for each in self.allocations))
         first, last = self.allocations[0], self.allocations[-1]
         return (
@@ -75,16 +75,16 @@ class Placement:
 
 
 def placed(driver: Driver, address: int, num_bytes: int) -> Placement:
-    """Where a range is. Raises TransportUnavailable for addresses that CUDA does not know."""
+    """Returns the place of a range. Raises TransportUnavailable for addresses that CUDA does not know."""
     _, gpu, behind = inspect(driver, address, num_bytes)
     return Placement(gpu, behind)
 
 
 class ExportedMemory:
-    """A range as `lend` prepared it. Register it as `decision.way` says, then close this.
+    """A range that `export` prepared. Register it in the way that `decision.way` names, then close this object.
 
-    dma-buf: ibv_reg_dmabuf_mr(pd, `offset`, num_bytes, address, `fd`, …). peermem: ibv_reg_mr on the device address.
-    `fd` is -1 unless the way is dma-buf. The kernel keeps its own reference from the registration on.
+    For dma-buf call ibv_reg_dmabuf_mr(pd, `offset`, num_bytes, address, `fd`, …), and for peermem ibv_reg_mr on the
+    device address. `fd` is -1 unless the way is dma-buf. After the registration the kernel has its own reference.
     """
 
     def __init__(self, driver: Driver, gpu: Gpu, decision: Decision, fd: int, offset: int) -> None:
@@ -109,15 +109,17 @@ class ExportedMemory:
             os.close(fd)
 
     def needs_flush(self, scope: Ordering = Ordering.OWNER) -> bool:
-        """False: the GPU orders the writes itself, they do not go to the GPU, or (GPUs that offer no flush) only work
-        launched from now on sees them.
+        """Returns whether completed writes need a flush to be visible to `scope`.
+
+        It is False if the GPU orders the writes itself or the writes do not go to the GPU. It is also False for GPUs
+        without a flush, where only work that is launched later sees the writes.
         """
         return self.decision.way is not Way.BOUNCE and self.gpu.ordering < scope and self.gpu.flush_from_host
 
     def flush_writes(self, scope: Ordering = Ordering.OWNER) -> bool:
-        """Makes landed bytes visible to kernels that already run. Call once a batch, after its completions.
+        """Makes received bytes visible to running kernels. Call it once per batch, after its completions.
 
-        False: nothing to do, see needs_flush.
+        Returns False if no flush is needed, see `needs_flush`.
         """
         if not self.needs_flush(scope):
             return False
@@ -135,11 +137,11 @@ def export(
     pcie: bool = False,
     root: Path = Path("/"),
 ) -> ExportedMemory:
-    """Prepares [address, address + num_bytes) for a NIC. Lend again when physical memory behind it changes.
+    """Prepares [address, address + num_bytes) for a NIC. Export again when the physical memory behind it changes.
 
-    pcie: on coherent GPUs, asks for the mapping through BAR1 rather than through the CPU; a NIC must use one
-    of them only, because they are not ordered against each other.
-    Raises TransportUnavailable when no allowed way works.
+    pcie: on coherent GPUs, requests the mapping through BAR1 instead of the one through the CPU. A NIC must use only
+    one of the two, because they are not ordered against each other.
+    Raises TransportUnavailable if no allowed way works.
     """
     facts, gpu, behind = inspect(driver, address, num_bytes, nic_refuses_dma_buf, root)
     decision = decide(facts, allowed)
@@ -161,6 +163,6 @@ def export(
 def whole_pages(
     address: int, num_bytes: int, page_bytes: int = os.sysconf("SC_PAGE_SIZE")
 ) -> tuple[int, int]:
-    """The smallest run of whole host pages around a range: (address, bytes). CUDA exports nothing finer."""
+    """Returns (address, bytes) of the smallest run of whole host pages around a range. CUDA exports whole pages."""
     base = address & -page_bytes
     return base, (address + num_bytes + page_bytes - 1 & -page_bytes) - base

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of GPUDirect: its version, nvidia-peermem, the size of a GPU's BAR1."""
+"""Reads from the kernel what GPUDirect depends on: its version, nvidia-peermem, and the size of a GPU's BAR1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvlink.hardware.sysfs import read
 
 PCI_DEVICES = "sys/bus/pci/devices"
 
-# nvidia_peermem ships with the driver; the others are its predecessors' marks.
+# nvidia_peermem ships with the driver. The other paths belong to its predecessors.
 _PEERMEM = {
     "nvidia_peermem": "sys/module/nvidia_peermem",
     "nv_peer_mem": "sys/module/nv_peer_mem",
@@ -20,20 +20,20 @@ _NUM_BARS = 6
 
 
 def kernel_version(root: Path) -> tuple[int, int]:
-    """(major, minor); (0, 0) when the kernel does not say."""
+    """Returns (major, minor) of the kernel, or (0, 0) if it is unknown."""
     found = re.match(r"(\d+)\.(\d+)", read(root, "proc/sys/kernel/osrelease"))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def peermem_module(root: Path) -> str:
-    """The peer memory module that is loaded, or ""."""
+    """Returns the name of the loaded peer memory module, or ""."""
     return next((name for name, mark in _PEERMEM.items() if (root / mark).is_dir()), "")
 
 
 def bar1_bytes(root: Path, bus_id: str) -> int | None:
-    """Size of the window through which other devices reach the memory of a GPU: the second memory BAR.
+    """Returns the bytes of the window through which other devices reach the memory of a GPU, its second memory BAR.
 
-    None: the GPU is not there, or has no second one. `bus_id` is as in sysfs, 0000:1b:00.0.
+    Returns None if the GPU is absent or has no second memory BAR. `bus_id` has the form of sysfs, 0000:1b:00.0.
     """
     sizes = []
     for line in read(root, f"{PCI_DEVICES}/{bus_id}/resource").splitlines()[:_NUM_BARS]:

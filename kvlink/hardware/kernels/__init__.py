@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on GPUs, compiled when it is first needed: by NVRTC, through cuda-python, and kept on disk.
+"""Compiles the kernels for GPUs on first use with NVRTC, through cuda-python, and caches them on disk.
 
-Nothing is imported before that. Without NVRTC the driver's own copies do, and `compiled_for` says so in the log.
+cuda-python is not imported before that. Without NVRTC, copies of the driver are used and `compiled_for` logs a warning.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ _DIGEST_BYTES = 32
 
 
 def compiled_for(gpu: int, folder: Path | None = None) -> bytes:
-    """gather.cu as a module that the driver loads on this GPU, by CUDA's number; empty without NVRTC.
+    """Returns gather.cu compiled for the GPU that CUDA numbers `gpu`, or an empty image without NVRTC.
 
-    `folder` keeps it for the next process; None: kvlink in the user's cache folder (XDG_CACHE_HOME).
+    `folder` caches the image for later processes. By default it is kvlink in the user's cache directory
+    (XDG_CACHE_HOME).
     """
     try:
         major, minor = CudaDriver().capability(gpu)
-        return kept(folder or _cache_folder(), SOURCE.read_bytes(), f"sm_{major}{minor}", compiled)
+        return cached(folder or _cache_folder(), SOURCE.read_bytes(), f"sm_{major}{minor}", compiled)
     except TransportUnavailable as error:
-        _log.warning(
-            "cuda:%d copies without kvlink's kernel: %s", gpu, str(error)
-        )  # the error keeps its frames
+        text = str(error)  # a log record must not keep the error, which keeps its frames alive
+        _log.warning("cuda:%d copies without kvlink's kernel: %s", gpu, text)
         return b""
 
 
-def kept(folder: Path, source: bytes, target: str, compile_: Callable[[bytes, str], bytes]) -> bytes:
-    """What `compile_` makes of `source`, from `folder` when it is there and whole. A folder that cannot be used is
-    done without."""
+def cached(folder: Path, source: bytes, target: str, compile_: Callable[[bytes, str], bytes]) -> bytes:
+    """Returns the result of `compile_` for `source`, from `folder` if a complete image is there.
+
+    A directory that cannot be read or written is ignored.
+    """
     name = hashlib.sha256(source).hexdigest()[:16]
     file = folder / f"gather-{name}-{target}.bin"
     with suppress(OSError):
@@ -58,7 +60,10 @@ def kept(folder: Path, source: bytes, target: str, compile_: Callable[[bytes, st
 
 
 def compiled(source: bytes, target: str) -> bytes:
-    """By NVRTC, ending in a zero byte. Raises TransportUnavailable without NVRTC, or with one that is too old."""
+    """Compiles `source` with NVRTC and returns the image with a zero byte at its end.
+
+    Raises TransportUnavailable if NVRTC is missing or too old.
+    """
     nvrtc = _nvrtc()
     program = _call(nvrtc, "nvrtcCreateProgram", source, b"gather.cu", 0, [], [])
     try:
@@ -82,7 +87,7 @@ def _cache_folder() -> Path:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Whole or not at all, whoever else writes it now."""
+    """Writes the file atomically, so that concurrent writers do not mix their content."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
         new.write(content)
@@ -99,7 +104,7 @@ def _nvrtc() -> Any:
 def _call(nvrtc: Any, name: str, *arguments: Any) -> Any:
     try:
         error, *values = getattr(nvrtc, name)(*arguments)
-    except RuntimeError as missing:  # the bindings' own, of a library that is not there
+    except RuntimeError as missing:  # the bindings raise it if the library is missing
         raise TransportUnavailable(f"NVRTC is not installed: {missing}", _INSTALL) from missing
     if int(error):
         raise TransportUnavailable(f"{name}: {getattr(error, 'name', error)}", _INSTALL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NIC ports serve which memory on this machine, and with which weight.
+"""Selects the NIC ports that serve a place in memory on this machine, with a weight for each.
 
 csrc/transports/verbs/rails.h pairs the ports of two workers.
 """

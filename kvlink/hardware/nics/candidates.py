@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every port seen from one memory place, and why it cannot be used from there."""
+"""Lists every port with its path to one memory place, and finds the reasons why a port cannot be used from there."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from kvlink.hardware.topology import (
 )
 
 _FARTHEST_GPUDIRECT = Distance.PXB
-# The kernel's costs between NUMA nodes start at 10 and stay below this; an unknown one is the worst.
+# The kernel's costs between NUMA nodes are at least 10 and below this, so an unknown cost counts as the worst.
 _UNKNOWN_COST = 255
 _SUBNET_MANAGER = "start the subnet manager of its fabric"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One port, with its path to the memory."""
+    """One port with its path to the memory."""
 
     device: RdmaDevice
     port: RdmaPort
     distance: Distance
     cost: int
-    """The kernel's cost between the memory's NUMA node and the NIC's; 0 for GPUs."""
+    """The kernel's cost between the NUMA nodes of the memory and of the NIC, 0 for GPUs."""
 
     @property
     def name(self) -> str:
-        """As KVLINK_NICS writes it."""
+        """The name of the port in the form of KVLINK_NICS."""
         return port_name(self.device.name, self.port.number)
 
     @property
-    def nearness(self) -> tuple[Distance, int]:
-        """Less is nearer."""
+    def sort_key(self) -> tuple[Distance, int]:
+        """A key that sorts nearer ports first."""
         return self.distance, self.cost
 
     def refuse(self, reason: str, fix: str = "") -> RefusedNic:
-        """Leaves this port out."""
+        """Returns the refusal of this port."""
         return RefusedNic(self.device.name, self.port.number, reason, fix)
 
 
 def candidates(topology: Topology, place: MemoryPlace) -> list[Candidate]:
-    """Every port of the machine. Raises ConfigError for a GPU that is not there."""
+    """Returns every port of the machine. Raises ConfigError if the machine does not have the GPU of `place`."""
     gpu = _gpu(topology, place.gpu) if place.gpu else None
     node = topology.only_node if place.numa_node is None else place.numa_node
     found = []
@@ -66,14 +66,17 @@ def candidates(topology: Topology, place: MemoryPlace) -> list[Candidate]:
 
 
 def best_gid(device: RdmaDevice, port: RdmaPort) -> Gid | None:
-    """The GID for peers: on Ethernet a RoCE v2 one; routable before link-local, IPv4 before IPv6."""
+    """Returns the GID that peers should use, or None. On Ethernet it is a RoCE v2 GID.
+
+    Routable addresses are preferred to link-local ones, and IPv4 to IPv6.
+    """
     any_kind = device.is_iwarp or port.link_layer is LinkLayer.INFINIBAND
     fitting = [gid for gid in port.gids if any_kind or gid.kind is GidType.ROCE_V2]
     return min(fitting, key=lambda gid: (_gid_rank(gid), gid.index), default=None)
 
 
 def down(candidate: Candidate) -> RefusedNic | None:
-    """The refusal of a port that is not up."""
+    """Returns the refusal of a port that is not up, or None."""
     port = candidate.port
     if port.state is PortState.ACTIVE:
         return None
@@ -83,7 +86,7 @@ def down(candidate: Candidate) -> RefusedNic | None:
 
 
 def unable(candidate: Candidate) -> RefusedNic | None:
-    """The refusal of a port that carries no reliable connection now."""
+    """Returns the refusal of a port that cannot carry a reliable connection now, or None."""
     device, port = candidate.device, candidate.port
     if refusal := down(candidate):
         return refusal
@@ -98,15 +101,18 @@ def unable(candidate: Candidate) -> RefusedNic | None:
 
 
 def no_gpudirect(candidate: Candidate, named: bool) -> RefusedNic | None:
-    """The refusal of a port whose way to the GPU goes through the CPU. `named`: the operator wants it."""
+    """Returns the refusal of a port whose path to the GPU goes through the CPU, or None.
+
+    `named` says whether the operator named the port, which permits such a path.
+    """
     apart = candidate.distance
     if apart is Distance.DIS:
         return candidate.refuse("is a soft device, which cannot reach GPU memory", "use a PCIe NIC")
     if named or apart <= _FARTHEST_GPUDIRECT:
         return None
     return candidate.refuse(
-        f"is {apart.name} from the GPU, and GPUDirect wants {_FARTHEST_GPUDIRECT.name} or nearer",
-        f"set KVLINK_NICS={candidate.name} where a hypervisor hides the PCIe switches, or to use it all the same",
+        f"is {apart.name} from the GPU, and GPUDirect needs {_FARTHEST_GPUDIRECT.name} or nearer",
+        f"set KVLINK_NICS={candidate.name} if a hypervisor hides the PCIe switches, or to use it anyway",
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NIC ports serve which memory, and with which weight. Pure: sysfs was read before.
+"""Selects NIC ports and their weights for a place in memory, from a topology that was read before.
 
-Only the nearest ports are used. Adding farther ones makes a transfer slower, not faster, so a worse path is
-taken only where an operator names its NIC (KVLINK_NICS) or where host memory has no better one.
+Only the nearest ports are used. Adding farther ports makes a transfer slower, so a worse path is used only if an
+operator names its NIC (KVLINK_NICS) or if host memory has no better one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvlink.hardware.nics.candidates import Candidate, best_gid, candidates, dow
 from kvlink.hardware.nics.values import MemoryPlace, NicChoice, NicSelection, RefusedNic, port_name
 from kvlink.hardware.topology import Distance, Topology
 
-# What a path leaves of the link, as a start: peer-to-peer through a CPU costs about half of it on many machines.
-# Matters only where an operator mixes distances; to be replaced by measured rates.
-_LEFT_OF_RATE = {Distance.PHB: 0.5, Distance.SYS: 0.25, Distance.DIS: 0.25}
-# A port slower than this part of the fastest belongs to another network (management, storage): a transfer
-# would wait for what it carries.
-_SLOWEST_PART = 0.5
+# First guess of the share of the link's rate that a path achieves: peer-to-peer traffic through a CPU costs about half
+# of it on many machines. It matters only if an operator mixes distances, and measured rates should replace it.
+_RATE_SHARE = {Distance.PHB: 0.5, Distance.SYS: 0.25, Distance.DIS: 0.25}
+# A port slower than this share of the fastest port belongs to another network (management, storage). A transfer would
+# wait for its part.
+_SLOWEST_SHARE = 0.5
 
 
 def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelection:
-    """Applies `spec` (the text of KVLINK_NICS), then leaves out what is down, unreachable, far or slow.
+    """Applies `spec` (the text of KVLINK_NICS), then refuses ports that are down, unreachable, far or slow.
 
-    Raises ConfigError for a GPU that is not there, and for a spec that names what is not there or is down, or
-    that leaves nothing.
+    Raises ConfigError if the machine does not have the GPU, if `spec` names a port that is absent or down, or if `spec`
+    excludes every port.
     """
     wish = parse_nics(spec)
     named = bool(wish.ports) and not wish.excludes
@@ -46,16 +46,16 @@ def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelecti
 
 
 def weigh(topology: Topology, place: MemoryPlace, ports: Sequence[str]) -> tuple[NicChoice, ...]:
-    """The ports of these names as they are, whether they can be used or not. Leaves out what is not there.
+    """Returns the ports with these names, usable or not, without those that do not exist.
 
-    Raises ConfigError for a GPU that is not there.
+    Raises ConfigError if the machine does not have the GPU of `place`.
     """
     found = {candidate.name: candidate for candidate in candidates(topology, place)}
     return _weighted([found[name] for name in ports if name in found])
 
 
 def _apply(wish: NicNames, found: Sequence[Candidate]) -> tuple[list[Candidate], list[RefusedNic]]:
-    """What KVLINK_NICS lets through, in its order, and what it does not."""
+    """Returns the ports that KVLINK_NICS allows, in its order, and the refusals of the others."""
     if not wish.ports:
         return list(found), []
     listed: list[Candidate] = []
@@ -65,27 +65,27 @@ def _apply(wish: NicNames, found: Sequence[Candidate]) -> tuple[list[Candidate],
         listed += [candidate for candidate in matching if candidate not in listed]
     wanted = [c for c in found if c not in listed] if wish.excludes else listed
     if not wanted:
-        raise ConfigError(f"KVLINK_NICS excludes every NIC: {_there(found)}; leave one of them")
-    return wanted, [c.refuse("is left out by KVLINK_NICS") for c in found if c not in wanted]
+        raise ConfigError(f"KVLINK_NICS excludes every NIC: {_available(found)}; leave one of them")
+    return wanted, [c.refuse("is excluded by KVLINK_NICS") for c in found if c not in wanted]
 
 
 def _require(
     device: str, port: int | None, matching: Sequence[Candidate], found: Sequence[Candidate], *, up: bool
 ) -> None:
-    """A device named without a port may have ports that are down, but not all of them."""
+    """Raises ConfigError if a name matches no port or, with `up`, if every matching port is down."""
     name = port_name(device, port)
     if not matching:
-        raise ConfigError(f"KVLINK_NICS names {name}, which is not there: {_there(found)}")
+        raise ConfigError(f"KVLINK_NICS names {name}, which does not exist: {_available(found)}")
     refusals = [refusal for candidate in matching if (refusal := down(candidate))]
     if up and len(refusals) == len(matching):
         raise ConfigError(f"KVLINK_NICS names {name}, but {'; '.join(map(str, refusals))}")
 
 
 def _nearest(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candidate]:
-    best = min(usable, key=lambda candidate: candidate.nearness, default=None)
+    best = min(usable, key=lambda candidate: candidate.sort_key, default=None)
     if best is None:
         return []
-    far = [candidate for candidate in usable if candidate.nearness > best.nearness]
+    far = [candidate for candidate in usable if candidate.sort_key > best.sort_key]
     for candidate in far:
         reason = f"is {candidate.distance.name}, farther than {best.name} ({best.distance.name})"
         refused.append(candidate.refuse(reason, _name_both(best, candidate)))
@@ -96,7 +96,7 @@ def _fast(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candid
     fastest = max(usable, key=lambda candidate: candidate.port.rate_gbps, default=None)
     if fastest is None:
         return []
-    least = fastest.port.rate_gbps * _SLOWEST_PART
+    least = fastest.port.rate_gbps * _SLOWEST_SHARE
     slow = [candidate for candidate in usable if candidate.port.rate_gbps < least]
     for candidate in slow:
         rates = f"{candidate.port.rate_gbps:g} Gb/s where {fastest.name} has {fastest.port.rate_gbps:g}"
@@ -109,7 +109,7 @@ def _name_both(better: Candidate, worse: Candidate) -> str:
 
 
 def _weighted(usable: Sequence[Candidate]) -> tuple[NicChoice, ...]:
-    """Ports of one card share its slot."""
+    """Returns the choices with weights that account for ports of the same card sharing one slot."""
     sharers = Counter(_card(candidate) for candidate in usable)
     return tuple(_choice(candidate, sharers[_card(candidate)]) for candidate in usable)
 
@@ -131,9 +131,9 @@ def _choice(candidate: Candidate, num_sharers: int) -> NicChoice:
         link_layer=port.link_layer,
         rate_gbps=port.rate_gbps,
         distance=candidate.distance,
-        weight=min(known_gbps, default=1.0) * _LEFT_OF_RATE.get(candidate.distance, 1.0),
+        weight=min(known_gbps, default=1.0) * _RATE_SHARE.get(candidate.distance, 1.0),
     )
 
 
-def _there(found: Iterable[Candidate]) -> str:
+def _available(found: Iterable[Candidate]) -> str:
     return "this machine has " + (", ".join(candidate.name for candidate in found) or "no RDMA device")

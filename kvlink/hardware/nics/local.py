@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice for this machine, from its sysfs."""
+"""Selects NIC ports of this machine by its sysfs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.hardware.topology import discover
 
 
 def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> NicSelection:
-    """What `choose` says of this machine now; nothing chosen when it has no RDMA device and `spec` names none."""
+    """Applies `choose` to this machine. Returns an empty selection if it has no RDMA device and `spec` is empty."""
     if not spec and not any((root / "sys/class/infiniband").glob("*")):
         return NicSelection((), ())
     return choose(discover(root), place, spec)
@@ -21,11 +21,13 @@ def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> N
 def select_ports(
     place: MemoryPlace, spec: str = "", root: Path = Path("/")
 ) -> tuple[list[tuple[str, int]], tuple[RefusedNic, ...]]:
-    """Returns the chosen ports with their Mb/s, best first, and those refused."""
+    """Returns the selected ports with their weights in Mb/s, best first, and the refused ports."""
     wish = parse_nics(spec)
     if wish.ports and not wish.excludes and all(port is not None for _, port in wish.ports):
         names = [port_name(*named) for named in wish.ports]
         known = dict(map(port_and_mbps, weigh(discover(root, gids=False), place, names)))
-        return [(name, known.get(name, 1)) for name in names], ()  # who names ports is not advised on paths
+        return [
+            (name, known.get(name, 1)) for name in names
+        ], ()  # no advice on paths for explicitly named ports
     selection = select_nics(place, spec, root)
     return [port_and_mbps(nic) for nic in selection.chosen], selection.refused

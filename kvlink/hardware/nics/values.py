@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choice of NICs takes and gives."""
+"""Defines the arguments and results of the selection of NICs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvlink.hardware.topology import Distance, LinkLayer
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """Where blocks are: on a GPU, in host memory of a NUMA node, or (neither given) somewhere in host memory."""
+    """The place of blocks: a GPU, the host memory of a NUMA node, or with neither set, any host memory."""
 
     gpu: str = ""
-    """PCI address, in the kernel's or CUDA's spelling."""
+    """PCI address in the form of the kernel or of CUDA."""
     numa_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NicChoice:
-    """A port to use. `weight` is in Gb/s: what the path leaves of the link."""
+    """A port to use. `weight` is the estimated rate in Gb/s that the path achieves of the link's rate."""
 
     device: str
     port: int
     gid_index: int
     gid: str
-    """As the kernel writes it; "" on an InfiniBand port that has none."""
+    """The GID in the kernel's form, or "" on an InfiniBand port that has none."""
     link_layer: LinkLayer
     rate_gbps: float
     distance: Distance
@@ -34,7 +34,7 @@ class NicChoice:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNic:
-    """A port that is left out. `fix` says what would bring it in; empty: nothing should."""
+    """A port that is not used. `fix` says what would make it usable, and is empty if it should not be used."""
 
     device: str
     port: int
@@ -47,17 +47,17 @@ class RefusedNic:
 
 @dataclass(frozen=True, slots=True)
 class NicSelection:
-    """The ports for one memory place, in human order of their names or in the operator's."""
+    """The ports for one memory place, in human order of their names or in the operator's order."""
 
     chosen: tuple[NicChoice, ...]
     refused: tuple[RefusedNic, ...]
 
 
 def port_name(device: str, port: int | None) -> str:
-    """As KVLINK_NICS writes it: mlx5_0:1, or mlx5_0 for every port."""
+    """Returns the name in the form of KVLINK_NICS: mlx5_0:1, or mlx5_0 for every port."""
     return device if port is None else f"{device}:{port}"
 
 
 def port_and_mbps(nic: NicChoice) -> tuple[str, int]:
-    """As csrc/transport_api/transport.h takes it."""
+    """Returns name and weight in Mb/s, at least 1, in the form that csrc/transport_api/transport.h expects."""
     return port_name(nic.device, nic.port), max(round(1000 * nic.weight), 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine as the kernel describes it: CPUs, NUMA nodes, GPUs, RDMA NICs, and the paths between them."""
+"""Reads the topology of the machine from the kernel: CPUs, NUMA nodes, GPUs, RDMA NICs, and the paths between them."""
 
 from kvlink.hardware.topology.cpu import CacheLevel, HugePages, NumaNode
 from kvlink.hardware.topology.machine import Topology, discover

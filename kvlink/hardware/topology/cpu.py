@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets, cores, caches and NUMA nodes with their memory and huge pages."""
+"""Reads sockets, cores, caches, and NUMA nodes with their memory and huge pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class CacheLevel:
-    """All caches of one level and kind. `bytes` is the size of each of the `num`; `num_threads` share one."""
+    """All caches of one level and kind. There are `num` caches of `bytes` each, and `num_threads` share one."""
 
     level: int
     kind: str
@@ -36,7 +36,7 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One memory domain. `distances` are the kernel's relative costs to every node, this one being 10."""
+    """One memory domain. `distances` are the kernel's relative costs to every node, 10 for this one."""
 
     id: int
     cpus: tuple[int, ...]
@@ -58,7 +58,7 @@ class Cpus:
 
 
 def cpus(root: Path) -> Cpus:
-    """Absent files give zeros and "unknown"."""
+    """Reads the processors under `root`. Absent files give zeros and "unknown"."""
     online = parse_list(read(root, f"{_CPUS}/online"))
     return Cpus(
         model=read_field(root, "proc/cpuinfo", "model name") or "unknown",
@@ -70,7 +70,7 @@ def cpus(root: Path) -> Cpus:
 
 
 def numa_nodes(root: Path) -> tuple[NumaNode, ...]:
-    """By number. A kernel without NUMA support shows as one node with all CPUs."""
+    """Returns the NUMA nodes by number. A kernel without NUMA support gives one node with all CPUs."""
     found = tuple(_numa_node(root, number) for number in numbered(root, _NODES, "node"))
     return found or (_only_node(root),)
 

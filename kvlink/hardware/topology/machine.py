@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that sysfs and procfs say about one machine."""
+"""Collects what sysfs and procfs show about one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlink.hardware.topology.rdma import RdmaDevice
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A machine. A kernel without NUMA support shows as one node with all CPUs."""
+    """The topology of a machine. A kernel without NUMA support gives one node with all CPUs."""
 
     cpu_model: str
     num_sockets: int
@@ -27,14 +27,14 @@ class Topology:
 
     @property
     def only_node(self) -> int | None:
-        """The NUMA node that all memory must be on; None when there are several."""
+        """The id of the only NUMA node, or None if there are several."""
         return self.nodes[0].id if len(self.nodes) == 1 else None
 
 
 def discover(root: Path = Path("/"), *, gids: bool = True) -> Topology:
-    """Reads the tree under `root`. Absent files give zeros and "unknown", never an error.
+    """Reads the topology under `root`. Absent files give zeros and "unknown", never an error.
 
-    `gids=False` leaves out the GIDs of the NICs, which are up to a thousand files a port.
+    `gids=False` skips the GIDs of the NICs, which are up to a thousand files per port.
     """
     processors, nodes = cpu.cpus(root), cpu.numa_nodes(root)
     only_node = nodes[0].id if len(nodes) == 1 else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PCI devices and how far two of them are apart.
+"""Reads PCI devices and computes the distance between two of them.
 
-What sysfs does not show, this does not know: NVLink and C2C between GPUs and CPUs, peer-to-peer links inside
-a switch's firmware, and in a virtual machine whatever the hypervisor flattened.
+sysfs does not show, and this module does not know, NVLink and C2C between GPUs and CPUs, peer-to-peer links inside the
+firmware of a switch, and in a virtual machine the levels that the hypervisor hides.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _NVIDIA = 0x10DE
 _DISPLAY_CLASSES = (0x0300, 0x0302)
-# A switch is two bridges to the kernel: the upstream port, then one downstream port a device.
-_BRIDGES_A_SWITCH = 2
-# Lanes are 32 at most; the kernel says 63 or 255 where a hypervisor left the register empty.
+# The kernel shows a switch as two bridges on a path: the upstream port, then the downstream port of the device.
+_BRIDGES_PER_SWITCH = 2
+# A link has at most 32 lanes. The kernel reports 63 or 255 if a hypervisor left the register empty.
 _MOST_LANES = 32
 
 
 class Distance(IntEnum):
-    """The kind of path between two PCI devices, nearest first, by NCCL's names."""
+    """The kind of path between two PCI devices, nearest first, with the names of NCCL."""
 
     LOC = 0
-    """The same card."""
+    """Both are on the same card."""
     PIX = 1
-    """Through one PCIe switch."""
+    """The path goes through one PCIe switch."""
     PXB = 2
-    """Through several switches, not through the CPU."""
+    """The path goes through several switches but not through the CPU."""
     PHB = 3
-    """Through the host bridges of one NUMA node. `nvidia-smi topo` splits this into PHB and NODE."""
+    """The path goes through the host bridges of one NUMA node. `nvidia-smi topo` splits this into PHB and NODE."""
     SYS = 4
-    """Across NUMA nodes."""
+    """The path crosses NUMA nodes."""
     DIS = 5
-    """One of the two is no PCI device: a soft NIC moves bytes by the CPU."""
+    """One of the two is not a PCI device. For example, a soft NIC moves bytes with the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +48,44 @@ class PciDevice:
     """One function of a card."""
 
     address: str
-    """domain:bus:device.function, as in 0000:1b:00.0."""
+    """The address as domain:bus:device.function, for example 0000:1b:00.0."""
     path: tuple[str, ...]
-    """Host bridge, every bridge on the way, and the device's own address."""
+    """The host bridge, every bridge on the path, and the address of the device itself."""
     vendor_id: int
     device_id: int
     class_id: int
-    """Class and subclass: 0x0302 is a 3D controller."""
+    """Class and subclass. For example, 0x0302 is a 3D controller."""
     numa_node: int | None
-    """None: the kernel does not know, and the machine has several."""
+    """None if the kernel does not know the node and the machine has several."""
     link_gt_per_s: float
-    """Transfers per second and lane of the link as it is now; 0: unknown."""
+    """Gigatransfers per second and lane of the current link, 0 if unknown."""
     link_lanes: int
     physical_function: str = ""
-    """Address of the card's own function when this is a virtual one (SR-IOV)."""
+    """The address of the card's physical function if this is a virtual function (SR-IOV)."""
     virtual_functions: tuple[str, ...] = ()
 
     @property
     def card(self) -> str:
-        """The address without the function: what sits in one slot."""
+        """The address without the function, which identifies the card in one slot."""
         return self.address.rpartition(".")[0]
 
     @property
     def link_gbps(self) -> float:
-        """Gb/s of the slot after line coding, each way; 0: unknown. Packets take some 10% more."""
+        """Gb/s of the slot in each direction after line coding, 0 if unknown. Packet headers cost some 10% more."""
         coding = 0.8 if self.link_gt_per_s <= 5 else 128 / 130
         return self.link_gt_per_s * self.link_lanes * coding
 
 
 def normalize(address: str) -> str:
-    """CUDA and nvidia-smi write 00000000:1B:00.0 for the kernel's 0000:1b:00.0."""
+    """Returns an address in the kernel's form. CUDA and nvidia-smi write 00000000:1B:00.0 for 0000:1b:00.0."""
     domain, _, rest = address.strip().lower().partition(":")
     return f"{domain.lstrip('0'):0>4}:{rest}"
 
 
 def device(root: Path, at: str, only_node: int | None) -> PciDevice | None:
-    """The device that folder or link `at` is or lies in; None when it is no PCI device.
+    """Returns the device that contains the directory or link `at`, or None if it is not a PCI device.
 
-    `only_node` is the machine's node when it has no other: then an unknown node is that one.
+    `only_node` is the only NUMA node of the machine, or None. A device with an unknown node gets that node.
     """
     resolved = Path(os.path.realpath(root / at))
     path = tuple(part for part in resolved.parts if _ADDRESS.fullmatch(part) or _HOST_BRIDGE.fullmatch(part))
@@ -110,7 +110,7 @@ def device(root: Path, at: str, only_node: int | None) -> PciDevice | None:
 
 
 def gpus(root: Path, only_node: int | None) -> tuple[PciDevice, ...]:
-    """NVIDIA's graphics and 3D controllers, by address as CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them."""
+    """Returns the graphics and 3D controllers of NVIDIA by address, the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     found = []
     for address in sorted(names(root, DEVICES)):
         at = f"{DEVICES}/{address}"
@@ -121,14 +121,14 @@ def gpus(root: Path, only_node: int | None) -> tuple[PciDevice, ...]:
 
 
 def distance(a: PciDevice | None, b: PciDevice | None) -> Distance:
-    """The kind of path between two devices; None stands for a device without a PCI address."""
+    """Returns the kind of path between two devices. None stands for a device without a PCI address."""
     if a is None or b is None:
         return Distance.DIS
     if a.card == b.card:
         return Distance.LOC
     shared = _num_shared(a.path, b.path)
     if shared > 1:  # a bridge, not the host bridge alone
-        further = sum((len(path) - shared - 1) // _BRIDGES_A_SWITCH for path in (a.path, b.path))
+        further = sum((len(path) - shared - 1) // _BRIDGES_PER_SWITCH for path in (a.path, b.path))
         return Distance.PXB if further else Distance.PIX
     if a.numa_node is None or b.numa_node is None:
         return Distance.PHB if shared else Distance.SYS
@@ -136,7 +136,7 @@ def distance(a: PciDevice | None, b: PciDevice | None) -> Distance:
 
 
 def distance_to_node(device: PciDevice | None, node: int | None) -> Distance:
-    """The kind of path between a device and the memory of a NUMA node (None: unknown)."""
+    """Returns the kind of path between a device and the memory of a NUMA node, which is None if unknown."""
     if device is None:
         return Distance.DIS
     return Distance.PHB if node is not None and device.numa_node == node else Distance.SYS
@@ -153,6 +153,6 @@ def _target(root: Path, at: str) -> str:
 
 
 def _leading_number(text: str) -> float:
-    """32.0 of "32.0 GT/s PCIe"; 0 of "Unknown"."""
+    """Returns 32.0 for "32.0 GT/s PCIe" and 0 for "Unknown"."""
     match = re.match(r"\d+(\.\d+)?", text)
     return float(match[0]) if match else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RDMA devices, their ports and GIDs. What only a driver can say (MTU, limits) is in `kvlink.hardware.device_caps`."""
+"""Reads RDMA devices, their ports and GIDs. `kvlink.hardware.device_caps` asks the driver for MTU and limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DEVICES = "sys/class/infiniband"
 
 
 class LinkLayer(Enum):
-    """What a port is cabled to. Ports of different layers cannot reach each other."""
+    """The kind of network that a port is connected to. Ports of different layers cannot reach each other."""
 
     INFINIBAND = "InfiniBand"
     ETHERNET = "Ethernet"
     UNKNOWN = "Unknown"
-    """Neither, such as EFA."""
+    """The port has neither of the two, for example with EFA."""
 
 
 class GidType(Enum):
-    """How packets that use a GID are framed, in the kernel's words."""
+    """The framing of packets that use a GID, with the names of the kernel."""
 
     IB_OR_ROCE_V1 = "IB/RoCE v1"
     ROCE_V2 = "RoCE v2"
@@ -34,7 +34,7 @@ class GidType(Enum):
 
 
 class PortState(Enum):
-    """The kernel's number. Only ACTIVE carries data."""
+    """The state of a port, with the numbers of the kernel. Only an ACTIVE port carries data."""
 
     UNKNOWN = 0
     DOWN = 1
@@ -50,14 +50,14 @@ class Gid:
 
     index: int
     value: str
-    """Eight groups of four hex digits, as the kernel writes it."""
+    """Eight groups of four hex digits, in the kernel's form."""
     kind: GidType
     netdev: str
-    """The network interface it belongs to; "" on InfiniBand, or when that is in another network namespace."""
+    """The network interface of the GID, or "" on InfiniBand or if it is in another network namespace."""
 
     @property
     def address(self) -> IPv4Address | IPv6Address:
-        """The IP address that a RoCE GID is; an IPv4-mapped one as IPv4."""
+        """The IP address that a RoCE GID encodes. An IPv4-mapped address is returned as IPv4."""
         address = IPv6Address(self.value)
         return address.ipv4_mapped or address
 
@@ -72,21 +72,21 @@ class RdmaPort:
     """LinkUp, Polling, Disabled…"""
     link_layer: LinkLayer
     rate_gbps: float
-    """Gb/s of all lanes; 0: unknown."""
+    """Gb/s of all lanes together, 0 if unknown."""
     lid: int
-    """Address within an InfiniBand subnet; 0 on Ethernet."""
+    """The address within an InfiniBand subnet, 0 on Ethernet."""
     gids: tuple[Gid, ...]
-    """All that are set, by index."""
+    """The GIDs that are set, by index."""
     netdev: str
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """One RDMA device as verbs names it."""
+    """One RDMA device, with its name in verbs."""
 
     name: str
     pci: PciDevice | None
-    """None: a soft device (rxe, siw)."""
+    """None for a soft device (rxe, siw)."""
     node_guid: str
     firmware: str
     hca_type: str
@@ -95,13 +95,13 @@ class RdmaDevice:
 
 
 def devices(root: Path, only_node: int | None, gids: bool = True) -> tuple[RdmaDevice, ...]:
-    """Every device in human order of its name; without `gids` its ports seem to have none."""
+    """Returns every device in human order of the names. Without `gids`, the ports have no GIDs."""
     return tuple(_device(root, name, only_node, gids) for name in names(root, DEVICES))
 
 
 def _device(root: Path, name: str, only_node: int | None, with_gids: bool) -> RdmaDevice:
     at = f"{DEVICES}/{name}"
-    # Only soft devices have `parent`, the interface they ride on; that one's card is not theirs.
+    # Only soft devices have `parent`, the interface that they use. The card of that interface is not the device's.
     upper = read(root, f"{at}/parent")
     return RdmaDevice(
         name=name,
@@ -153,7 +153,7 @@ def _is_address(text: str) -> bool:
 
 
 def _netdev_of(root: Path, device: str, port: int) -> str:
-    """The card's network interface with this port's number: for a port without a GID, which is one that is down."""
+    """Returns the card's network interface with the number of this port, for a port that is down and has no GID."""
     interfaces = names(root, f"{device}/device/net")
     numbers = [(name, read_int(root, f"{device}/device/net/{name}/dev_port")) for name in interfaces]
     return next((name for name, number in numbers if number == port - 1), "")
@@ -170,6 +170,6 @@ def _link_layer(text: str) -> LinkLayer:
 
 
 def _rate(text: str) -> float:
-    """400 of "400 Gb/sec (4X NDR)"."""
+    """Returns 400 for "400 Gb/sec (4X NDR)"."""
     match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
     return float(match[1]) if match else 0.0
