@@ -141,7 +141,7 @@ class WorkerSide:
             return
         self._out.add(request_id)
         with contextlib.suppress(KVLinkError):  # it ended since we looked: its event follows
-            self._worker.offers.hand_over(request_id, handed_off.num_blocks, handed_off.ttl_s)
+            self._worker.offers.hand_off(request_id, handed_off.num_blocks, handed_off.ttl_s)
 
     def _collect_ended(self) -> None:
         for event in self._worker.events():

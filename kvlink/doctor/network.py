@@ -13,7 +13,7 @@ from kvlink.config import WorkerConfig
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.hardware.sysfs import read
-from kvlink.worker.reachability import advertised_host, only_this_host
+from kvlink.worker.reachability import advertised_host, loopback_problem
 
 _TIMEOUT_S = 3.0
 # One connection fills 10 Gbit/s over 3 ms with this much in flight.
@@ -63,7 +63,7 @@ def advertised_address(config: WorkerConfig) -> Check:
         host = advertised_host(config)
     except ConfigError as error:
         return Check(name, Verdict.FAIL, f"KVLINK_HOST={config.host} is no one address", str(error))
-    reason, fix = only_this_host(config)
+    reason, fix = loopback_problem(config)
     if reason:
         return Check(name, Verdict.FAIL, reason, fix)
     return Check(name, Verdict.PASS, f"{host}{': on this host alone' if is_loopback(host) else ''}")

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts from the shapes, strides and dtype of tensors, whose dimensions are named in a few words.
+"""Derives layouts from the shapes, strides and dtype of tensors, given a name for each dimension.
 
-    axes = "K/V blocks tokens heads row"                  one tensor a layer, [2, N, block, H, D]
+    axes = "K/V blocks tokens heads row"                  one tensor per layer, [2, N, block, H, D]
     axes = "layers K/V | blocks tokens heads row"         K of layer 0, V of layer 0, K of layer 1, …
     axes = "| blocks layers K/V tokens heads row"         one tensor for all layers
 
-Left of the bar stands what the list of tensors steps over, outermost first: `layers`, `K/V`, both, or nothing for a
-single tensor. Without a bar it is `layers`. Right of it stands one word a dimension, in the order of the shape:
+The words left of the bar name the axes that the list of tensors steps over, outermost first: `layers`, `K/V`, both, or
+none for a single tensor. Without a bar the list steps over `layers`. Right of the bar there is one word for each
+dimension, in the order of the shape:
 
     layers, blocks, tokens (of a block), heads, row (the elements of one head's K or V of one token)
-    K/V: two elements, K first; a cache without it has one plane a layer, as MLA's latent
+    K/V: two elements, K first; a cache without it has one plane per layer, like the latent of MLA
 
-`*` joins axes that share a dimension, outermost first: `K/V*row` is [..., 2 D], `blocks*tokens` are slots (with
-block_tokens=). `blocks`, `tokens` and `row` are always named, no word is named twice. Without `heads` there is one
-head. With `heads` and without `K/V` the bar is needed: it says whether the tensors are layers, or K and V of layers.
+`*` joins axes that share a dimension, outermost first: `K/V*row` is [..., 2 D], and `blocks*tokens` are slots (with
+block_tokens=). `blocks`, `tokens` and `row` are required, and no word may be repeated. Without `heads` there is one
+head. With `heads` and without `K/V` the bar is required, because it says whether the tensors are layers, or K and V of
+layers.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ AXES: Mapping[str, str] = MappingProxyType(
         "packed-hnd": "blocks heads tokens K/V*row",
     }
 )
-"""Usual shapes by name: vLLM's FlashAttention and FlashInfer, MLA, K and V as tensors of their own, V behind K in
+"""Names for common shapes: vLLM's FlashAttention and FlashInfer, MLA, separate tensors for K and V, and V behind K in
 every row (vLLM 0.32 and later)."""
 
 _WORDS = (LAYERS, KV, BLOCKS, TOKENS, HEADS, ROW)
-_NEEDED = (BLOCKS, TOKENS, ROW)
+_REQUIRED = (BLOCKS, TOKENS, ROW)
 
 
 def layout_of(
@@ -58,13 +60,16 @@ def layout_of(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> KVLayout:
-    """The layout of `views`, which all have one shape. Raises ConfigError, naming the dimension that does not fit."""
+    """Returns the layout of `views`, which must have the same shape.
+
+    Raises ConfigError, naming the dimension that does not fit.
+    """
     listed, dims = _parse(axes)
     first = views[0]
     for view in views:
         if (view.shape, view.strides, view.dtype) != (first.shape, first.strides, first.dtype):
-            raise ConfigError(f"{view} is not as {first}: one layout cannot describe both")
-    sizes, strides = _measure(first, dims, _known(listed, dims, len(views), block_tokens))
+            raise ConfigError(f"{view} differs from {first}: one layout cannot describe both")
+    sizes, strides = _measure(first, dims, _known_sizes(listed, dims, len(views), block_tokens))
     heads = sizes.setdefault(HEADS, 1)
     total = heads * (tp_size if HEADS in strides else 1) if total_heads is None else total_heads
     held = heads_of(total, tp_rank, tp_size)
@@ -91,13 +96,13 @@ def layout_of(
     )
 
 
-def usual_shapes() -> str:
-    """The named shapes in words, for an error."""
+def named_shapes() -> str:
+    """Lists the named shapes for an error text."""
     return ", ".join(f'"{name}" ({axes})' for name, axes in AXES.items())
 
 
 def _parse(axes: str) -> tuple[list[str], list[list[str]]]:
-    """The axes of the list, and those of every dimension. Raises ConfigError."""
+    """Returns the axes of the list and those of every dimension. Raises ConfigError if `axes` is malformed."""
     text = AXES.get(axes.strip(), axes)
     before, bar, after = text.partition("|")
     dims = [dim.split("*") for dim in (after if bar else before).split()]
@@ -119,15 +124,15 @@ def _parse(axes: str) -> tuple[list[str], list[list[str]]]:
             f"axes={axes!r} names no K/V: write 'layers K/V | {text.strip()}' where K and V are tensors of their own, "
             f"'layers | {text.strip()}' where a layer has one tensor and no V"
         )
-    if missing := [word for word in _NEEDED if word not in named]:
+    if missing := [word for word in _REQUIRED if word not in named]:
         raise ConfigError(f"axes={axes!r} does not name {' and '.join(missing)}")
     return listed, dims
 
 
-def _known(
+def _known_sizes(
     listed: list[str], dims: list[list[str]], num_tensors: int, block_tokens: int | None
 ) -> dict[str, int]:
-    """Sizes that do not come from the shape. Raises ConfigError when the tensors are not as many as the list says."""
+    """Returns the sizes that do not come from the shape. Raises ConfigError if the number of tensors is wrong."""
     known = {KV: 2} if KV in listed or any(KV in dim for dim in dims) else {}
     if block_tokens is not None:
         known[TOKENS] = block_tokens
@@ -135,7 +140,9 @@ def _known(
     if num_tensors % each or (LAYERS not in listed and num_tensors != each):
         wanted = f"a multiple of {each}" if LAYERS in listed else each
         steps = f"lists {' and '.join(listed)}" if listed else "means a single tensor"
-        raise ConfigError(f"{num_tensors} tensors were given, axes {steps}: it takes {wanted}")
+        raise ConfigError(
+            f"{num_tensors} tensors were given, axes {steps}: it takes {wanted}; pass that many"
+        )
     if LAYERS in listed:
         known[LAYERS] = num_tensors // each
     return known
@@ -144,7 +151,7 @@ def _known(
 def _measure(
     view: TensorView, dims: list[list[str]], known: dict[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Size and stride in bytes of every axis within a tensor; sizes of `known` are kept."""
+    """Returns the size, and the stride in bytes, of every axis within a tensor. The sizes in `known` stay."""
     if len(view.shape) != len(dims):
         words = " ".join("*".join(dim) for dim in dims)
         raise ConfigError(f"{view} has {len(view.shape)} dimensions, axes name {len(dims)}: {words}")
@@ -152,7 +159,9 @@ def _measure(
     for index, (dim, size, stride) in enumerate(zip(dims, view.shape, view.strides, strict=True)):
         unknown = [word for word in dim if word not in sizes]
         if len(unknown) > 1:
-            advice = "; say block_tokens=" if TOKENS in unknown else "; reshape them apart"
+            advice = (
+                "; pass block_tokens=" if TOKENS in unknown else "; reshape them into dimensions of their own"
+            )
             raise ConfigError(
                 f"{view}: the sizes of {'*'.join(dim)} in dimension {index} are not known{advice}"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block ids as engines hold them: lists, ranges, arrays, numpy arrays and torch tensors of integers."""
+"""Converts block ids from the forms that engines use: lists, ranges, arrays, numpy arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kvlink.errors import ConfigError
 
 _END = 2**32
 _FEW = 128
-"""Ids that plain Python checks sooner than numpy."""
+"""Up to this number of ids, plain Python checks them faster than numpy."""
 
 
 class SupportsDLPack(Protocol):
-    """A tensor of another library, for example torch's."""
+    """A tensor of another library, for example of torch."""
 
     def __dlpack__(self) -> Any:
-        """Its memory."""
+        """Returns a capsule with the memory."""
 
     def __dlpack_device__(self) -> Any:
-        """Its device."""
+        """Returns the kind and the number of the device."""
 
 
 BlockIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | SupportsDLPack
-"""What `offer` and `pull` take. array("I") and contiguous numpy uint32 are used without conversion."""
+"""The types that `offer` and `pull` accept. array("I") and contiguous numpy uint32 are used without conversion."""
 
 
 def as_buffer(given: BlockIds, what: str) -> Any:
-    """A contiguous buffer of uint32 with these ids, `given` itself where it is one.
+    """Returns a contiguous buffer of uint32 with these ids, which is `given` itself if it has that form.
 
-    `what` names the request in errors. Raises ConfigError, naming index and value, for what is no block id.
+    `what` names the request in errors. Raises ConfigError, naming index and value, if a value is not a block id.
     """
     if type(given) is array and given.typecode == "I":
         return given
@@ -54,7 +54,7 @@ def as_buffer(given: BlockIds, what: str) -> Any:
 
 
 def as_array(given: BlockIds, what: str) -> array[int]:
-    """A copy of the ids. Raises ConfigError as `as_buffer` does."""
+    """Returns a copy of the ids. Raises ConfigError as `as_buffer` does."""
     if type(given) is array and given.typecode == "I":
         return given[:]
     ids = as_buffer(given, what)
@@ -82,9 +82,9 @@ def check_distinct(ids: array[int], num_blocks: int, what: str) -> None:
                 f"{what}: block id {block} at index {at} is not in 0 to {num_blocks - 1}, the block ids here"
             )
         if block in seen:
-            raise ConfigError(f"{what}: block id {block} at index {at} is at index {seen[block]}, too")
+            raise ConfigError(f"{what}: block id {block} at index {at} is also at index {seen[block]}")
         seen[block] = at
-    raise ConfigError(f"{what}: block ids are empty, at least one block id is needed")
+    raise ConfigError(f"{what}: block ids are empty; pass at least one block id")
 
 
 def _to_numpy(given: Any, what: str) -> npt.NDArray[Any]:

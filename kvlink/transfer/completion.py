@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How asyncio waits for C++ threads: an eventfd per loop, drained by the loop itself. No thread in between."""
+"""Lets asyncio wait for C++ threads through one eventfd per event loop, without another thread in between."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvlink.transfer.engine import CompletionQueue, Engine, Transfer
 
 T = TypeVar("T")
 
-_MOST_MS = 2**31 - 1  # as poll(2) takes it
+_MOST_MS = 2**31 - 1  # the largest timeout of poll(2)
 
 
 class LoopWaiter:
-    """Everything one event loop waits for. Used on that loop's thread only, and goes when the loop goes."""
+    """Waits for transfers on behalf of one event loop. Only the thread of that loop uses it, and it lives as long."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._queue = CompletionQueue()
@@ -31,7 +31,7 @@ class LoopWaiter:
 
     @classmethod
     def of_running_loop(cls) -> LoopWaiter:
-        """The waiter of the running loop, made on first use."""
+        """Returns the waiter of the running loop, which is created on first use."""
         loop = asyncio.get_running_loop()
         waiter = _waiters.get(loop)
         if waiter is None:
@@ -39,7 +39,7 @@ class LoopWaiter:
         return waiter
 
     async def ended(self, transfer: Transfer) -> None:
-        """Returns when the transfer has ended, well or not."""
+        """Returns when the transfer has ended, with or without success."""
         token = next(self._tokens)
         future = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
@@ -55,29 +55,29 @@ class LoopWaiter:
                 future.set_result(None)
 
 
-class Awaited(Coroutine[Any, Any, T]):
-    """What any number of tasks may wait for, and what a task may run as if it were a coroutine.
+class SharedAwaitable(Coroutine[Any, Any, T]):
+    """An operation that any number of tasks may await, and that a task may run like a coroutine.
 
-    asyncio wraps what can only be awaited, and a wrapper that is cancelled before its first step never begins to
-    wait: what it was to wait for would not hear of that.
+    asyncio wraps an object that is only awaitable. A wrapper that is cancelled before its first step never awaits the
+    object, so the operation would not learn that it was cancelled.
     """
 
     __slots__ = ()
 
     @abstractmethod
     async def _ended(self) -> T:
-        """Returns the result, for one of those who wait."""
+        """Returns the result to one of the waiting tasks."""
 
     @abstractmethod
     async def _cancelled(self) -> None:
-        """Returns when it has ended, which it is asked to."""
+        """Asks the operation to end and returns when it has ended."""
 
     def send(self, value: Any) -> Any:
-        """One step of the running task."""
+        """Runs one step of the running task."""
         return _step(self._ended, lambda run: run.send(value))
 
     def throw(self, kind: Any, error: Any = None, trace: Any = None, /) -> Any:
-        """One step of the running task, which was cancelled."""
+        """Runs one step of the running task with an exception, for example after it was cancelled."""
         thrown = kind if isinstance(kind, BaseException) else error or kind()
         if asyncio.current_task() in _runs:
             return _step(self._ended, lambda run: run.throw(thrown))
@@ -95,7 +95,7 @@ _Run = Coroutine[Any, Any, T]
 def _step(begin: Callable[[], _Run[T]], step: Callable[[_Run[T]], Any]) -> Any:
     task = asyncio.current_task()
     if task is None:
-        raise RuntimeError("await it, or have a task run it")
+        raise RuntimeError("no task is running; await the object, or pass it to a task")
     run = _runs.get(task)
     if run is None:
         run = _runs[task] = begin()
@@ -107,7 +107,7 @@ def _step(begin: Callable[[], _Run[T]], step: Callable[[_Run[T]], Any]) -> Any:
 
 
 async def cancellation(waiting: Awaitable[object]) -> asyncio.CancelledError | None:
-    """Waits, and returns what cut that short."""
+    """Awaits `waiting` and returns the CancelledError that interrupted it, or None."""
     try:
         await waiting
     except asyncio.CancelledError as error:
@@ -115,55 +115,58 @@ async def cancellation(waiting: Awaitable[object]) -> asyncio.CancelledError | N
     return None
 
 
-class Bell:
-    """Calls `rung` on the event loop that runs when it is made, whenever something has come into `queue`."""
+class QueueReader:
+    """Calls `on_ready` whenever `queue` has an entry, on the event loop that is running at construction."""
 
-    def __init__(self, rung: Callable[[], object]) -> None:
+    def __init__(self, on_ready: Callable[[], object]) -> None:
         self.queue = CompletionQueue()
         self._made_at = num_forks()
-        self._rung = rung
+        self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.queue.fileno(), self._ring)
+        self._loop.add_reader(self.queue.fileno(), self._read)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops the calls. Idempotent."""
         if self._made_at != num_forks():
-            return  # a forked child: the loop's descriptors are the parent's as well
+            return  # in a forked child, the loop shares its descriptors with the parent
         if self.queue.fileno() >= 0:
             self._loop.remove_reader(self.queue.fileno())
             self.queue.close()
 
-    def _ring(self) -> None:
+    def _read(self) -> None:
         self.queue.drain()
-        self._rung()
+        self._on_ready()
 
 
 async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
-    """Yields what `look` returns, now and whenever leases have ended, on the running event loop until the engine is
+    """Yields the results of `look`, now and whenever leases have ended, on the running event loop until the engine is
     closed."""
-    rung = asyncio.Event()
-    bell = Bell(rung.set)
-    engine.core.watch_ended(bell.queue)
-    engine.ring_when_closed(bell.queue)
+    ready = asyncio.Event()
+    reader = QueueReader(ready.set)
+    engine.core.watch_ended(reader.queue)
+    engine.notify_when_closed(reader.queue)
     try:
         while True:
-            closed = engine.closed  # before the last look
+            closed = engine.closed  # read it before the last call of `look`
             for found in look():
                 yield found
             if closed:
                 return
-            await rung.wait()
-            rung.clear()
+            await ready.wait()
+            ready.clear()
     finally:
-        engine.forget(bell.queue)
-        bell.close()
+        engine.stop_notifying(reader.queue)
+        reader.close()
 
 
 def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float | None) -> Iterator[T]:
-    """As `when_ended`, for a thread; ends too once nothing has come for `timeout_s`. None: waits without end."""
+    """Yields like `when_ended`, on the calling thread, and also ends when no lease has ended for `timeout_s` seconds.
+
+    None waits without a limit.
+    """
     queue, waiting = CompletionQueue(), select.poll()
     engine.core.watch_ended(queue)
-    engine.ring_when_closed(queue)
+    engine.notify_when_closed(queue)
     waiting.register(queue.fileno(), select.POLLIN)
     timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), _MOST_MS)
     try:
@@ -174,7 +177,7 @@ def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float
                 return
             queue.drain()
     finally:
-        engine.forget(queue)
+        engine.stop_notifying(queue)
         queue.close()
 
 

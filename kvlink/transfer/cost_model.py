@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pull should cost: start-up + operations + bytes. One shape for every transport, fitted as pulls happen."""
+"""Predicts the time of a pull as start-up + operations + bytes, with one model per transport that pulls refine."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of a pull = start_us + num_ops * op_ns / 1000 + bytes / rate. `gib_per_s` is in 2^30 bytes."""
+    """A cost model: time of a pull = start_us + num_ops * op_ns / 1000 + bytes / rate. `gib_per_s` is in 2^30 bytes."""
 
     start_us: float
     op_ns: float
     gib_per_s: float
 
     def predict_us(self, num_ops: int, num_bytes: int) -> float:
-        """Microseconds from pull() to settled."""
+        """Returns the predicted microseconds from pull() to the settle."""
         return self.start_us + num_ops * self.op_ns / 1000 + num_bytes / (self.gib_per_s * 2**30) * 1e6
 
 
-# First guesses until this peer's own pulls say better; medians of `kvlink bench pull` on a 2-core cloud machine.
+# First guesses until pulls from the peer correct them: medians of `kvlink bench pull` on a 2-core cloud machine.
 PRIORS = {
     "loopback": Cost(3, 40, 10),
     "shm": Cost(3, 40, 10),
     "cma": Cost(5, 100, 5),
     "tcp": Cost(35, 100, 3),
-    "verbs": Cost(16, 80, 45.6),  # these two assumed, as csrc/staging/device_staging.cc has them
+    "verbs": Cost(
+        16, 80, 45.6
+    ),  # verbs and cuda are assumptions, the same as in csrc/staging/device_staging.cc
     "cuda": Cost(15, 2, 300),
 }
 
 
 @dataclass(slots=True)
 class FittedCost:
-    """A prior whose rate follows the pulls seen. Any thread; a sample lost to a race is harmless."""
+    """A prior that is scaled to observed pulls. Any thread may use it, and a sample lost to a race does no harm."""
 
     prior: Cost
     _ratios: dict[int, deque[float]] = field(default_factory=dict)
-    """By size: small pulls miss the prior by other factors than large ones."""
+    """Measured / predicted, by size class, because small and large pulls differ from the prior by different factors."""
 
     def predict_us(self, num_ops: int, num_bytes: int) -> float:
-        """The prior, scaled by the median of measured / predicted over the last pulls of the nearest size."""
+        """Returns the prior, scaled by the median of measured / predicted over the last pulls of the nearest size."""
         size = num_bytes.bit_length()
         nearest = min([*self._ratios], key=lambda seen: abs(seen - size), default=None)
         ratios = sorted(self._ratios[nearest]) if nearest is not None else [1.0]

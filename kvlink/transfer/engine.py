@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane of one worker, seen from Python: registered memory, transports, leases, connections."""
+"""Owns the native data plane of one worker: registered memory, transports, leases and connections."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvlink.hardware.kernels import compiled_for
 from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
 from kvlink.transfer import transport_names
-from kvlink.transfer.gpu_staging import record_placement, staging_for, warn_of_pool, warn_of_staging
+from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
 from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
-from kvlink.transfer.path_stats import Traffic
+from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
 
@@ -34,7 +34,7 @@ _HOW = {1: LeaseEnd.SETTLED, 2: LeaseEnd.EXPIRED, 3: LeaseEnd.ABORTED}
 
 
 class Seat(NamedTuple):
-    """What `grant` gives for one reader of a lease."""
+    """The slot and the nonces that `grant` returns for one reader of a lease."""
 
     slot: int
     nonce: int
@@ -42,7 +42,7 @@ class Seat(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A lease that ended since the last look. `held_s` is how long it lasted."""
+    """A lease that has ended. `held_s` is how long it lasted in seconds."""
 
     lease: int
     how: LeaseEnd
@@ -50,17 +50,17 @@ class Ended(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A NIC port of this worker. `away` says why while its device is gone, and is empty while it is here."""
+    """A NIC port of this worker. `away` says why its device is missing, and is empty while the device is present."""
 
     name: str
     away: str
     times_away: int
     held: bool
-    """Connections still hold the device that is gone."""
+    """Whether connections still hold the missing device."""
 
 
 class LeaseCounts(NamedTuple):
-    """`active` and `oldest_s` are of now, the rest since the start."""
+    """Counts of leases. `active` and `oldest_s` describe the present, and the others count since the start."""
 
     active: int
     granted: int
@@ -72,12 +72,12 @@ class LeaseCounts(NamedTuple):
 
 
 def available_transports() -> list[str]:
-    """Names of the transports built in, best first, whether or not this machine can use them."""
+    """Returns the names of the built-in transports, best first, whether or not this machine can use them."""
     return [row[0] for row in _core.transports()]
 
 
 def transports_here() -> dict[str, str]:
-    """All that are built in, best first: why this machine cannot use one and what to do, or ""."""
+    """Returns the built-in transports, best first, each with "" or why this machine cannot use it and the fix."""
     return {
         name: f"{why_not}. {fix}" if why_not and fix else why_not
         for name, _, _, why_not, fix in _core.transports()
@@ -85,12 +85,12 @@ def transports_here() -> dict[str, str]:
 
 
 def host_transports() -> dict[str, str]:
-    """Those that pools in host memory go by."""
+    """Returns the part of `transports_here` that pools in host memory use."""
     return {name: why_not for name, why_not in transports_here().items() if not _is_cuda(name)}
 
 
 def core_layout(layout: KVLayout) -> _core.Layout:
-    """The same layout as the planner takes it."""
+    """Converts a layout to the form of the native planner."""
     return _core.Layout(
         num_blocks=layout.num_blocks,
         block_tokens=layout.block_tokens,
@@ -110,28 +110,28 @@ class Engine:
     def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig) -> None:
         self.pool = pool
         self.epoch = epoch
-        self.traffic = Traffic()
-        self.closed, self._ringing = False, threading.Lock()
-        self._rung: weakref.WeakSet[CompletionQueue] = weakref.WeakSet()
+        self.path_stats = AllPathStats()
+        self.closed, self._notify_lock = False, threading.Lock()
+        self._notified: weakref.WeakSet[CompletionQueue] = weakref.WeakSet()
         self.lease_slots = config.lease_slots
         transports = _within_reach(transport_names.select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
-        self._loan = register_with_nics(pool, config, staging=self._staging) if by_nic else NicRegistration()
+        self._nics = register_with_nics(pool, config, staging=self._staging) if by_nic else NicRegistration()
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
-        if refused and self._loan.by_dma_buf:  # which only the attempt could show
+        if refused and self._nics.by_dma_buf:  # only the attempt shows whether the driver refuses dma-buf
             self._core.close()
-            self._loan = register_with_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
+            self._nics = register_with_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
             self._core = self._start(config, transports, by_nic)
         self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
-        """Transports that stage what they read into the pool in host memory, because it is on a GPU."""
-        record_placement(pool)
+        """Transports that stage reads into the pool, which is on a GPU, in host memory."""
+        log_placement(pool)
         warn_of_pool(pool, self.cards())
         warn_of_staging(pool, self._core.staging_refused())
         self.on_forked: Callable[[], None] = lambda: None
-        self.on_landed = self._loan.flush
-        """To be called once the bytes of a pull have landed and before they are used; None: nothing is to do."""
+        self.on_landed = self._nics.flush
+        """Called after the bytes of a pull have arrived and before they are used. None if nothing is needed."""
         _live.add(self)
 
     def _start(self, config: WorkerConfig, transports: Sequence[str], by_nic: Sequence[str]) -> _core.Engine:
@@ -145,36 +145,38 @@ class Engine:
             num_progress_threads=config.progress_threads,
             inline_bytes=config.inline_bytes,
             num_lanes=config.lanes,
-            nics=self._loan.ports,
+            nics=self._nics.ports,
             rdma_connect=config.rdma_connect,
             rdma_traffic_class=config.rdma_traffic_class,
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
             cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),
         )
-        if self._loan.refused:
+        if self._nics.refused:
             for name in by_nic:
-                core.disable(name, self._loan.refused)
-        if self._loan.bounced:
+                core.disable(name, self._nics.refused)
+        if self._nics.bounced:
             for name in by_nic:
-                core.bounce(name, self._loan.bounced)
-        with self._loan.added(core, self.pool, self._staging, always=config.staging == "always"):
+                core.bounce(name, self._nics.bounced)
+        with self._nics.added(core, self.pool, self._staging, always=config.staging == "always"):
             core.start()
         return core
 
     @property
     def nics_left_out(self) -> tuple[RefusedNic, ...]:
-        """Ports that carry nothing for this pool, and why."""
-        return self._loan.left_out
+        """The ports that this pool does not use, each with the reason."""
+        return self._nics.left_out
 
     @property
     def core(self) -> _core.Engine:
         """The native engine. Raises ConfigError in a forked child."""
         if self._core is None:
-            raise ConfigError(f"this Worker was made before a fork and is the parent process's; {ADVICE}")
+            raise ConfigError(
+                f"this Worker was made before a fork and belongs to the parent process; {ADVICE}"
+            )
         return self._core
 
     def cards(self) -> tuple[TransportCard, ...]:
-        """How peers reach this worker, best transport first."""
+        """Returns how each transport reaches this worker, best transport first."""
         return tuple(
             TransportCard(name, address, tuple(pool_keys), tuple(lease_keys), refused, bounces)
             for name, address, pool_keys, lease_keys, refused, bounces in self.core.access()
@@ -183,20 +185,20 @@ class Engine:
     def accept(
         self, transport: str, hellos: Sequence[bytes], takes_keys: bool, caller: int = 0
     ) -> tuple[int, list[bytes], list[bytes], list[bytes]]:
-        """Admits a reader. Returns its connection id (0: not to be fenced), a reply a lane, pool and lease keys.
+        """Admits a reader. Returns its connection id (0 if it needs no fence), a reply per lane, pool and lease keys.
 
-        The keys are empty while they are those of `cards`; once they are not, who does not take them is refused.
-        Those of one `caller` share what is kept for readers that have not connected yet.
+        The keys are empty while they equal those of `cards`. A reader that cannot take new keys is refused after keys
+        change. Readers of the same `caller` share the limit on readers that have not connected yet.
         """
         return self.core.accept(transport, hellos, takes_keys, caller)
 
     def ports(self) -> list[Port]:
-        """Of its NICs, those whose devices are gone as well."""
+        """Returns the ports of this worker's NICs, including those whose devices are missing."""
         return [Port(*row) for row in self.core.ports()]
 
     def open(self, transport: str, address: bytes, worker_id: str) -> Connection:
-        """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable when it cannot be reached."""
-        return self.core.open(transport, address, self.traffic.tally(worker_id, transport))
+        """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable if the worker cannot be reached."""
+        return self.core.open(transport, address, self.path_stats.of_path(worker_id, transport))
 
     def planner(
         self,
@@ -205,7 +207,7 @@ class Engine:
         region_index: Sequence[int],
         heads: tuple[int, int],
     ) -> Planner:
-        """Plans reads from `owner`'s blocks into this worker's. Raises LayoutMismatch or ConfigError."""
+        """Returns a planner of reads from the owner's blocks to this worker's. Raises LayoutMismatch or ConfigError."""
         return _core.Planner(
             reader=core_layout(self.pool.layout),
             owner=core_layout(owner),
@@ -216,39 +218,39 @@ class Engine:
         )
 
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[Seat]:
-        """Takes one slot per reader. Raises ConfigError when the lease table is full."""
+        """Takes one slot per reader. Raises ConfigError if the lease table is full."""
         return [Seat(*seat) for seat in self.core.grant(lease, readers, ready, ttl_s)]
 
     def take_ended(self) -> list[Ended]:
-        """Leases that ended since the last call. Their blocks may be reused."""
+        """Returns the leases that ended since the last call. Their blocks may be reused."""
         return [Ended(lease, _HOW[how], held_s) for lease, how, held_s in self.core.take_ended()]
 
     def lease_counts(self) -> LeaseCounts:
-        """Of this worker's offers."""
+        """Returns the counts of the leases of this worker's offers."""
         return LeaseCounts(*self.core.lease_counts())
 
     def close(self) -> None:
-        """Breaks connections, joins threads, revokes keys. On return no peer can read the pool by network."""
+        """Breaks connections, joins threads and revokes keys. On return no peer can read the pool over a network."""
         _live.discard(self)
         if self._core is not None:
             self._core.close()
-        with self._ringing:
+        with self._notify_lock:
             self.closed = True
-            for queue in self._rung:
+            for queue in self._notified:
                 os.eventfd_write(queue.fileno(), 1)
 
-    def ring_when_closed(self, queue: CompletionQueue) -> None:
-        """Wakes who waits for `queue` once `closed` is true, until `forget`."""
-        with self._ringing:
-            self._rung.add(queue)
+    def notify_when_closed(self, queue: CompletionQueue) -> None:
+        """Wakes waiters of `queue` after `closed` becomes true, until `stop_notifying`."""
+        with self._notify_lock:
+            self._notified.add(queue)
 
-    def forget(self, queue: CompletionQueue) -> None:
-        """To be called before `queue` is closed."""
-        with self._ringing:
-            self._rung.discard(queue)
+    def stop_notifying(self, queue: CompletionQueue) -> None:
+        """Undoes `notify_when_closed`. Call it before `queue` is closed."""
+        with self._notify_lock:
+            self._notified.discard(queue)
 
     def _abandon(self) -> None:
-        # The child has none of the threads and must touch neither their locks nor the parent's sockets.
+        # The child has none of the threads. It must not use their locks or the parent's sockets.
         _abandoned.append(self._core)
         self._core = None  # type: ignore[assignment]
         self.on_forked()
@@ -259,19 +261,19 @@ def _is_cuda(transport: str) -> bool:
 
 
 def _reaching_gpus(transports: Sequence[str]) -> set[str]:
-    """Those that reach the memory of GPUs and are here."""
+    """Returns those of `transports` that reach GPU memory and that this machine can use."""
     plain = {name.removeprefix("fault+") for name in transports}
     return {name for name in plain & {"cuda", "verbs"} if not transports_here()[name]}
 
 
 def _within_reach(transports: list[str], pool: BlockPool) -> list[str]:
-    """Without cuda for a pool in host memory, unless nothing else is allowed: what would be refused says nothing."""
+    """Returns `transports` without cuda for a pool in host memory, unless no other transport is allowed."""
     others = [name for name in transports if pool.gpu is not None or not _is_cuda(name)]
     return others or transports
 
 
 def failure(transfer: Transfer, where: str) -> KVLinkError | None:
-    """What an ended transfer raises, or None. `where` names the request and the peer."""
+    """Returns the error of an ended transfer, or None. `where` names the request and the peer."""
     failed = transfer.failure()
     if failed is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an owner was read: the transport that was taken, why better ones were not, predicted against measured time."""
+"""Explains how an owner was read: the transport, why better ones were not used, and predicted and measured time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _NETWORKED = ("tcp", "verbs")
 
 @dataclass(frozen=True, slots=True)
 class PathTaken:
-    """How one owner was read. `refused` are the better transports that were not taken, and why."""
+    """The path over which one owner was read. `refused` lists the better transports that were not used, and why."""
 
     worker_id: str
     transport: str
     lanes: int
     nics: tuple[str, ...]
-    """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1", and when there are
-    several the part of the bytes under way that each may have, as in "mlx5_0:1->mlx5_1:1 75%". Only of verbs."""
+    """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1". With several pairs each
+    has its share of the bytes in flight, as in "mlx5_0:1->mlx5_1:1 75%". Only verbs has such pairs."""
     nics_left_out: tuple[str, ...]
-    """This worker's ports that carry none, each with its reason."""
+    """This worker's ports that carry no lane, each with its reason."""
     bounces_at: tuple[str, ...]
-    """Ends ("reader", "owner") that stage GPU memory in pinned host memory, because the path does not reach it."""
+    """The ends ("reader", "owner") that stage GPU memory in pinned host memory because the path cannot reach it."""
     refused: tuple[Refusal, ...]
     num_ops: int
     num_bytes: int
@@ -33,25 +33,26 @@ class PathTaken:
     measured_us: float
     ran_inline: bool
     staged: bool = False
-    """Whether bytes landed in the staging buffer on the reader's GPU, for a kernel to take them to their places."""
+    """Whether bytes went through the staging buffer on the reader's GPU, from which a kernel copied them."""
     predicted_direct_us: float | None = None
-    """This and the next where the reader has such a buffer: what either way should take."""
+    """The predicted time without the staging buffer. None if the reader has no staging buffer."""
     predicted_staged_us: float | None = None
+    """The predicted time with the staging buffer. None if the reader has no staging buffer."""
     restarted: str = ""
-    """What a first attempt failed with whose connection was cut, after which all was read again on a new one."""
+    """The error of a first attempt whose connection was cut, after which all was read again on a new connection."""
 
     @property
     def in_clear(self) -> bool:
-        """Whether the bytes crossed a network, where none of kvlink's transports encrypts them."""
+        """Whether the bytes crossed a network. No transport of kvlink encrypts them there."""
         return self.transport.removeprefix("fault+") in _NETWORKED
 
     @property
     def was_predicted(self) -> bool:
-        """Whether the prediction is within a factor of two: the first pulls from an owner teach it, others miss it."""
+        """Whether the prediction is within a factor of two. The first pulls from an owner often miss it."""
         return self.measured_us <= 2 * self.predicted_us and self.predicted_us <= 2 * self.measured_us
 
     def __str__(self) -> str:
-        """One sentence for a log. A prediction that missed is left out; it stands in `predicted_us`."""
+        """Returns one sentence for a log. It omits a prediction that missed, which `predicted_us` still holds."""
         lanes = f"{self.lanes} lane(s)" + "".join(f" {pair}" for pair in self.nics)
         lanes += f", bounce at {' and '.join(self.bounces_at)}" if self.bounces_at else ""
         lanes += self._staging
@@ -77,8 +78,10 @@ class PathTaken:
 
 
 def paths_taken(parts: Iterable[Part], restarted: Mapping[str, str]) -> list[PathTaken]:
-    """Of one pull. `restarted`: as PathTaken has it, by owner. What several owners have in common, a transport refused
-    for the same reason or a NIC left out, stands with the first of them alone."""
+    """Returns the paths of one pull. `restarted` gives the field of PathTaken by owner.
+
+    A transport refused for the same reason by several owners, or a NIC left out, is listed only for the first of them.
+    """
     refused: set[Refusal] = set()
     nics: set[str] = set()
     paths = []
@@ -93,7 +96,7 @@ def paths_taken(parts: Iterable[Part], restarted: Mapping[str, str]) -> list[Pat
 
 
 def path_taken(part: Part, restarted: str = "") -> PathTaken:
-    """The path of one transfer, which may still run. `restarted`: as PathTaken has it."""
+    """Returns the path of one transfer, which may still run. `restarted` is the field of PathTaken."""
     ticket, peer, transfer = part
     stats = transfer.stats()
     paths = peer.connection.paths()

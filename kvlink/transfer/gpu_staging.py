@@ -21,30 +21,30 @@ _log = logging.getLogger("kvlink.staging")
 
 
 def bouncing_ends(reader: bool, owner: bool) -> tuple[str, ...]:
-    """Names those of the two ends that stage."""
+    """Returns the names of the ends that stage."""
     return tuple(end for end, bounces in (("reader", reader), ("owner", owner)) if bounces)
 
 
-def record_placement(pool: BlockPool) -> None:
-    """At a worker's start: where its GPU memory is, as far as CUDA says."""
-    with suppress(TransportUnavailable):  # who needs cuda-python says so
+def log_placement(pool: BlockPool) -> None:
+    """Logs at the start of a worker where CUDA placed its GPU memory."""
+    with suppress(TransportUnavailable):  # transports that need cuda-python report that it is missing
         for region, placement in enumerate(pool.placements()):
             _log.info("pool region=%d %s", region, placement)
 
 
 def warn_of_pool(pool: BlockPool, cards: Sequence[TransportCard]) -> None:
-    """At a worker's start: as a warning where peers have no other way to its GPU."""
+    """Logs at the start of a worker which transports stage its pool, as a warning if no transport reaches its GPU."""
     bouncing = ",".join(card.name for card in cards if card.bounces)
     if not bouncing:
         return
     direct = any(not card.refused and not card.bounces for card in cards)
-    refused = "".join(f"; {card.name} does not lend it: {card.refused}" for card in cards if card.refused)
+    refused = "".join(f"; {card.name} does not export it: {card.refused}" for card in cards if card.refused)
     level = logging.INFO if direct else logging.WARNING
     _log.log(level, "staged in host memory (bounce) device=cuda:%s over=%s%s", pool.gpu, bouncing, refused)
 
 
 def warn_of_path(worker_id: str, transport: str, ends: Sequence[str], not_taken: Sequence[str]) -> None:
-    """When a connection is opened: which ends stage, and why no better path was taken."""
+    """Warns when a connection is opened which ends stage, and why no better path was used."""
     _log.warning(
         "GPU memory is staged in host memory (bounce) owner=%s transport=%s at=%s%s",
         worker_id,
@@ -57,10 +57,10 @@ def warn_of_path(worker_id: str, transport: str, ends: Sequence[str], not_taken:
 def staging_for(
     pool: BlockPool, config: WorkerConfig, transports: Collection[str]
 ) -> _core.CudaMemory | None:
-    """Allocates it on the pool's GPU where it is of use. None: there is none, and a warning says why when there should.
+    """Allocates a staging buffer on the pool's GPU if it is useful, else returns None.
 
-    `transports` are those that may reach the GPU here. Of copies by the GPU itself (cuda) small pieces are no burden:
-    only NICs have it, unless KVLINK_STAGING says always.
+    Logs a warning if the allocation fails. `transports` are those that may reach the GPU on this machine. Small pieces
+    do not slow copies by the GPU itself (cuda), so only NICs use the buffer unless KVLINK_STAGING is "always".
     """
     useful = bool(transports) if config.staging == "always" else "verbs" in transports
     if pool.gpu is None or config.staging == "never" or not useful:
@@ -73,7 +73,7 @@ def staging_for(
 
 
 def warn_of_staging(pool: BlockPool, refused: str) -> None:
-    """At a worker's start: `refused` says why a transport goes without it."""
+    """Warns at the start of a worker if a transport does not use the buffer. `refused` gives the reason, or is ""."""
     if refused:
         _warn(pool, refused)
 

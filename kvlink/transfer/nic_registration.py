@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NICs are given of a pool: the ports near it, and for the memory of a GPU the way that reaches it."""
+"""Registers a pool with NICs: selects the ports near it, and for GPU memory the way that reaches it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ _OUT_OF_REACH = "NICs do not reach this GPU memory"
 
 @dataclass(frozen=True, slots=True)
 class NicRegistration:
-    """`refused` says why no NIC may have the pool; empty: they may. Of a GPU each region has a `lent`, then the staging
-    buffer, if there is one."""
+    """The registration of a pool with NICs.
+
+    `refused` says why no NIC may use the pool, and is empty if NICs may use it. On a GPU, `exported` has one entry per
+    region, then one for the staging buffer if there is one.
+    """
 
     ports: Sequence[tuple[str, int]] = ()
-    """As csrc/transport_api/transport.h takes them, with their Mb/s, best first."""
+    """Names and Mb/s of the ports, best first, in the form of csrc/transport_api/transport.h."""
     left_out: tuple[RefusedNic, ...] = ()
     exported: tuple[ExportedMemory, ...] = ()
     refused: str = ""
     bounced: str = ""
-    """Why NICs do not reach the pool, which is on a GPU: what they read into it is staged in host memory."""
+    """The reason why NICs cannot reach the pool, which is on a GPU. Their transfers are staged in host memory."""
 
     @property
     def by_dma_buf(self) -> bool:
-        """Whether the NIC's driver may still refuse a descriptor."""
+        """Whether memory is exported by dma-buf, which the NIC's driver may still refuse."""
         return any(each.decision.way is Way.DMA_BUF for each in self.exported)
 
     @property
     def flush(self) -> Callable[[], object] | None:
-        """To be called once the bytes of a pull have landed, before the GPU looks at them; None: needs none."""
-        one = next(iter(self.exported), None)  # all are on one GPU
+        """A function to call after the bytes of a pull have arrived and before the GPU reads them, or None."""
+        one = next(iter(self.exported), None)  # all ranges are on the same GPU
         return one.flush_writes if one and one.needs_flush() else None
 
     @contextmanager
@@ -55,9 +58,9 @@ class NicRegistration:
         *,
         always: bool = False,
     ) -> Iterator[None]:
-        """Adds the pool's regions to `core`, and the staging buffer, which is used where it pays or `always`.
+        """Adds to `core` the pool's regions and the staging buffer, which is used where it is faster, or `always`.
 
-        Descriptors are open until the block ends: start it inside.
+        The dma-buf descriptors are open until the `with` block ends, so start `core` inside the block.
         """
         with ExitStack() as stack:
             exported = [stack.enter_context(each) for each in self.exported]
@@ -78,9 +81,9 @@ def register_with_nics(
     nic_refuses_dma_buf: str = "",
     root: Path = Path("/"),
 ) -> NicRegistration:
-    """Chooses ports by their distance to the pool, and prepares a GPU's memory for them: the pool's and `staging`.
+    """Selects ports by their distance to the pool, and exports the GPU memory of the pool and of `staging` to them.
 
-    `nic_refuses_dma_buf`: what a NIC answered to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
+    `nic_refuses_dma_buf` is the answer of a NIC to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
     """
     if pool.gpu is None:
         return NicRegistration(*select_ports(MemoryPlace(), config.nics, root))
@@ -101,7 +104,7 @@ def register_with_nics(
             ranges.append((staging.address, staging.bytes))
         exported, bounced = _export_all(driver, ranges, ways, nic_refuses_dma_buf, root)
     except TransportUnavailable as error:
-        _log.warning("NICs are not given the pool device=cuda:%d error=%s", pool.gpu, error)
+        _log.warning("pool is not registered with NICs device=cuda:%d error=%s", pool.gpu, error)
         return NicRegistration(ports, left_out, refused=str(error))
     if bounced is not None:
         return NicRegistration(ports, left_out, bounced=_why_bounced(bounced))
@@ -114,9 +117,12 @@ def register_with_nics(
 def _without_driver(
     gpu: int, ways: Sequence[Way], config: WorkerConfig, why: TransportUnavailable, root: Path
 ) -> NicRegistration:
-    """Nothing can be registered, nor is it known which NICs are near: those near host memory may serve the bounce."""
+    """Returns the registration without a CUDA driver, which cannot register GPU memory or tell which NICs are near it.
+
+    If the bounce buffer is allowed, it uses the NICs near host memory.
+    """
     if Way.BOUNCE not in ways:
-        _log.warning("NICs are not given the pool device=cuda:%d error=%s", gpu, why)
+        _log.warning("pool is not registered with NICs device=cuda:%d error=%s", gpu, why)
         return NicRegistration(refused=str(why))
     return NicRegistration(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
 
@@ -128,7 +134,7 @@ def _export_all(
     nic_refuses_dma_buf: str,
     root: Path,
 ) -> tuple[tuple[ExportedMemory, ...], Decision | None]:
-    """All ranges, or none and the decision that says why. Raises TransportUnavailable."""
+    """Returns the export of all ranges, or no export and the decision that says why. Raises TransportUnavailable."""
     exported: list[ExportedMemory] = []
     with ExitStack() as unless_all:
         for address, num_bytes in ranges:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill worker's side: offers of requests' blocks, and what became of them."""
+"""Implements the prefill side: offers of the blocks of requests, and the events of offers that ended."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from kvlink.transfer.block_ids import BlockIds, as_array, check_distinct
 from kvlink.transfer.engine import Engine
 from kvlink.types import LeaseEvent, ReadyUnit
 
-_MAX_EVENTS = 1 << 16  # kept for a user who never asks; older ones are forgotten
+_MAX_EVENTS = 1 << 16  # limit for a caller that never reads events; the oldest are dropped
 _TIMED_EVERY = 16
-_LOOK_S = 200e-6  # at an event of a GPU: the last kernels of a prompt take milliseconds
-_COLLECT_EVERY = 64  # offers between looks at ended leases, so that nothing grows when nobody asks for events
+_POLL_S = 200e-6  # interval between queries of a GPU event; the last kernels of a prompt take milliseconds
+_COLLECT_EVERY = (
+    64  # offers between two collections of ended leases, which bounds memory if events are never read
+)
 
 
 @dataclass(slots=True)
 class _Offered:
     lease: int
     num_blocks: int = 0
-    """That wait for readers."""
+    """The number of blocks that are pinned for readers."""
     ticket: Ticket | None = None
-    """None: it is being signed, or somebody else wrote it."""
+    """None while the ticket is being signed, or if the caller created the ticket."""
 
 
-class Passing(Protocol):
-    """Work of a device that ends by itself: a torch.cuda.Event, or a stream."""
+class DeviceWork(Protocol):
+    """Work on a device that ends without further calls: a torch.cuda.Event, or a stream."""
 
     def query(self) -> bool:
-        """Whether it has ended. Never blocks."""
+        """Returns whether the work has ended. Never blocks."""
 
 
 class Offers:
@@ -48,7 +50,7 @@ class Offers:
 
     def __init__(self, engine: Engine, worker_id: str, epoch: int, agent: str) -> None:
         self.durations = Durations()
-        """What `offer` took, of one offer in 16: timing costs a tenth of it."""
+        """The durations of one in 16 calls of `offer`. Timing a call costs a tenth of its duration."""
         self._engine = engine
         self._worker_id = worker_id
         self._epoch = epoch
@@ -57,15 +59,15 @@ class Offers:
         self._lock = threading.Lock()
         self._by_request: dict[str, _Offered] = {}
         self._requests: dict[int, str | None] = {}
-        """By lease; None: it was taken back."""
+        """Request ids by lease. None for a lease whose offer was withdrawn."""
         self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
         self.on_ended: Callable[[str], None] = lambda request_id: None
         self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
-        """Runs a coroutine, which belongs to a request."""
+        """Runs a coroutine in the background. The second argument is the request id for log messages."""
         self.sign: Callable[[Ticket], Ticket] = lambda ticket: ticket
 
     def __len__(self) -> int:
-        """Offers whose blocks are still pinned, as far as `events` has been asked."""
+        """The number of offers whose blocks are pinned. It is updated when ended leases are collected."""
         return len(self._by_request)
 
     def offer(
@@ -78,7 +80,7 @@ class Offers:
         readers: int,
         ready: int | None,
         ready_unit: ReadyUnit,
-        after: Passing | None = None,
+        after: DeviceWork | None = None,
         trace: str = "",
     ) -> Ticket:
         """See `Worker.offer`."""
@@ -109,9 +111,9 @@ class Offers:
             trace=TraceParent.parse(trace) if trace else None,
         )
         try:
-            ticket = offered.ticket = self.sign(unsigned)  # may look at files: holds up nobody else
+            ticket = offered.ticket = self.sign(unsigned)  # may read files, so it runs without the lock
         except BaseException:
-            self._take_back(request_id, lease)
+            self._withdraw(request_id, lease)
             raise
         if after is not None and now < written:
             self.in_background(self._ready_after(lease, after, written), request_id)
@@ -134,45 +136,55 @@ class Offers:
             self._requests[lease] = request_id
         return tuple(LeaseSeat(*seat) for seat in seats), offered
 
-    def _take_back(self, request_id: str, lease: int) -> None:
-        """Ends an offer that nobody was told of: no event follows, and its name is free."""
+    def _withdraw(self, request_id: str, lease: int) -> None:
+        """Ends an offer whose ticket was never returned. No event follows, and the request may be offered again."""
         with self._lock:
             del self._by_request[request_id]
             self._requests[lease] = None
         self._engine.core.abort(lease)
 
-    async def _ready_after(self, lease: int, after: Passing, ready: int) -> None:
+    async def _ready_after(self, lease: int, after: DeviceWork, ready: int) -> None:
         try:
             while not after.query():
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         except BaseException:
-            self._engine.core.abort(lease)  # what lies in the blocks is not known
+            self._engine.core.abort(lease)  # the content of the blocks is not known
             raise
-        self._engine.core.set_ready(lease, ready)  # False: it has ended
+        self._engine.core.set_ready(
+            lease, ready
+        )  # returns False if the lease has ended, which is no error here
 
     def grant_at(self, request_id: str, seats: Sequence[LeaseSeat], ttl_s: float) -> None:
-        """Takes a lease at seats that the caller chose, for a ticket that the caller writes: so a scheduler answers
-        a request without asking its workers, all of which hold the same seats. Its event follows as an offer's.
+        """Takes a lease at seats that the caller chose, for a ticket that the caller creates.
 
-        seats: their slots must be free (1 to KVLINK_LEASE_SLOTS), their nonces random. Raises ConfigError.
+        A scheduler can then answer a request without asking its workers, which all hold the same seats. The lease ends
+        with an event, as after `offer`.
+
+        seats: their slots must be free (1 to KVLINK_LEASE_SLOTS) and their nonces random.
+        Raises ConfigError if the request is offered already or a seat is not valid.
         """
         check_request_id(request_id)
         lease = next(self._lease_ids)
         with self._lock:
             if request_id in self._by_request:
-                raise ConfigError(f"request {request_id} is offered already")
+                raise ConfigError(
+                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+                )
             rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
             self._engine.core.grant_at(lease, rows, 0, ttl_s)
             self._by_request[request_id] = _Offered(lease)
             self._requests[lease] = request_id
 
     def set_ttl(self, request_id: str, ttl_s: float) -> None:
-        """Lets an offer end `ttl_s` seconds from now, sooner or later than it would. Raises UnknownRequest."""
+        """Makes an offer end `ttl_s` seconds from now, even if that is sooner than before. Raises UnknownRequest."""
         if not self._engine.core.set_ttl(self._lease_of(request_id), ttl_s):
             raise UnknownRequest(f"the offer of request {request_id} has ended")
 
-    def hand_over(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
-        """The caller's ticket is out: so many blocks wait `ttl_s` seconds for its readers. Raises UnknownRequest."""
+    def hand_off(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
+        """Records that the caller has sent its ticket, so that `num_blocks` blocks stay pinned for `ttl_s` seconds.
+
+        Raises UnknownRequest.
+        """
         self.set_ttl(request_id, ttl_s)
         with self._lock:
             if (offered := self._by_request.get(request_id)) is not None:
@@ -207,18 +219,18 @@ class Offers:
                 if request_id is None:
                     del self._requests[ended.lease]
                     continue
-            self.on_ended(request_id)  # first: from then on its name may be offered again
+            self.on_ended(request_id)  # before the request may be offered again
             with self._lock:
                 del self._requests[ended.lease], self._by_request[request_id]
                 self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
 
     def tickets(self) -> list[Ticket]:
-        """Tickets of the live offers."""
+        """Returns the tickets of the live offers."""
         with self._lock:
             return [offered.ticket for offered in self._by_request.values() if offered.ticket]
 
     def num_pinned_blocks(self) -> int:
-        """Blocks of the live offers, a block of two offers counted twice."""
+        """Returns the number of blocks of the live offers. A block of two offers counts twice."""
         self._collect()
         with self._lock:
             return sum(offered.num_blocks for offered in self._by_request.values())
@@ -235,7 +247,7 @@ class Offers:
 def _written(request_id: str, ready: int | None, units: int, unit: ReadyUnit) -> int:
     written = units if ready is None else ready
     if not 0 <= written <= units:
-        raise ConfigError(f"offer {request_id}: ready={ready} of {units} {unit.name.lower()}")
+        raise ConfigError(f"offer {request_id}: ready={ready} must be in 0 to {units} {unit.name.lower()}")
     return written
 
 

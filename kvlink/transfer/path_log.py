@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which path was taken to each owner and what was refused, logged at INFO: once, and again when the path changes."""
+"""Logs at INFO the path to each owner and the refused transports, once and again after each change of the path."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _MOST_OWNERS = 4096
 
 
 class PathLog:
-    """Of one reader."""
+    """The paths that one reader has logged."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[str, str] = OrderedDict()
+        self._logged: OrderedDict[str, str] = OrderedDict()
 
-    def taken(self, peer: Peer) -> None:
-        """A connection was opened."""
+    def opened(self, peer: Peer) -> None:
+        """Logs the path of a new connection unless it is the path logged last for this owner."""
         owner = peer.card.worker_id
-        if self._told.get(owner) == peer.transport:
+        if self._logged.get(owner) == peer.transport:
             return
-        self._told[owner] = peer.transport
-        self._told.move_to_end(owner)
-        if len(self._told) > _MOST_OWNERS:
-            self._told.popitem(last=False)
+        self._logged[owner] = peer.transport
+        self._logged.move_to_end(owner)
+        if len(self._logged) > _MOST_OWNERS:
+            self._logged.popitem(last=False)
         refused = _listed((refusal.transport, refusal.reason) for refusal in peer.refused)
         _log.info("reads from owner=%s transport=%s%s", owner, peer.transport, refused)
 
 
 def log_start(worker_id: str, agent: str, cards: Iterable[TransportCard]) -> None:
-    """How peers reach this worker, and by which transports they do not."""
+    """Logs how peers reach this worker, and which transports are refused."""
     cards = [*cards]
     able = ",".join(card.name for card in cards if not card.refused)
     refused = _listed((card.name, card.refused) for card in cards if card.refused)

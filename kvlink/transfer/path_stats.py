@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader's transfers came to, by owner and transport. Counted in C++, read when somebody asks."""
+"""Collects the counters of a reader's transfers by owner and transport. C++ counts, and Python reads on demand."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from kvlink import _core
 from kvlink.durations import Durations
 
 MAX_PATHS = 256
-"""Owner and transport pairs told apart. The oldest that is not connected makes room for a new one, and is counted under
-`OTHERS` from then on; a new one is where all are connected."""
+"""The number of owner and transport pairs with their own counters. Beyond it, the oldest pair that is not connected
+makes room for a new pair and counts under `OTHERS` from then on. If all are connected, the new pair counts there."""
 OTHERS = "(others)"
 
 
 class Path(NamedTuple):
-    """From the owner `worker_id` to this worker."""
+    """The path from the owner `worker_id` to this worker."""
 
     worker_id: str
     transport: str
 
 
 class PathCounts(NamedTuple):
-    """Since the start. Bytes, operations, segments and durations are of valid transfers only."""
+    """Counters since the start. Bytes, operations, segments and durations include valid transfers only."""
 
     valid: int
     num_bytes: int
     num_ops: int
     num_segments: int
-    """Descriptors: pieces of local memory that the operations were scattered to."""
+    """The number of descriptors, which are the pieces of local memory that the operations wrote to."""
     unsettled: int
-    """Valid, but the owner could not be told one-sidedly."""
+    """The number of valid transfers that could not be settled one-sidedly."""
     redone: int
-    """Steps that a lane gave back and that were done again."""
+    """The number of steps that a lane returned and that were repeated."""
     failed: Mapping[str, int]
-    """By the name of the exception; StaleBlocks are stale reads that validation caught."""
+    """Failed transfers by the name of the exception. StaleBlocks counts stale reads that validation detected."""
     plan: Durations
     read: Durations
     validate: Durations
@@ -45,7 +45,7 @@ class PathCounts(NamedTuple):
     total: Durations
 
     def plus(self, other: PathCounts) -> PathCounts:
-        """Both together."""
+        """Returns the sum of both."""
         return PathCounts(
             self.valid + other.valid,
             self.num_bytes + other.num_bytes,
@@ -62,52 +62,52 @@ class PathCounts(NamedTuple):
         )
 
 
-class Traffic:
-    """Tallies outlive the connections that add to them. Safe from any thread."""
+class AllPathStats:
+    """The counters of all paths. They outlive the connections that add to them. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tallies: dict[Path, _core.PathStats] = {}
+        self._stats: dict[Path, _core.PathStats] = {}
         self._gone: dict[Path, PathCounts] = {}
-        """Sums of those that made room, by transport."""
+        """The sums of the paths that made room, by transport."""
         self.live: Callable[[], Collection[Path]] = tuple
-        """Paths that are connected now."""
+        """Returns the paths that are connected now."""
 
-    def tally(self, worker_id: str, transport: str) -> _core.PathStats:
-        """For a new connection."""
+    def of_path(self, worker_id: str, transport: str) -> _core.PathStats:
+        """Returns the counters for a new connection."""
         with self._lock:
             path = Path(worker_id, transport)
-            if path not in self._tallies and len(self._tallies) >= MAX_PATHS and not self._make_room():
+            if path not in self._stats and len(self._stats) >= MAX_PATHS and not self._make_room():
                 path = Path(OTHERS, transport)
-            tally = self._tallies.pop(path, None) or _core.PathStats()
-            self._tallies[path] = tally  # the one opened last is the last
-            return tally
+            stats = self._stats.pop(path, None) or _core.PathStats()
+            self._stats[path] = stats  # keeps the dict in the order of the latest connections
+            return stats
 
     def _make_room(self) -> bool:
         live = self.live()
-        oldest = next((path for path in self._tallies if path not in live and path.worker_id != OTHERS), None)
+        oldest = next((path for path in self._stats if path not in live and path.worker_id != OTHERS), None)
         if oldest is None:
             return False
-        counts, others = _read(self._tallies.pop(oldest)), Path(OTHERS, oldest.transport)
+        counts, others = _read(self._stats.pop(oldest)), Path(OTHERS, oldest.transport)
         self._gone[others] = counts.plus(self._gone[others]) if others in self._gone else counts
         return True
 
     def path(self, worker_id: str, transport: str) -> Path:
-        """Under which this owner is counted."""
+        """Returns the path under which this owner is counted."""
         path = Path(worker_id, transport)
-        return path if path in self._tallies else Path(OTHERS, transport)
+        return path if path in self._stats else Path(OTHERS, transport)
 
     def counts(self) -> dict[Path, PathCounts]:
-        """Of every path that was ever connected."""
+        """Returns the counters of every path that was ever connected."""
         with self._lock:
-            tallies, gone = list(self._tallies.items()), dict(self._gone)
-        counts = {path: _read(tally) for path, tally in tallies}
+            by_path, gone = list(self._stats.items()), dict(self._gone)
+        counts = {path: _read(stats) for path, stats in by_path}
         for path, before in gone.items():
             counts[path] = before.plus(counts[path]) if path in counts else before
         return counts
 
 
-def _read(tally: _core.PathStats) -> PathCounts:
-    counts = tally.counts()
+def _read(stats: _core.PathStats) -> PathCounts:
+    counts = stats.counts()
     plan, read, validate, settle, total = (Durations(*row) for row in counts[7:])
     return PathCounts(*counts[:7], plan, read, validate, settle, total)

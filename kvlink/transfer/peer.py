@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An owner that a decode worker is connected to, and the path that was chosen to it."""
+"""Defines a connected owner, and the errors and refusals that occur while a path to it is selected."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvlink.types import WorkerCard
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A transport that was not taken, and why."""
+    """A transport that was not used, and why."""
 
     transport: str
     reason: str
 
 
 class Refusals:
-    """The transports by which one owner is not reached, in the order of trying, and why."""
+    """The transports that do not reach one owner, in the order of the attempts, and why."""
 
     def __init__(self, worker_id: str) -> None:
         self.rows: list[Refusal] = []
@@ -40,13 +40,13 @@ class Refusals:
         self._errors: list[KVLinkError] = []
 
     def note(self, transport: str, reason: str | KVLinkError) -> None:
-        """An exception is what opening the path failed with, a sentence why nobody tried."""
+        """Adds a refusal. `reason` is the error of an attempt, or a sentence that says why there was none."""
         self.rows.append(Refusal(transport, str(reason)))
         if isinstance(reason, KVLinkError):
             self._errors.append(reason)
 
     def error(self) -> KVLinkError:
-        """What to raise when no path is left. All reasons are in it; it is retryable if one of them is."""
+        """Returns the error to raise if no path is left. It lists all reasons, and is retryable if one of them is."""
         if len(self.rows) == 1 and self._errors:
             return self._errors[0]
         reasons = "; ".join(f"{row.transport}: {row.reason}" for row in self.rows) or "none in common"
@@ -62,7 +62,7 @@ class Refusals:
 
 
 class PathRefusedError(Exception):
-    """One transport cannot be used towards an owner that lives; another one may."""
+    """One transport cannot be used to an owner that is alive. Another transport may work."""
 
     def __init__(self, error: KVLinkError) -> None:
         super().__init__(str(error))
@@ -70,24 +70,25 @@ class PathRefusedError(Exception):
 
 
 @contextmanager
-def one_path(*, of_agent: bool = False) -> Iterator[None]:
-    """Errors are of one path alone, but those that say that the owner is another one or that this process ends.
+def refuse_path(*, keep_retryable: bool = False) -> Iterator[None]:
+    """Converts errors of the block, which concern one path only, to PathRefusedError.
 
-    `of_agent`: neither are those of an agent that is away or busy.
+    Errors that concern the owner or this process pass through: the owner has restarted, or this process is exiting.
+    With `keep_retryable`, retryable errors pass through too, for calls to an agent that may be absent or busy.
     """
     try:
         yield
     except (StaleBlocks, UnknownRequest, Cancelled):
         raise
     except KVLinkError as error:
-        if of_agent and error.retryable:
+        if keep_retryable and error.retryable:
             raise
         raise PathRefusedError(error) from None
 
 
 @dataclass(slots=True)
 class Peer:
-    """A connected owner. `assignment` says which heads this reader takes there and which seat it uses."""
+    """A connected owner. `assignment` says which heads this reader takes from it and which seat it uses."""
 
     card: WorkerCard
     transport: str
@@ -98,18 +99,18 @@ class Peer:
     nics_left_out: tuple[str, ...]
     bounces_at: tuple[str, ...]
     cost: FittedCost
-    stands_in: bool = False
-    """For a better transport whose NICs are away or down: that is tried again."""
-    num_layers: int = field(init=False)  # these three are looked up for every pull
+    is_fallback: bool = False
+    """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
+    num_layers: int = field(init=False)  # every pull uses these three
     seat: int = field(init=False)
     num_seats: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Looks the hot fields up once."""
+        """Caches the fields that every pull uses."""
         self.num_layers = self.card.layout.num_layers
         self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
 
     def __repr__(self) -> str:
-        """State in words."""
+        """Describes the connection and its state."""
         state = self.connection.why_broken() if self.connection.broken else "open"
         return f"Peer({self.card.worker_id} epoch {self.card.epoch} over {self.transport}: {state})"

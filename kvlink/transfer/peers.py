@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The owners a decode worker reads from: their cards, the path chosen to each, and the connection kept open."""
+"""Manages the owners that a decode worker reads from: their cards, the path to each, and the open connections."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
 from kvlink.transfer.path_log import PathLog
 from kvlink.transfer.path_stats import Path
-from kvlink.transfer.peer import PathRefusedError, Peer, Refusal, Refusals, one_path
+from kvlink.transfer.peer import PathRefusedError, Peer, Refusal, Refusals, refuse_path
 from kvlink.transfer.shared_connect import SharedConnects
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _DRAIN_TICK_S = 0.02
-_MEND_S = 10.0  # as csrc/engine/connection.cc has it
+_BETTER_PATH_RETRY_S = 10.0  # the same as kMendNs in csrc/engine/connection.cc
 
 
 class Directory(Protocol):
-    """Where cards come from and how an owner is asked to admit a reader. Implemented by the control plane."""
+    """Finds cards and asks owners to admit a reader. The control plane implements it."""
 
     async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
-        """`fresh`: asks again even if it is known; the worker may have restarted. Raises PeerUnreachable."""
+        """Returns the card of a worker. `fresh` ignores a known card, because the worker may have restarted.
+
+        Raises PeerUnreachable.
+        """
 
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
     ) -> tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]:
-        """Connection id, one reply a lane, pool and lease keys; empty where they are the card's."""
+        """Returns the connection id, a reply per lane, and pool and lease keys, empty if they are those of the card."""
 
 
 @dataclass(slots=True)
 class Peers:
-    """Connected owners by (worker_id, epoch). `get` from any thread, everything else on the control loop."""
+    """Connected owners by (worker_id, epoch). Any thread may call `get`, and the control loop the other methods."""
 
     engine: Engine
     directory: Directory
@@ -49,23 +52,23 @@ class Peers:
     _path_log: PathLog = field(default_factory=PathLog)
 
     def __post_init__(self) -> None:
-        """In a forked child there are no peers: their connections are the parent's."""
+        """Registers callbacks. A forked child has no peers, because their connections belong to the parent."""
         self.connects = SharedConnects(self._connect)
         self.engine.on_forked = self._abandon
-        self.engine.traffic.live = self._paths
+        self.engine.path_stats.live = self._paths
 
     def get(self, worker_id: str, epoch: int) -> Peer | None:
-        """A peer whose connection was good when last used."""
+        """Returns a peer whose connection worked when it was last used, or None."""
         return self._peers.get((worker_id, epoch))
 
     def all(self) -> list[Peer]:
-        """Every connected owner."""
+        """Returns every connected owner."""
         return list(self._peers.values())
 
     async def connect(self, worker_id: str, epoch: int, agent: str, deadline: float) -> Peer | None:
-        """Connects, or joins a connect under way. None: this rank reads nothing from that owner.
+        """Connects, or joins a running attempt. Returns None if this rank reads nothing from that owner.
 
-        `deadline` is by `time.monotonic()`. Raises KVLinkError.
+        `deadline` refers to `time.monotonic()`. Raises KVLinkError.
         """
         peer = self._peers.get((worker_id, epoch))
         if peer is not None and not peer.connection.broken:
@@ -77,7 +80,7 @@ class Peers:
         self._peers = {}
 
     def _paths(self) -> set[Path]:
-        """Paths to owners that are connected."""
+        """Returns the paths to connected owners."""
         peers = [*self._peers.values()]
         return {Path(peer.card.worker_id, peer.transport) for peer in peers if not peer.connection.broken}
 
@@ -91,7 +94,7 @@ class Peers:
         card = await self.directory.card(*key, agent, fresh=fresh)
         if card.epoch != key[1]:
             raise StaleBlocks(
-                f"{key[0]} restarted: the ticket is of epoch {key[1]}, epoch {card.epoch} runs",
+                f"{key[0]} restarted: the ticket has epoch {key[1]}, and epoch {card.epoch} runs",
                 StaleReason.RESTARTED,
             )
         assignment = self.assignment(card)
@@ -106,33 +109,36 @@ class Peers:
             name, offered = candidates.pop(0)
             is_verbs = name.removeprefix("fault+") == "verbs"
             try:
-                with one_path():
+                with refuse_path():
                     connection = self.engine.open(name, offered.address, card.worker_id)
                 opened.add(name)
-                # A network that drops everything must leave time for another one.
+                # A network that drops all packets must leave time for another transport.
                 path_s = left_s / 2 if is_verbs and candidates else left_s
                 peer = await self._try(connection, card, name, offered, assignment, refusals.rows, path_s)
             except PathRefusedError as refused:
                 refusals.note(name, refused.error)
                 by_nic += [name] if is_verbs else []
                 continue
-            if by_nic and self._stands_in(key, by_nic, opened):
-                peer.stands_in = True
-                peer.connection.mend_after(_MEND_S)
+            if by_nic and self._is_fallback(key, by_nic, opened):
+                peer.is_fallback = True
+                peer.connection.mend_after(_BETTER_PATH_RETRY_S)
             self._replace(key, peer)
             return peer
         for name, _ in candidates:
             refusals.note(name, "no time was left to try it")
         raise refusals.error()
 
-    def _stands_in(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
-        """Whether what was tried `by_nic` may work later: it did, NICs are away here, or only the owner refused."""
+    def _is_fallback(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
+        """Returns whether the refused transports `by_nic` may work later.
+
+        They may if one worked before, if NICs are missing here, or if only the owner refused.
+        """
         known = self._peers.get(key)
-        worked = known is not None and (known.stands_in or known.transport in by_nic)
+        worked = known is not None and (known.is_fallback or known.transport in by_nic)
         return worked or not opened.isdisjoint(by_nic) or any(port.away for port in self.engine.ports())
 
     def assignment(self, card: WorkerCard) -> Assignment | None:
-        """What this rank reads from an owner; None: nothing. Raises LayoutMismatch."""
+        """Returns what this rank reads from an owner, or None if it reads nothing. Raises LayoutMismatch."""
         if card.protocol_version != PROTOCOL_VERSION:
             raise LayoutMismatch(
                 f"{card.worker_id} speaks protocol {card.protocol_version}, this worker {PROTOCOL_VERSION}"
@@ -144,7 +150,10 @@ class Peers:
         return assign(own, card.layout)
 
     def _candidates(self, card: WorkerCard, refusals: Refusals) -> list[tuple[str, TransportCard]]:
-        """Transports both ends have, in this worker's order. A fault wrapper speaks to the plain one."""
+        """Returns the transports that both ends have, in this worker's order.
+
+        A fault wrapper at one end connects to the plain transport at the other.
+        """
         offered = {own.name.removeprefix("fault+"): own for own in card.transports}
         candidates = []
         for own in self.engine.cards():
@@ -152,7 +161,7 @@ class Peers:
             if theirs is None:
                 refusals.note(own.name, f"{card.worker_id} does not offer it")
             elif theirs.refused:
-                refusals.note(own.name, f"{card.worker_id} cannot lend its pool: {theirs.refused}")
+                refusals.note(own.name, f"{card.worker_id} cannot export its pool: {theirs.refused}")
             else:
                 candidates.append((own.name, theirs))
         return candidates
@@ -169,12 +178,12 @@ class Peers:
     ) -> Peer:
         try:
             hellos = connection.hellos()
-            with one_path(of_agent=True):
+            with refuse_path(keep_retryable=True):
                 number, replies, pool_keys, lease_keys = await self.directory.connect(
                     card, offered.name, hellos
                 )
             keys = (pool_keys or offered.pool_keys, lease_keys or offered.lease_keys)
-            with one_path():
+            with refuse_path():
                 regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
             planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
         except BaseException:
@@ -192,15 +201,15 @@ class Peers:
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
-        """A new connection ends the old one, those to earlier lives of the same worker, and broken ones."""
+        """Adds a peer and retires its predecessor, the peers of older epochs of the same worker, and broken ones."""
         for known, old in list(self._peers.items()):
             if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
                 self._retire(self._peers.pop(known).connection)
         self._peers[key] = peer
-        self._path_log.taken(peer)
+        self._path_log.opened(peer)
 
     def _retire(self, connection: Connection) -> None:
-        """Closes it once the pulls end that its other lanes still carry."""
+        """Closes a connection after the pulls on its other lanes have ended."""
         task = asyncio.create_task(_close_when_idle(connection))
         self._retiring[task] = connection
         task.add_done_callback(self._retiring.pop)

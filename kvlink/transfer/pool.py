@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that holds a worker's KV blocks: allocated by kvlink, or lent to it."""
+"""Defines the memory that holds a worker's KV blocks, which kvlink allocates or an engine registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlink import _core
 from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import CudaDriver, Driver, Placement, placed
 from kvlink.layout import KVLayout
-from kvlink.transfer.axes import layout_of, usual_shapes
+from kvlink.transfer.axes import layout_of, named_shapes
 from kvlink.transfer.tensor_check import check_tensors
 from kvlink.transfer.tensors import views_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One contiguous piece of a pool. `keeper` keeps the memory alive. `gpu`: CUDA's number of the device it is on."""
+    """One contiguous piece of a pool. `keeper` keeps the memory alive. `gpu` is CUDA's number of its device."""
 
     address: int
     num_bytes: int
@@ -36,8 +36,8 @@ class Region:
 class BlockPool:
     """A paged KV cache in host memory or on one GPU: one or more regions, described by one layout.
 
-    The pool must outlive its Worker; the Worker holds a reference. Blocks are read by peers while they are offered,
-    and written by pulls; nothing else in kvlink touches them.
+    The pool must outlive its Worker, which holds a reference. Peers read blocks while they are offered, and pulls write
+    blocks. Nothing else in kvlink accesses them.
     """
 
     def __init__(self, regions: Sequence[Region], layout: KVLayout) -> None:
@@ -50,20 +50,21 @@ class BlockPool:
         sizes = layout.region_bytes()
         if len(self.regions) != len(sizes):
             raise ConfigError(
-                f"{len(self.regions)} regions were given and the layout has {len(sizes)}; give as many, in order"
+                f"{len(self.regions)} regions were given and the layout has {len(sizes)}; pass that many, in order"
             )
         for index, (region, needed) in enumerate(zip(self.regions, sizes, strict=True)):
             if region.num_bytes < needed:
                 raise ConfigError(
-                    f"the layout reaches {needed} bytes into region {index}, which has {region.num_bytes}"
+                    f"the layout needs {needed} bytes in region {index}, which has {region.num_bytes}; enlarge it"
                 )
 
     @classmethod
     def allocate(cls, layout: KVLayout, *, huge_pages: bool = True, gpu: int | None = None) -> BlockPool:
-        """Allocates zeroed memory that readers on the same host may map: on the host (shm), or on the GPU that CUDA
-        calls `gpu` (cuda), where NICs may map it too. `huge_pages` is advice for host memory.
+        """Allocates zeroed memory that readers on the same host can map, in host memory (shm) or on a GPU (cuda).
 
-        Raises ConfigError without memory, TransportUnavailable without a GPU.
+        gpu: CUDA's number of the GPU, whose memory NICs can map too. None allocates host memory.
+        huge_pages: a hint for host memory.
+        Raises ConfigError if there is not enough memory, and TransportUnavailable without a GPU.
         """
         sizes = layout.region_bytes()
         return cls(
@@ -84,22 +85,24 @@ class BlockPool:
         tp_rank: int | None = None,
         tp_size: int | None = None,
     ) -> BlockPool:
-        """Registers memory that somebody else allocated: torch tensors, numpy arrays, or anything with DLPack; all on
-        the CPU, or all on one CUDA device.
+        """Registers existing memory: torch tensors, numpy arrays, or any object with DLPack.
 
-        axes: names the tensors' dimensions, for a pool whose layout is derived from their shapes, strides and dtype:
+        All tensors must be on the CPU, or all on the same CUDA device.
+
+        axes: names the dimensions of the tensors, from whose shapes, strides and dtype the layout is derived. It is
             "flash-attention", "flashinfer-nhd", "mla", …, or words such as "K/V blocks tokens heads row" for one
-            tensor a layer of [2, N, block, H, D]; see kvlink.transfer.axes.
-        model, dtype, total_heads, tp_rank, tp_size: fields of such a layout. By default the tensors' dtype, and ranks
-            that share the heads evenly. block_tokens: for a dimension of slots, "blocks*tokens".
-        layout: describes the memory instead: region i is `tensors[i]`, offsets count from its first element. Number of
-            tensors, item size and every stride are compared with it. One-dimensional uint8 tensors are taken as
-            regions of exactly the layout's size.
+            tensor per layer of [2, N, block, H, D]. See kvlink.transfer.axes.
+        model, dtype, total_heads, tp_rank, tp_size: fields of the derived layout. The defaults are the dtype of the
+            tensors, and ranks that share the heads evenly.
+        block_tokens: the tokens of a block, required for a dimension of slots, "blocks*tokens".
+        layout: describes the memory instead of axes. Region i is `tensors[i]`, and offsets count from its first
+            element. The number of tensors, the item size and every stride are compared with it. One-dimensional uint8
+            tensors are accepted as regions of exactly the layout's size.
 
-        On the CPU such a pool is reached by cma and tcp, not by shm; on a GPU by cuda and verbs, and by tcp, which
-        stages it in host memory. None waits for CUDA streams: offer blocks once the kernels that wrote them have
-        ended. Raises ConfigError, naming the tensor and the axis, for tensors that differ from the layout, overlap,
-        are read-only, or are elsewhere.
+        The transports cma and tcp reach a pool on the CPU, but shm does not. On a GPU, cuda and verbs reach it, and tcp
+        stages it in host memory. No transport waits for CUDA streams, so offer blocks after the kernels that wrote
+        them have ended. Raises ConfigError, naming the tensor and the axis, for tensors that differ from the layout,
+        overlap, are read-only, or are on another device.
         """
         views = views_of(tensors)
         options = {
@@ -110,21 +113,23 @@ class BlockPool:
             "tp_rank": tp_rank,
             "tp_size": tp_size,
         }
-        said: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        passed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if layout is None:
-            layout = layout_of(views, _named(axes), **said)
-        elif axes is not None or said:
-            names = ", ".join([*(["axes"] if axes is not None else []), *said])
-            raise ConfigError(f"from_tensors takes a layout or {names}, not both: the layout says all of it")
+            layout = layout_of(views, _required(axes), **passed)
+        elif axes is not None or passed:
+            names = ", ".join([*(["axes"] if axes is not None else []), *passed])
+            raise ConfigError(
+                f"from_tensors takes a layout or {names}, not both; the layout contains all of it"
+            )
         check_tensors(views, layout)
         return cls(
             [Region(view.address, view.num_bytes, view.keeper, None, view.gpu) for view in views], layout
         )
 
     def __repr__(self) -> str:
-        """State in words."""
+        """Describes the size and the kind of the memory."""
         gib = sum(region.num_bytes for region in self.regions) / 2**30
-        kind = "kvlink's" if self.mappable else "lent" if self.gpu is None else f"cuda:{self.gpu}"
+        kind = "kvlink's" if self.mappable else "registered" if self.gpu is None else f"cuda:{self.gpu}"
         return f"BlockPool({self.layout.num_blocks} blocks in {len(self.regions)} {kind} region(s), {gib:.3f} GiB)"
 
     @property
@@ -133,8 +138,10 @@ class BlockPool:
         return all(region.memory is not None for region in self.regions)
 
     def placements(self, driver: Driver | None = None) -> tuple[Placement, ...]:
-        """Of each region on a GPU: device, PCI address, allocations with their ranges, kind and granularity. Empty on
-        the host. Asks CUDA, through cuda-python unless another `driver` is given; raises TransportUnavailable without.
+        """Returns device, PCI address, and allocations (range, kind, granularity) of each region on a GPU.
+
+        The result is empty for host memory. `driver` asks CUDA, by default through cuda-python. Raises
+        TransportUnavailable without it.
         """
         if self.gpu is None:
             return ()
@@ -142,7 +149,7 @@ class BlockPool:
         return tuple(placed(driver, region.address, region.num_bytes) for region in self.regions)
 
     def numpy(self, region: int = 0) -> npt.NDArray[np.uint8]:
-        """A writable view of one region's bytes, shape [bytes]. Copies nothing. Raises ConfigError on a GPU."""
+        """Returns a writable view of one region with shape [bytes], without a copy. Raises ConfigError on a GPU."""
         if self.gpu is not None:
             raise ConfigError(
                 f"numpy cannot view cuda:{self.gpu}; use pool.torch(), or copy it to the CPU first"
@@ -151,11 +158,11 @@ class BlockPool:
 
     @property
     def gpu(self) -> int | None:
-        """CUDA's number of the device that holds the pool, None for host memory."""
+        """CUDA's number of the device that holds the pool, or None for host memory."""
         return self.regions[0].gpu if self.regions else None
 
     def torch(self, region: int = 0) -> torch.Tensor:
-        """A view of one region as a uint8 tensor, shape [bytes]; use `.view(dtype)`. Copies nothing. Needs torch."""
+        """Returns a uint8 tensor of one region with shape [bytes], without a copy. Use `.view(dtype)`. Needs torch."""
         import torch
 
         keeper, num_bytes = self.regions[region].keeper, self.regions[region].num_bytes
@@ -168,11 +175,11 @@ class BlockPool:
         return flat.set_(keeper.untyped_storage(), first, (num_bytes,), (1,))
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Region 0 as uint8, for `from_dlpack`."""
+        """Returns region 0 as uint8, for `from_dlpack`."""
         return self._first().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Where it is, as DLPack numbers devices."""
+        """Returns the kind and the number of the device in DLPack's numbering."""
         kind, number = self._first().__dlpack_device__()
         return int(kind), int(number)
 
@@ -181,7 +188,7 @@ class BlockPool:
 
 
 class _Exported:
-    """Lends a region through the array interface; the view keeps it, and with it the memory, alive."""
+    """Exports a region through the array interface. The view keeps this object, and so the memory, alive."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -194,7 +201,7 @@ class _Exported:
 
 
 class _ExportedOnGpu:
-    """The same for GPU memory, through CUDA's array interface."""
+    """Exports a region on a GPU through CUDA's array interface. The view keeps this object alive."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -216,10 +223,10 @@ def _on_gpu(num_bytes: int, gpu: int) -> Region:
     return Region(memory.address, num_bytes, memory, None, gpu)
 
 
-def _named(axes: str | None) -> str:
+def _required(axes: str | None) -> str:
     if axes is None:
         raise ConfigError(
-            "from_tensors needs the names of the dimensions: pass axes= as words in the order of the shape, or as a "
-            f"usual one of {usual_shapes()}; or pass a layout"
+            "from_tensors needs the names of the dimensions: pass axes= as words in the order of the shape, or as one "
+            f"of {named_shapes()}; or pass a layout"
         )
     return axes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode worker's side: the handle of one pull of a request's blocks, from one or several owners."""
+"""Implements the decode side: the handle of one pull of a request's blocks from one or several owners."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from typing import Any, NamedTuple
 
 from kvlink.errors import Cancelled, ConfigError, KVLinkError
 from kvlink.timeouts import checked
-from kvlink.transfer.completion import Awaited, LoopWaiter, cancellation
+from kvlink.transfer.completion import LoopWaiter, SharedAwaitable, cancellation
 from kvlink.transfer.engine import FAILED, SETTLED, failure
 from kvlink.transfer.explain import PathTaken, paths_taken
-from kvlink.transfer.pull_start import Part, Starting, settling, stop
+from kvlink.transfer.pull_start import Part, PullStart, settle_args, stop
 from kvlink.transfer.restart import Restart
 
 
 class PullStats(NamedTuple):
-    """Of one pull, summed over its owners; times in microseconds, of the slowest owner."""
+    """The statistics of one pull. Counts are summed over its owners, and times are those of the slowest owner in us."""
 
     num_bytes: int = 0
     num_ops: int = 0
     num_segments: int = 0
     plan_us: float = 0.0
     post_us: float = 0.0
-    """Part of read_us: until the transport had taken all reads, as the sum of the times of its lanes."""
+    """The part of read_us until the transport had accepted all reads, summed over its lanes."""
     read_us: float = 0.0
     validate_us: float = 0.0
     settle_us: float = 0.0
     total_us: float = 0.0
     ran_inline: bool = False
-    """The caller's thread posted the reads, and not one of kvlink's."""
+    """Whether the caller's thread, and not a thread of kvlink, posted the reads."""
     settled: bool = False
 
 
-class Pull(Awaited[PullStats]):
-    """A pull under way or ended. The destination holds valid bytes only after it ended without an error.
+class Pull(SharedAwaitable[PullStats]):
+    """A running or ended pull. The destination holds valid bytes only after the pull ended without an error.
 
-    On a GPU they are there for its kernels once `wait` or `await` has returned: either asks the GPU to show them.
-    Safe from any thread; `await` works on any event loop. Leaving a `with` or `async with` block of a pull waits for
-    it, or cancels it when an exception leaves the block.
+    On a GPU, kernels can read the bytes after `wait` or `await` has returned, which makes them visible to the GPU.
+    Safe from any thread, and `await` works on any event loop. At the end of a `with` or `async with` block of a pull
+    the block waits for it, or cancels it if the block raises.
     """
 
     __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_restart", "_starting", "request_id")
@@ -52,7 +52,7 @@ class Pull(Awaited[PullStats]):
         self,
         request_id: str,
         parts: list[Part] | None,
-        starting: Starting | None,
+        starting: PullStart | None,
         on_unsettled: Callable[[Part], None] | None,
         on_landed: Callable[[], object] | None = None,
         restart: Restart | None = None,
@@ -65,46 +65,46 @@ class Pull(Awaited[PullStats]):
         self._restart = restart
 
     def __repr__(self) -> str:
-        """State in words."""
+        """Describes the state."""
         try:
             if not self.done():
                 return f"Pull({self.request_id!r}: running)"
         except ConfigError:
-            return f"Pull({self.request_id!r}: of the parent process)"
+            return f"Pull({self.request_id!r}: belongs to the parent process)"
         error = self._error()
         return (
             f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
         )
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Returns whether the pull has ended, with or without success. Never blocks."""
         parts = self._started(0)
         if parts is None or not all(transfer.done() for _, _, transfer in parts):
             return False
-        return self._restart is None or not self._begins_again(self._restart, parts)
+        return self._restart is None or not self._try_restart(self._restart, parts)
 
-    def _begins_again(self, restart: Restart, parts: list[Part]) -> bool:
-        """Whether the pull goes on after `parts`, which have ended."""
+    def _try_restart(self, restart: Restart, parts: list[Part]) -> bool:
+        """Returns whether the pull continues after `parts`, which have ended."""
         if all(transfer.state != FAILED for _, _, transfer in parts):
             return False
         with restart.lock:
             if parts is not self._started(0):
-                return True  # another thread looked first
+                return True  # another thread restarted it first
             starting = restart.begin(self.request_id, parts)
             if starting is None:
                 return False
-            self._starting = starting  # first: without parts, this is where they are looked for
+            self._starting = starting  # before `_parts` is cleared, because readers then look here
             self._parts = None
             return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits at most `timeout_s` seconds with the GIL released. False: still running, and it goes on.
+        """Waits at most `timeout_s` seconds with the GIL released. Returns False if the pull is still running.
 
-        Raises TransferError (or LayoutMismatch, ConfigError, CoordinatorError when it could not start).
+        Raises TransferError, or LayoutMismatch, ConfigError or CoordinatorError if the pull could not start.
         """
         parts = self._parts if self._on_landed is None else None
         if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
-            return True  # a small warm pull: nothing to wait for, nothing to report
+            return True  # fast path for a small pull that ran inline
         deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
         while self._wait_once(deadline):
             if self.done():
@@ -113,7 +113,7 @@ class Pull(Awaited[PullStats]):
         return False
 
     def _wait_once(self, deadline: float | None) -> bool:
-        """Waits for all that was started, and returns whether it has ended in time. It may begin again then."""
+        """Waits for the started transfers and returns whether they ended in time. The pull may restart then."""
         parts = self._started(None if deadline is None else max(deadline - time.monotonic(), 0))
         if parts is None:
             return False
@@ -125,8 +125,8 @@ class Pull(Awaited[PullStats]):
     def __await__(self) -> Generator[Any, None, PullStats]:
         """Waits on the running event loop. Raises as `wait` does.
 
-        As with a task, cancelling any of those who await it cancels the pull, and their await ends once no byte of it
-        lands any more. Await `asyncio.shield(pull)` to leave it running.
+        Cancelling a task that awaits the pull cancels the pull, and the await ends when no more bytes of it can arrive.
+        Await `asyncio.shield(pull)` to leave it running.
         """
         return self._ended().__await__()
 
@@ -146,7 +146,7 @@ class Pull(Awaited[PullStats]):
         return self.stats
 
     async def _cancelled(self) -> None:
-        """Ends the pull as `cancel` does, and leaves the loop free meanwhile. Being cancelled does not cut it short."""
+        """Ends the pull as `cancel` does without blocking the loop. Cancelling this coroutine does not interrupt it."""
         if self._restart is not None:
             self._restart.give_up()
         again: asyncio.CancelledError | None = None
@@ -160,7 +160,7 @@ class Pull(Awaited[PullStats]):
             raise again
 
     def _cancel_own(self) -> None:
-        """For a coroutine that is closed, or a thread. Not in a forked child: the pull is the parent's."""
+        """Cancels the pull for a closed coroutine or a thread, but not in a forked child: the parent owns the pull."""
         if self._pid == os.getpid():
             self.cancel()
 
@@ -170,7 +170,7 @@ class Pull(Awaited[PullStats]):
             if stopping:
                 self._starting.cancel()
             started = asyncio.wrap_future(self._starting)
-            started.add_done_callback(_ignore)  # whatever it raised, _conclude says better
+            started.add_done_callback(_retrieve_exception)  # _conclude raises it
             await asyncio.wait([started])
         transfers = [transfer for _, _, transfer in self._started(0) or []]
         if stopping:
@@ -205,7 +205,7 @@ class Pull(Awaited[PullStats]):
             await self._cancelled()
 
     def cancel(self) -> None:
-        """Ends the pull; on return no byte of it lands any more. An ended pull stays as it is."""
+        """Ends the pull. On return no more bytes of it can arrive. It has no effect on an ended pull."""
         if self._restart is not None:
             self._restart.give_up()
         if self._parts is None and self._starting is not None:
@@ -215,20 +215,20 @@ class Pull(Awaited[PullStats]):
             stop(part)
 
     def close(self) -> None:
-        """As `cancel`."""
+        """Cancels the pull as `cancel` does."""
         self.cancel()
 
     def settle(self) -> bool:
-        """Gives the owners their blocks back, when the pull was made with settle=False. False: one is out of reach.
+        """Settles the offer at each owner after a pull with settle=False. Returns False if an owner is unreachable.
 
-        For readers that take a request in several pulls: settle the last once all have ended well. Waits for nothing.
+        A reader that reads a request in several pulls settles the last one after all have succeeded. Does not block.
         """
-        told = [part[1].connection.settle(*settling(part)) for part in self._started(0) or []]
-        return all(told)
+        settled = [part[1].connection.settle(*settle_args(part)) for part in self._started(0) or []]
+        return all(settled)
 
     @property
     def stats(self) -> PullStats:
-        """Of the owners whose transfers were started. Final once done."""
+        """The statistics of the transfers that were started. They are final when the pull is done."""
         transfers = [transfer for _, _, transfer in self._started(0) or []]
         if not transfers:
             return PullStats()
@@ -240,12 +240,12 @@ class Pull(Awaited[PullStats]):
         return PullStats._make([*sums, *slowest_us, ran_inline, settled])
 
     def explain(self) -> list[PathTaken]:
-        """The path to each owner, why better ones were refused, and predicted against measured time."""
+        """Returns the path to each owner, why better ones were refused, and the predicted and the measured time."""
         cut = {} if self._restart is None else self._restart.cut
         return paths_taken(self._started(0) or [], cut)
 
     def _started(self, timeout_s: float | None) -> list[Part] | None:
-        """The parts, none if it could not start, or None while it is starting."""
+        """Returns the parts, an empty list if the pull could not start, or None while it is starting."""
         if self._parts is None and self._starting is not None:
             self._starting.check_own()
             try:
@@ -257,7 +257,7 @@ class Pull(Awaited[PullStats]):
         return self._parts
 
     def _conclude(self) -> None:
-        """Raises what the pull failed with; has owners told of what was not settled one-sidedly; flushes."""
+        """Raises the error of a failed pull. Otherwise reports unsettled parts and flushes the received bytes."""
         parts = self._started(0)
         if not parts or any(transfer.state != SETTLED for _, _, transfer in parts):
             error = self._error()
@@ -292,7 +292,7 @@ class Pull(Awaited[PullStats]):
         return None
 
 
-def _ignore(started: asyncio.Future[list[Part]]) -> None:
-    """asyncio complains of an exception that nobody has asked for."""
+def _retrieve_exception(started: asyncio.Future[list[Part]]) -> None:
+    """Retrieves the exception, because asyncio logs an error for an exception that is never retrieved."""
     if not started.cancelled():
         started.exception()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pull starts: at once where its owner is connected, else after connecting to all its owners side by side."""
+"""Starts pulls: at once if the owner is connected, else after connecting to all owners of the pull concurrently."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _BLOCKS = ReadyUnit.BLOCKS
 _STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 
 Want = tuple[Any, tuple[int, int] | None, tuple[int, int] | None, bool, float]
-"""What `pull` was asked for, apart from the ticket: into, tokens, layers, settle, timeout_s."""
+"""The arguments of `pull` without the ticket: into, tokens, layers, settle, timeout_s."""
 
 Part = tuple[Ticket, Peer, Transfer]
-"""One owner's share of a pull. Plain like Want: every small pull pays for making them."""
+"""The share of one owner in a pull. Part and Want are tuples because every small pull creates them."""
 
 
 def stop(part: Part) -> None:
-    """On return no byte of it lands any more."""
+    """Cancels a part. On return no more bytes of it can arrive."""
     transfer = part[2]
     transfer.cancel()
     transfer.wait(-1)
 
 
-def settling(part: Part) -> tuple[int, int]:
-    """The slot, and what its owner must find there to give the blocks back."""
+def settle_args(part: Part) -> tuple[int, int]:
+    """Returns the slot, and the value that settles it."""
     ticket, peer, _ = part
     seat = ticket.seats[peer.seat]
     return seat.slot, settled_value(ticket, seat, peer.num_seats)
@@ -51,21 +51,21 @@ def settling(part: Part) -> tuple[int, int]:
 Connected = list[tuple[Ticket, Peer]]
 
 
-class Starting(concurrent.futures.Future[list[Part]]):
-    """The parts, once all are started."""
+class PullStart(concurrent.futures.Future[list[Part]]):
+    """A future of the parts of a pull, resolved after all of them have started."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made_at = num_forks()
 
     def check_own(self) -> None:
-        """Raises ConfigError in a forked child, where nobody would ever resolve it."""
+        """Raises ConfigError in a forked child, where no thread would ever resolve the future."""
         if not self.done():
             check_own(self._made_at, "this pull")
 
 
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
-    """Starts reading one owner. None: its connection is broken, connect again. Raises ConfigError."""
+    """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError."""
     into, tokens, layers, settle, timeout_s = want
     num_layers = peer.num_layers
     try:
@@ -87,7 +87,7 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
 
 
 def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
-    """What to raise for a ticket that was offered to fewer readers."""
+    """Returns the error for a ticket that was offered to fewer readers."""
     return ConfigError(
         f"request {ticket.request_id}: this rank reads with seat {seat} and the ticket has "
         f"{len(ticket.seats)}; offer it with readers={num_readers}"
@@ -95,37 +95,39 @@ def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
 
 
 def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
-    """What settles a seat, and with it those that the ticket has beyond its readers."""
+    """Returns the value that settles a seat, and with it the seats that the ticket has beyond its readers."""
     return seat.settle_nonce if len(ticket.seats) == num_readers else seat.settle_nonce ^ num_readers
 
 
 def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
-    """The same range. Raises ConfigError unless it is one of `count`; it may be empty."""
+    """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
     if not 0 <= asked[0] <= asked[1] <= count:
-        raise ConfigError(f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} of {count}")
+        raise ConfigError(
+            f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} is no range within 0 to {count}"
+        )
     return asked
 
 
-class Starts:
-    """Pulls that wait for their owners, and how many never began, by the name of the exception."""
+class PullStarts:
+    """The pulls that wait for their owners, and counts of pulls that never started, by the name of the exception."""
 
     def __init__(self, control: ControlThread) -> None:
         self.failed: Counter[str] = Counter()
         self.num_restarts = 0
         self.closing = False
         self._control = control
-        self._waiting: weakref.WeakSet[Starting] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[PullStart] = weakref.WeakSet()
 
     def start(
         self, connect: Callable[[float], Awaitable[Connected]], want: Want, kept: Sequence[Part] = ()
-    ) -> Starting:
-        """Begins once `connect`, which is given the deadline by `time.monotonic()`, has found the owners.
+    ) -> PullStart:
+        """Starts a pull after `connect`, whose argument is the deadline by `time.monotonic()`, has found the owners.
 
-        `kept`: parts of the same pull that have ended.
+        `kept` are parts of the same pull that have ended.
         """
         deadline = time.monotonic() + want[-1]
-        want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its own meanwhile
-        starting = Starting()
+        want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its block ids
+        starting = PullStart()
         job = start_connected(starting, partial(connect, deadline), want, deadline, kept)
         running = self._control.submit(job)
         self._waiting.add(starting)
@@ -141,18 +143,18 @@ class Starts:
         return starting
 
     def cancel_all(self) -> None:
-        """The worker is closing."""
+        """Cancels all waiting pulls, because the worker is closing."""
         self.closing = True
         for starting in list(self._waiting):
             starting.cancel()
 
 
 async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
-    """Connects to the owners side by side; those with nothing for this rank are left out. Raises KVLinkError."""
+    """Connects to the owners concurrently, and leaves out those with nothing for this rank. Raises KVLinkError."""
     about = {"kvlink.request_id": tickets[0].request_id}
     with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
         found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
-        if any(peer is not None and peer.connection.broken for peer in found):  # since it was looked at
+        if any(peer is not None and peer.connection.broken for peer in found):  # it broke meanwhile
             found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
     connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
     if not connected:
@@ -161,7 +163,7 @@ async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) 
 
 
 async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None:
-    """Others may wait for the same connect: each is told what failed of its own."""
+    """Connects to one owner. Other pulls may wait for the same attempt, so the error names the request of this one."""
     try:
         return await peers.connect(ticket.worker_id, ticket.epoch, ticket.agent, deadline)
     except TransferError as error:
@@ -169,13 +171,13 @@ async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None
 
 
 async def start_connected(
-    starting: Starting,
+    starting: PullStart,
     connect: Callable[[], Awaitable[Connected]],
     want: Want,
     deadline: float,
     kept: Sequence[Part] = (),
 ) -> None:
-    """Resolves `starting`, which can be cancelled until the first transfer starts: who cannot will get the parts."""
+    """Resolves `starting` with the parts. It can be cancelled until the first transfer starts."""
     try:
         connected = await connect()
         if starting.set_running_or_notify_cancel():
@@ -189,13 +191,15 @@ async def start_connected(
 
 
 def _start_all(connected: Connected, want: Want, deadline: float) -> list[Part]:
-    """Starts reading every owner. Raises KVLinkError; nothing runs then."""
+    """Starts reading from every owner. If it raises KVLinkError, no transfer runs."""
     parts: list[Part] = []
     try:
         for ticket, peer in connected:
             transfer = start(peer, ticket, (*want[:-1], max(deadline - time.monotonic(), 0.0)))
             if transfer is None:
-                raise PeerUnreachable(f"{ticket.worker_id} hung up: {peer.connection.why_broken()}")
+                raise PeerUnreachable(
+                    f"{ticket.worker_id} closed the connection: {peer.connection.why_broken()}"
+                )
             parts.append((ticket, peer, transfer))
     except BaseException:
         for part in parts:

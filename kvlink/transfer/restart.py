@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pull under a live lease whose connection was cut begins again, once, on a new connection, within its deadline.
+"""Restarts a pull whose connection was cut, once, on a new connection and within its deadline.
 
-Connections end for reasons that have nothing to do with a pull: an owner cuts a reader because of another lease, or a
-lane is rebuilt because the reads of a cancelled pull did not end. The lease says whether the bytes are still there, and
-not the connection. Nothing runs for this by itself: whoever looks at the pull (`wait`, `await`, `done`) begins again.
+A connection can end for reasons that do not concern a pull: an owner cuts a reader because of another lease, or a lane
+is rebuilt because the reads of a cancelled pull did not end. Only the lease determines whether the bytes are valid, and
+not the connection. No thread runs for this. The next call of `wait`, `await` or `done` restarts the pull.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from functools import partial
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.transfer.engine import FAILED, failure
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pull_start import Part, Starting, Starts, Want, connect_all
+from kvlink.transfer.pull_start import Part, PullStart, PullStarts, Want, connect_all
 
 
 class Restart:
-    """What one pull needs to begin again. Its lock guards the change from the first attempt to the second."""
+    """The arguments that restart one pull. `lock` guards the change from the first attempt to the second."""
 
     __slots__ = ("_deadline", "_over", "_peers", "_starts", "_want", "cut", "lock")
 
-    def __init__(self, starts: Starts, peers: Peers, want: Want, began: float) -> None:
-        """`began`: when the pull did, by `time.monotonic()`."""
+    def __init__(self, starts: PullStarts, peers: Peers, want: Want, began: float) -> None:
+        """Copies the block ids, which the caller may change. `began` is the start by `time.monotonic()`."""
         self._starts, self._peers = starts, peers
-        self._want = (
-            array("I", bytes(memoryview(want[0]))),
-            *want[1:],
-        )  # the caller may change its own meanwhile
+        self._want = (array("I", bytes(memoryview(want[0]))), *want[1:])
         self._deadline = began + want[-1]
         self._over = False
         self.lock = threading.RLock()  # a signal handler may cancel the pull at any time
         self.cut: dict[str, str] = {}
-        """What the first attempt failed with, by the owner that is read again."""
+        """The errors of the first attempt, by the owner that is read again."""
 
     def give_up(self) -> None:
-        """From now on nothing begins again."""
+        """Prevents any later restart."""
         with self.lock:
             self._over = True
 
-    def begin(self, request_id: str, parts: Sequence[Part]) -> Starting | None:
-        """Reads again what was cut of `parts`, which have all ended. None: nothing was cut, or more than that happened,
-        or it is too late. Of several owners some may be settled already: what came from those stays."""
+    def begin(self, request_id: str, parts: Sequence[Part]) -> PullStart | None:
+        """Reads again the parts that were cut. All `parts` must have ended.
+
+        Returns None if no part was cut, if a part failed otherwise, or after the deadline. Parts of other owners that
+        are complete, and may be settled already, stay as they are.
+        """
         left_s = self._deadline - time.monotonic()
         if self._over or left_s <= 0 or self._starts.closing:
             return None
@@ -63,9 +63,11 @@ class Restart:
         return self._starts.start(connect, (*self._want[:-1], left_s), kept)
 
     def failed(self, error: KVLinkError) -> KVLinkError:
-        """What a pull fails with that could not start. One that was cut before failed because of that, unless the owner
-        has restarted or the deadline passed."""
+        """Returns the error of a pull that could not start.
+
+        If the pull was cut before, that is the reason, unless the owner has restarted or the deadline passed.
+        """
         if not self.cut or isinstance(error, StaleBlocks):
             return error
         kind = TransferTimeout if isinstance(error, TransferTimeout) else PeerUnreachable
-        return kind(f"{'; '.join(self.cut.values())}; it could not begin again: {error}")
+        return kind(f"{'; '.join(self.cut.values())}; the pull could not restart: {error}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects that several callers wait for: each until its own deadline, and the connect goes on for the others."""
+"""Shares attempts to connect between callers. Each caller waits until its own deadline, and the attempt continues."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError, PeerUnreachable, TransferTimeout
 from kvlink.transfer.peer import Peer
-from kvlink.transfer.reconnect import Attempts
+from kvlink.transfer.reconnect import ReconnectBackoff
 
-_CONNECT_S = 5.0
-_FAIR_S = 1.0
-"""What an attempt gets at least, however soon its callers' deadlines are: who comes later may wait longer for it."""
-_ATTEMPTS = 3
-"""To an owner that refuses; one that says nothing may get more."""
+_MOST_ATTEMPT_S = 5.0
+_LEAST_ATTEMPT_S = 1.0
+"""The shortest timeout of an attempt, even if its callers have sooner deadlines. Later callers may wait longer."""
+_NUM_ATTEMPTS = 3
+"""The number of attempts for an owner that refuses. An owner that does not answer may get more."""
 
 Key = tuple[str, int]
-"""Of an owner: worker_id, epoch."""
+"""Identifies an owner by worker_id and epoch."""
 
 Attempt = Callable[[Key, str, float, bool], Awaitable[Peer | None]]
-"""Connects to the agent at an address, in so many seconds. True: what is known of the owner may be old."""
+"""Connects to the agent at an address within a timeout in seconds. The last argument ignores cached cards."""
 
 
 @dataclass(eq=False, slots=True)
 class _Connect:
-    """One that is under way."""
+    """One running attempt."""
 
     deadlines: list[float] = field(default_factory=list)
-    """Of the callers that wait for it now."""
+    """The deadlines of the callers that wait for it now."""
     task: asyncio.Task[Peer | None] = field(init=False)
 
     @property
@@ -40,29 +40,29 @@ class _Connect:
 
 
 class SharedConnects:
-    """Of one worker. Used on the control loop only; all times are by `clock`."""
+    """The attempts of one worker. Only the control loop uses it, and all times refer to `clock`."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
         self.durations = Durations()
-        """Of those that succeeded, back-off left out."""
+        """The durations of successful attempts, without back-off."""
         self.num_retries = 0
         self._attempt, self._clock = attempt, clock
-        self._under_way: dict[Key, _Connect] = {}
-        self._attempts: dict[Key, Attempts] = {}
+        self._running: dict[Key, _Connect] = {}
+        self._backoffs: dict[Key, ReconnectBackoff] = {}
 
     async def connect(self, key: Key, agent: str, deadline: float) -> Peer | None:
-        """Connects, or joins a connect under way. Raises KVLinkError.
+        """Connects, or joins a running attempt. Raises KVLinkError.
 
-        A caller that gives up leaves the attempt under way to end by itself: its connection may be good for the next.
+        The attempt continues after a caller gives up, because the next caller may use its connection.
         """
-        connect = self._under_way.get(key)
+        connect = self._running.get(key)
         if connect is None or connect.task.done():
-            connect = self._under_way[key] = _Connect()
+            connect = self._running[key] = _Connect()
             connect.task = asyncio.create_task(self._run(connect, key, agent))
             connect.task.add_done_callback(lambda _: self._ended(connect, key))
         connect.deadlines.append(deadline)
         try:
-            # An owner that is stopped answers nobody in time.
+            # The owner may be stopped and never answer.
             done, _ = await asyncio.wait([connect.task], timeout=max(deadline - self._clock(), 0))
         finally:
             connect.deadlines.remove(deadline)
@@ -71,51 +71,51 @@ class SharedConnects:
         return connect.task.result()
 
     async def _run(self, connect: _Connect, key: Key, agent: str) -> Peer | None:
-        self._forget_attempts()
-        attempts = self._attempts.setdefault(key, Attempts())
-        left, first = _ATTEMPTS, self._clock()
+        self._drop_expired()
+        backoff = self._backoffs.setdefault(key, ReconnectBackoff())
+        left, first = _NUM_ATTEMPTS, self._clock()
         while True:
-            pause = max(attempts.not_before - self._clock(), 0)
+            pause = max(backoff.not_before - self._clock(), 0)
             if self._clock() + pause >= connect.deadline:
                 raise self._not_in_time(key, f"; next attempt in {pause:.2f} s")
             if pause > 0:
                 await asyncio.sleep(pause)
-            self.num_retries += attempts.failures > 0
+            self.num_retries += backoff.failures > 0
             began = self._clock()
             try:
-                timeout_s = min(max(connect.deadline - began, _FAIR_S), _CONNECT_S)
-                peer = await self._attempt(key, agent, timeout_s, attempts.failures > 0)
+                timeout_s = min(max(connect.deadline - began, _LEAST_ATTEMPT_S), _MOST_ATTEMPT_S)
+                peer = await self._attempt(key, agent, timeout_s, backoff.failures > 0)
             except KVLinkError as error:
                 if not error.retryable:
-                    del self._attempts[key]
+                    del self._backoffs[key]
                     raise
                 silent = isinstance(error, PeerUnreachable) and error.silent
                 now = self._clock()
-                attempts.failed(str(error), began, now, silent)
+                backoff.failed(str(error), began, now, silent)
                 left -= 1
-                if left <= 0 and not attempts.may_be_slow(now, connect.deadline - first):
+                if left <= 0 and not backoff.may_be_slow(now, connect.deadline - first):
                     raise
             else:
                 self.durations.add(int((self._clock() - began) * 1e9))
-                del self._attempts[key]
+                del self._backoffs[key]
                 return peer
 
     def _ended(self, connect: _Connect, key: Key) -> None:
-        if self._under_way.get(key) is connect:
-            del self._under_way[key]
-            if key in self._attempts and not self._attempts[key].failures:
-                del self._attempts[key]
+        if self._running.get(key) is connect:
+            del self._running[key]
+            if key in self._backoffs and not self._backoffs[key].failures:
+                del self._backoffs[key]
         if not connect.task.cancelled():
-            connect.task.exception()  # nobody may wait any more: asyncio must not complain
+            connect.task.exception()  # without a caller, asyncio would log that it was never retrieved
 
     def _not_in_time(self, key: Key, when: str = "") -> KVLinkError:
-        attempts = self._attempts.get(key)
-        if attempts is not None and attempts.last:
-            return PeerUnreachable(f"{key[0]} is not reachable: {attempts.last}{when}")
+        backoff = self._backoffs.get(key)
+        if backoff is not None and backoff.last:
+            return PeerUnreachable(f"{key[0]} is not reachable: {backoff.last}{when}")
         return TransferTimeout(f"{key[0]} was not connected within the deadline; its process may be stopped")
 
-    def _forget_attempts(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
-        for key in [key for key, attempts in self._attempts.items() if attempts.forgotten(now)]:
-            if key not in self._under_way:
-                del self._attempts[key]
+        for key in [key for key, backoff in self._backoffs.items() if backoff.is_expired(now)]:
+            if key not in self._running:
+                del self._backoffs[key]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Worker is made of when somebody collects spans: the same, and it tells what it did.
+"""Records spans of offers and pulls with subclasses that a Worker uses if a tracer is active.
 
-A pull's spans are made when whoever waits for it learns of its end, out of the times that the transfers took by their
-own measure. The trace comes with the ticket: each span hangs below the one before it, offer, claim, read, settle.
+The spans of a pull are recorded when its caller learns that it ended, from the times that the transfers measured. The
+ticket carries the trace, and each span is a child of the one before it: offer, claim, read, settle.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.engine import SETTLED, failure
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, Starting
+from kvlink.transfer.pull_start import Part, PullStart
 from kvlink.transfer.restart import Restart
 
 
 def kinds() -> tuple[type[Offers], type[Pull]]:
-    """Of a Worker that is made now."""
+    """Returns the classes of offers and pulls for a new Worker."""
     tracing.start()
     return (Offers, Pull) if tracing.spans is None else (TracedOffers, TracedPull)
 
 
 class TracedOffers(Offers):
-    """Each offer is a span, to which its ticket belongs."""
+    """Records a span for each offer. The ticket carries the context of the span."""
 
     def offer(self, request_id: str, block_ids: BlockIds, *, trace: str = "", **how: Any) -> Ticket:
         """See `Worker.offer`."""
@@ -46,8 +46,11 @@ class TracedOffers(Offers):
             return super().offer(request_id, ids, trace=str(span.context) if span else trace, **how)
 
 
-async def claimed(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:
-    """What `claiming` returns, and belongs to the span of the claim from now on. Raises what it raises."""
+async def record_claim(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:
+    """Awaits `claiming`, records a span, and returns its tickets with the context of that span.
+
+    Raises the errors of `claiming`.
+    """
     if tracing.spans is None:
         return await claiming
     began_ns, about = time.time_ns(), {"kvlink.request_id": request_id}
@@ -61,70 +64,72 @@ async def claimed(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Seq
 
 
 class TracedPull(Pull):
-    """Its reads are spans, and its settles. One that never began has told why in its claim or its connect."""
+    """Records a span for each read and each settle. The claim or the connect records why a pull did not start."""
 
-    __slots__ = ("_called_in", "_reads", "_settles", "_told")
+    __slots__ = ("_caller", "_reads", "_recorded", "_settles")
 
     def __init__(
         self,
         request_id: str,
         parts: list[Part] | None,
-        starting: Starting | None,
+        starting: PullStart | None,
         on_unsettled: Callable[[Part], None] | None,
         on_landed: Callable[[], object] | None = None,
         restart: Restart | None = None,
     ) -> None:
         super().__init__(request_id, parts, starting, on_unsettled, on_landed, restart)
-        self._called_in = tracing.spans.current() if tracing.spans else None
+        self._caller = tracing.spans.current() if tracing.spans else None
         self._settles = on_unsettled is not None
         self._reads: list[TraceParent | None] = []
-        self._told = False
+        self._recorded = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Pull.wait`."""
         try:
             return super().wait(timeout_s)
         finally:
-            self._tell()
+            self._record_once()
 
     async def _ended(self) -> PullStats:
         try:
             return await super()._ended()
         finally:
-            self._tell()
+            self._record_once()
 
     def cancel(self) -> None:
         """See `Pull.cancel`."""
         super().cancel()
-        self._tell()
+        self._record_once()
 
     async def _cancelled(self) -> None:
         try:
             await super()._cancelled()
         finally:
-            self._tell()
+            self._record_once()
 
     def settle(self) -> bool:
         """See `Pull.settle`."""
         began_ns = time.time_ns()
-        told = super().settle()
-        self._tell()
+        settled = super().settle()
+        self._record_once()
         for part, read in zip(self._started(0) or [], self._reads, strict=False):
-            why = "" if told else "the connection is broken"
+            why = "" if settled else "the connection is broken"
             _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
-        return told
+        return settled
 
-    def _tell(self) -> None:
-        """Once, when all has ended."""
-        if not self._told and self.done():
-            self._told = True
-            self._reads = [self._told_of(part) for part in self._started(0) or []]
+    def _record_once(self) -> None:
+        """Records the spans of all parts, once, after the pull has ended."""
+        if not self._recorded and self.done():
+            self._recorded = True
+            self._reads = [self._record_part(part) for part in self._started(0) or []]
 
-    def _told_of(self, part: Part) -> TraceParent | None:
+    def _record_part(self, part: Part) -> TraceParent | None:
         ticket, peer, transfer = part
         stats = transfer.stats()
         error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
-        ago_ns = time.monotonic_ns() - transfer.started_ns  # before the other clock: never early
+        ago_ns = (
+            time.monotonic_ns() - transfer.started_ns
+        )  # read before the other clock, so that no span is too early
         began_ns = time.time_ns() - ago_ns
         valid_ns, ended_ns = began_ns + stats.total_ns - stats.settle_ns, began_ns + stats.total_ns
         about = _about(part) | {
@@ -133,10 +138,10 @@ class TracedPull(Pull):
             "kvlink.read_us": stats.read_ns / 1e3, "kvlink.validate_us": stats.validate_ns / 1e3,
             "kvlink.inline": stats.ran_inline,
         }  # fmt: skip
-        parent = ticket.trace or self._called_in
+        parent = ticket.trace or self._caller
         read = _record("kvlink.read", parent, (began_ns, valid_ns), about, str(error or ""))
         if self._settles and error is None:
-            why = "" if transfer.state == SETTLED else "the owner is told through the control plane"
+            why = "" if transfer.state == SETTLED else "it is settled through the control plane"
             _record("kvlink.settle", read, (valid_ns, ended_ns), _about(part), why)
         return read
 

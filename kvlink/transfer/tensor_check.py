@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares tensors with the layout that is said to describe them, before a peer reads the first byte."""
+"""Compares tensors with the layout that should describe them, before a peer reads the first byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.layout import KVLayout
 from kvlink.transfer.tensors import Dim, TensorView
 
 LAYERS, KV, BLOCKS, TOKENS, HEADS, ROW = "layers", "K/V", "blocks", "tokens", "heads", "row"
-"""The axes of a cache, as errors and `kvlink.transfer.axes` call them."""
+"""The names of the axes of a cache in errors and in `kvlink.transfer.axes`."""
 
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1}
@@ -25,17 +25,17 @@ class _Step(NamedTuple):
 
 
 def check_tensors(views: Sequence[TensorView], layout: KVLayout) -> None:
-    """Raises ConfigError, naming the tensor and the axis, unless each tensor is the layout's region of its index.
+    """Raises ConfigError, naming the tensor and the axis, unless tensor i fits region i of the layout.
 
-    A dimension may join axes that adjoin in memory, as [slots, heads × row] does. A one-dimensional buffer of bytes
-    has no axes to compare: its size must be the region's, or up to less than one block more.
+    A dimension may join axes that are adjacent in memory, as [slots, heads × row] does. A one-dimensional buffer of
+    bytes has no axes to compare. Its size must be that of the region, or larger by less than one block.
     """
     sizes = layout.region_bytes()
     if len(views) != len(sizes):
         odd = len(sizes) if len(views) > len(sizes) else len(views)
         what = f"tensors[{odd}] is in no region" if len(views) > len(sizes) else f"region {odd} has no tensor"
         raise ConfigError(
-            f"{len(views)} tensors were given and the layout has {len(sizes)} regions: {what}; give one tensor per "
+            f"{len(views)} tensors were given and the layout has {len(sizes)} regions: {what}; pass one tensor per "
             "region, in order (Regions.ONE, PER_LAYER or PER_PLANE say which planes share one)"
         )
     for region, (view, num_bytes) in enumerate(zip(views, sizes, strict=True)):
@@ -48,7 +48,7 @@ def check_tensors(views: Sequence[TensorView], layout: KVLayout) -> None:
 
 
 def _check_item(view: TensorView, layout: KVLayout) -> None:
-    """Bytes may be parts of values of any dtype; their rows are compared like any other's."""
+    """Compares item size and dtype. Items of one byte fit any dtype, and only their rows are compared."""
     wanted, given = _ALIASES.get(layout.dtype, layout.dtype), view.dtype
     item_bytes = 1 if wanted.startswith("float8") else _ITEM_BYTES.get(wanted)
     if view.has_byte_items or item_bytes is None:
@@ -65,13 +65,13 @@ def _check_size(view: TensorView, region: int, num_bytes: int, layout: KVLayout)
     beyond = view.num_bytes - num_bytes
     if not 0 <= beyond < max(layout.block_stride, 1):
         raise ConfigError(
-            f"{view.name} is a buffer of {view.num_bytes} bytes, the layout reaches {num_bytes} bytes into region "
-            f"{region}; give as many bytes as the layout has, tensor[:{num_bytes}] of a larger buffer"
+            f"{view.name} is a buffer of {view.num_bytes} bytes, and the layout has {num_bytes} bytes in region "
+            f"{region}; pass exactly that many, tensor[:{num_bytes}] of a larger buffer"
         )
 
 
 def _steps(layout: KVLayout, region: int) -> list[_Step]:
-    """What the layout's region steps over, by ascending stride, without the row. Raises ConfigError."""
+    """Returns the axes of a region of the layout by ascending stride, without the row. Raises ConfigError."""
     offsets: dict[int, list[int]] = {}
     for plane in layout.planes:
         if plane.region == region:
@@ -86,7 +86,7 @@ def _steps(layout: KVLayout, region: int) -> list[_Step]:
     if by_layer != regular or len(first) > 2 or min(kv, layers) < 0:
         raise ConfigError(
             f"the planes of the layout in region {region} have irregular offsets, which no shape can be compared with; "
-            f"give tensors[{region}] as one-dimensional bytes: tensor.view(torch.uint8).flatten()"
+            f"pass tensors[{region}] as one-dimensional bytes: tensor.view(torch.uint8).flatten()"
         )
     steps = [
         _Step(LAYERS, len(by_layer), layers),
@@ -118,8 +118,8 @@ def _check_axes(view: TensorView, layout: KVLayout, region: int) -> None:
         if BLOCKS in joined and joined & {LAYERS, KV} and not alone:
             axes = " and ".join(sorted(joined))
             raise ConfigError(
-                f"{view}: dimension {dim.position} joins {axes}, whose order cannot be told; give them a dimension "
-                "each: tensor.unflatten(…)"
+                f"{view}: dimension {dim.position} joins {axes}, whose order is ambiguous; split the dimension with "
+                "tensor.unflatten(…)"
             )
     if steps:
         missing = steps[0]
@@ -130,9 +130,9 @@ def _check_axes(view: TensorView, layout: KVLayout, region: int) -> None:
 
 
 def _beyond_row(view: TensorView, layout: KVLayout) -> list[tuple[Dim, bool]]:
-    """The dimensions beyond the row, and whether the row ends inside the first of them. Raises ConfigError.
+    """Returns the dimensions outside the row, and whether the row ends inside the first of them.
 
-    Only a row that is a whole block may have several dimensions.
+    Only a row that is a whole block may have several dimensions. Raises ConfigError if no dimension ends the row.
     """
     row_bytes = layout.row_bytes
     most = len(view.shape) if layout.num_heads == layout.block_tokens == 1 else 1
@@ -171,7 +171,7 @@ def _where(dim: Dim, left: int) -> str:
 
 
 def _check_apart(views: Sequence[TensorView], layout: KVLayout) -> None:
-    """No two planes of different tensors share a byte. Planes of one region are the layout's own matter."""
+    """Raises ConfigError if planes of different tensors share a byte. Planes of one region are not compared."""
     steps = [
         (layout.block_stride, layout.num_blocks),
         (layout.token_stride, layout.block_tokens),
@@ -187,12 +187,12 @@ def _check_apart(views: Sequence[TensorView], layout: KVLayout) -> None:
             if region != other_region and _meet(other - address, strides, layout.row_bytes):
                 one, two = sorted((region, other_region))
                 raise ConfigError(
-                    f"tensors[{one}] and tensors[{two}] overlap: give every region memory of its own"
+                    f"tensors[{one}] and tensors[{two}] overlap: pass separate memory for each region"
                 )
 
 
 def _meet(distance: int, strides: Sequence[tuple[int, int]], row_bytes: int) -> bool:
-    """Whether two planes whose first bytes are `distance` apart share a byte; `strides` go down."""
+    """Returns whether two planes whose first bytes are `distance` apart share a byte. `strides` are descending."""
     if not strides:
         return -row_bytes < distance < row_bytes
     (stride, count), *inner = strides

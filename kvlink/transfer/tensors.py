@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as memory: address, shape, strides in bytes, item and device of torch tensors, numpy arrays and DLPack."""
+"""Reads address, shape, strides in bytes, item and device of torch tensors, numpy arrays and DLPack objects."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor. `keeper` keeps the memory alive; `gpu` is CUDA's number of its device, None for the host."""
+    """One tensor. `keeper` keeps the memory alive. `gpu` is CUDA's number of its device, or None for host memory."""
 
     name: str
-    """How errors call it, for example "tensors[3]"."""
+    """The name of the tensor in errors, for example "tensors[3]"."""
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes."""
+    """The strides in bytes."""
     item_bytes: int
     dtype: str
     keeper: object
     gpu: int | None = None
 
     def __str__(self) -> str:
-        """Name, dtype, shape and strides, for errors."""
+        """Returns name, dtype, shape and strides for errors."""
         return f"{self.name} ({self.dtype}, shape {list(self.shape)}, strides {list(self.strides)} bytes)"
 
     @property
@@ -56,27 +56,27 @@ class TensorView:
 
     @property
     def num_bytes(self) -> int:
-        """From the first byte to the end of the last item."""
+        """Bytes from the first byte to the end of the last item."""
         return self.item_bytes + sum((dim.size - 1) * dim.stride for dim in self.dims)
 
     @property
     def has_byte_items(self) -> bool:
-        """Whether an item is a byte, which may be a part of a value of any dtype."""
+        """Whether an item is one byte, which may be a part of a value of any dtype."""
         return self.dtype in _BYTE_TYPES
 
     @property
     def is_byte_buffer(self) -> bool:
-        """Whether it is one contiguous run of bytes without a shape."""
+        """Whether the tensor is one contiguous run of bytes without a shape."""
         return self.has_byte_items and len(self.shape) == 1 and self.strides == (1,)
 
     @property
     def device(self) -> str:
-        """Its device, as torch writes it."""
+        """The device in torch's notation."""
         return "cpu" if self.gpu is None else f"cuda:{self.gpu}"
 
 
 def views_of(tensors: Sequence[Any]) -> list[TensorView]:
-    """The memory of each tensor. Raises ConfigError, naming the tensor, for memory that a pool cannot use."""
+    """Returns a view of each tensor. Raises ConfigError, naming the tensor, for memory that a pool cannot use."""
     if hasattr(tensors, "shape"):
         raise ConfigError("from_tensors takes a list of tensors; write [tensor] for a single one")
     views = [_view_of(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
@@ -105,7 +105,7 @@ def _view_of(name: str, tensor: Any) -> TensorView:
         return _of_torch(name, _as_torch(tensor))
     if device not in _DLPACK_HOST:
         raise ConfigError(
-            f"{name}: pools take arrays on the CPU or on CUDA devices, DLPack says {device} of this one"
+            f"{name}: pools take arrays on the CPU or on CUDA devices, and this one has DLPack device type {device}"
         )
     try:
         return _of_numpy(name, np.from_dlpack(tensor))
@@ -133,14 +133,14 @@ def _as_torch(tensor: Any) -> torch.Tensor:
     try:
         from torch.utils import dlpack
     except ImportError:
-        raise ConfigError("GPU memory is taken over DLPack by torch: pip install 'kvlink[torch]'") from None
+        raise ConfigError("GPU memory with DLPack needs torch: pip install 'kvlink[torch]'") from None
     return dlpack.from_dlpack(tensor)
 
 
 def _of_torch(name: str, tensor: torch.Tensor) -> TensorView:
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{name}: pools take tensors on the CPU or on CUDA devices, this one is on {tensor.device}"
+            f"{name}: pools take tensors on the CPU or on CUDA devices, and this one is on {tensor.device}"
         )
     if str(tensor.layout) != "torch.strided":
         raise ConfigError(f"{name}: a pool needs dense tensors, this one is {tensor.layout}")
@@ -162,13 +162,13 @@ def _of_torch(name: str, tensor: torch.Tensor) -> TensorView:
 
 
 def _own_memory(view: TensorView) -> TensorView:
-    """The same view. Raises ConfigError when two of its elements share memory, as after `expand`."""
+    """Returns the same view. Raises ConfigError if two of its elements share memory, as after `expand`."""
     extent = view.item_bytes
     for dim in view.dims:
         if dim.stride < extent:
             raise ConfigError(
                 f"{view}: the elements of dimension {dim.position} overlap: its stride is {dim.stride} bytes and each "
-                f"reaches over {extent}"
+                f"has {extent}"
             )
         extent += (dim.size - 1) * dim.stride
     return view

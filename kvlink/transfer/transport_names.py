@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports as people name them in KVLINK_TRANSPORTS and on the command line."""
+"""Parses the names of transports in KVLINK_TRANSPORTS and on the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _ALIASES = {"rdma": "verbs"}
 
 
 def select(spec: str, available: Sequence[str]) -> list[str]:
-    """Transports that `spec` allows, best first. `available` are the names built in, best first.
+    """Returns the transports that `spec` allows, best first. `available` lists the built-in names, best first.
 
-    "" and "all" allow all; "shm,tcp" only these, in this order; "^cma,tcp" all but these; "fault+shm" wraps one. rdma
-    is another name of verbs. Raises ConfigError for unknown names, a mixture of forms, and a choice that leaves none.
+    "" and "all" allow all transports. "shm,tcp" allows only these, in this order, and "^cma,tcp" allows all others.
+    "fault+shm" wraps one. rdma is another name of verbs. Raises ConfigError for unknown names, for a mixture of forms,
+    and if no transport is left.
     """
     forbids = spec.strip().startswith("^")
     written = [name.strip() for name in spec.strip().removeprefix("^").split(",") if name.strip()]
@@ -24,8 +25,8 @@ def select(spec: str, available: Sequence[str]) -> list[str]:
     for name, said in zip(names, written, strict=True):
         if name.removeprefix("fault+") not in available or (forbids and "+" in name):
             raise ConfigError(
-                f"there is no transport {said!r} (of {spec!r}); write names out of {', '.join(available)}, "
-                "fault+NAME to wrap one, ^ before the first to forbid them all, or all alone"
+                f"there is no transport {said!r} (in {spec!r}); write some of {', '.join(available)}, "
+                "fault+NAME to wrap one, ^ before the first to forbid the listed ones, or all alone"
             )
     chosen = [name for name in available if name not in names] if forbids or not names else names
     if not chosen:

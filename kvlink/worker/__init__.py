@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public Worker: a member of a deployment that offers its blocks and pulls those of others."""
+"""Implements the public Worker, a member of a deployment that offers its blocks and pulls blocks from others."""
 
 from kvlink.worker.sources import Tickets
 from kvlink.worker.worker import Worker

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds owners' cards and introduces this reader to their agents. Belongs to the control loop."""
+"""Finds the cards of owners and connects this reader to their agents. Only the control loop uses it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvlink.control import AgentClients, ConnectReply, CoordinatorClient, Securi
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
 from kvlink.ticket import Ticket
 from kvlink.types import WorkerCard
-from kvlink.worker.reachability import hint_for
+from kvlink.worker.reachability import loopback_hint
 
 _MAX_CARDS = 4096
 
 
 class ControlDirectory:
-    """Asks the agent that the ticket names, else the coordinator. A card is fetched once per worker and epoch."""
+    """Asks the agent that the ticket names, or else the coordinator. It fetches a card once per worker and epoch."""
 
     def __init__(self, coordinator: CoordinatorClient | None, security: Security) -> None:
         self._coordinator = coordinator
@@ -24,7 +24,7 @@ class ControlDirectory:
         self._cards: dict[tuple[str, int], WorkerCard] = {}
 
     async def card(self, worker_id: str, epoch: int, agent: str, *, fresh: bool) -> WorkerCard:
-        """The card that runs now; its epoch may be a newer one. Raises PeerUnreachable, UnknownRequest."""
+        """Returns the current card of a worker, whose epoch may be newer. Raises PeerUnreachable, UnknownRequest."""
         known = self._cards.get((worker_id, epoch))
         if known is not None and not fresh:
             return known
@@ -34,14 +34,16 @@ class ControlDirectory:
             except CoordinatorUnavailable as error:
                 raise _unreachable(worker_id, agent, error) from None
             except AccessDenied as error:
-                raise AccessDenied(f"{error}{hint_for(agent)}") from None
+                raise AccessDenied(f"{error}{loopback_hint(agent)}") from None
         elif self._coordinator is not None:
             card = await self._coordinator.worker(worker_id, epoch)
         else:
-            raise ConfigError(f"the ticket names no agent of {worker_id}; give this worker a coordinator")
+            raise ConfigError(
+                f"the ticket names no agent of {worker_id}; pass coordinator= or set KVLINK_COORDINATOR"
+            )
         if card.worker_id != worker_id:
             raise PeerUnreachable(
-                f"{agent} belongs to {card.worker_id} now, not to {worker_id}{hint_for(agent)}"
+                f"{agent} belongs to {card.worker_id} now, not to {worker_id}{loopback_hint(agent)}"
             )
         if len(self._cards) >= _MAX_CARDS:
             self._cards.pop(next(iter(self._cards)))
@@ -49,14 +51,14 @@ class ControlDirectory:
         return card
 
     async def connect(self, card: WorkerCard, transport: str, hellos: Sequence[bytes]) -> ConnectReply:
-        """Introduces a connection's lanes to their owner. Raises PeerUnreachable and what the owner refuses with."""
+        """Sends the hellos of a connection's lanes to their owner. Raises PeerUnreachable, or the owner's refusal."""
         try:
             return await self._agents[card.agent].connect(card.worker_id, card.epoch, transport, list(hellos))
         except CoordinatorUnavailable as error:
             raise _unreachable(card.worker_id, card.agent, error) from None
 
     async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
-        """Settles without the data path: through the agent, else the coordinator. Raises CoordinatorError."""
+        """Settles without the data path, through the agent or else the coordinator. Raises CoordinatorError."""
         order = SettleOrder(ticket.worker_id, ticket.epoch, slot, settled)
         with tracing.joined(ticket.trace):
             try:
@@ -67,9 +69,9 @@ class ControlDirectory:
                 await self._coordinator.settle(order)
 
     async def close(self) -> None:
-        """Ends running calls. Idempotent."""
+        """Cancels running calls. Idempotent."""
         await self._agents.close()
 
 
 def _unreachable(worker_id: str, agent: str, error: CoordinatorUnavailable) -> PeerUnreachable:
-    return PeerUnreachable(f"worker {worker_id}: {error}{hint_for(agent)}", silent=error.telling < 0)
+    return PeerUnreachable(f"worker {worker_id}: {error}{loopback_hint(agent)}", silent=error.telling < 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's life on the control plane: its agent, its membership, what it publishes and claims there."""
+"""Connects a worker to the control plane: its agent, its session, and the requests that it publishes and claims."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvlink.transfer.path_log import log_start
 from kvlink.types import WorkerCard
 from kvlink.worker.directory import ControlDirectory
 from kvlink.worker.port_events import PortLog
-from kvlink.worker.reachability import advertised_host, at_advertised, only_this_host
+from kvlink.worker.reachability import advertised_host, loopback_problem, with_advertised_host
 
 _log = logging.getLogger("kvlink.worker")
 
 OwnEngine = Callable[[], Engine]
-"""The engine that runs now."""
+"""Returns the engine that runs now."""
 
 
 class WorkerMembership:
-    """Made and used on the control loop, where all gRPC objects live. Without a coordinator only the agent listens."""
+    """Created and used on the control loop, which owns all gRPC objects. Without a coordinator only the agent runs."""
 
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
         self._config = config
@@ -48,15 +48,15 @@ class WorkerMembership:
         self._ports: PortLog | None = None
         self.directory = ControlDirectory(self._client, security)
         self.claims = Durations()
-        """Of those that were answered with tickets, waiting included."""
+        """The durations of claims that returned tickets, including the time that they waited."""
         self.report: Callable[[], WorkerReport | None] = lambda: None
-        """What the coordinator is told with each beat."""
+        """Returns the report that each beat sends to the coordinator."""
 
     @classmethod
     async def open(cls, config: WorkerConfig, engine: OwnEngine) -> WorkerMembership:
-        """Starts the agent, which answers nobody before `join`. Raises ConfigError when the port cannot be had."""
+        """Starts the agent, which admits no peer before `join`. Raises ConfigError if its port is not available."""
         advertised = advertised_host(config)
-        reason, fix = only_this_host(config)
+        reason, fix = loopback_problem(config)
         if reason:
             _log.warning("%s; %s", reason, fix)
         membership = cls(config, engine)
@@ -69,22 +69,22 @@ class WorkerMembership:
         return self._client is not None
 
     def require_coordinator(self, what: str) -> None:
-        """Raises ConfigError when `what` is asked for and there is none."""
+        """Raises ConfigError, which names `what`, if there is no coordinator."""
         if not self.has_coordinator:
             raise ConfigError(f"{what} needs a coordinator: pass coordinator= or set KVLINK_COORDINATOR")
 
     @property
     def joined(self) -> bool | None:
-        """Whether the coordinator knows this worker; None: there is no coordinator."""
+        """Whether the coordinator knows this worker. None without a coordinator."""
         return None if self._session is None else self._session.state is SessionState.JOINED
 
     @property
     def num_rejoins(self) -> int:
-        """How often the coordinator was lost and found again."""
+        """How often the connection to the coordinator was lost and restored."""
         return 0 if self._session is None else self._session.num_rejoins
 
     async def join(self, worker_id: str, engine: Engine) -> WorkerCard:
-        """Publishes the worker's card, with the epoch that was granted. Raises CoordinatorUnavailable."""
+        """Publishes and returns the worker's card with the granted epoch. Raises CoordinatorUnavailable."""
         card = WorkerCard(
             worker_id=worker_id,
             epoch=engine.epoch,
@@ -93,7 +93,7 @@ class WorkerMembership:
             host=this_host(),
             layout=engine.pool.layout,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
-            transports=at_advertised(engine.cards(), self._config),
+            transports=with_advertised_host(engine.cards(), self._config),
         )
         if self._client is not None:
             await self._leave_session()
@@ -108,7 +108,7 @@ class WorkerMembership:
         return card
 
     async def leave(self) -> None:
-        """Idempotent."""
+        """Leaves the session and closes agent, directory and client. Idempotent."""
         self._leave_ports()
         await self._leave_session()
         await self._agent.close()
@@ -134,14 +134,17 @@ class WorkerMembership:
             await self._session.offer(offer)
 
     def forget(self, request_id: str) -> None:
-        """The offer has ended: do not publish it again after a coordinator's restart."""
+        """Removes an ended offer, so that it is not published again after the coordinator restarts."""
         if self._session is not None:
             self._session.forget(request_id)
 
     async def claim(
         self, request_id: str, timeout_s: float, reader: int, num_readers: int
     ) -> Sequence[Ticket]:
-        """Waits for the tickets of all ranks. Raises UnknownRequest, LeaseExpired, CoordinatorUnavailable."""
+        """Claims a request and waits at most `timeout_s` seconds for the tickets of all ranks.
+
+        Raises UnknownRequest, LeaseExpired, CoordinatorUnavailable.
+        """
         if self._client is None:
             return []
         began = time.perf_counter_ns()

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says once when the device of a NIC goes away, and once when it is back."""
+"""Logs when the device of a NIC is removed and when it returns."""
 
 from __future__ import annotations
 
 import logging
 
-from kvlink.transfer.completion import Bell
+from kvlink.transfer.completion import QueueReader
 from kvlink.transfer.engine import Engine
 
 _log = logging.getLogger("kvlink.nics")
 
 
 class PortLog:
-    """Belongs to the event loop that runs when it is made."""
+    """Logs the port events of one engine on the event loop that is running at construction."""
 
     def __init__(self, engine: Engine, worker_id: str) -> None:
         self._engine = engine
         self._worker_id = worker_id
-        self._bell = Bell(self._tell)
-        engine.core.watch_ports(self._bell.queue)
+        self._reader = QueueReader(self._log_changes)
+        engine.core.watch_ports(self._reader.queue)
         self._known = {port.name: port for port in engine.ports()}
 
     def close(self) -> None:
-        """Idempotent."""
-        self._bell.close()
+        """Stops logging. Idempotent."""
+        self._reader.close()
 
-    def _tell(self) -> None:
+    def _log_changes(self) -> None:
         for port in self._engine.ports():
             before, self._known[port.name] = self._known[port.name], port
             if port.times_away > before.times_away:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where peers are told that this worker is, and what to do when that leads nowhere."""
+"""Determines the address that peers use for this worker, and explains addresses that other hosts cannot reach."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from kvlink.errors import ConfigError
 from kvlink.types import TransportCard
 
 _FIX = "set KVLINK_HOST to an address of this host that peers reach (ip -brief address)"
-_BEHIND = "; KVLINK_ADVERTISE too where peers dial another one"
+_BEHIND_NAT = "; set KVLINK_ADVERTISE too if peers connect to another address"
 _COUNT = struct.Struct("<I")
 
 
 def advertised_host(config: WorkerConfig) -> str:
-    """What peers dial. Raises ConfigError for a KVLINK_HOST that is no one address."""
+    """Returns the host that peers connect to. Raises ConfigError if KVLINK_HOST is a wildcard address."""
     if is_wildcard(config.host):
         raise ConfigError(
-            f"KVLINK_HOST={config.host} means every address of this host, and workers listen on one: {_FIX}{_BEHIND}"
+            f"KVLINK_HOST={config.host} means every address of this host, and a worker listens on one; {_FIX}"
+            f"{_BEHIND_NAT}"
         )
     return config.advertise or config.host
 
 
-def only_this_host(config: WorkerConfig) -> tuple[str, str]:
-    """Why workers on other hosts cannot come here although they are expected to, and the fix; empty: nothing is wrong.
+def loopback_problem(config: WorkerConfig) -> tuple[str, str]:
+    """Returns why workers on other hosts cannot reach this one, and the fix. Both are empty if there is no problem.
 
-    A coordinator that is not on loopback is taken to serve several hosts.
+    A coordinator that is not on loopback is assumed to serve several hosts.
     """
     host = config.advertise or config.host
     if not is_loopback(host):
@@ -40,23 +41,23 @@ def only_this_host(config: WorkerConfig) -> tuple[str, str]:
     if not elsewhere:
         return "", ""
     name = "KVLINK_ADVERTISE" if config.advertise else "KVLINK_HOST"
-    reason = f"{name}={host} is loopback: peers on other hosts of coordinator {elsewhere[0]} cannot come here"
-    return reason, _FIX + _BEHIND
+    reason = f"{name}={host} is loopback: peers on other hosts of coordinator {elsewhere[0]} cannot reach this worker"
+    return reason, _FIX + _BEHIND_NAT
 
 
-def hint_for(agent: str) -> str:
-    """To be added to an error about the agent at "host:port" of a worker that may be on another host."""
+def loopback_hint(agent: str) -> str:
+    """Returns a hint for errors about an agent at "host:port", which may be on another host, or ""."""
     host = agent.rpartition(":")[0]
     if not is_loopback(host):
         return ""
     return f". {host} is loopback: if that worker runs on another host, set its KVLINK_HOST to one of its addresses"
 
 
-def at_advertised(cards: Iterable[TransportCard], config: WorkerConfig) -> tuple[TransportCard, ...]:
-    """The cards with the address that peers dial in those of tcp. Raises ConfigError when its name has no address."""
+def with_advertised_host(cards: Iterable[TransportCard], config: WorkerConfig) -> tuple[TransportCard, ...]:
+    """Returns the cards, of which those of tcp get the advertised host. Raises ConfigError if it has no address."""
     if not config.advertise:
         return tuple(cards)
-    host = _number_of(config.advertise).encode()
+    host = _resolve(config.advertise).encode()
     return tuple(
         replace(card, address=_readdressed(card.address, host))
         if card.address and card.name.removeprefix("fault+") == "tcp"
@@ -65,15 +66,15 @@ def at_advertised(cards: Iterable[TransportCard], config: WorkerConfig) -> tuple
     )
 
 
-def _number_of(host: str) -> str:
+def _resolve(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"KVLINK_ADVERTISE={host}: {error.strerror or error}; write an address") from None
+        raise ConfigError(f"KVLINK_ADVERTISE={host}: {error.strerror or error}; set an address") from None
     return str(found[0][4][0])
 
 
 def _readdressed(address: bytes, host: bytes) -> bytes:
-    """Of tcp: the host with its length before it, then port and instance."""
+    """Replaces the host in an address of tcp, which is the length of the host, the host, port and instance."""
     (length,) = _COUNT.unpack_from(address)
     return _COUNT.pack(len(host)) + host + address[_COUNT.size + length :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the owners of a pull are found: named by tickets, or by claiming a request at the coordinator."""
+"""Finds the owners of a pull by its tickets, or by claiming its request at the coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import Connected, connect_all
 from kvlink.worker.membership import WorkerMembership
-from kvlink.worker.unread import EmptyPull, Range, Unread, check_ranges
+from kvlink.worker.unread import EmptyPull, Range, Releaser, check_ranges
 
 Tickets = Ticket | str | Sequence[Ticket | str]
 
@@ -25,16 +25,22 @@ _LEAST_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Of one worker. `checked` returns a ticket that the worker may use; it raises AccessDenied."""
+    """The sources of one worker's pulls.
+
+    `checked` returns a ticket that the worker may use, and raises AccessDenied for any other.
+    """
 
     peers: Peers
     membership: WorkerMembership
     layout: KVLayout
     checked: Callable[[Ticket], Ticket]
-    unread: Unread
+    releaser: Releaser
 
     def of(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
-        """The request, and what finds and connects its owners until a deadline. Raises ConfigError, AccessDenied."""
+        """Returns the request id, and a function that finds and connects its owners until a deadline.
+
+        Raises ConfigError, AccessDenied.
+        """
         if isinstance(ticket := parsed(ticket), str):
             self._require_coordinator(ticket)
             return ticket, partial(self._claim_and_connect, ticket)
@@ -42,17 +48,20 @@ class Sources:
         return tickets[0].request_id, partial(connect_all, self.peers, tickets)
 
     def release(self, ticket: Tickets, timeout_s: float) -> bool:
-        """See `Worker.release`. `timeout_s`: how long to claim for. False: not all are told one-sidedly, or yet."""
+        """Releases blocks as `Worker.release` does. A claim waits at most `timeout_s` seconds.
+
+        Returns False if not all owners were released one-sidedly, or not yet.
+        """
         if not isinstance(ticket := parsed(ticket), str):
-            return self.unread.release(self._tickets(ticket))
+            return self.releaser.release(self._tickets(ticket))
         self._require_coordinator(ticket)
-        self.unread.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
+        self.releaser.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
         return False
 
     def empty_pull(
         self, ticket: Tickets, tokens: Range, layers: Range, settle: bool, timeout_s: float
     ) -> Pull:
-        """A pull that `wants_nothing`. Raises ConfigError, AccessDenied."""
+        """Returns a pull without bytes, see `is_empty`. Raises ConfigError, AccessDenied."""
         ticket = parsed(ticket)
         tickets = [] if isinstance(ticket, str) else self._tickets(ticket)
         for each in tickets:
@@ -67,26 +76,29 @@ class Sources:
         given = [ticket] if isinstance(ticket, Ticket) else ticket
         tickets = [self.checked(_ticket(each)) for each in given]
         if not tickets:
-            raise ConfigError("at least one ticket is needed")
+            raise ConfigError("the list of tickets is empty; pass at least one ticket")
         return tickets
 
     async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
         claiming = self.membership.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
-        return [*map(self.checked, await spans.claimed(request_id, claiming))]
+        return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 
     async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
         tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
         return await connect_all(self.peers, tickets, deadline)
 
     async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
-        self.unread.release(await self._claim(request_id, timeout_s))
+        self.releaser.release(await self._claim(request_id, timeout_s))
 
 
 def parsed(ticket: Tickets | None, request_id: str | None = None) -> Tickets:
-    """One of both: the text of a ticket as the ticket, a request id as it is. Raises ConfigError for anything else."""
+    """Returns tickets or a request id, with the text of a ticket parsed.
+
+    Raises ConfigError unless exactly one of both arguments is given and valid.
+    """
     if (ticket is None) is (request_id is None):
         raise ConfigError(
-            "either a ticket or request_id= is needed" + (", not both" if request_id is not None else "")
+            "pass either a ticket or request_id=" + (", not both" if request_id is not None else "")
         )
     if request_id is not None:
         check_request_id(request_id)
@@ -97,7 +109,7 @@ def parsed(ticket: Tickets | None, request_id: str | None = None) -> Tickets:
         check_request_id(ticket)
     elif not isinstance(ticket, (Ticket, Sequence)) or isinstance(ticket, (bytes, bytearray)):
         raise ConfigError(
-            f"a Ticket, its text, a list of them or a request id is needed, not {type(ticket).__name__}"
+            f"pass a Ticket, its text, a list of them or a request id, not {type(ticket).__name__}"
         )
     return ticket
 

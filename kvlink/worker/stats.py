@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers a worker's statistics from its parts when they are asked for."""
+"""Collects the statistics of a worker from its parts on demand."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from kvlink.transfer.engine import Engine
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.path_stats import Path
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pull_start import Starts
+from kvlink.transfer.pull_start import PullStarts
 from kvlink.worker.membership import WorkerMembership
 
 
 def gather(
-    worker_id: str, engine: Engine, offers: Offers, peers: Peers, membership: WorkerMembership, starts: Starts
+    worker_id: str,
+    engine: Engine,
+    offers: Offers,
+    peers: Peers,
+    membership: WorkerMembership,
+    starts: PullStarts,
 ) -> WorkerStats:
-    """Takes microseconds a link. From any thread. Raises ConfigError in a forked child."""
+    """Returns the statistics, which takes microseconds per link. Safe from any thread. Raises ConfigError in a fork."""
     pool = engine.pool
-    pinned_blocks = offers.num_pinned_blocks()  # first: it ends what was settled
+    pinned_blocks = offers.num_pinned_blocks()  # before the lease counts, because it collects ended leases
     return WorkerStats(
         worker_id=worker_id,
         epoch=engine.epoch,
@@ -44,9 +49,9 @@ def gather(
 def _links(engine: Engine, peers: Peers) -> tuple[Link, ...]:
     connected: Counter[Path] = Counter()
     queued: Counter[Path] = Counter()
-    counts = engine.traffic.counts()
+    counts = engine.path_stats.counts()
     for peer in peers.all():
-        path = engine.traffic.path(peer.card.worker_id, peer.transport)
+        path = engine.path_stats.path(peer.card.worker_id, peer.transport)
         connected[path] += not peer.connection.broken
         queued[path] += peer.connection.pending
     return tuple(Link(path, connected[path] > 0, queued[path], of) for path, of in counts.items())

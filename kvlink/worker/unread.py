@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives blocks back that nobody reads: one-sidedly where their owner is connected, else by its agent."""
+"""Releases blocks that this worker does not read: one-sidedly if their owner is connected, else through its agent."""
 
 from __future__ import annotations
 
@@ -12,50 +12,52 @@ from kvlink.layout import Assignment
 from kvlink.ticket import Ticket
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, no_such_seat, settled_value, settling, within
+from kvlink.transfer.pull_start import Part, no_such_seat, settle_args, settled_value, within
 from kvlink.worker.directory import ControlDirectory
 
 Range = tuple[int, int] | None
-"""Half open; None: all."""
+"""A half-open range. None stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """Of one worker. `in_background` runs a coroutine, given its request and what to call it in a log."""
+class Releaser:
+    """Releases blocks for one worker. `in_background` runs a coroutine, given its request id and its name for a log."""
 
     peers: Peers
     directory: ControlDirectory
     in_background: Callable[[Coroutine[Any, Any, None], str, str], None]
 
     def release(self, tickets: Sequence[Ticket]) -> bool:
-        """Waits for nothing. False: some owners are told by their agents. Raises ConfigError for a ticket without this
-        rank's seat."""
-        told = True
+        """Settles the tickets without blocking. Returns False if some are settled through agents in the background.
+
+        Raises ConfigError for a ticket that has no seat for this rank.
+        """
+        one_sided = True
         for ticket in tickets:
             peer = self.peers.get(ticket.worker_id, ticket.epoch)
-            if peer is None or not peer.connection.settle(*_settling(ticket, peer.assignment)):
-                told = False
-                self.in_background(self._tell_agent(ticket), ticket.request_id, "release")
-        return told
+            if peer is None or not peer.connection.settle(*_settle_args(ticket, peer.assignment)):
+                one_sided = False
+                self.in_background(self._release_by_agent(ticket), ticket.request_id, "release")
+        return one_sided
 
     def settle_by_agent(self, part: Part) -> None:
-        """For a pull whose owner could not be told one-sidedly."""
-        job = self.directory.settle(part[0], *settling(part))
+        """Settles, in the background, a part of a pull that could not be settled one-sidedly."""
+        job = self.directory.settle(part[0], *settle_args(part))
         self.in_background(job, part[0].request_id, "settle")
 
-    async def _tell_agent(self, ticket: Ticket) -> None:
-        """Quiet where the owner has restarted: its leases ended then."""
+    async def _release_by_agent(self, ticket: Ticket) -> None:
+        """Settles a ticket through its agent. An owner that has restarted is no error, because its leases ended."""
         try:
             card = await self.directory.card(ticket.worker_id, ticket.epoch, ticket.agent, fresh=False)
             assignment = self.peers.assignment(card)
             if card.epoch == ticket.epoch and assignment is not None:
-                await self.directory.settle(ticket, *_settling(ticket, assignment))
+                await self.directory.settle(ticket, *_settle_args(ticket, assignment))
         except UnknownRequest:
             return
 
 
-def _settling(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
-    """This rank's slot, and what ends it."""
+def _settle_args(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
+    """Returns the slot of this rank, and the value that settles it."""
     if assignment.seat >= len(ticket.seats):
         raise no_such_seat(ticket, assignment.seat, assignment.num_seats)
     seat = ticket.seats[assignment.seat]
@@ -63,12 +65,12 @@ def _settling(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
 
 
 class EmptyPull(Pull):
-    """A pull of no token or no layer: it has ended when it is made."""
+    """A pull of no token or no layer, which has ended when it is created."""
 
     __slots__ = ("_release", "_settled")
 
     def __init__(self, request_id: str, release: Callable[[], bool], settle: bool) -> None:
-        """`release` gives the blocks back, at once when `settle` is set. Raises what it raises."""
+        """Calls `release`, which settles the offer, at once if `settle` is set. Raises the errors of `release`."""
         super().__init__(request_id, [], None, None)
         self._release = release
         self._settled = settle and release()
@@ -80,19 +82,19 @@ class EmptyPull(Pull):
 
     @property
     def stats(self) -> PullStats:
-        """Nothing was read."""
+        """The statistics, in which only `settled` is set."""
         return PullStats(settled=self._settled)
 
 
-def wants_nothing(num_blocks: int, tokens: Range, layers: Range) -> bool:
-    """Whether a pull into so many blocks is empty."""
+def is_empty(num_blocks: int, tokens: Range, layers: Range) -> bool:
+    """Returns whether a pull into `num_blocks` blocks reads nothing."""
     if layers is not None and layers[0] == layers[1]:
         return True
     return num_blocks == 0 if tokens is None else tokens[0] == tokens[1]
 
 
 def check_ranges(ticket: Ticket, tokens: Range, layers: Range, num_layers: int) -> None:
-    """Raises ConfigError for those beyond what the ticket offers."""
+    """Raises ConfigError for a range that exceeds the offer of the ticket."""
     if tokens is not None:
         within(tokens, ticket.num_tokens, "tokens", ticket)
     if layers is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of an inference server: lends its block pool, offers requests, pulls requests from others."""
+"""Implements Worker, which registers a block pool, offers requests, and pulls requests from other workers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from kvlink.transfer import spans
 from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
-from kvlink.transfer.offers import Passing
+from kvlink.transfer.offers import DeviceWork
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import Starts, start
+from kvlink.transfer.pull_start import PullStarts, start
 from kvlink.transfer.restart import Restart
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
-from kvlink.worker.unread import Unread, wants_nothing
+from kvlink.worker.unread import Releaser, is_empty
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -48,13 +48,13 @@ _JOIN_S, _CLOSE_S = 10.0, 5.0
 
 
 class Worker:
-    """Joins on construction; `close` (or leaving a `with` block) leaves. Safe from any thread.
+    """Joins a deployment on construction, and leaves with `close` or at the end of a `with` block. Thread-safe.
 
-    pool: the blocks that it lends and pulls into.
+    pool: the blocks that it offers and pulls into.
     worker_id: unique among the workers of a deployment, and stable over restarts; 1 to 512 bytes.
-    coordinator: "host:port"; none needed when tickets ride on the router's message.
-    transports: as KVLINK_TRANSPORTS, for example "shm,tcp".
-    config: everything else; read from the environment when not given.
+    coordinator: "host:port"; not needed if the router's messages carry the tickets.
+    transports: in the form of KVLINK_TRANSPORTS, for example "shm,tcp".
+    config: all other options; read from the environment by default.
     Raises ConfigError, CoordinatorUnavailable.
     """
 
@@ -81,24 +81,26 @@ class Worker:
         self._closed, self._closing = False, threading.RLock()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
-            self._starts = Starts(self._control)
+            self._starts = PullStarts(self._control)
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
-            membership = WorkerMembership.open(self.config, lambda: self._engine)  # which _join may replace
+            membership = WorkerMembership.open(
+                self.config, lambda: self._engine
+            )  # _join may replace the engine
             self._membership = self._control.run(membership, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
             offers, self._pull = spans.kinds()
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
-            """The methods under "Prefill's side", and `grant_at` for servers that write tickets elsewhere."""
+            """The live offers. `grant_at` serves schedulers that create tickets themselves."""
             self.offers.on_ended = self._forget
-            self.offers.in_background = partial(self._in_background, what="look for the device's end")
+            self.offers.in_background = partial(self._in_background, what="waiting for the device")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._membership.directory)
-            unread = Unread(self._peers, self._membership.directory, self._in_background)
-            self._on_unsettled = unread.settle_by_agent
+            releaser = Releaser(self._peers, self._membership.directory, self._in_background)
+            self._on_unsettled = releaser.settle_by_agent
             self._restart = partial(Restart, self._starts, self._peers)
-            self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, unread)
+            self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
             self._membership.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
@@ -115,7 +117,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Prefill's side.
+    # Methods of prefill.
 
     def offer(
         self,
@@ -127,22 +129,22 @@ class Worker:
         readers: int = 1,
         ready: int | None = None,
         ready_unit: ReadyUnit = ReadyUnit.BLOCKS,
-        after: Passing | None = None,
+        after: DeviceWork | None = None,
         publish: bool = False,
         trace: str = "",
     ) -> Ticket:
-        """Pins a request's blocks for its readers and returns the ticket that they need. Calls nobody.
+        """Pins a request's blocks for its readers and returns the ticket that they need. Makes no remote call.
 
-        block_ids: integers in any sequence; cover tokens 0…num_tokens in order; none may be written until the event.
-        num_tokens: all that fits the blocks when not given; the last block may be partial.
-        ttl_s: seconds after which an unsettled offer ends (KVLINK_LEASE_S when not given).
-        readers: how many seats; `layout.num_seats` says how many readers of another TP degree need.
-        ready: units already written, all when not given; fewer makes readers stream, see `set_ready`.
-        after: a torch.cuda.Event recorded behind the kernels that write the blocks, or their stream: readers wait until
-            it has passed, and nobody here. Without one the blocks must be written by now.
+        block_ids: integers that cover tokens 0…num_tokens in order. Do not write these blocks before the offer's event.
+        num_tokens: by default as many as fit into the blocks; the last block may be partial.
+        ttl_s: seconds after which an unsettled offer ends; by default KVLINK_LEASE_S.
+        readers: the number of seats; `layout.num_seats` says how many readers of another TP degree need.
+        ready: units that are written already, by default all. With fewer, readers stream, see `set_ready`.
+        after: a torch.cuda.Event recorded behind the kernels that write the blocks, or their stream. Readers wait for
+            it, and this call does not. Without it, the blocks must be written before the call.
         publish: also sends the ticket to the coordinator, in the background.
-        trace: W3C `traceparent` of the request, for who collects spans; a malformed one is ignored.
-        Raises ConfigError for bad arguments and for a full lease table.
+        trace: W3C `traceparent` of the request for tracing; a malformed one is ignored.
+        Raises ConfigError for invalid arguments and if the lease table is full.
         """
         if publish:
             self._membership.require_coordinator(f"request {request_id}: publish=True")
@@ -162,19 +164,19 @@ class Worker:
         return ticket
 
     def set_ready(self, request_id: str, ready: int) -> None:
-        """Tells streaming readers that `ready` units are written. Never goes back. Raises UnknownRequest."""
+        """Announces to streaming readers that `ready` units are written. Never decreases. Raises UnknownRequest."""
         self.offers.set_ready(request_id, ready)
 
     def extend(self, request_id: str, ttl_s: float) -> None:
-        """Lets an offer live at least `ttl_s` seconds from now. Raises UnknownRequest."""
+        """Extends an offer to at least `ttl_s` seconds from now. Raises UnknownRequest."""
         self.offers.extend(request_id, ttl_s)
 
     def abort(self, request_id: str) -> None:
-        """Ends an offer now; a read under way turns stale. Its event follows. Raises UnknownRequest."""
+        """Ends an offer now. A running read becomes stale, and an event follows. Raises UnknownRequest."""
         self.offers.abort(request_id)
 
     def events(self) -> list[LeaseEvent]:
-        """Offers that ended since the last call: their blocks may be written again. Never blocks."""
+        """Returns the offers that ended since the last call, whose blocks may be written again. Never blocks."""
         return self.offers.events()
 
     def watch_events(self) -> AsyncIterator[LeaseEvent]:
@@ -182,11 +184,11 @@ class Worker:
         return when_ended(self._engine, self.offers.events)
 
     def watch_events_blocking(self, timeout_s: float | None = None) -> Iterator[LeaseEvent]:
-        """As `watch_events`, for a thread of its own; ends too when no offer has ended for `timeout_s` seconds."""
+        """Yields like `watch_events` on the calling thread, and ends if no offer has ended for `timeout_s` seconds."""
         limit_s = None if timeout_s is None else checked(timeout_s)
         return each_ended(self._engine, self.offers.events, limit_s)
 
-    # Decode's side.
+    # Methods of decode.
 
     def pull(
         self,
@@ -199,24 +201,24 @@ class Worker:
         settle: bool = True,
         timeout_s: float | None = None,
     ) -> Pull:
-        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. An empty range, or an
-        empty `into`, reads nothing and ends at once: it gives the blocks back as `release` does.
+        """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. With an empty range or
+        an empty `into`, the pull reads nothing, ends at once, and settles as `release` does.
 
-        ticket: one Ticket or its text, one of each owner rank, or a request id.
-        request_id: instead of `ticket`: a request id to claim at the coordinator, and nothing else.
-        into: block ids, as `offer` takes them; array("I") or contiguous numpy uint32 is fastest.
-        tokens: half-open range to read, for example to leave out a cached prefix.
+        ticket: a Ticket or its text, a list with one of each owner rank, or a request id.
+        request_id: a request id to claim at the coordinator, instead of `ticket`.
+        into: block ids in the forms that `offer` accepts; array("I") or contiguous numpy uint32 is fastest.
+        tokens: half-open range to read, for example to skip a cached prefix.
         layers: half-open range of layers.
-        settle: give the owner its blocks back at once when all is valid.
-        timeout_s: deadline of the whole pull (KVLINK_TIMEOUT_S when not given); 0: now or not at all.
-        Raises ConfigError for bad arguments, AccessDenied for a signature that is not the tenant's; else the Pull does.
+        settle: settle the offer at the owner at once after all bytes are valid.
+        timeout_s: deadline of the whole pull in seconds, by default KVLINK_TIMEOUT_S; 0 does not wait.
+        Raises ConfigError for invalid arguments, AccessDenied for a signature of another tenant; else the Pull raises.
         """
         if request_id is not None or not isinstance(ticket, Ticket):
             ticket = parsed(ticket, request_id)
         block_ids = as_buffer(into, "into")
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
-        if ranged and wants_nothing(len(block_ids), tokens, layers):
+        if ranged and is_empty(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
         on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
@@ -231,35 +233,35 @@ class Worker:
         return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
-        """Gives a request's blocks back unread. Waits for nothing and connects to nobody: owners that are not connected
-        are told in the background. Quiet where the lease has ended. Takes and raises what `pull` does."""
+        """Settles a request without reading its blocks, with the arguments and errors of `pull`. Does not block or
+        connect: owners without a connection are settled in the background. An ended lease is no error."""
         if self._closed:
             raise ConfigError("this worker is closed")
         self._sources.release(parsed(ticket, request_id), self._timeout_s)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
-        """Connects ahead of the first pull. None: this rank reads nothing there. Raises KVLinkError."""
+        """Connects before the first pull. Returns None if this rank reads nothing there. Raises KVLinkError."""
         deadline = time.monotonic() + checked(timeout_s)
         job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s)
 
     def peers(self) -> list[Peer]:
-        """Owners this worker is connected to."""
+        """Returns the owners that this worker is connected to."""
         return self._peers.all()
 
     def lease_counts(self) -> LeaseCounts:
-        """What became of this worker's offers."""
+        """Returns the counts of this worker's offers by outcome."""
         return self._engine.lease_counts()
 
     def stats(self) -> WorkerStats:
-        """What was counted until now: for scrapes, not for every pull."""
+        """Returns all statistics. It is meant for scrapes and too slow to call for every pull."""
         return gather(self.worker_id, self._engine, self.offers, self._peers, self._membership, self._starts)
 
     def close(self) -> None:
-        """Ends pulls under way, offers and membership. On return nothing touches the pool. Idempotent."""
+        """Ends running pulls, offers and the membership. On return nothing accesses the pool. Idempotent."""
         if self._pid != os.getpid():
             return
-        with self._closing:  # a second thread waits for the first
+        with self._closing:  # a second caller waits for the first
             if not self._closed:
                 self._closed = True
                 _open.discard(self)
@@ -271,12 +273,12 @@ class Worker:
         try:
             self._control.run(self._membership.leave(), _CLOSE_S)
         except KVLinkError as error:
-            _log.warning("left in a hurry worker=%s error=%s", self.worker_id, error)
+            _log.warning("worker did not leave cleanly worker=%s error=%s", self.worker_id, error)
 
     async def _join(self) -> WorkerCard:
         card = await self._membership.join(self.worker_id, self._engine)
         if card.epoch != self._engine.epoch:
-            # This host's clock went back. The lease table must carry the epoch that readers are told.
+            # The clock of this host went back. The lease table must have the epoch that readers get.
             self._engine.close()
             self._engine = Engine(self.pool, card.epoch + 1, self.config)
             card = await self._membership.join(self.worker_id, self._engine)

@@ -225,14 +225,14 @@ except ConfigError as error:
 
 
 def test_paths_beyond_the_bound_share_one_row() -> None:
-    from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, Path, Traffic
+    from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, AllPathStats, Path
 
-    traffic = Traffic()
-    traffic.live = lambda: {Path(f"w{index}", "tcp") for index in range(MAX_PATHS + 3)}
+    stats = AllPathStats()
+    stats.live = lambda: {Path(f"w{index}", "tcp") for index in range(MAX_PATHS + 3)}
     for index in range(MAX_PATHS + 3):
-        traffic.tally(f"w{index}", "tcp")
-    counts = traffic.counts()
+        stats.of_path(f"w{index}", "tcp")
+    counts = stats.counts()
     assert len(counts) == MAX_PATHS + 1
     assert Path(OTHERS, "tcp") in counts
-    assert traffic.path(f"w{MAX_PATHS}", "tcp") == Path(OTHERS, "tcp")
-    assert traffic.path("w0", "tcp") == Path("w0", "tcp")
+    assert stats.path(f"w{MAX_PATHS}", "tcp") == Path(OTHERS, "tcp")
+    assert stats.path("w0", "tcp") == Path("w0", "tcp")

@@ -111,7 +111,7 @@ async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
         assert pull.wait(10)
         parts = pull._started(0)
         assert parts
-        reader._sources.unread.settle_by_agent(parts[0])
+        reader._sources.releaser.settle_by_agent(parts[0])
         settles = eventually(lambda: collected.named("kvlink.v1.WorkerAgent/SettleSeat"))
         assert [event.request_id for event in owner.events()] == ["r1"]
         assert owner.lease_counts().settled == 1

@@ -66,7 +66,7 @@ def test_joined_axes_take_the_size_that_the_shape_does_not_say() -> None:
     slots = derived("K/V blocks*tokens heads row", (2, N * B, H, D), block_tokens=B)
     assert slots == dense(GEOMETRY, Order.NHD, Regions.PER_LAYER)
     with pytest.raises(
-        ConfigError, match=r"sizes of blocks\*tokens in dimension 1 are not known; say block_tok"
+        ConfigError, match=r"sizes of blocks\*tokens in dimension 1 are not known; pass block_tok"
     ):
         derived("K/V blocks*tokens heads row", (2, N * B, H, D))
     with pytest.raises(ConfigError, match=r"dimension 1 \(blocks\*tokens\) has 128 elements, not 24 tokens"):
@@ -113,7 +113,7 @@ def test_ranks_share_the_heads_unless_it_is_said() -> None:
         ("layers | layers blocks tokens row", (L, N, B, D), L, "names layers twice"),
         ("blocks | K/V tokens heads row", (2, B, H, D), N, "step over layers and K/V, not over blocks"),
         ("", (2, N, B, H, D), L, "does not name blocks and tokens and row"),
-        (None, (2, N, B, H, D), L, 'a usual one of "flash-attention"'),
+        (None, (2, N, B, H, D), L, 'one of "flash-attention"'),
     ],
 )
 def test_names_that_do_not_fit_are_refused(
@@ -125,7 +125,7 @@ def test_names_that_do_not_fit_are_refused(
 
 def test_tensors_of_several_shapes_are_refused() -> None:
     tensors = [np.zeros((2, N + i, B, H, D), np.float16) for i in range(2)]
-    with pytest.raises(ConfigError, match=r"tensors\[1\] .*is not as tensors\[0\]"):
+    with pytest.raises(ConfigError, match=r"tensors\[1\] .*differs from tensors\[0\]"):
         BlockPool.from_tensors(tensors, axes="flash-attention")
 
 

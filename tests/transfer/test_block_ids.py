@@ -48,8 +48,8 @@ BAD: list[tuple[Any, str]] = [
     (np.array([True]), "block id True at index 0 is no integer"),
     (np.array([[1, 2]]), r"one dimension, not shape \[1, 2\]"),
     (np.array(1), r"one dimension, not shape \[\]"),
-    ([4, 2, 4], "block id 4 at index 2 is at index 0, too"),
-    ([*range(300), 7], "block id 7 at index 300 is at index 7, too"),
+    ([4, 2, 4], "block id 4 at index 2 is also at index 0"),
+    ([*range(300), 7], "block id 7 at index 300 is also at index 7"),
     ([*range(300), 512], "block id 512 at index 300 is not in 0 to 511"),
     ([], "at least one block id"),
     (b"\1\0\0\0", "integers in order, not bytes"),
@@ -225,9 +225,9 @@ def test_a_request_id_can_be_said_outright(worker: Worker) -> None:
         lambda: worker.release(ticket, request_id="r"),
     ]
     for both in calls:
-        with pytest.raises(ConfigError, match="either a ticket or request_id= is needed, not both"):
+        with pytest.raises(ConfigError, match="pass either a ticket or request_id=, not both"):
             both()
-    with pytest.raises(ConfigError, match="either a ticket or request_id= is needed"):
+    with pytest.raises(ConfigError, match="pass either a ticket or request_id="):
         worker.pull(into=[9])
     with pytest.raises(ConfigError, match="into: block ids must be integers in order, not NoneType"):
         worker.pull(ticket)

@@ -13,7 +13,7 @@ from transfer_stats import TransferStats
 from kvlink.errors import Cancelled, ConfigError
 from kvlink.transfer.engine import FAILED, RUNNING, SETTLED
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import Part, Starting
+from kvlink.transfer.pull_start import Part, PullStart
 
 
 class HeldTransfer:
@@ -140,7 +140,7 @@ async def test_a_task_that_is_cancelled_before_its_first_step(held: HeldTransfer
 
 
 async def test_a_cancelled_task_of_gather_cancels_every_pull() -> None:
-    pulls = [Pull("request", None, Starting(), None) for _ in range(3)]
+    pulls = [Pull("request", None, PullStart(), None) for _ in range(3)]
     task = asyncio.ensure_future(asyncio.gather(*pulls))
     await asyncio.sleep(0)
     task.cancel()
@@ -178,7 +178,7 @@ async def test_shielded_it_goes_on(held: HeldTransfer) -> None:
 
 
 async def test_transfers_that_start_while_the_await_is_cancelled_end_too(held: HeldTransfer) -> None:
-    starting = Starting()
+    starting = PullStart()
     assert starting.set_running_or_notify_cancel()  # from here on it cannot be called off
     pull = Pull("request", None, starting, None)
     task = asyncio.create_task(wait_for(pull))
@@ -194,7 +194,7 @@ async def test_transfers_that_start_while_the_await_is_cancelled_end_too(held: H
 
 
 async def test_a_start_that_fails_while_the_await_is_cancelled(held: HeldTransfer) -> None:
-    starting = Starting()
+    starting = PullStart()
     assert starting.set_running_or_notify_cancel()
     pull = Pull("request", None, starting, None)
     task = asyncio.create_task(wait_for(pull))

@@ -76,7 +76,7 @@ def test_each_path_is_logged_once_and_again_when_it_changes(caplog: pytest.LogCa
     log = PathLog()
     with caplog.at_level(logging.INFO, "kvlink"):
         for owner, transport in (("a", "tcp"), ("a", "tcp"), ("b", "tcp"), ("a", "verbs"), ("a", "verbs")):
-            log.taken(peer(owner, transport, *([NO_RDMA] if transport == "tcp" else [])))
+            log.opened(peer(owner, transport, *([NO_RDMA] if transport == "tcp" else [])))
     assert [record.getMessage() for record in caplog.records] == [
         "reads from owner=a transport=tcp; not verbs: no RDMA device here",
         "reads from owner=b transport=tcp; not verbs: no RDMA device here",
@@ -88,8 +88,8 @@ def test_each_path_is_logged_once_and_again_when_it_changes(caplog: pytest.LogCa
 def test_the_log_of_paths_does_not_grow_with_owners_that_come_and_go() -> None:
     log = PathLog()
     for number in range(5000):
-        log.taken(peer(f"owner-{number}", "tcp"))
-    assert len(log._told) == 4096
+        log.opened(peer(f"owner-{number}", "tcp"))
+    assert len(log._logged) == 4096
 
 
 def test_a_worker_tells_how_it_is_reached_and_how_it_reads(caplog: pytest.LogCaptureFixture) -> None:

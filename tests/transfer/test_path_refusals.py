@@ -24,7 +24,7 @@ from kvlink.errors import (
 )
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.engine import Engine
-from kvlink.transfer.path_stats import Traffic
+from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.types import PROTOCOL_VERSION, HostIdentity, TransportCard, WorkerCard
@@ -77,7 +77,7 @@ class Script:
     def __init__(self, **errors: KVLinkError) -> None:
         self._errors = {key.replace("_", " "): error for key, error in errors.items()}
         self.paths: dict[str, Path] = {}
-        self.traffic = Traffic()
+        self.path_stats = AllPathStats()
 
     def fail(self, step: str, name: str) -> None:
         if error := self._errors.get(f"{step} {name}"):

@@ -10,7 +10,7 @@ import pytest
 
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.transfer.peer import Peer
-from kvlink.transfer.reconnect import Attempts
+from kvlink.transfer.reconnect import ReconnectBackoff
 from kvlink.transfer.shared_connect import Key, SharedConnects
 
 KEY = ("owner", 1)
@@ -89,7 +89,7 @@ async def test_nobody_waits_for_another_attempt_without_time(agent: Agent) -> No
     with pytest.raises(TransferTimeout):
         await agent.call(in_s=0.001)
     agent.answers.put_nowait(PeerUnreachable("refused"))
-    while agent.connects._under_way:
+    while agent.connects._running:
         await asyncio.sleep(0)
     assert len(agent.given_s) == 1
     with pytest.raises(PeerUnreachable, match=r"refused; next attempt in 0\.05 s"):
@@ -114,7 +114,7 @@ async def test_a_cancelled_caller_waits_no_longer(agent: Agent) -> None:
     caller.cancel()
     await asyncio.wait([caller])
     agent.answers.put_nowait(PeerUnreachable("no answer", silent=True))
-    while agent.connects._under_way:
+    while agent.connects._running:
         await asyncio.sleep(0)
     assert len(agent.given_s) == 1
 
@@ -143,7 +143,7 @@ async def test_who_has_much_time_waits_longer_for_who_says_nothing(agent: Agent)
 
 
 def test_who_only_says_nothing_may_be_slow_for_ten_seconds() -> None:
-    attempts = Attempts()
+    attempts = ReconnectBackoff()
     attempts.failed("timed out", began=100.0, now=102.0, silent=True)
     assert attempts.may_be_slow(102.0, allowed_s=5.0)
     attempts.failed("timed out", began=107.0, now=109.0, silent=True)
@@ -152,14 +152,14 @@ def test_who_only_says_nothing_may_be_slow_for_ten_seconds() -> None:
 
 
 def test_who_only_says_nothing_may_be_slow_for_a_third_of_a_long_time() -> None:
-    attempts = Attempts()
+    attempts = ReconnectBackoff()
     attempts.failed("timed out", began=100.0, now=105.0, silent=True)
     assert attempts.may_be_slow(129.9, allowed_s=90.0)
     assert not attempts.may_be_slow(130.0, allowed_s=90.0)
 
 
 def test_who_refuses_is_not_slow() -> None:
-    attempts = Attempts()
+    attempts = ReconnectBackoff()
     attempts.failed("timed out", began=100.0, now=102.0, silent=True)
     attempts.failed("connection refused", began=102.1, now=102.2, silent=False)
     assert not attempts.may_be_slow(102.2, allowed_s=90.0)

@@ -27,7 +27,7 @@ from kvlink.errors import (
 )
 from kvlink.transfer.engine import FAILED, RUNNING, SETTLED, VALID
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, Starting, connect_all
+from kvlink.transfer.pull_start import Part, PullStart, connect_all
 from kvlink.transfer.restart import Restart
 
 CUT_ONCE = ["fail-data@1", "break-data@1", "fail-slot@2", "break-slot@2"]
@@ -184,7 +184,7 @@ def test_an_owner_that_is_gone_is_why_the_pull_failed(pair: Callable[[str], Pair
     two = pair("break-data@1")
     pull = two.start()
     two.owner.close()
-    with pytest.raises(PeerUnreachable, match=r"an injected fault.*could not begin again:.*owner"):
+    with pytest.raises(PeerUnreachable, match=r"an injected fault.*the pull could not restart:.*owner"):
         pull.wait()
 
 
@@ -195,9 +195,9 @@ class Starts:
         self.closing = False
         self.num_restarts = 0
         self.asked: list[tuple[Any, ...]] = []
-        self.starting = Starting()
+        self.starting = PullStart()
 
-    def start(self, connect: Any, want: Any, kept: Any) -> Starting:
+    def start(self, connect: Any, want: Any, kept: Any) -> PullStart:
         self.asked.append((connect.args[1], want, kept))
         return self.starting
 

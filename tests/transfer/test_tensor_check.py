@@ -84,8 +84,8 @@ def test_memory_that_the_layout_describes_is_taken(make: Callable[[], Array]) ->
         (lambda: half(N, B, H, D), ["no dimension for the axis K/V"]),
         (lambda: half(3, 2, N, B, H, D), ["no axis for the 3 elements of dimension 0"]),
         (lambda: half(2 * N, B, H, D), ["dimension 0 joins K/V and blocks"]),
-        (lambda: np.zeros(2 * N * B * H * D * 2 - 1, np.uint8), ["65535 bytes", "65536 bytes into region 0"]),
-        (lambda: np.zeros(2 * N * B * H * D * 4, np.uint8), ["131072 bytes", "65536 bytes into region 0"]),
+        (lambda: np.zeros(2 * N * B * H * D * 2 - 1, np.uint8), ["65535 bytes", "65536 bytes in region 0"]),
+        (lambda: np.zeros(2 * N * B * H * D * 4, np.uint8), ["131072 bytes", "65536 bytes in region 0"]),
         (
             lambda: np.broadcast_to(half(1, N, B, H, D), (2, N, B, H, D)),
             ["read-only"],

@@ -68,14 +68,14 @@ def test_blocks_count_as_pinned_from_when_they_are_handed_off(pair: list[Worker]
     owner, _ = pair
     owner.offers.grant_at("r", seats(3), ttl_s=60)
     assert owner.stats().pinned_blocks == 0, "the server's own, so far"
-    owner.offers.hand_over("r", 2, ttl_s=60)
+    owner.offers.hand_off("r", 2, ttl_s=60)
     assert owner.stats().pinned_blocks == 2
     owner.offer("s", [1, 2, 3])
     assert owner.stats().pinned_blocks == 5
     owner.abort("r")
     assert owner.stats().pinned_blocks == 3
     with pytest.raises(UnknownRequest):
-        owner.offers.hand_over("r", 2, ttl_s=60)
+        owner.offers.hand_off("r", 2, ttl_s=60)
 
 
 def test_a_request_in_two_pulls_is_settled_once(pair: list[Worker]) -> None:

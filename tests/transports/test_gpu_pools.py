@@ -38,7 +38,7 @@ def test_the_card_says_why_gpu_memory_is_not_lent() -> None:
 
 
 def test_nobody_reads_from_gpu_memory_by_way_of_the_host() -> None:
-    refused = pytest.raises(TransportUnavailable, match="gpu cannot lend its pool: tcp reaches host memory")
+    refused = pytest.raises(TransportUnavailable, match="gpu cannot export its pool: tcp reaches host memory")
     with gpu_worker() as owner, Worker(PoolSpec().make(), "reader", transports=HOST) as reader, refused:
         reader.pull(owner.offer("r", [0, 1]), [0, 1]).wait()
 

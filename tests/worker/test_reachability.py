@@ -15,7 +15,7 @@ from kvlink.doctor import Verdict, network
 from kvlink.errors import ConfigError, KVLinkError, PeerUnreachable
 from kvlink.layout import Geometry, dense
 from kvlink.types import TransportCard
-from kvlink.worker.reachability import advertised_host, at_advertised, hint_for, only_this_host
+from kvlink.worker.reachability import advertised_host, loopback_hint, loopback_problem, with_advertised_host
 
 MAPPED = "::ffff:127.0.0.1"
 
@@ -96,7 +96,7 @@ def test_loopback_with_a_coordinator_elsewhere(
     host: str, advertise: str, coordinator: str, named: str
 ) -> None:
     config = WorkerConfig(host=host, advertise=advertise, coordinator=coordinator)
-    reason, fix = only_this_host(config)
+    reason, fix = loopback_problem(config)
     assert reason.startswith(named) if named else not reason
     check = network.advertised_address(config)
     assert (check.verdict, check.fix) == (Verdict.FAIL if named else Verdict.PASS, fix)
@@ -127,15 +127,15 @@ def test_only_the_address_of_tcp_changes() -> None:
     cards = [TransportCard(name, tcp, (), b"") for name in ("tcp", "fault+tcp", "shm")] + [
         TransportCard("tcp", b"", (), b"", refused="none here")
     ]
-    told = at_advertised(cards, config)
+    told = with_advertised_host(cards, config)
     moved = b"\x09\x00\x00\x00192.0.2.7\x39\x30\x00\x00instance"
     assert [card.address for card in told] == [moved, moved, tcp, b""]
-    assert at_advertised(cards, WorkerConfig()) == tuple(cards)
+    assert with_advertised_host(cards, WorkerConfig()) == tuple(cards)
 
 
 def test_a_name_that_has_no_address_is_not_advertised() -> None:
-    with pytest.raises(ConfigError, match=r"KVLINK_ADVERTISE=nowhere\.invalid: .*; write an address"):
-        at_advertised([], WorkerConfig(advertise="nowhere.invalid"))
+    with pytest.raises(ConfigError, match=r"KVLINK_ADVERTISE=nowhere\.invalid: .*; set an address"):
+        with_advertised_host([], WorkerConfig(advertise="nowhere.invalid"))
 
 
 def test_readers_are_told_of_the_owners_host_where_its_address_is_loopback() -> None:
@@ -148,5 +148,5 @@ def test_readers_are_told_of_the_owners_host_where_its_address_is_loopback() -> 
             reader.pull(replace(ticket, agent=nobody), into=[2]).wait()
         with pytest.raises(KVLinkError, match="set its KVLINK_HOST"):
             reader.pull(replace(ticket, agent=reader.card.agent), into=[2]).wait()
-    assert hint_for("10.0.0.1:7400") == ""
-    assert "KVLINK_HOST" in hint_for("[::1]:7400")
+    assert loopback_hint("10.0.0.1:7400") == ""
+    assert "KVLINK_HOST" in loopback_hint("[::1]:7400")

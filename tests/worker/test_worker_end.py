@@ -19,8 +19,8 @@ from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.engine import CompletionQueue
-from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, Path, PathCounts, Traffic
-from kvlink.transfer.reconnect import Attempts
+from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, AllPathStats, Path, PathCounts
+from kvlink.transfer.reconnect import ReconnectBackoff
 
 
 @pytest.fixture
@@ -76,16 +76,16 @@ def test_watchers_that_are_gone_leave_nothing(worker: Worker) -> None:
         worker.abort(f"request-{number}")
         assert next(worker.watch_events_blocking()).request_id == f"request-{number}"
     assert not opened_since(before)
-    assert not worker._engine._rung
+    assert not worker._engine._notified
 
 
 def test_a_watcher_that_is_gone_is_told_nothing(worker: Worker) -> None:
     queue = CompletionQueue()
-    worker._engine.ring_when_closed(queue)
+    worker._engine.notify_when_closed(queue)
     del queue
     gc.collect()
     worker.close()
-    assert not worker._engine._rung
+    assert not worker._engine._notified
 
 
 def test_a_closed_worker_holds_no_descriptors() -> None:
@@ -190,34 +190,34 @@ def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:
 
 
 def test_owners_that_are_gone_make_room() -> None:
-    traffic = Traffic()
+    stats = AllPathStats()
     live = Path("oldest", "tcp")
-    traffic.live = lambda: {live}
-    traffic.tally(*live)
+    stats.live = lambda: {live}
+    stats.of_path(*live)
     for number in range(MAX_PATHS + 50):
-        traffic.tally(f"owner-{number}", "tcp")
-    counts = traffic.counts()
+        stats.of_path(f"owner-{number}", "tcp")
+    counts = stats.counts()
     assert {live, Path(f"owner-{MAX_PATHS + 49}", "tcp"), Path(OTHERS, "tcp")} <= counts.keys()
     assert Path("owner-0", "tcp") not in counts
-    assert traffic.path("owner-0", "tcp") == Path(OTHERS, "tcp")
+    assert stats.path("owner-0", "tcp") == Path(OTHERS, "tcp")
     assert len(counts) == MAX_PATHS + 1
 
 
 def test_an_owner_that_is_connected_again_is_not_the_oldest() -> None:
-    traffic = Traffic()
+    stats = AllPathStats()
     for number in (*range(MAX_PATHS), 0, MAX_PATHS):
-        traffic.tally(f"owner-{number}", "tcp")
-    assert Path("owner-0", "tcp") in traffic.counts()
-    assert Path("owner-1", "tcp") not in traffic.counts()
+        stats.of_path(f"owner-{number}", "tcp")
+    assert Path("owner-0", "tcp") in stats.counts()
+    assert Path("owner-1", "tcp") not in stats.counts()
 
 
 def test_with_more_owners_than_paths_new_ones_share_one() -> None:
-    traffic = Traffic()
+    stats = AllPathStats()
     paths = [Path(f"owner-{number}", "tcp") for number in range(MAX_PATHS + 2)]
-    traffic.live = lambda: paths
-    tallies = [traffic.tally(*path) for path in paths]
+    stats.live = lambda: paths
+    tallies = [stats.of_path(*path) for path in paths]
     assert tallies[-1] is tallies[-2]
-    assert Path(OTHERS, "tcp") in traffic.counts()
+    assert Path(OTHERS, "tcp") in stats.counts()
 
 
 def test_counts_of_two_paths() -> None:
@@ -234,8 +234,8 @@ def test_counts_of_two_paths() -> None:
 
 
 def test_failed_attempts_are_forgotten_after_a_while() -> None:
-    attempts = Attempts()
-    assert not attempts.forgotten(1e9)
+    attempts = ReconnectBackoff()
+    assert not attempts.is_expired(1e9)
     attempts.failed("refused", 100.0, 100.0, silent=False)
-    assert not attempts.forgotten(attempts.not_before + 59)
-    assert attempts.forgotten(attempts.not_before + 61)
+    assert not attempts.is_expired(attempts.not_before + 59)
+    assert attempts.is_expired(attempts.not_before + 61)
