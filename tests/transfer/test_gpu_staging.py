@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where there is a staging buffer, and what is said of it."""
+"""Staging and bounce buffers of GPU memory: when there are some, and which log lines name them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ import pytest
 from kvlink import BlockPool, WorkerConfig
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.explain import PathTaken
-from kvlink.transfer.gpu_staging import staging_for, warn_of_staging
+from kvlink.transfer.gpu_staging import (
+    bouncing_ends,
+    staging_for,
+    warn_of_path,
+    warn_of_pool,
+    warn_of_staging,
+)
 from kvlink.transfer.pool import Region
+from kvlink.types import TransportCard
 
 LAYOUT = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=2))
 NO_SUCH_GPU = 99
 ON_GPU = BlockPool([Region(1 << 40, LAYOUT.region_bytes()[0], None, None, gpu=NO_SUCH_GPU)], LAYOUT)
 PATH = PathTaken("prefill-1", "verbs", 1, (), (), (), (), 65536, 16 << 20, 420.0, 400.0, False)
+VERBS = TransportCard("verbs", b"", (b"key",), (b"slots", b"words"))
+TCP = TransportCard("tcp", b"", (b"key",), (b"slots", b"words"), bounces=True)
+SHM = TransportCard("shm", b"", (), (), "nobody reaches in", bounces=True)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +66,41 @@ def test_explain_gives_both_predictions() -> None:
     with_buffer = replace(PATH, predicted_direct_us=5243.0, predicted_staged_us=420.0)
     assert "(1 lane(s), direct, staged predicted 420 us, not encrypted)" in str(with_buffer)
     assert "staged on the GPU, direct predicted 5243 us" in str(replace(with_buffer, staged=True))
+
+
+def test_the_ends_are_named() -> None:
+    assert bouncing_ends(True, True) == ("reader", "owner")
+    assert bouncing_ends(False, True) == ("owner",)
+    assert bouncing_ends(False, False) == ()
+
+
+@pytest.mark.parametrize(
+    ("cards", "level"),
+    [
+        ((VERBS, TCP), logging.INFO),
+        ((SHM, TCP), logging.WARNING),
+        ((replace(VERBS, refused="no dma-buf", bounces=True), TCP), logging.WARNING),
+        ((VERBS,), None),
+    ],
+)
+def test_a_worker_warns_when_peers_have_no_other_way(
+    cards: tuple[TransportCard, ...], level: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kvlink.staging"):
+        warn_of_pool(ON_GPU, cards)
+    assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
+    if level is not None:
+        assert f"device=cuda:{NO_SUCH_GPU} over=" in caplog.text
+        assert all(card.refused in caplog.text for card in cards)
+
+
+def test_a_path_that_bounces_is_a_warning_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_path("prefill-1", "tcp", ("reader", "owner"), ["not verbs: no NIC serves GPU 0000:1b:00.0"])
+    assert "owner=prefill-1 transport=tcp at=reader,owner; not verbs: no NIC serves GPU" in caplog.text
+
+
+def test_explain_says_bounce() -> None:
+    path = PathTaken("prefill-1", "tcp", 1, (), (), ("owner",), (), 4, 4096, 10.0, 12.0, True)
+    assert "1 lane(s), bounce at owner" in str(path)
+    assert "bounce at reader and owner" in str(replace(path, bounces_at=("reader", "owner")))
+    assert "bounce" not in str(replace(path, bounces_at=()))
