@@ -83,7 +83,8 @@ lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy
 	python tests/words.py
 	mypy -p kvlink -p benchmarks -p integrations
 	lint-imports
-	clang-format --dry-run -Werror $(CPP_FILES)
+	@echo clang-format --dry-run, all C++ files
+	@clang-format --dry-run -Werror $(CPP_FILES)
 
 .PHONY: format
 format: $(VENV)/.checked ## rewrite sources the way lint wants them
