@@ -18,9 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Folders that are free of these words; kvlink, integrations, benchmarks, tests and csrc are not yet.
-DOCSTRINGS: tuple[str, ...] = ("docs", "kvlink/hardware", "kvlink/transfer", "kvlink/worker")
-COMMENTS: tuple[str, ...] = ("docs", "kvlink/hardware", "kvlink/transfer", "kvlink/worker")
+# Folders that are free of these words; the rest of kvlink, integrations, benchmarks, tests and csrc are not yet.
+ROOMS = tuple(
+    f"kvlink/{room}" for room in ("control", "coordinator", "hardware", "monitoring", "transfer", "worker")
+)
+DOCSTRINGS: tuple[str, ...] = ("docs", *ROOMS)
+COMMENTS: tuple[str, ...] = ("docs", *ROOMS)
 
 INSTEAD = {
     r"len(?:d|ds|t|ding)": "export, register, share",

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvlink.control import Claim, CoordinatorClient, Offer
 from kvlink.coordinator import Coordinator
-from kvlink.coordinator.gc_tuning import collect_seldom
+from kvlink.coordinator.gc_tuning import tune_gc
 from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, WorkerCard
 
@@ -207,7 +207,7 @@ def _claimer(pipe: Connection, _: int, address: str, run: str) -> None:
 
 
 async def _coordinator() -> str:
-    collect_seldom()
+    tune_gc()
     return await Coordinator(lease_s=600.0).start()
 
 

@@ -158,7 +158,7 @@ async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list
             settled = time.monotonic() + _BEFORE_KILL_S
             while time.monotonic() < settled:
                 await hand_off()
-            bring_back = lose(client.asks)
+            bring_back = lose(client.next_address)
             started = time.monotonic()
             await hand_off()
             taken_s.append(time.monotonic() - started)

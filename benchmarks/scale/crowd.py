@@ -95,7 +95,7 @@ class Crowd:
         self._missing = [
             (session, session.num_rejoins)
             for client, session in self._sessions
-            if address in ("", client.asks)
+            if address in ("", client.next_address)
         ]
         return len(self._missing)
 

@@ -103,7 +103,7 @@ def coordinator(
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
     from kvlink.coordinator.coordinator import serve
-    from kvlink.coordinator.gc_tuning import collect_seldom
+    from kvlink.coordinator.gc_tuning import tune_gc
 
     config = WorkerConfig.from_env()
     level = "info" if sources(os.environ)["log"] == "default" else config.log
@@ -115,7 +115,7 @@ def coordinator(
 
     security = Security.of(replace(config, insecure=insecure or config.insecure))
     gate = security.coordinator_gate(tenants)
-    collect_seldom()
+    tune_gc()
     asyncio.run(
         serve(
             host,
@@ -126,7 +126,7 @@ def coordinator(
             security=security,
             gate=gate,
             on_ready=ready,
-            beside=status_page.beside(http_host, http_port),
+            background_service=status_page.status_page_service(http_host, http_port),
         )
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page as an option of `kvlink coordinator`."""
+"""Adds the status page to `kvlink coordinator`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvlink.coordinator.coordinator import BackgroundService, Coordinator
 from kvlink.errors import ConfigError
 
 
-def beside(host: str, port: int | None) -> BackgroundService:
-    """None: no page. Raises ConfigError when what it needs is not installed."""
+def status_page_service(host: str, port: int | None) -> BackgroundService:
+    """Returns the service of the page, a void one if `port` is None. Raises ConfigError if a package is missing."""
     if port is None:
         return lambda coordinator: nullcontext()
     try:
-        from kvlink.monitoring.status_page.serving import showing
+        from kvlink.monitoring.status_page.serving import serve_status_page
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("aiohttp", "prometheus_client"):
             raise
         raise ConfigError(
-            f"the status page needs {error.name}: pip install 'kvlink[metrics]', or leave out --http-port"
+            f"the status page needs {error.name}: run pip install 'kvlink[metrics]', or leave out --http-port"
         ) from error
 
     @asynccontextmanager
     async def page(coordinator: Coordinator) -> AsyncIterator[None]:
-        async with showing(coordinator, host, port) as url:
+        async with serve_status_page(coordinator, host, port) as url:
             typer.echo(f"kvlink status page on {url}")
             yield
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers and coordinators share of the control plane. Only control and coordinator speak gRPC."""
+"""This package holds what workers and coordinators share of the control plane.
+
+Only kvlink.control and kvlink.coordinator speak gRPC.
+"""
 
 from kvlink.control.agent import WorkerAgent
 from kvlink.control.agent_clients import AgentClients

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker answers to its peers: its card, new connections, and settles whose data path is gone."""
+"""Serves a worker's peers: its card, new connections, and settles of readers whose data path failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
 from kvlink.control.refusal import Reason, Refused, named
 from kvlink.control.rpc.peer_address import caller_number
-from kvlink.control.rpc.server import Host
+from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import Security, agent_gate
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
 from kvlink.errors import Cancelled
@@ -20,15 +20,16 @@ from kvlink.types import WorkerCard
 
 Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]
 Accept = Callable[[str, list[bytes], bool, int], Accepted]
-"""(transport, hellos, takes keys, caller) -> (connection id, replies) and where they are not the card's, the keys.
+"""Maps (transport, hellos, takes keys, caller) to (connection id, replies[, pool keys, lease keys]).
 
-On its own thread: may block, may raise KVLinkError."""
+The keys are returned only where they differ from the card's. Runs on its own thread, may block, and may raise
+KVLinkError."""
 OnSeat = Callable[[int, int], bool]
-"""(slot, settle nonce) -> whether there is such a seat. Called on the event loop: must not block."""
+"""Maps (slot, settle nonce) to whether there is such a seat. Runs on the event loop and must not block."""
 
 
 class WorkerAgent:
-    """Listens from `start` on; refuses callers until `publish`. Belongs to the event loop that starts it."""
+    """Listens after `start`, and refuses callers until `publish`. Belongs to the event loop that starts it."""
 
     def __init__(
         self,
@@ -38,18 +39,18 @@ class WorkerAgent:
         reflect: bool = False,
         security: Security | None = None,
     ) -> None:
-        """Under TLS it answers only workers of its own tenant. Raises ConfigError when its certificate names none."""
+        """Under TLS, it answers only workers of its own tenant. Raises ConfigError if its certificate names none."""
         self._accept = accept
         self._settle = settle
         self._renew = renew
         self._card: WorkerCard | None = None
         self._connecting: Counter[int] = Counter()
         security = Security.from_env() if security is None else security
-        self._host = Host("worker agent", reflect, security, agent_gate(security.tenant()))
-        self._host.unary(Calls.GET_CARD, self._get_card)
-        self._host.unary(Calls.CONNECT, self._connect)
-        self._host.unary(Calls.SETTLE_SEAT, self._settle_seat)
-        self._host.unary(Calls.RENEW_SEATS, self._renew_seats)
+        self._server = GrpcServer("worker agent", reflect, security, agent_gate(security.tenant()))
+        self._server.unary(Calls.GET_CARD, self._get_card)
+        self._server.unary(Calls.CONNECT, self._connect)
+        self._server.unary(Calls.SETTLE_SEAT, self._settle_seat)
+        self._server.unary(Calls.RENEW_SEATS, self._renew_seats)
         self.address = ""
 
     def __repr__(self) -> str:
@@ -57,27 +58,27 @@ class WorkerAgent:
         return f"WorkerAgent({self.address or 'not started'}, {who})"
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, advertise: str = "") -> str:
-        """Listens (port 0: any) and returns the "host:port" that peers dial, at `advertise` if given.
+        """Listens and returns the "host:port" that peers connect to, with the host `advertise` if that is given.
 
-        Raises ConfigError when the port cannot be had.
+        Port 0 picks a free port. Raises ConfigError when it cannot listen on the port.
         """
-        self.address = await self._host.start(host, port)
+        self.address = await self._server.start(host, port)
         if advertise:
             self.address = joined(advertise, split_address(self.address)[1])
         return self.address
 
     def publish(self, card: WorkerCard) -> None:
-        """Sets who this worker is, from now on."""
+        """Sets the card of this worker and starts to answer callers."""
         self._card = card
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stops listening. Closing again has no effect."""
         self._card = None
-        await self._host.stop(0.2)
+        await self._server.stop(0.2)
 
     def _published(self) -> WorkerCard:
         if self._card is None:
-            raise Refused(Reason.NOT_READY, f"the worker at {self.address} is starting or closing; ask again")
+            raise Refused(Reason.NOT_READY, f"the worker at {self.address} is starting or closing; retry")
         return self._card
 
     def _check_me(self, worker_id: str, epoch: int) -> None:
@@ -85,13 +86,13 @@ class WorkerAgent:
         if card.worker_id != worker_id:
             raise Refused(
                 Reason.RESTARTED,
-                f"the agent at {self.address} belongs to worker {named(card.worker_id)}, and "
-                f"{named(worker_id)} was asked for: the address was reused",
+                f"the agent at {self.address} belongs to worker {named(card.worker_id)}, but the call is for "
+                f"{named(worker_id)}: the address was reused. Fetch the card of the worker again",
             )
         if card.epoch != epoch:
             raise Refused(
                 Reason.RESTARTED,
-                f"worker {named(worker_id)} restarted: epoch {epoch} asked, {card.epoch} running",
+                f"worker {named(worker_id)} restarted: the call is for epoch {epoch}, and {card.epoch} is running",
             )
 
     async def _get_card(self, _: Nothing) -> WorkerCard:
@@ -103,19 +104,21 @@ class WorkerAgent:
         if self._connecting[caller] >= MAX_CONNECTS_OF_ONE or self._connecting.total() >= MAX_CONNECTS:
             raise Refused(
                 Reason.TOO_MANY,
-                f"{self._connecting.total()} readers are being admitted, {self._connecting[caller]} of them yours; "
-                "ask again in a moment",
+                f"the worker at {self.address} is already admitting {self._connecting.total()} readers, "
+                f"{self._connecting[caller]} of them for this caller; retry in a moment",
             )
         try:
             accepting = off_loop(self._accept, request.transport, request.hellos, request.takes_keys, caller)
         except Cancelled:
-            raise Refused(Reason.NOT_READY, f"the process of {self.address} is ending") from None
+            raise Refused(
+                Reason.NOT_READY, f"the process of the worker at {self.address} is ending"
+            ) from None
         self._connecting[caller] += 1
         try:
             return ConnectReply(*await accepting)
         finally:
             self._connecting[caller] -= 1
-            self._connecting += Counter()  # forgets callers that have none
+            self._connecting += Counter()  # drops callers without a connection in progress
 
     async def _settle_seat(self, order: SettleOrder) -> bool:
         self._check_me(order.worker_id, order.epoch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agents that a process calls now and then: one client for each, as long as it is needed."""
+"""Keeps one client for each agent that a process calls from time to time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvlink.control.now import now
 from kvlink.control.security import Security
 from kvlink.forks import check_grpc
 
-_UNUSED_S = 300.0  # far more than any call takes: none runs on a client that is closed for it
+_UNUSED_S = 300.0  # far longer than any call, so no call runs on a client that is closed as unused
 
 
 @dataclass(slots=True)
@@ -23,23 +23,24 @@ class _Kept:
 
 
 class AgentClients:
-    """Clients by "host:port". Workers come and go, each at another port: those that nobody has asked for in five
-    minutes are closed. Belongs to the event loop that it is used on; may be made on any thread. Raises ConfigError in a
-    forked child of a process in which kvlink ran.
+    """Maps "host:port" to a client, and closes clients that were not used for five minutes.
+
+    Workers come and go, each at another port. An instance belongs to the event loop that it is used on, and may be
+    created on any thread. Raises ConfigError in a forked child of a process in which kvlink ran.
     """
 
     def __init__(self, security: Security | None = None, clock: Callable[[], float] = now) -> None:
         check_grpc()
         self._security = security
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one asked for last is the last
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # in the order of their last use
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, address: str) -> AgentClient:
-        """For the next call; whoever calls again asks again. Raises ConfigError for another form of address."""
+        """Returns the client to use for the next call only. Raises ConfigError for another form of address."""
         now = self._clock()
         kept = self._kept.get(address)
         if kept is None:
@@ -50,7 +51,7 @@ class AgentClients:
         return kept.client
 
     async def close(self) -> None:
-        """Ends running calls. Idempotent."""
+        """Cancels running calls. Closing again has no effect."""
         while self._kept:
             await self._kept.popitem()[1].client.close()
         await asyncio.gather(*self._closing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a worker gives its coordinator up for silent. Pure: takes the time as a value."""
+"""Decides when a worker gives up on a silent coordinator. The code is pure and takes the time as a value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections import deque
 from kvlink.control.values import Membership
 
 PATIENCE = 2 / 3
-"""Of a lease, from the last beat that was answered. The rest of the lease is for joining elsewhere."""
+"""The worker waits this fraction of a lease after its last answered beat, and uses the rest to join elsewhere."""
 _SPREAD_S = 3.0
-"""All workers notice at once that a coordinator is gone; their joins would hold up the next one for seconds."""
+"""All workers notice a lost coordinator at once. Without a spread, their joins would delay the next one for seconds."""
 
 
 class Beats:
-    """The beats on one keep-alive stream, answered in order. A lease begins when its beat arrives, so it is counted
-    from when that was sent.
+    """Tracks the beats on one keep-alive stream, which are answered in order.
+
+    A lease begins when its beat arrives at the coordinator, so it is counted from the time the beat was sent.
     """
 
     def __init__(self, membership: Membership, now: float) -> None:
@@ -26,19 +27,19 @@ class Beats:
         self._unanswered: deque[float] = deque()
 
     def sent(self, now: float) -> None:
-        """A beat is on its way."""
+        """Notes that a beat was sent."""
         self._unanswered.append(now)
 
     def answered(self) -> None:
-        """The oldest beat under way has arrived."""
+        """Notes that the oldest outstanding beat was answered."""
         if self._unanswered:
             self._renewed = self._unanswered.popleft()
 
     def give_up_at(self) -> float:
-        """The coordinator counts as gone when it has not answered by then; `math.inf` while no beat is under way."""
+        """Returns when the coordinator counts as gone unless it answers, or `math.inf` while no beat is outstanding."""
         return self._renewed + PATIENCE * self._lease_s if self._unanswered else math.inf
 
     def spread_s(self, now: float) -> float:
-        """How long this worker may wait before it joins again: at most half of what is left of its lease."""
+        """Returns how many seconds this worker may wait before it rejoins: at most half of the rest of its lease."""
         left_s = max(0.0, self._renewed + self._lease_s - now)
         return min(self._keep_alive_s, _SPREAD_S, left_s / 2)

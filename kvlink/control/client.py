@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed calls to a coordinator and to worker agents. Each client belongs to the event loop it is used on.
+"""Makes typed calls to a coordinator and to worker agents. Each client belongs to the event loop it is used on.
 
-Every call raises CoordinatorUnavailable when the far end stays away for the whole timeout (5 s unless said
-otherwise), and the exceptions of `kvlink.control.refusal.Reason` for what it refuses.
+Every call raises CoordinatorUnavailable when the server cannot be reached within the timeout (5 s by default), and the
+exceptions of `kvlink.control.refusal.Reason` when the server refuses the call.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _C = TypeVar("_C", bound="_Client")
 _MAX_CACHED_CARDS = 4_096
 _MAX_GIVEN_UP = 4_096
 _AGENT_PATIENCE_S = 0.5
-"""A worker that died does not come back at its address: readers should hear of it soon."""
+"""A worker that died does not return at its address, so readers should learn of its death soon."""
 _CLAIM_TURN_S = 5.0
-"""One of several coordinators may hang: a claim that waits longer asks again, under its id."""
+"""One of several coordinators may hang. A claim that waits longer is sent again under the same claim id."""
 _CLAIM_SLACK_S = 2.0
-"""A claim that waited in vain is refused by the coordinator; the client gives up this much later."""
+"""The coordinator refuses a claim that timed out. The client waits this much longer for that refusal."""
 
 
 class _Client:
@@ -62,24 +62,24 @@ class _Client:
 
     @property
     def address(self) -> str:
-        """host:port of the far end, or several with commas between."""
+        """Returns the host:port of the server, or several separated by commas."""
         return self._channel.address
 
     @property
-    def asks(self) -> str:
-        """The one of them that the next call goes to."""
-        return self._channel.asks
+    def next_address(self) -> str:
+        """Returns the one of the addresses that the next call goes to."""
+        return self._channel.next_address
 
     @property
-    def has_choice(self) -> bool:
-        """Whether there are several addresses."""
-        return self._channel.has_choice
+    def has_replicas(self) -> bool:
+        """Returns whether there are several addresses."""
+        return self._channel.has_replicas
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._channel!r})"
 
     async def close(self) -> None:
-        """Ends running calls. Idempotent."""
+        """Cancels running calls. Closing again has no effect."""
         await self._channel.close()
 
     async def __aenter__(self: _C) -> _C:
@@ -90,7 +90,7 @@ class _Client:
 
 
 class CoordinatorClient(_Client):
-    """Speaks to the coordinator at "host:port", or to any replica of "a:1,b:2". Raises ConfigError for other forms."""
+    """Calls the coordinator at "host:port", or any replica of "a:1,b:2". Raises ConfigError for other address forms."""
 
     def __init__(self, addresses: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
         advice = "Check that `kvlink coordinator` runs there and that this host reaches the port"
@@ -98,26 +98,29 @@ class CoordinatorClient(_Client):
         super().__init__(Channel(addresses, "coordinator", advice, trust=trust), timeout_s)
         self._cards: OrderedDict[tuple[str, int], WorkerCard] = OrderedDict()
         self._given_up: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        """Claim ids by request and reader, of claims that ended without an answer."""
+        """Maps (request id, reader) to the claim id of a claim that ended without an answer."""
 
     async def join(
         self, card: WorkerCard, rejoin: bool = False, timeout_s: float | None = None
     ) -> Membership:
-        """Publishes a card and proposes its epoch. `Session` does this and stays joined."""
+        """Publishes a card and proposes its epoch. Returns the granted membership.
+
+        `Session` calls this and keeps the worker joined.
+        """
         request = JoinRequest(card, rejoin)
         return await self._channel.call(CoordinatorCalls.JOIN, request, given_or(timeout_s, self._timeout_s))
 
     def keep_alive(self) -> Stream[Beat, Push]:
-        """Beats up, settle orders down. `Session` does this."""
+        """Opens the stream that carries beats to the coordinator and settle orders back. `Session` uses it."""
         return self._channel.open(CoordinatorCalls.KEEP_ALIVE)
 
     async def leave(self, worker_id: str, epoch: int, timeout_s: float | None = None) -> None:
-        """Ends this life of a worker; what it offered is dropped."""
+        """Removes this epoch of a worker from the coordinator, together with its offers."""
         request = WorkerEpoch(worker_id, epoch)
         await self._channel.call(CoordinatorCalls.LEAVE, request, given_or(timeout_s, self._timeout_s))
 
     async def worker(self, worker_id: str, epoch: int = 0) -> WorkerCard:
-        """The card of a worker (epoch 0: whichever runs now). Asked once for each epoch, then remembered.
+        """Returns the card of a worker, fetched once per epoch and then cached. Epoch 0 means the running one.
 
         Raises UnknownRequest when the worker is not joined or runs under another epoch.
         """
@@ -133,13 +136,14 @@ class CoordinatorClient(_Client):
         return card
 
     async def workers(self) -> list[WorkerCard]:
-        """Everyone who is joined."""
+        """Returns the cards of all joined workers."""
         return await self._channel.call(CoordinatorCalls.LIST_WORKERS, Nothing(), self._timeout_s)
 
     async def watch(self, worker_ids: Iterable[str] = ()) -> AsyncIterator[WorkerChange]:
-        """UP for everyone who is joined, then what changes. Never ends; bridges coordinator restarts and a slow reader.
+        """Yields UP for every joined worker, then each change. Never ends.
 
-        worker_ids: only of these, at most 1,024; everyone when not given.
+        It survives coordinator restarts and readers that fall behind. `worker_ids` limits the watch to at most 1,024
+        workers; all workers are watched when it is empty.
         """
         asked = Watch(frozenset(worker_ids))
         known: dict[str, WorkerCard] = {}
@@ -153,7 +157,8 @@ class CoordinatorClient(_Client):
                         yield change
                     async for changes in replies:
                         backoff.reset()
-                        for change in asked.sees(changes):  # which an older coordinator does not know
+                        # A coordinator of an older release does not filter.
+                        for change in asked.sees(changes):
                             _apply(known, change)
                             yield change
             except CoordinatorUnavailable:
@@ -161,7 +166,7 @@ class CoordinatorClient(_Client):
             except Overloaded:
                 if whole is None:
                     raise
-                # The coordinator keeps no more changes for a watch that does not read them: it begins again.
+                # The coordinator ended a watch that fell behind. The next one starts with the whole list.
             await asyncio.sleep(backoff.delay_s())
 
     def _changes(self, asked: Watch) -> AsyncGenerator[WorkerChanges, None]:
@@ -174,11 +179,11 @@ class CoordinatorClient(_Client):
     async def claim(
         self, request_id: str, timeout_s: float = 30.0, reader: int = 0, num_readers: int = 1
     ) -> list[bytes]:
-        """The tickets of all ranks of a request, once all have offered. `timeout_s` 0: now or never.
+        """Returns the tickets of all ranks of a request once all ranks have offered. `timeout_s` 0 does not wait.
 
-        Asked again of another replica, or after a lost reply, it brings the same tickets. So does the next claim of
-        the same reader after one that was cancelled while its tickets were on their way.
-        Raises UnknownRequest, or LeaseExpired when it was offered and not claimed in time.
+        A claim that is repeated at another replica, or after a lost reply, returns the same tickets. So does the same
+        reader's next claim after one that was cancelled while its tickets were being sent.
+        Raises UnknownRequest, or LeaseExpired when the request was offered and not claimed in time.
         """
         claim_id = self._given_up.pop((request_id, reader), None) or os.urandom(16)
         try:
@@ -194,9 +199,9 @@ class CoordinatorClient(_Client):
         backoff = Backoff()
         while True:
             left_s = max(0.0, deadline - now())
-            turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_choice else left_s
+            turn_s = min(left_s, _CLAIM_TURN_S) if self._channel.has_replicas else left_s
             turn_ends = now() + turn_s
-            asked = self._channel.asks
+            address = self._channel.next_address
             try:
                 return await self._channel.attempt(
                     CoordinatorCalls.CLAIM, claim._replace(timeout_s=turn_s), turn_s + _CLAIM_SLACK_S
@@ -204,7 +209,7 @@ class CoordinatorClient(_Client):
             except UnknownRequest:
                 is_over = turn_s > 0.0 and now() >= turn_ends
                 if is_over:
-                    self._channel.leave(asked)  # it may have lost its store
+                    self._channel.avoid(address)  # it may have lost its store
                 if turn_s == left_s or not is_over:
                     raise
             except CoordinatorUnavailable:
@@ -214,24 +219,24 @@ class CoordinatorClient(_Client):
                 await asyncio.sleep(delay_s)
 
     async def settle(self, order: SettleOrder) -> None:
-        """Asks the owner through the coordinator to end a seat, when neither data path nor agent is left."""
+        """Asks the owner through the coordinator to end a seat, when neither data path nor agent can be reached."""
         await self._channel.call(CoordinatorCalls.SETTLE, order, self._timeout_s)
 
     def handoffs(self) -> HandoffStream:
-        """Offers, claims and settles in batches. Close it."""
+        """Opens a stream that sends offers, claims and settles in batches. The caller closes it."""
         return HandoffStream(self._channel.open(CoordinatorCalls.HANDOFFS))
 
     async def status(self) -> CoordinatorStatus:
-        """Counts."""
+        """Returns the counts of the coordinator."""
         return await self._channel.call(CoordinatorCalls.STATUS, Nothing(), self._timeout_s)
 
     async def overview(self) -> Overview:
-        """What workers reported to this coordinator, and how its own calls fare."""
+        """Returns what workers reported to this coordinator, and statistics of its own calls."""
         return await self._channel.call(CoordinatorCalls.OVERVIEW, Nothing(), self._timeout_s)
 
 
 class AgentClient(_Client):
-    """Speaks to the WorkerAgent at "host:port". Raises ConfigError for another form of address."""
+    """Calls the WorkerAgent at "host:port". Raises ConfigError for another form of address."""
 
     def __init__(
         self,
@@ -240,36 +245,36 @@ class AgentClient(_Client):
         security: Security | None = None,
         tenant: str | None = None,
     ) -> None:
-        """`tenant`: the worker's, where it is not this process's own."""
-        advice = "The worker may have died or restarted elsewhere: recompute the request"
+        """`tenant` is the worker's tenant, where it differs from this process's own."""
+        advice = "The worker may have died or restarted elsewhere. Recompute the request"
         trust = (Security.from_env() if security is None else security).workers(tenant)
         super().__init__(Channel(address, "worker agent", advice, _AGENT_PATIENCE_S, trust), timeout_s)
 
     async def card(self) -> WorkerCard:
-        """Who listens there now."""
+        """Returns the card of the worker that listens there now."""
         return await self._channel.call(AgentCalls.GET_CARD, Nothing(), self._timeout_s)
 
     async def card_at_once(self) -> WorkerCard:
-        """As `card`, without asking again."""
+        """Returns the card like `card`, but does not retry."""
         return await self._channel.attempt(AgentCalls.GET_CARD, Nothing(), self._timeout_s)
 
     async def connect(
         self, worker_id: str, epoch: int, transport: str, hellos: list[bytes], timeout_s: float | None = None
     ) -> ConnectReply:
-        """Introduces a connection's lanes.
+        """Asks the owner to accept a connection with one hello per lane, and returns its reply.
 
-        Raises UnknownRequest when the worker is another one or has restarted, and what its transport raises:
-        TransportUnavailable, AccessDenied, ConfigError.
+        Raises UnknownRequest when another worker listens there or the worker has restarted. Also raises what its
+        transport raises: TransportUnavailable, AccessDenied, ConfigError.
         """
         request = ConnectRequest(worker_id, epoch, transport, hellos, takes_keys=True)
         return await self._channel.call(AgentCalls.CONNECT, request, given_or(timeout_s, self._timeout_s))
 
     async def settle(self, order: SettleOrder) -> bool:
-        """Without the data path. False: the seat had ended already, or the nonce is wrong."""
+        """Ends a seat without the data path. Returns False if the seat had already ended or the nonce is wrong."""
         return await self._channel.call(AgentCalls.SETTLE_SEAT, order, self._timeout_s)
 
     async def renew(self, renewal: Renewal) -> list[int]:
-        """Asks for time for at most 1,024 seats. Returns the slots whose leases have ended."""
+        """Extends the leases of at most 1,024 seats. Returns the slots whose leases have ended."""
         return await self._channel.call(AgentCalls.RENEW_SEATS, renewal, self._timeout_s)
 
 
@@ -281,7 +286,7 @@ def _apply(known: dict[str, WorkerCard], change: WorkerChange) -> None:
 
 
 def _difference(known: dict[str, WorkerCard], whole: WorkerChanges) -> WorkerChanges:
-    """Turns a fresh list into changes against `known`, and updates that."""
+    """Turns a fresh list into changes against `known`, and updates `known`."""
     now = {change.card.worker_id: change.card for change in whole}
     gone = [card for name, card in known.items() if name not in now or now[name].epoch != card.epoch]
     new = [card for name, card in now.items() if known.get(name) != card]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys are due: a heap with lazy entry and removal, so that nothing is ever scanned."""
+"""Finds the keys that are due with a heap. Insertion and removal are lazy, so nothing is ever scanned."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """One deadline a key, in seconds of any one clock. Every call is O(log n) amortised.
+    """Keeps one deadline per key, in seconds of any one clock. Every call is O(log n) amortised.
 
-    A key enters the heap when it is asked what is due: most are forgotten before.
+    A key enters the heap only when `next` or `due` is called, because most keys are discarded before that.
     """
 
     def __init__(self) -> None:
         self._new: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._current: dict[K, int] = {}
-        """Numbers of the keys' last entries in the heap."""
+        """Maps each key to the number of its latest entry in the heap."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -33,17 +33,17 @@ class Deadlines(Generic[K]):
         self._new[key] = deadline
 
     def discard(self, key: K) -> None:
-        """Forgets `key` if it is known."""
+        """Removes `key` if it is present."""
         if self._new.pop(key, None) is None:
             self._current.pop(key, None)
 
     def next(self) -> float:
-        """No key is due before this time; `math.inf` when there is none."""
+        """Returns a time before which no key is due, or `math.inf` when there is no key."""
         self._enter()
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> list[K]:
-        """Removes and returns the keys whose deadline has come, earliest first."""
+        """Removes and returns the keys whose deadline has passed, earliest first."""
         self._enter()
         keys = []
         while self._heap and self._heap[0][0] <= now:

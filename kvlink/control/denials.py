@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that were denied, in the log: each peer's first one, and no more lines than somebody can read."""
+"""Logs denied calls and other repeated events at a bounded rate."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger("kvlink.control")
 _LINES = 10
 _PER_S = 60.0
 _MAX_SHOWN = 200
-"""Characters of what a peer can choose."""
+"""Bounds the characters of a text that a peer chooses."""
 
 
 class LogQuota:
-    """Allows at most `lines` lines in `per_s` seconds, and counts those that are left out."""
+    """Allows at most `lines` log lines in `per_s` seconds, and counts the suppressed ones."""
 
     def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
         self._most = lines
@@ -28,7 +28,7 @@ class LogQuota:
         self._unsaid = 0
 
     def take(self) -> int | None:
-        """The number of lines left out before this one; None: this one is left out, too."""
+        """Returns the number of lines suppressed before this one, or None if this line must be suppressed too."""
         now = self._clock()
         if now - self._since >= self._per_s:
             self._since, self._written = now, 0
@@ -41,13 +41,13 @@ class LogQuota:
 
 
 class DenialLog:
-    """Logs denied calls at a bounded rate; the next line after a silence says how many there were in between."""
+    """Logs denied calls at a bounded rate. Each line says how many were suppressed before it."""
 
     def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
         self._quota = LogQuota(lines, per_s, clock)
 
     def note(self, method: str, peer: str, why: str) -> None:
-        """Of one call."""
+        """Logs one denied call, or counts it as suppressed."""
         unsaid = self._quota.take()
         if unsaid is not None:
             _log.warning(

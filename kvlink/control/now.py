@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of the control plane: that of the running event loop, so that who owns the loop owns the time."""
+"""The control plane reads the clock of the running event loop, so whatever owns the loop controls time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def now() -> float:
-    """Seconds; never goes back. Outside of event loops it is what the time of theirs is: `time.monotonic`."""
+    """Returns monotonic seconds: the time of the running event loop, or `time.monotonic` without one."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

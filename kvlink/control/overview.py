@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people are shown of a deployment, as values: see protos/kvlink/v1/overview.proto for what the fields mean."""
+"""Defines the values of a deployment's overview. protos/kvlink/v1/overview.proto documents their fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MAX_REASONS = 32
 MAX_REASON_BYTES = 64
 MAX_VIEWS = 1_000
 MAX_VIEWED_LINKS = 2_000
-"""A few ten milliseconds of the coordinator's only thread."""
+"""Building this many takes tens of milliseconds of the coordinator's only thread."""
 
 
 class LinkReport(NamedTuple):
-    """From the owner `worker_id` to the worker that reports."""
+    """Describes the transfers from the owner `worker_id` to the reporting worker."""
 
     worker_id: str
     transport: str
@@ -29,14 +29,14 @@ class LinkReport(NamedTuple):
 
 
 class FailureCount(NamedTuple):
-    """`reason` is the name of an exception."""
+    """Counts failures by `reason`, the name of an exception."""
 
     reason: str
     number: int
 
 
 class WorkerReport(NamedTuple):
-    """What a worker tells with its beats."""
+    """Holds the statistics that a worker sends with its beats."""
 
     active_leases: int = 0
     oldest_lease_s: float = 0.0
@@ -56,7 +56,7 @@ class WorkerReport(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """A sign of life."""
+    """Renews a worker's lease, and carries its latest report."""
 
     worker_id: str
     epoch: int
@@ -64,7 +64,10 @@ class Beat(NamedTuple):
 
 
 class WorkerView(NamedTuple):
-    """One worker as a coordinator sees it. `before` came `interval_s` before `report`, which came `age_s` ago."""
+    """Shows one worker as a coordinator sees it.
+
+    `report` arrived `age_s` seconds ago, and `before` arrived `interval_s` seconds before it.
+    """
 
     worker_id: str
     epoch: int
@@ -76,11 +79,11 @@ class WorkerView(NamedTuple):
     before: WorkerReport | None = None
     interval_s: float = 0.0
     tenant: str = ""
-    """"" where nobody knows who is whose."""
+    """The tenant is empty without TLS, where tenants are not known."""
 
 
 class CallCount(NamedTuple):
-    """Answered calls of one method; in a handoff stream none is counted."""
+    """Counts the answered calls of one method. Operations in a handoff stream are not counted."""
 
     method: str
     number: int
@@ -89,7 +92,7 @@ class CallCount(NamedTuple):
 
 
 class RefusalCount(NamedTuple):
-    """`reason` names a `refusal.Reason`."""
+    """Counts refused calls by method and `reason`, the name of a `refusal.Reason`."""
 
     method: str
     reason: str
@@ -97,7 +100,7 @@ class RefusalCount(NamedTuple):
 
 
 class Overview(NamedTuple):
-    """Of one coordinator."""
+    """Shows one coordinator, its workers and its calls."""
 
     workers: tuple[WorkerView, ...] = ()
     calls: tuple[CallCount, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call of the control plane is refused: from reason to gRPC status to the exception callers see."""
+"""Maps the reason for a refused call to a gRPC status, and back to the exception that the caller sees."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvlink.errors import (
 )
 
 REASON_TRAILER = "kvlink-reason"
-"""Metadata key of a refused call; the value is a Reason's name."""
+"""Metadata key of a refused call. The value is the name of a Reason."""
 
 
 class NotJoined(CoordinatorError):
-    """The coordinator does not know the caller, for instance because it restarted. `Session` joins again."""
+    """The coordinator does not know the caller, for instance because it restarted. `Session` rejoins."""
 
     retryable = True
 
@@ -31,7 +31,7 @@ class Replaced(CoordinatorError):
 
 
 class WorkerIdTaken(CoordinatorError):
-    """Another process has joined under the worker_id, and its agent answers. It is free once that process has ended."""
+    """Another process has joined under the worker_id and its agent answers. The id is free once that process ends."""
 
     retryable = True
 
@@ -43,21 +43,21 @@ class Overloaded(CoordinatorError):
 
 
 class Reason(Enum):
-    """Names go over the wire, beside the gRPC status that `status` names."""
+    """Says why a call was refused. The member's name is sent with the gRPC status that `status` names."""
 
     MALFORMED = ("INVALID_ARGUMENT", ConfigError)
     TOO_MANY = ("RESOURCE_EXHAUSTED", Overloaded)
     UNKNOWN = ("NOT_FOUND", UnknownRequest)
     EXPIRED = ("NOT_FOUND", LeaseExpired)
     RESTARTED = ("FAILED_PRECONDITION", UnknownRequest)
-    """The worker runs under another epoch than the caller believes."""
+    """The worker runs under another epoch than the caller named."""
     NOT_JOINED = ("FAILED_PRECONDITION", NotJoined)
     REPLACED = ("ABORTED", Replaced)
     TAKEN = ("ALREADY_EXISTS", WorkerIdTaken)
     NO_TRANSPORT = ("UNIMPLEMENTED", TransportUnavailable)
     DENIED = ("PERMISSION_DENIED", AccessDenied)
     NOT_READY = ("UNAVAILABLE", CoordinatorUnavailable)
-    """Starting or ending: ask again a little later."""
+    """The server is starting or ending. The caller retries a little later."""
     FAILED = ("INTERNAL", CoordinatorError)
 
     def __init__(self, status: str, error: type[KVLinkError]) -> None:
@@ -66,7 +66,7 @@ class Reason(Enum):
 
 
 class Refused(Exception):
-    """Raised by whoever decides; the server sends it, the client turns it into `reason.error`."""
+    """Refuses a call. Handlers raise it, the server sends it, and the client turns it into `reason.error`."""
 
     def __init__(self, reason: Reason, sentence: str) -> None:
         super().__init__(sentence)
@@ -75,7 +75,7 @@ class Refused(Exception):
 
 
 def refusal_of(error: BaseException) -> Refused:
-    """What a failed handler answers. Errors that nobody foresaw become FAILED."""
+    """Returns the refusal that a failed handler answers with. Unexpected errors become FAILED."""
     if isinstance(error, Refused):
         return error
     for reason in (Reason.MALFORMED, Reason.UNKNOWN, Reason.EXPIRED, Reason.NO_TRANSPORT, Reason.DENIED):
@@ -85,11 +85,11 @@ def refusal_of(error: BaseException) -> Refused:
 
 
 def error_of(reason: str, sentence: str) -> KVLinkError:
-    """The exception for a refusal that came over the wire."""
+    """Returns the exception for a refusal that came over the wire."""
     known = Reason.__members__.get(reason)
     return known.error(sentence) if known else CoordinatorError(f"{sentence} ({reason})")
 
 
 def named(name: str) -> str:
-    """A name that somebody else chose, fit for a sentence."""
+    """Quotes and shortens a name that a peer chose, for use in an error text."""
     return repr(name if len(name) <= 80 else f"{name[:77]}...")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a worker joined: beats, joins again by itself, re-sends live offers to a coordinator that forgot."""
+"""Keeps a worker joined: it beats, rejoins automatically, and re-sends live offers to a coordinator that lost them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from kvlink.types import WorkerCard
 _log = logging.getLogger("kvlink.control")
 
 _JOIN_TIMEOUT_S = 4.0
-"""Of one attempt to join again; the next one follows at once."""
+"""Bounds one attempt to rejoin. The next attempt follows after a back-off."""
 
 
 class SessionState(Enum):
-    """Where a Session stands."""
+    """Says whether a Session is joined."""
 
     JOINED = "joined"
     REJOINING = "rejoining"
     REPLACED = "replaced"
-    """Another process took the worker_id. Final."""
+    """Another process took the worker_id. This state is final."""
     CLOSED = "closed"
 
 
 class Session:
-    """One worker's membership. Made by `join`; belongs to that event loop.
+    """Holds one worker's membership. `join` creates it; it belongs to the event loop that called `join`.
 
-    `on_settle(slot, settle_nonce)` is called on the loop when a reader settles through the coordinator; `report`
-    before each beat, for what the coordinator shows of this worker.
+    `on_settle(slot, settle_nonce)` is called on the loop when a reader settles through the coordinator. `report` is
+    called before each beat, and its result is what the coordinator shows of this worker.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Session:
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._refused: set[str] = set()
-        """Request ids of offers that the coordinator had no room for when they were sent again."""
+        """Request ids of offers that the coordinator had no room for when they were re-sent."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._doubt = asyncio.Event()
@@ -80,7 +80,7 @@ class Session:
         timeout_s: float = 5.0,
         report: Callable[[], WorkerReport | None] = lambda: None,
     ) -> Session:
-        """Joins, until `close`. `card.epoch` is a proposal; `session.card` has the granted one."""
+        """Joins and stays joined until `close`. `card.epoch` is a proposal; `session.card` has the granted epoch."""
         return cls(client, card, await client.join(card, timeout_s=timeout_s), on_settle, report)
 
     def __repr__(self) -> str:
@@ -90,9 +90,9 @@ class Session:
         )
 
     async def offer(self, offer: Offer, timeout_s: float = 5.0) -> None:
-        """Publishes a ticket and keeps it published until it expires or `forget`. Raises CoordinatorError.
+        """Publishes a ticket and keeps it published until it expires or `forget` is called. Raises CoordinatorError.
 
-        After CoordinatorUnavailable it is not published yet, and will be once the coordinator is back.
+        After CoordinatorUnavailable the ticket is not published yet; it will be when the coordinator is back.
         """
         at = now()
         for expired in self._deadlines.due(at):
@@ -109,12 +109,15 @@ class Session:
             raise
 
     def forget(self, request_id: str) -> None:
-        """The offer has ended at its owner: do not send it again."""
+        """Stops re-sending an offer that has ended at its owner."""
         self._offers.pop(request_id, None)
         self._deadlines.discard(request_id)
 
     async def close(self) -> None:
-        """Leaves (the coordinator may be gone: then it finds out by itself) and stops. Idempotent."""
+        """Leaves the coordinator and stops. Closing again has no effect.
+
+        If the coordinator cannot be reached, the lease of the worker expires instead.
+        """
         if self.state is SessionState.CLOSED:
             return
         leaves = self.state is not SessionState.REPLACED
@@ -126,7 +129,9 @@ class Session:
             try:
                 await self._client.leave(self.card.worker_id, self.card.epoch, timeout_s=1.0)
             except KVLinkError as error:
-                _log.info("left without saying so worker=%s error=%s", self.card.worker_id, error)
+                _log.info(
+                    "closed without leaving the coordinator worker=%s error=%s", self.card.worker_id, error
+                )
 
     async def _publish(self, offer: Offer, deadline: float) -> None:
         while True:
@@ -136,13 +141,14 @@ class Session:
                 await asyncio.wait_for(self._joined.wait(), max(0.0, deadline - now()))
             except asyncio.TimeoutError:
                 raise CoordinatorUnavailable(
-                    f"request {offer.request_id!r} not offered yet: {self!r} does not reach its coordinator"
+                    f"request {offer.request_id!r} is not offered yet: {self!r} cannot reach its coordinator. It will "
+                    "be offered when the coordinator is back"
                 ) from None
             self._check_usable()
             try:
                 await self._client.offer(offer, timeout_s=max(0.001, deadline - now()))
                 return
-            except NotJoined:  # the coordinator restarted and nobody beat since
+            except NotJoined:  # the coordinator restarted after the last beat
                 self._rejoin_soon()
 
     def _rejoin_soon(self) -> None:
@@ -152,7 +158,9 @@ class Session:
 
     def _check_usable(self) -> None:
         if self.state is SessionState.REPLACED:
-            raise Replaced(f"{self!r}: another process joined under this worker_id; give each its own")
+            raise Replaced(
+                f"{self!r}: another process joined under this worker_id; give each process its own"
+            )
         if self.state is SessionState.CLOSED:
             raise CoordinatorError(f"{self!r} is closed")
 
@@ -179,10 +187,11 @@ class Session:
                 _log.info("cannot join yet worker=%s error=%s", self.card.worker_id, error)
 
     async def _spread_out(self) -> None:
-        """Waits for a random while, within the lease, or until there is something to offer. Others that serve alike
-        have this worker's lease, and must hear of it before that ends.
+        """Waits a random time within the lease, or until there is something to offer.
+
+        With several coordinators it does not wait: the others know this worker's lease and need a beat before it ends.
         """
-        if self._client.has_choice:
+        if self._client.has_replicas:
             return
         delay_s = random.uniform(0.0, self._beats.spread_s(now()))
         with contextlib.suppress(asyncio.TimeoutError):
@@ -191,16 +200,16 @@ class Session:
     async def _rejoin(self) -> None:
         membership = await self._client.join(self.card, rejoin=True, timeout_s=_JOIN_TIMEOUT_S)
         if membership.epoch != self.card.epoch:
-            raise Replaced(f"the coordinator grants epoch {membership.epoch}")
+            raise Replaced(f"the coordinator granted epoch {membership.epoch} instead of {self.card.epoch}")
         self._membership = membership
-        self._refused = await self._offer_again(self._offers)
+        self._refused = await self._resend_offers(self._offers)
         self.num_rejoins += 1
         self.state = SessionState.JOINED
         self._doubt.clear()
         self._joined.set()
-        _log.info("joined again worker=%s offers=%d", self.card.worker_id, len(self._offers))
+        _log.info("rejoined worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
-    async def _offer_again(self, request_ids: Iterable[str]) -> set[str]:
+    async def _resend_offers(self, request_ids: Iterable[str]) -> set[str]:
         """Sends offers that have neither ended nor expired. Returns those that may be accepted later."""
         at = now()
         known = [self._offers[request_id] for request_id in request_ids if request_id in self._offers]
@@ -217,22 +226,22 @@ class Session:
                 refused.add(offer.request_id)
         return refused
 
-    async def _offer_refused(self) -> None:
+    async def _retry_refused_offers(self) -> None:
         """Sends the refused offers until each is accepted or expires. Raises when the coordinator is gone."""
         backoff = Backoff()
         if self._refused:
             _log.warning(
-                "offers refused for now, sending them again worker=%s offers=%d",
+                "the coordinator refused offers for now, retrying worker=%s offers=%d",
                 self.card.worker_id,
                 len(self._refused),
             )
         while self._refused:
             await asyncio.sleep(backoff.delay_s())
-            self._refused = await self._offer_again(self._refused)
+            self._refused = await self._resend_offers(self._refused)
         await self._doubt.wait()
 
     async def _keep_alive(self, backoff: Backoff) -> None:
-        """Beats until the coordinator is gone (raises) or may not know us any more (returns)."""
+        """Beats until the coordinator may no longer know this worker. Raises when the coordinator is gone."""
         stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
         tasks = [
@@ -241,7 +250,7 @@ class Session:
                 self._beat(stream, beats),
                 self._listen(stream, beats, backoff),
                 self._give_up(stream, beats),
-                self._offer_refused(),
+                self._retry_refused_offers(),
                 self._doubt.wait(),
             )
         ]
@@ -263,13 +272,13 @@ class Session:
             await asyncio.sleep(self._membership.keep_alive_s)
 
     async def _give_up(self, stream: Stream[Beat, Push], beats: Beats) -> None:
-        """Raises CoordinatorUnavailable when beats stay unanswered, although the connection stands."""
+        """Raises CoordinatorUnavailable when beats stay unanswered although the connection is open."""
         while (left_s := beats.give_up_at() - now()) > 0:
             await asyncio.sleep(min(left_s, self._membership.keep_alive_s))
-        stream.leave()
+        stream.avoid_server()
         raise CoordinatorUnavailable(
             f"coordinator at {self._client.address} has answered no beat for two thirds of the lease of "
-            f"{self._membership.lease_s:g} s: stopped, overloaded or cut off"
+            f"{self._membership.lease_s:g} s: it is stopped, overloaded or cut off"
         )
 
     async def _listen(self, stream: Stream[Beat, Push], beats: Beats, backoff: Backoff) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control plane's calls take and answer. Named tuples, as every handoff makes several."""
+"""Defines requests and replies of the control plane. They are named tuples because each handoff creates several."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvlink.types import WorkerCard, WorkerChange
 
 
 class JoinRequest(NamedTuple):
-    """`card.epoch` is the epoch proposed; with `rejoin` it is one that this process has held already."""
+    """Asks to join. `card.epoch` is a proposal; with `rejoin` it is an epoch that this process already held."""
 
     card: WorkerCard
     rejoin: bool = False
 
 
 class Membership(NamedTuple):
-    """What a worker is granted: beat every `keep_alive_s`, or be gone after `lease_s`."""
+    """Tells a worker its granted epoch. A worker that does not beat for `lease_s` seconds counts as gone."""
 
     epoch: int
     lease_s: float
@@ -26,23 +26,23 @@ class Membership(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """The last known process of a worker_id."""
+    """Records the last known process of a worker_id."""
 
     epoch: int
     incarnation: bytes
     left: bool = False
-    """It said goodbye."""
+    """The process left on its own, rather than losing its lease."""
 
 
 class WorkerEpoch(NamedTuple):
-    """One life of a worker. Epoch 0: whichever runs now."""
+    """Names one epoch of a worker. Epoch 0 means the running one."""
 
     worker_id: str
     epoch: int
 
 
 class Offer(NamedTuple):
-    """One rank's ticket of a request. `ticket` is opaque to the control plane, and secret."""
+    """Publishes one rank's ticket of a request. `ticket` is secret and opaque to the control plane."""
 
     request_id: str
     worker_id: str
@@ -54,16 +54,16 @@ class Offer(NamedTuple):
     ticket: bytes
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Omits the ticket, which is secret."""
         return (
             f"Offer({self.request_id!r} by {self.worker_id!r} epoch {self.epoch}, {len(self.ticket)} bytes)"
         )
 
 
 class Claim(NamedTuple):
-    """Asks for all tickets of a request, on behalf of one of `num_readers` readers.
+    """Asks for all tickets of a request on behalf of one of `num_readers` readers.
 
-    Asked again with the same `claim_id`, unless that is empty, it gets the same tickets.
+    A claim repeated under the same non-empty `claim_id` gets the same tickets.
     """
 
     request_id: str
@@ -73,23 +73,23 @@ class Claim(NamedTuple):
     claim_id: bytes = b""
 
     def __repr__(self) -> str:
-        """Without the claim's id, which gets its tickets again."""
+        """Omits the claim id, because whoever knows it gets the tickets again."""
         return (
             f"Claim({self.request_id!r} for reader {self.reader} of {self.num_readers}, {self.timeout_s:g} s)"
         )
 
 
 class Claimed(NamedTuple):
-    """Who has been given the tickets of a request, as coordinators tell each other."""
+    """Records which readers got the tickets of a request. Coordinators share it through their store."""
 
     tickets: tuple[bytes, ...]
-    """Digests of those that are meant, in rank order."""
+    """Digests of the tickets that the record is about, in rank order."""
     readers: tuple[tuple[int, bytes], ...]
-    """(reader, claim id)"""
+    """(reader, claim id) of each reader that has claimed."""
     complete: bool
-    """All readers have claimed."""
+    """True when all readers have claimed."""
     ttl_s: float
-    """As long as any of the tickets may be offered again."""
+    """The record is kept this long, because any of its tickets may be offered again until then."""
 
 
 class SettleOrder(NamedTuple):
@@ -101,24 +101,24 @@ class SettleOrder(NamedTuple):
     settle_nonce: int
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Omits the nonce, which is secret."""
         return f"SettleOrder({self.worker_id!r} epoch {self.epoch}, slot {self.slot})"
 
 
 class Renewal(NamedTuple):
-    """Asks an owner for time: (slot, settle nonce) of seats whose readers still wait."""
+    """Asks an owner to extend leases. `seats` holds (slot, settle nonce) of seats whose readers still wait."""
 
     worker_id: str
     epoch: int
     seats: list[tuple[int, int]]
 
     def __repr__(self) -> str:
-        """Without the secrets."""
+        """Omits the nonces, which are secret."""
         return f"Renewal({self.worker_id!r} epoch {self.epoch}, {len(self.seats)} seats)"
 
 
 class PushKind(Enum):
-    """What the coordinator tells a worker through its keep-alive stream."""
+    """Says what a Push on the keep-alive stream means to the worker."""
 
     ACK = 0
     REJOIN = 1
@@ -126,29 +126,29 @@ class PushKind(Enum):
 
 
 class Push(NamedTuple):
-    """`slot` and `settle_nonce` go with SETTLE."""
+    """Carries a message from the coordinator to a worker. `slot` and `settle_nonce` are set for SETTLE only."""
 
     kind: PushKind
     slot: int = 0
     settle_nonce: int = 0
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Omits the nonce, which is secret."""
         return f"Push({self.kind.name}, slot {self.slot})"
 
 
 class HandoffBatch(NamedTuple):
-    """Operations of a handoff stream, carried out in this order."""
+    """Carries operations of a handoff stream. They are executed in the order of the fields."""
 
     offers: list[Offer]
     settles: list[SettleOrder]
     claims: list[Claim]
     withdrawn: Sequence[int] = ()
-    """Numbers of claims of the stream that nobody waits for any more."""
+    """Numbers of the stream's claims that the client no longer waits for."""
 
 
 class HandoffKind(Enum):
-    """Operations are numbered for each kind."""
+    """Distinguishes operations of a handoff stream. Each kind is numbered separately."""
 
     OFFER = 0
     SETTLE = 1
@@ -156,7 +156,7 @@ class HandoffKind(Enum):
 
 
 class RefusedHandoff(NamedTuple):
-    """The `number`th operation of its kind failed; `reason` names a `refusal.Reason`."""
+    """Says that operation `number` of its kind failed. `reason` names a `refusal.Reason`."""
 
     kind: HandoffKind
     number: int
@@ -165,7 +165,10 @@ class RefusedHandoff(NamedTuple):
 
 
 class HandoffResults(NamedTuple):
-    """`offers_done` and `settles_done` count from the stream's start; `claimed` pairs number and tickets."""
+    """Answers operations of a handoff stream.
+
+    `offers_done` and `settles_done` count from the start of the stream. `claimed` pairs claim numbers and tickets.
+    """
 
     offers_done: int
     settles_done: int
@@ -173,13 +176,13 @@ class HandoffResults(NamedTuple):
     refused: list[RefusedHandoff]
 
     def __repr__(self) -> str:
-        """Without the tickets."""
+        """Omits the tickets, which are secret."""
         done = f"{self.offers_done} offers and {self.settles_done} settles done"
         return f"HandoffResults({done}, {len(self.claimed)} claimed, {len(self.refused)} refused)"
 
 
 class ConnectRequest(NamedTuple):
-    """A reader's hellos, one a lane, for the owner's transport."""
+    """Asks an owner to accept a connection. `hellos` has one entry per lane, for the owner's transport."""
 
     worker_id: str
     epoch: int
@@ -188,13 +191,13 @@ class ConnectRequest(NamedTuple):
     takes_keys: bool = False
 
     def __repr__(self) -> str:
-        """Without the hellos."""
+        """Omits the hellos, which are secret."""
         lanes = len(self.hellos)
         return f"ConnectRequest({self.worker_id!r} epoch {self.epoch} over {self.transport}, {lanes} lanes)"
 
 
 class ConnectReply(NamedTuple):
-    """The owner's replies, in the order of the hellos. Keys are given where they are no longer the card's."""
+    """Carries the owner's replies in the order of the hellos. Keys are set only if they differ from the card's."""
 
     connection_id: int
     replies: list[bytes]
@@ -202,12 +205,12 @@ class ConnectReply(NamedTuple):
     lease_keys: Sequence[bytes] = ()
 
     def __repr__(self) -> str:
-        """Without invitations and keys."""
+        """Omits the replies and the keys, which are secret."""
         return f"ConnectReply(connection {self.connection_id}, {len(self.replies)} lanes)"
 
 
 class CoordinatorStatus(NamedTuple):
-    """Counts since the start; `workers`, `tickets` and `waiting_claims` are of now."""
+    """Counts since the start of the coordinator. `workers`, `tickets` and `waiting_claims` are current values."""
 
     uptime_s: float = 0.0
     workers: int = 0
@@ -222,39 +225,39 @@ class CoordinatorStatus(NamedTuple):
 
 
 class StoreHealth(NamedTuple):
-    """How well a coordinator's store serves it."""
+    """Says what a coordinator's store cannot do at the moment."""
 
     is_full: bool = False
-    """It refuses new tickets, claims and joins."""
+    """The store refuses new tickets, claims and joins."""
     is_lost: bool = False
-    """What the coordinator knows is too old to serve claims and watches."""
+    """The coordinator's copy of the store is too old to serve claims and watches."""
     stale_s: float = 0.0
-    """For how long it has not been known that the coordinator is up to date; 0: it is."""
+    """Seconds since the coordinator's copy was last known to be up to date, or 0 if it is up to date."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it does all that it is for."""
+        """Returns whether the store is neither full nor lost."""
         return not self.is_full and not self.is_lost
 
     @classmethod
     def worst(cls, of: Iterable[StoreHealth]) -> StoreHealth:
-        """Of several."""
+        """Combines the health of several stores: each field is the worst of them."""
         return cls._make(map(max, zip(cls(), *of, strict=True)))
 
 
 class Nothing(NamedTuple):
-    """An empty request or reply."""
+    """Stands for an empty request or reply."""
 
 
 WorkerChanges = list[WorkerChange]
 
 
 class Watch(NamedTuple):
-    """Asks for changes of these workers; of everyone, if of none."""
+    """Asks for changes of these workers, or of all workers if the set is empty."""
 
     worker_ids: frozenset[str] = frozenset()
 
     def sees(self, changes: WorkerChanges) -> WorkerChanges:
-        """Those of `changes` that it asks for."""
+        """Returns the changes that this watch asks for."""
         wanted = self.worker_ids
         return [change for change in changes if change.card.worker_id in wanted] if wanted else changes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator process: which workers are members, and which tickets wait for which requests."""
+"""This package is the coordinator process. It keeps the joined workers, and the tickets offered for each request."""
 
 from kvlink.coordinator.coordinator import DEFAULT_PORT, Coordinator, serve
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: a Store behind the Coordinator service, and how it starts and stops."""
+"""Implements the Coordinator service on top of a Store, and starts and stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.rpc.feed import Feed, merged
-from kvlink.control.rpc.server import Host, Send
+from kvlink.control.rpc.server import GrpcServer, Send
 from kvlink.control.security import Gate, Security, caller, coordinator_gate
 from kvlink.control.values import (
     Claim,
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 DEFAULT_PORT = 7400
 _CLOSE_GRACE_S = 0.5
-"""For replies that are on their way when a coordinator closes."""
+"""A closing coordinator waits this long for replies that are being sent."""
 
 
 class Coordinator:
@@ -65,72 +65,75 @@ class Coordinator:
         security: Security | None = None,
         gate: Gate = coordinator_gate,
     ) -> None:
-        """`gate` says whose a call is, under TLS; `store` must be of `tenancy.stores` then. Raises ConfigError."""
+        """Under TLS, `gate` identifies callers, and `tenant_stores.stores` must make `store`. Raises ConfigError."""
         security = Security.from_env() if security is None else security
         security.check_coordinator()
         self._store = store or stores(lambda tenant: MemoryStore(lease_s), security)
         if security.keyring and not isinstance(self._store, TenantStores):
             raise ConfigError(
-                "under TLS a coordinator's store is made by kvlink.coordinator.tenant_stores.stores"
+                "under TLS a coordinator's store must be made by kvlink.coordinator.tenant_stores.stores"
             )
         self._lease_s = lease_s
         self._started = now()
-        self._leaving = False
+        self._draining = False
         self._claims: dict[asyncio.Future[list[bytes]], None] = {}
-        self._host = Host("coordinator", reflect, security, gate)
+        self._server = GrpcServer("coordinator", reflect, security, gate)
         self._reports = Reports()
         self._incumbents = Incumbents(self._store, security)
-        self.counts = self._host.counts
-        """Of calls and their refusals."""
-        self.readiness = Readiness(self._host.say_ready, self._store.health, lambda: self._leaving)
-        self._add_calls(self._host)
+        self.counts = self._server.counts
+        """Counts of calls and their refusals."""
+        self.readiness = Readiness(self._server.set_ready, self._store.health, lambda: self._draining)
+        self._add_calls(self._server)
         self.address = ""
 
     def __repr__(self) -> str:
-        state = "ending" if self._leaving else "serving" if self.address else "not started"
-        return f"Coordinator({self.address or 'nowhere'}, {state})"
+        state = "draining" if self._draining else "serving" if self.address else "not started"
+        return f"Coordinator({self.address or 'no address'}, {state})"
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listens (port 0: any) and returns "host:port". Raises ConfigError when the port cannot be had."""
+        """Starts the store, listens and returns "host:port". Port 0 picks a free port.
+
+        Raises ConfigError if it cannot listen on the port.
+        """
         await self._store.start()
-        self.address = await self._host.start(host, port)
+        self.address = await self._server.start(host, port)
         self.readiness.start()
         _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
 
-    async def hand_over(self) -> None:
-        """Sends every caller away: to the others that serve the same store, or to the next process at this address.
+    async def drain(self) -> None:
+        """Sends every caller to other coordinators of the same store, or to the next process at this address.
 
-        Claims that wait are refused as retryable, and come back under their claim ids. Returns when the calls under way
-        are answered. One that comes in as the port closes gRPC may leave without an answer until then, which is why
-        nobody is left waiting here.
+        Waiting claims are refused as retryable, and clients repeat them under their claim ids. Returns when the running
+        calls are answered. gRPC may leave a call that arrives while the port closes unanswered until then, so no call
+        is kept waiting here.
         """
-        self._leaving = True
+        self._draining = True
         await self.readiness.look()
         for answer in self._claims:
             answer.cancel()
-        await self._host.stop(_CLOSE_GRACE_S)
+        await self._server.stop(_CLOSE_GRACE_S)
 
     async def close(self) -> None:
-        """Ends every stream and call; workers and readers come back when somebody listens. Idempotent."""
-        self._leaving = True
+        """Ends every stream and call. Workers and readers retry until a coordinator listens. May be called again."""
+        self._draining = True
         await self.readiness.close()
         await self._store.close()
-        await self._host.stop(_CLOSE_GRACE_S)
+        await self._server.stop(_CLOSE_GRACE_S)
 
-    def _add_calls(self, host: Host) -> None:
-        host.unary(Calls.JOIN, self._join)
-        host.bidirectional(Calls.KEEP_ALIVE, self._keep_alive)
-        host.unary(Calls.LEAVE, self._leave)
-        host.unary(Calls.GET_WORKER, self._get_worker)
-        host.unary(Calls.LIST_WORKERS, self._list_workers)
-        host.streaming(Calls.WATCH_WORKERS, self._watch_workers)
-        host.unary(Calls.OFFER, self._offer)
-        host.unary(Calls.CLAIM, self._claim)
-        host.unary(Calls.SETTLE, self._settle)
-        host.bidirectional(Calls.HANDOFFS, self._handoffs)
-        host.unary(Calls.STATUS, lambda _: self.status())
-        host.unary(Calls.OVERVIEW, lambda _: self.overview())
+    def _add_calls(self, server: GrpcServer) -> None:
+        server.unary(Calls.JOIN, self._join)
+        server.bidirectional(Calls.KEEP_ALIVE, self._keep_alive)
+        server.unary(Calls.LEAVE, self._leave)
+        server.unary(Calls.GET_WORKER, self._get_worker)
+        server.unary(Calls.LIST_WORKERS, self._list_workers)
+        server.streaming(Calls.WATCH_WORKERS, self._watch_workers)
+        server.unary(Calls.OFFER, self._offer)
+        server.unary(Calls.CLAIM, self._claim)
+        server.unary(Calls.SETTLE, self._settle)
+        server.bidirectional(Calls.HANDOFFS, self._handoffs)
+        server.unary(Calls.STATUS, lambda _: self.status())
+        server.unary(Calls.OVERVIEW, lambda _: self.overview())
 
     async def _join(self, request: JoinRequest) -> Membership:
         if not request.rejoin:
@@ -188,20 +191,20 @@ class Coordinator:
         return Nothing()
 
     async def _claim(self, claim: Claim) -> list[bytes]:
-        self._check_not_leaving()
+        self._check_not_draining()
         answer = self._store.claim(claim)
         self._claims[answer] = None
         try:
             return await answer
         except asyncio.CancelledError:
-            self._check_not_leaving()
+            self._check_not_draining()
             raise
         finally:
             del self._claims[answer]
 
-    def _check_not_leaving(self) -> None:
-        if self._leaving:
-            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is ending; ask again")
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is shutting down; retry")
 
     async def _settle(self, order: SettleOrder) -> Nothing:
         await self._store.settle(order)
@@ -213,20 +216,20 @@ class Coordinator:
                 self.counts.refused(Calls.HANDOFFS.name, refused.reason)
             await send(results)
 
-        await HandoffServer(self._store, counted, self._host.failures).serve(batches)
+        await HandoffServer(self._store, counted, self._server.failures).serve(batches)
 
     async def status(self) -> CoordinatorStatus:
-        """Counts of the caller's tenant; of all, when this process asks."""
+        """Returns the counts of the caller's tenant, or of all tenants when this process calls."""
         return (await self._store.status())._replace(uptime_s=now() - self._started)
 
     async def overview(self) -> Overview:
-        """Of the caller's workers, as `status`. Calls are those of all tenants, for who sees all."""
+        """Returns the overview of the workers that `status` counts, and the calls if the caller sees all tenants."""
         views = self._reports.views(await by_tenant(self._store))
         return self.counts.overview(views) if caller().sees_all else Overview(views)
 
 
 BackgroundService = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]
-"""What runs as long as a coordinator does, on its event loop."""
+"""Makes a context that is entered on the coordinator's event loop and left when the coordinator ends."""
 
 
 async def _forward(orders: Feed[SettleOrder], send: Send[Push]) -> None:
@@ -245,13 +248,13 @@ async def serve(
     security: Security | None = None,
     gate: Gate = coordinator_gate,
     on_ready: Callable[[str], None] = lambda address: None,
-    beside: BackgroundService = lambda coordinator: contextlib.nullcontext(),
+    background_service: BackgroundService = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then hands over and returns.
+    """Runs a coordinator until SIGTERM or SIGINT, then drains it and returns.
 
-    `store` is "memory", or "etcd://host:2379,host2:2379/fleet": then any number of coordinators serve alike.
-    `on_ready` gets "host:port" as bound; what is `beside` is entered before, and left last. Raises ConfigError when
-    the port cannot be had.
+    `store` is "memory", or "etcd://host:2379,host2:2379/fleet" for any number of equal coordinators. `on_ready` gets
+    "host:port" as bound. `background_service` is entered before that and left last. Raises ConfigError if it cannot
+    listen on the port.
     """
     security = security or Security.from_env()
     tenants = stores(store_maker(store, lease_s, limits), security)
@@ -262,10 +265,10 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         address = await coordinator.start(host, port)
-        async with beside(coordinator):
+        async with background_service(coordinator):
             on_ready(address)
             await stop.wait()
-            await coordinator.hand_over()
+            await coordinator.drain()
     finally:
         await coordinator.close()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's end of one handoff stream: batches in, results out, waiting claims answered later."""
+"""Implements the server side of a handoff stream: it takes batches, and sends results as operations finish."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ from kvlink.coordinator.store import Store
 _log = logging.getLogger("kvlink.control")
 _Answer = EagerFuture[list[bytes]]
 
-_MOST_GIVEN = 4_096
-"""Claims whose tickets may still be on their way when their reader withdraws."""
+_MAX_ANSWERED = 4_096
+"""Bounds the remembered claims whose tickets may still be in flight when their reader withdraws."""
 
 _Operation = Offer | SettleOrder | Claim
 
 
 class HandoffServer:
-    """Serves one stream. Results gather while a message is being sent."""
+    """Serves one stream. Results are batched while a message is being sent."""
 
     def __init__(
         self, store: Store, send: Callable[[HandoffResults], Awaitable[None]], failures: LogQuota
     ) -> None:
-        """`failures`: of the lines about failed operations."""
+        """`failures` limits the log lines about failed operations."""
         self._store = store
         self._failures = failures
         self._send = send
         self._num_offers = self._num_settles = self._num_claims = 0
-        self._told = (0, 0)
+        self._acknowledged = (0, 0)
         self._claimed: list[tuple[int, list[bytes]]] = []
         self._refused: list[RefusedHandoff] = []
         self._waiting: dict[_Answer, tuple[int, Claim]] = {}
         self._answers: dict[int, _Answer] = {}
-        """Those of `_waiting` by their numbers."""
-        self._given: OrderedDict[int, Claim] = OrderedDict()
-        """The last claims that brought tickets, by their numbers."""
-        self._news = asyncio.Event()
+        """Maps claim numbers to the futures in `_waiting`."""
+        self._answered: OrderedDict[int, Claim] = OrderedDict()
+        """Maps numbers to the last claims that were answered with tickets."""
+        self._late_answers = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
-        """Returns when the peer has sent its last batch and every claim is answered. Cancel to give up."""
-        telling = asyncio.create_task(self._tell_news())
+        """Returns when the peer has sent its last batch and every claim is answered. Cancel it to stop earlier."""
+        sending = asyncio.create_task(self._send_late_answers())
         try:
             async for batch in batches:
-                await self._carry_out(batch)
-                await self._tell()
+                await self._execute(batch)
+                await self._send_results()
             if self._waiting:
                 await asyncio.wait(self._waiting)
-            await self._tell()
+            await self._send_results()
         finally:
-            telling.cancel()
+            sending.cancel()
             while self._waiting:
                 self._waiting.popitem()[0].cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await asyncio.gather(sending, return_exceptions=True)
 
-    async def _carry_out(self, batch: HandoffBatch) -> None:
+    async def _execute(self, batch: HandoffBatch) -> None:
         offers = [self._store.offer(offer) for offer in batch.offers]
         if tracing.spans is not None:
             follow(CoordinatorCalls.OFFER, batch.offers, offers)
@@ -89,8 +89,8 @@ class HandoffServer:
             if answer := self._answers.pop(number, None):
                 del self._waiting[answer]
                 answer.cancel()
-            elif claim_given := self._given.pop(number, None):
-                self._store.give_back(claim_given)
+            elif answered := self._answered.pop(number, None):
+                self._store.give_back(answered)
 
     async def _note_refused(
         self,
@@ -99,7 +99,7 @@ class HandoffServer:
         operations: Sequence[_Operation],
         done: Sequence[asyncio.Future[None]],
     ) -> None:
-        """Of operations numbered from `number` on, when all are over."""
+        """Waits for operations, the first of which has `number`, and notes those that were refused."""
         for each in done:
             if not each.done():
                 await asyncio.wait([each])
@@ -116,22 +116,22 @@ class HandoffServer:
         else:
             self._waiting[answer] = number, claim
             self._answers[number] = answer
-            answer.on_answer = self._answered
+            answer.on_answer = self._note_late_answer
 
-    def _answered(self, answer: _Answer) -> None:
+    def _note_late_answer(self, answer: _Answer) -> None:
         number, claim = self._waiting.pop(answer)
         del self._answers[number]
         self._note_answer(number, claim, answer)
-        self._news.set()
+        self._late_answers.set()
 
     def _note_answer(self, number: int, claim: Claim, answer: _Answer) -> None:
         if error := answer.exception():
             self._refuse(HandoffKind.CLAIM, number, claim, error)
         else:
             self._claimed.append((number, answer.result()))
-            self._given[number] = claim
-            if len(self._given) > _MOST_GIVEN:
-                self._given.popitem(last=False)
+            self._answered[number] = claim
+            if len(self._answered) > _MAX_ANSWERED:
+                self._answered.popitem(last=False)
 
     def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)
@@ -142,16 +142,16 @@ class HandoffServer:
             )
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 
-    async def _tell_news(self) -> None:
+    async def _send_late_answers(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
-            await self._tell()
+            await self._late_answers.wait()
+            self._late_answers.clear()
+            await self._send_results()
 
-    async def _tell(self) -> None:
+    async def _send_results(self) -> None:
         done = (self._num_offers, self._num_settles)
-        if done == self._told and not self._claimed and not self._refused:
+        if done == self._acknowledged and not self._claimed and not self._refused:
             return
         results = HandoffResults(*done, self._claimed, self._refused)
-        self._told, self._claimed, self._refused = done, [], []
+        self._acknowledged, self._claimed, self._refused = done, [], []
         await self._send(results)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second process under a worker_id: it is let in when the first one is gone, and refused while that one runs."""
+"""Decides whether a second process may take a worker_id: only when the first process no longer runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvlink.errors import CoordinatorUnavailable, KVLinkError
 from kvlink.types import WorkerCard
 
 _ANSWER_S = 1.5
-"""What the first process gets to answer. Clients wait for 3 s before they ask another coordinator."""
+"""The first process has this long to answer. Clients wait 3 s before they try another coordinator."""
 _MOST_AT_ONCE = 256
 
 _log = logging.getLogger("kvlink.control")
 
 Ask = Callable[[str, str], Awaitable[WorkerCard]]
-"""(agent's address, tenant) -> the card of who listens there. Raises KVLinkError."""
+"""Maps (address of an agent, tenant) to the card of the worker that listens there. Raises KVLinkError."""
 
 
 class Incumbents:
-    """Asks the agent of the process that holds a worker_id. Belongs to the event loop that it is used on."""
+    """Asks the agent of the process that holds a worker_id whether it runs. Belongs to one event loop."""
 
     def __init__(
         self, store: Store, security: Security, ask: Ask | None = None, answer_s: float = _ANSWER_S
@@ -40,7 +40,7 @@ class Incumbents:
         self._quota = LogQuota()
 
     async def check_gone(self, newcomer: WorkerCard) -> None:
-        """Returns when a new process may have its worker_id. Raises Refused (TAKEN, and as Store.worker)."""
+        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker)."""
         incumbent = await self._incumbent(newcomer)
         if incumbent is None:
             return
@@ -48,7 +48,7 @@ class Incumbents:
             gone = await self._why_gone(incumbent)
         if not gone:
             self._warn(incumbent, newcomer)
-            raise refusals.taken(incumbent, newcomer)
+            raise refusals.worker_id_taken(incumbent, newcomer)
         _log.info(
             "another process takes over worker=%s agent=%s before=%s because=%s",
             newcomer.worker_id,
@@ -58,7 +58,10 @@ class Incumbents:
         )
 
     async def _incumbent(self, newcomer: WorkerCard) -> WorkerCard | None:
-        """Another process; one whose agent was where the newcomer listens itself is gone."""
+        """Returns the card of another process with the worker_id, or None.
+
+        A process whose agent had the newcomer's address no longer runs.
+        """
         try:
             known = await self._store.worker(newcomer.worker_id, 0)
         except Refused as refused:
@@ -72,7 +75,7 @@ class Incumbents:
         unsaid = self._quota.take()
         if unsaid is not None:
             _log.warning(
-                "two processes have one worker_id worker=%s stays=%s refused=%s unsaid=%d",
+                "two processes have one worker_id, the second is refused worker=%s stays=%s refused=%s unsaid=%d",
                 newcomer.worker_id,
                 incumbent.agent,
                 newcomer.agent,
@@ -80,7 +83,7 @@ class Incumbents:
             )
 
     async def _why_gone(self, incumbent: WorkerCard) -> str:
-        """Returns "" when it runs."""
+        """Returns why the process counts as gone, or "" if it runs."""
         try:
             found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant), self._answer_s)
         except asyncio.TimeoutError:
@@ -90,7 +93,7 @@ class Incumbents:
         return "" if found.incarnation == incumbent.incarnation else "another process listens there"
 
     async def _ask_agent(self, address: str, tenant: str) -> WorkerCard:
-        """Asks again while the agent says that it is starting: its join may have been answered just now."""
+        """Fetches the card from an agent. Retries while the agent is starting, as it may have joined just now."""
         backoff = Backoff()
         async with AgentClient(address, self._answer_s, self._security, tenant) as client:
             while True:

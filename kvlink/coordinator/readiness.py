@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a coordinator wants new callers, as its gRPC health service and /ready say it."""
+"""Decides whether a coordinator wants new callers. Its gRPC health service and /ready report that."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ _LOOK_EVERY_S = 0.5
 
 
 class Readiness:
-    """Looks at the store until `close`. `say(ready)` reaches the health service."""
+    """Checks the store every 0.5 s until `close`, and calls `say(ready)` for the health service on a change."""
 
     def __init__(
         self,
         say: Callable[[bool], Awaitable[None]],
         health: Callable[[], StoreHealth],
-        is_leaving: Callable[[], bool],
+        is_draining: Callable[[], bool],
     ) -> None:
         self.health = health
         self._say = say
-        self._is_leaving = is_leaving
+        self._is_draining = is_draining
         self._said = True
         self._looking: asyncio.Task[None] | None = None
 
     def why_not(self) -> str:
-        """Why callers should go elsewhere; "": they need not. A store that is full is full for all replicas."""
-        if self._is_leaving():
-            return "ending"
+        """Returns why callers should go to another coordinator, or "" if they need not.
+
+        A full store is no reason, because it is full for all replicas.
+        """
+        if self._is_draining():
+            return "shutting down"
         health = self.health()
         return f"the store has not answered for {health.stale_s:.0f} s" if health.is_lost else ""
 
     def start(self) -> None:
-        """Once."""
+        """Starts checking. Call it once."""
         self._looking = asyncio.get_running_loop().create_task(self._look_on())
 
     async def look(self) -> None:
-        """Tells the health service if anything has changed."""
+        """Checks the store now, and reports a change to the health service."""
         why = self.why_not()
         if self._said == (not why):
             return
         self._said = not why
-        if self._is_leaving():
+        if self._is_draining():
             _log.info("not ready: %s", why)
         elif why:
             _log.warning("not ready: %s", why)
@@ -60,7 +63,7 @@ class Readiness:
             await self.look()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stops checking. Closing again has no effect."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)

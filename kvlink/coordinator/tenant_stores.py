@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One store a tenant: what a tenant has is nowhere that another could look."""
+"""Keeps one store per tenant, so that no tenant can reach the data of another."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _MAX_TENANTS = 1_024
 
 
 def stores(make: Callable[[str], Store], security: Security) -> Store:
-    """One a tenant under TLS; without it nobody knows who calls, and all share one."""
+    """Returns a store per tenant under TLS. Without TLS callers are not identified, and all share one store."""
     return TenantStores(make) if security.keyring else make("")
 
 
 async def by_tenant(store: Store) -> dict[str, list[WorkerCard]]:
-    """Everyone who is joined and in the caller's sight; of tenant "" where nobody knows who calls."""
+    """Returns the joined workers that the caller may see, by tenant. Without TLS, all belong to tenant ""."""
     return await store.by_tenant() if isinstance(store, TenantStores) else {"": await store.workers()}
 
 
 class TenantStores:
-    """A `Store` that is the calling tenant's. For observers of all tenants, and for this process, they are one.
+    """Implements `Store` on the store of the calling tenant.
 
-    `make(tenant)` gives a tenant its store when it first calls.
+    Observers of all tenants, and this process, see the stores of all tenants as one. `make(tenant)` makes a tenant's
+    store at its first call.
     """
 
     def __init__(self, make: Callable[[str], Store]) -> None:
@@ -57,7 +58,7 @@ class TenantStores:
         return [card for cards in (await self.by_tenant()).values() for card in cards]
 
     async def by_tenant(self) -> dict[str, list[WorkerCard]]:
-        """As `workers`."""
+        """Returns the cards of `workers` by tenant."""
         return {
             tenant: [_shown(card) for card in await store.workers()]
             for tenant, store in (await self._in_sight()).items()
@@ -102,14 +103,16 @@ class TenantStores:
         return await asyncio.shield(self._opening())
 
     def _opening(self) -> asyncio.Task[Store]:
-        """The calling tenant's store. One that could not be started is tried again."""
+        """Returns the task that starts the calling tenant's store. If the start failed, it is tried again."""
         tenant = caller().tenant
         if caller().sees_all:
-            raise Refused(Reason.DENIED, "this call is about one tenant, and you are of none")
+            raise Refused(Reason.DENIED, "this call needs a tenant, and the caller belongs to none")
         opening = self._stores.get(tenant)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             if opening is None and len(self._stores) >= _MAX_TENANTS:
-                raise Refused(Reason.TOO_MANY, f"{_MAX_TENANTS} tenants are here, which is the limit")
+                raise Refused(
+                    Reason.TOO_MANY, f"this coordinator already serves {_MAX_TENANTS} tenants, its limit"
+                )
             opening = self._stores[tenant] = asyncio.ensure_future(_started(self._make(tenant)))
         return opening
 
@@ -141,7 +144,7 @@ async def _settle_at(here: asyncio.Task[Store], order: SettleOrder) -> None:
 
 
 def _shown(card: WorkerCard) -> WorkerCard:
-    """Observers get no keys."""
+    """Returns the card without addresses and keys if the caller is an observer."""
     if caller().role is Role.WORKER:
         return card
     bare = [replace(each, address=b"", pool_keys=(), lease_keys=()) for each in card.transports]

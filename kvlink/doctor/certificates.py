@@ -47,5 +47,7 @@ def certificates(config: WorkerConfig) -> Check:
         )
     if is_loopback(config.host) and tokens is not None:
         tokens.shown()
-        return Check(name, Verdict.PASS, f"none: plaintext, on this host alone, with {tokens.who()}")
+        return Check(
+            name, Verdict.PASS, f"none: plaintext, on this host alone, with {tokens.describe_admitted()}"
+        )
     return Check(name, Verdict.FAIL, f"none, and KVLINK_HOST={config.host} is not loopback", _HOW)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overview of a coordinator as plain rows, with rates: what the page, `kvlink top` and `--json` show."""
+"""Converts a coordinator's overview to plain rows with rates, for the page, `kvlink top` and `--json`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvlink.control.values import CoordinatorStatus
 from kvlink.transfer.path_stats import OTHERS
 
 STALE_S = 15.0
-"""Several beats: a report older than this says little about now."""
+"""A report older than this, which is several beats, says little about the present."""
 
 Row = dict[str, Any]
 
 
 def plain(status: CoordinatorStatus, overview: Overview) -> Row:
-    """Values that JSON knows. Counts are since the start of whoever counted."""
+    """Returns the overview in types that JSON supports. Counts are since the start of the process that counted."""
     return {
         "coordinator": {**status._asdict(), "feed_lag": overview.feed_lag},
         "workers": [worker_row(view) for view in overview.workers],
@@ -28,7 +28,7 @@ def plain(status: CoordinatorStatus, overview: Overview) -> Row:
 
 
 def worker_row(view: WorkerView) -> Row:
-    """One worker, its leases and what it receives. None: it has not reported here."""
+    """Returns the row of one worker with its leases and rates. A value is None if the worker has not reported here."""
     row: Row = {
         "worker": _named(view, view.worker_id),
         "epoch": view.epoch,
@@ -46,7 +46,7 @@ def worker_row(view: WorkerView) -> Row:
 
 
 def _named(view: WorkerView, worker_id: str) -> str:
-    """Of a worker of the same tenant: two tenants may have workers of one name."""
+    """Returns the name of a worker of the view's tenant. Tenants may have workers of the same name."""
     return f"{view.tenant}/{worker_id}" if view.tenant and worker_id != OTHERS else worker_id
 
 
@@ -73,7 +73,7 @@ def _leases(report: WorkerReport) -> Row:
 
 
 def link_rows(view: WorkerView) -> list[Row]:
-    """From owners to this worker, busiest first; rates over the time between its last two reports."""
+    """Returns rows of the links from owners to this worker, busiest first. Rates are between its last two reports."""
     if view.report is None:
         return []
     before = {link[:2]: link for link in view.before.links} if view.before else {}

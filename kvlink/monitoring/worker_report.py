@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells its coordinator with each beat: the stats, bounded, with percentiles since the last time."""
+"""Makes the report that a worker sends with each beat: bounded statistics, with percentiles since the last report."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections import Counter
 from kvlink.control.overview import MAX_LINKS, MAX_REASONS, FailureCount, LinkReport, WorkerReport
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError
-from kvlink.monitoring.worker_stats import Counted, Link, WorkerStats
+from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
 from kvlink.transfer.path_stats import Path
 
 _log = logging.getLogger("kvlink.worker")
 
 
 class Reporter:
-    """Call it once a beat, on one thread."""
+    """Makes one report per call. Call it once per beat, on one thread."""
 
-    def __init__(self, worker: Counted) -> None:
+    def __init__(self, worker: StatsSource) -> None:
         self._worker = worker
         self._last: dict[Path, Durations] = {}
 
     def __call__(self) -> WorkerReport | None:
-        """None when the worker cannot say: it is closing. Raises nothing, as the beat must go out."""
+        """Returns the report, or None if the worker is closing. Raises nothing, because the beat must be sent."""
         try:
             stats = self._worker.stats()
         except KVLinkError:
             return None
         except Exception:
-            _log.exception("no stats for the coordinator")
+            _log.exception("cannot gather statistics for the coordinator, beating without a report")
             return None
         report = _report(stats, self._last)
         self._last = {link.path: link.counts.total for link in stats.links}

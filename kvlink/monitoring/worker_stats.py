@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has counted, as one value. Gathered when somebody asks; nothing is kept for it on the way."""
+"""Holds a worker's counts as one value. It is gathered only on request, and costs the data path nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlink.transfer.path_stats import Path, PathCounts
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The path from one owner to this worker. `queued` is of now, `counts` since the start."""
+    """Holds the path from one owner to this worker. `queued` is current, `counts` is since the start."""
 
     path: Path
     connected: bool
@@ -24,15 +24,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """Since the start, unless said otherwise."""
+    """Holds the counts of a worker since its start, unless stated otherwise."""
 
     worker_id: str
     epoch: int
     leases: LeaseCounts
     lease_slots: int
-    """How many readers can hold offers at one time."""
+    """Number of readers that can hold offers at a time."""
     pinned_blocks: int
-    """That wait for readers now; one of two offers counts twice."""
+    """Blocks that wait for readers now. A block of two offers counts twice."""
     pool_blocks: int
     pool_bytes: int
     links: tuple[Link, ...]
@@ -41,17 +41,17 @@ class WorkerStats:
     connects: Durations
     connect_retries: int
     failed_starts: Mapping[str, int]
-    """Pulls of which no transfer was started, by the name of the exception."""
+    """Counts pulls that failed before any transfer started, by the name of the exception."""
     restarts: int
-    """Pulls that began again because their connection was cut."""
+    """Counts pulls that were restarted because their connection was cut."""
     joined: bool | None
-    """Now; None: there is no coordinator."""
+    """Whether the worker is joined now, or None without a coordinator."""
     rejoins: int
     ports: tuple[Port, ...] = ()
 
 
-class Counted(Protocol):
-    """A Worker."""
+class StatsSource(Protocol):
+    """Provides statistics. Worker implements it."""
 
     def stats(self) -> WorkerStats:
-        """What it has counted. Raises KVLinkError when it cannot say."""
+        """Returns the statistics. Raises KVLinkError if they are not available."""

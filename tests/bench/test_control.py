@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from kvlink.benchmarks.measurements import control
-from kvlink.coordinator.gc_tuning import collect_seldom
+from kvlink.coordinator.gc_tuning import tune_gc
 
 pytestmark = pytest.mark.verify
 
@@ -30,7 +30,7 @@ def test_every_hand_off_is_made_and_compared(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_coordinators_collector_starts_from_what_it_holds_by_then() -> None:
     before, held = gc.get_threshold(), gc.get_freeze_count()
     try:
-        collect_seldom()
+        tune_gc()
         assert gc.get_freeze_count() > held
         assert gc.get_threshold() > before
         assert gc.isenabled()

@@ -121,7 +121,7 @@ class Load:
     @property
     def asked(self) -> str:
         """The coordinator that a reader waits at."""
-        return self._readers[0].asks
+        return self._readers[0].next_address
 
     async def goes_on(self, count: int = 200) -> None:
         """So many more handoffs end well from now on."""

@@ -65,12 +65,14 @@ async def test_it_renews_seats(client: AgentClient) -> None:
 
 
 async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, agent: WorkerAgent) -> None:
-    with pytest.raises(UnknownRequest, match="worker 'prefill' restarted: epoch 3 asked, 4 running"):
+    with pytest.raises(
+        UnknownRequest, match="worker 'prefill' restarted: the call is for epoch 3, and 4 is running"
+    ):
         await client.connect("prefill", 3, "tcp", [b""])
-    with pytest.raises(UnknownRequest, match="belongs to worker 'prefill', and 'decode' was asked for"):
+    with pytest.raises(UnknownRequest, match="belongs to worker 'prefill', but the call is for 'decode'"):
         await client.settle(SettleOrder("decode", 4, 7, 70))
     agent.publish(make_card(epoch=5))
-    with pytest.raises(UnknownRequest, match="epoch 4 asked, 5 running"):
+    with pytest.raises(UnknownRequest, match="for epoch 4, and 5 is running"):
         await client.connect("prefill", 4, "tcp", [b""])
 
 

@@ -88,7 +88,7 @@ class _Stream:
     def __init__(self, at: Replica, leave: Callable[[], None]) -> None:
         self._at = at
         self.pushes: asyncio.Queue[Push] = asyncio.Queue()
-        self.leave = leave
+        self.avoid_server = leave
 
     async def send(self, beat: Beat) -> None:
         self._at.take_beat(self)
@@ -105,7 +105,7 @@ class Client:
 
     def __init__(self, *replicas: Replica) -> None:
         self._ends = list(replicas)
-        self.has_choice = len(replicas) > 1
+        self.has_replicas = len(replicas) > 1
         self.address = "simulated"
 
     async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:

@@ -303,7 +303,8 @@ def test_a_batch_of_too_many_operations_is_not_taken() -> None:
 def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
-        ConfigError, match=r"worker 'prefill' speaks protocol version 9, this process 2; run releases"
+        ConfigError,
+        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 2; run releases",
     ):
         CARD.decode(blob)
 

@@ -58,11 +58,15 @@ async def test_a_claim_is_answered_when_the_last_rank_has_offered(client: Coordi
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda c: c.claim("r", timeout_s=0.05), UnknownRequest, "'r': nobody offered it"),
+        (lambda c: c.claim("r", timeout_s=0.05), UnknownRequest, "'r': no worker offered it"),
         (lambda c: c.worker("w"), UnknownRequest, "'w' is not joined"),
-        (lambda c: c.worker("prefill", 7), UnknownRequest, "restarted: epoch 7 asked, 1 running"),
+        (
+            lambda c: c.worker("prefill", 7),
+            UnknownRequest,
+            "restarted: the call is for epoch 7, and epoch 1 is running",
+        ),
         (lambda c: c.offer(make_offer("r", "w")), CoordinatorError, "'w' is not joined"),
-        (lambda c: c.offer(make_offer("r", epoch=2)), UnknownRequest, "epoch 2 asked, 1 running"),
+        (lambda c: c.offer(make_offer("r", epoch=2)), UnknownRequest, "for epoch 2, and epoch 1 is running"),
         (lambda c: c.settle(SettleOrder("w", 1, 0, 0)), UnknownRequest, "'w' is not joined"),
         (lambda c: c.offer(make_offer("r" * 513)), ConfigError, "request_id has 513 bytes"),
         (lambda c: c.claim("r", timeout_s=9e9), ConfigError, "timeout_s"),
@@ -206,7 +210,7 @@ async def test_health_follows_the_state(coordinator: Coordinator) -> None:
         for service in ("", "kvlink.v1.Coordinator"):
             answer = await check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        await coordinator._host.say_ready(False)
+        await coordinator._server.set_ready(False)
         answer = await check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -228,7 +232,9 @@ async def test_reflection_only_if_asked_for(reflect: bool) -> None:
 
 
 async def test_a_taken_port_is_said_to_be(coordinator: Coordinator) -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+.*is another server there"):
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 127.0.0.1:\d+.*Check that no other server uses the port"
+    ):
         await Coordinator().start(port=int(coordinator.address.rpartition(":")[2]))
 
 
@@ -274,7 +280,7 @@ async def test_a_stopped_coordinator_costs_no_more_than_the_timeout(coordinator_
         await client.status()
         process.send(signal.SIGSTOP)
         with pytest.raises(
-            CoordinatorUnavailable, match=r"not answer Status within 0\.5 s: not there, stopped"
+            CoordinatorUnavailable, match=r"not answer Status within 0\.5 s: it is not running, stopped"
         ):
             await client._channel.call(CoordinatorCalls.STATUS, Nothing(), 0.5)
         process.send(signal.SIGCONT)

@@ -52,7 +52,8 @@ async def test_the_process_that_runs_stays_and_the_second_is_told_to_come_again(
         healthy.publish(session.card)
         await session.offer(make_offer("r"))
         with pytest.raises(
-            WorkerIdTaken, match=f"'prefill' runs already: epoch 1.*{healthy.address} answers"
+            WorkerIdTaken,
+            match=f"'prefill' runs already: the agent of its epoch 1.*{healthy.address} answers",
         ) as refused:
             await client.join(second("10.0.0.9:7401"))
         assert refused.value.retryable
@@ -123,7 +124,7 @@ async def test_an_agent_that_is_starting_is_asked_again(client: CoordinatorClien
         card = make_card(agent=starting.address)
         await client.join(card)
         joining = asyncio.create_task(client.join(second()))
-        await until(lambda: starting._host.counts.refusals["GetCard", "NOT_READY"])
+        await until(lambda: starting._server.counts.refusals["GetCard", "NOT_READY"])
         starting.publish(card)
         with pytest.raises(WorkerIdTaken):
             await joining

@@ -19,7 +19,7 @@ from kvlink.control.refusal import Reason, Refused
 from kvlink.coordinator import serve
 from kvlink.coordinator.store.etcd import EtcdStore, membership
 from kvlink.coordinator.store.etcd.api import Etcd, put, unchanged
-from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -53,7 +53,7 @@ async def store(cluster: EtcdCluster, request: pytest.FixtureRequest) -> AsyncIt
     await store.close()
 
 
-async def count_up(commits: Commits, etcd: Etcd, key: bytes) -> None:
+async def count_up(commits: GroupCommit, etcd: Etcd, key: bytes) -> None:
     """Adds one by compare-and-set, however often others are first."""
     while True:
         kvs = (await etcd.read(key)).kvs
@@ -68,7 +68,7 @@ async def no_mirror(revision: int) -> None:
 
 
 async def test_batches_lose_no_update(etcd: Etcd) -> None:
-    commits = [Commits(etcd, no_mirror), Commits(etcd, no_mirror)]
+    commits = [GroupCommit(etcd, no_mirror), GroupCommit(etcd, no_mirror)]
     await asyncio.gather(*(count_up(commits[n % 2], etcd, b"/count/%d" % (n % 7)) for n in range(140)))
     counts = [int(kv.value) for kv in (await etcd.read(b"/count/", b"/count0")).kvs]
     assert counts == [20] * 7
@@ -77,7 +77,7 @@ async def test_batches_lose_no_update(etcd: Etcd) -> None:
 
 
 async def test_one_bad_transaction_does_not_harm_its_batch(etcd: Etcd) -> None:
-    commits = Commits(etcd, no_mirror)
+    commits = GroupCommit(etcd, no_mirror)
     good = [commits.submit(pb.TxnRequest(success=[put(b"/good/%d" % n, b"")]), b"%d" % n) for n in range(100)]
     bad = commits.submit(pb.TxnRequest(success=[put(b"/bad", b"", lease=12345)]), b"/bad")
     assert all(done.succeeded for done in await asyncio.gather(*good))
@@ -112,7 +112,7 @@ async def test_a_coordinator_catches_up_with_a_history_that_is_gone(
     with pytest.raises(Refused) as gone:
         await store.claim(Claim("old"))
     assert gone.value.reason is Reason.UNKNOWN
-    assert "etcd has forgotten what came after" in caplog.text
+    assert "etcd has compacted changes that this coordinator lacks" in caplog.text
 
 
 async def test_what_etcd_does_not_take_is_said(store: EtcdStore) -> None:
@@ -165,7 +165,7 @@ async def test_tenants_do_not_see_each_other(cluster: EtcdCluster) -> None:
 
 
 async def test_what_names_no_store_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="'redis://here' names no store"):
+    with pytest.raises(ConfigError, match="'redis://here' does not name a store"):
         await serve(port=0, store="redis://here")
 
 

@@ -140,7 +140,7 @@ async def test_a_restored_etcd_that_has_overtaken_the_mirror_is_noticed(
     fake_etcd.restore(snapshot)
     for _ in range(5):
         fake_etcd.put((store._sync._layout.pulse, b"another history"))
-    await until(lambda: "holds something else" in caplog.text)
+    await until(lambda: "has other contents" in caplog.text)
     await until(lambda: store._mirror.num_free == 3)
 
 
@@ -155,7 +155,7 @@ async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, fake_etcd:
     await store.offer(make_offer("e"))
     for name in ("a", "e"):
         assert await store.claim(Claim(name, 30.0)) == [make_offer(name).ticket]
-    with pytest.raises(Refused, match="nobody offered it"):
+    with pytest.raises(Refused, match="no worker offered it"):
         await store.claim(Claim("d"))
     assert len(feed) == 0, "the worker is in the snapshot: it was never gone"
 
@@ -195,7 +195,7 @@ async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, fak
     wrong = store._mirror.members["prefill"]._replace(lease=999)
     store._mirror.members["prefill"] = wrong
     fake_etcd.calls.clear()
-    with pytest.raises(Refused, match=r"request 'x': .* ask again") as refused:
+    with pytest.raises(Refused, match=r"request 'x': .* retry") as refused:
         await store.offer(make_offer("x"))
     assert refused.value.reason is Reason.NOT_READY
     assert len(fake_etcd.calls) == 2 * MAX_TRIES
@@ -203,7 +203,7 @@ async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, fak
 
 async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore) -> None:
     store._mirror.requests["a"].tickets[0].revision = 999
-    with pytest.raises(Refused, match=r"request 'a': .* ask again") as refused:
+    with pytest.raises(Refused, match=r"request 'a': .* retry") as refused:
         await store.claim(Claim("a"))
     assert refused.value.reason is Reason.NOT_READY
 

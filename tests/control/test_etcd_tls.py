@@ -69,7 +69,7 @@ def strangers(folder: Path, believes: bytes) -> TlsFiles:
 @pytest.mark.parametrize(
     ("believes", "says"),
     [
-        (False, "Its certificate was not made by a CA in this process's KVLINK_TLS_CA"),
+        (False, "Its certificate was not issued by a CA in this process's KVLINK_TLS_CA"),
         (True, "does not trust this process's certificate"),
     ],
 )
@@ -93,5 +93,5 @@ async def test_who_is_not_believed_is_said_in_the_log(
 
 
 async def test_plaintext_to_another_host_is_not_spoken(etcd: EtcdCluster) -> None:
-    with pytest.raises(ConfigError, match="without TLS is not done unless asked for"):
+    with pytest.raises(ConfigError, match="without TLS must be allowed explicitly"):
         EtcdStore(f"etcd://{etcd.addresses}/tls")

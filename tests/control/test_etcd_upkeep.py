@@ -19,8 +19,8 @@ from kvlink.control.values import StoreHealth
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.coordinator.store.etcd.api import delete, put
-from kvlink.coordinator.store.etcd.group_commit import Commits
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
+from kvlink.monitoring.status_page.serving import serve_status_page
 from kvlink.v1 import etcd_pb2 as pb
 
 
@@ -96,7 +96,7 @@ async def test_a_full_etcd_is_compacted_all_the_same(
 async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     fake_etcd.put((b"/old/1", b""), (b"/old/2", b""))
     fake_etcd.is_full = True
-    commits = Commits(store._etcd, store._sync.written)
+    commits = GroupCommit(store._etcd, store._sync.written)
     ops = {b"/old/1": delete, b"/new": lambda key: put(key, b""), b"/old/2": delete}
     done = [commits.submit(pb.TxnRequest(success=[make(key)]), key) for key, make in ops.items()]
     results = await asyncio.gather(*done, return_exceptions=True)
@@ -111,7 +111,7 @@ async def test_the_charts_probes_ask_for_what_there_is() -> None:
     assert sorted(paths) == ["/metrics", "/ready"]
     coordinator = Coordinator()
     await coordinator.start()
-    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         for path in paths:
             assert (await session.get(path)).status == 200
     await coordinator.close()
@@ -123,7 +123,7 @@ async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, fake_
     fake_etcd.is_full = True
     async with (
         CoordinatorClient(address) as client,
-        showing(coordinator, "127.0.0.1", 0) as url,
+        serve_status_page(coordinator, "127.0.0.1", 0) as url,
         ClientSession(url) as session,
     ):
         with pytest.raises(Overloaded, match="store is full") as full:
@@ -134,7 +134,7 @@ async def test_callers_see_a_limit_and_the_page_says_why(store: EtcdStore, fake_
         fake_etcd.is_full = False
         await client.offer(make_offer("r"))
         assert "kvlink_coordinator_store_healthy 1.0" in await (await session.get("/metrics")).text()
-        await coordinator.hand_over()
+        await coordinator.drain()
         answer = await session.get("/ready")
-        assert (answer.status, await answer.text()) == (503, "ending\n")
+        assert (answer.status, await answer.text()) == (503, "shutting down\n")
     await coordinator.close()

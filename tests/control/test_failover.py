@@ -26,7 +26,7 @@ async def test_the_coordinator_that_is_there_answers(coordinator: Coordinator) -
         for _ in range(5):
             async with CoordinatorClient(f"{one}, {coordinator.address},{other}") as client:
                 assert (await client.status()).workers == 0
-                assert client.asks == coordinator.address
+                assert client.next_address == coordinator.address
                 assert (await client.status()).workers == 0, "it stays there"
 
 
@@ -46,7 +46,7 @@ async def test_callers_spread_out() -> None:
     first: Counter[str] = Counter()
     for _ in range(300):
         client = CoordinatorClient(",".join(addresses))
-        first[client.asks] += 1
+        first[client.next_address] += 1
         await client.close()
     assert set(first) == set(addresses)
     assert min(first.values()) > 50
@@ -54,7 +54,7 @@ async def test_callers_spread_out() -> None:
 
 @pytest.mark.parametrize("addresses", ["a:1,", "a:1,b", ",", "a:1;b:2", "a:1,b:x"])
 async def test_each_address_must_be_one(addresses: str) -> None:
-    with pytest.raises(ConfigError, match="several go with commas"):
+    with pytest.raises(ConfigError, match="separate several with commas"):
         CoordinatorClient(addresses)
 
 
@@ -69,20 +69,20 @@ async def test_one_that_hangs_costs_its_attempt_and_no_more(
 ) -> None:
     hangs: CoordinatorProcess = coordinator_process()
     async with CoordinatorClient(f"{hangs.address},{coordinator.address}", timeout_s=10.0) as client:
-        while client.asks != hangs.address:
-            client._channel._leave(client._channel._ends[0])
+        while client.next_address != hangs.address:
+            client._channel.avoid(client.next_address)
         await client.status()
         hangs.send(signal.SIGSTOP)
         assert (await client.status()).workers == 0
-        assert client.asks == coordinator.address
+        assert client.next_address == coordinator.address
         hangs.send(signal.SIGCONT)
 
 
 async def test_a_worker_and_a_watch_move_on(coordinator: Coordinator, coordinator_process) -> None:
     dies: CoordinatorProcess = coordinator_process()
     async with CoordinatorClient(f"{dies.address},{coordinator.address}") as client:
-        while client.asks != dies.address:
-            client._channel._leave(client._channel._ends[0])
+        while client.next_address != dies.address:
+            client._channel.avoid(client.next_address)
         session = await Session.join(client, make_card(), lambda slot, nonce: None)
         await session.offer(make_offer("r", ttl_s=60.0))
         changes = aiter(client.watch())

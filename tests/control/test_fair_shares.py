@@ -74,12 +74,14 @@ async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time_and_of_one_
         flood = connects(flooder, MAX_CONNECTS_OF_ONE + 5)
         refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
         for call in refused:
-            with pytest.raises(Overloaded, match=f"{MAX_CONNECTS_OF_ONE} of them yours; ask again"):
+            with pytest.raises(Overloaded, match=f"{MAX_CONNECTS_OF_ONE} of them for this caller; retry"):
                 call.result()
         honest = connects(another, MAX_CONNECTS - MAX_CONNECTS_OF_ONE)
         assert await flooder.card() == make_card(), "other calls are answered meanwhile"
         late = connects(third, 1)
-        with pytest.raises(Overloaded, match=f"{MAX_CONNECTS} readers are being admitted, 0 of them yours"):
+        with pytest.raises(
+            Overloaded, match=f"already admitting {MAX_CONNECTS} readers, 0 of them for this caller"
+        ):
             await late[0]
         slow.go_on.set()
         results = await asyncio.gather(*flood, *honest, return_exceptions=True)

@@ -26,8 +26,8 @@ from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc import server
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
-from kvlink.monitoring.status_page import visitors
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.monitoring.status_page import connections
+from kvlink.monitoring.status_page.serving import serve_status_page
 
 STRANGERS = 200
 TLS_CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")
@@ -159,7 +159,9 @@ async def test_who_asks_for_too_much_is_told_so_and_others_are_served(small: Coo
 async def test_large_tickets_are_bounded_together(small: CoordinatorClient) -> None:
     large = make_offer("r", "a")._replace(ticket=bytes(150))
     await small.offer(large)
-    with pytest.raises(Overloaded, match="a ticket of worker 'b' does not fit: 200 bytes of them"):
+    with pytest.raises(
+        Overloaded, match="a ticket of worker 'b' does not fit into the coordinator's limit of 200 bytes"
+    ):
         await small.offer(make_offer("s", "b")._replace(ticket=bytes(51)))
     await small.offer(large._replace(ticket=bytes(100)))
     await small.offer(make_offer("s", "b")._replace(ticket=bytes(100)))
@@ -172,11 +174,11 @@ async def test_strangers_at_the_page_cost_the_coordinator_little(
     strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get some connections and a while, and there is room for who asks all the time."""
-    monkeypatch.setattr(visitors, "MAX_CONNECTIONS", 50)
-    monkeypatch.setattr(visitors, "CONNECTION_S", 2.0)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 50)
+    monkeypatch.setattr(connections, "CONNECTION_S", 2.0)
     coordinator = Coordinator()
     await coordinator.start()
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         await asyncio.to_thread(crowd, strangers, url.removeprefix("http://"))
         async with ClientSession(url) as session, session.get("/metrics") as answer:
             assert "kvlink_coordinator_workers 0.0" in await answer.text()

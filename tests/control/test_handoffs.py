@@ -75,7 +75,7 @@ async def test_each_refusal_goes_to_its_caller(client: CoordinatorClient) -> Non
             await stranger
         with pytest.raises(UnknownRequest, match="'gone' is not joined"):
             await lost
-        with pytest.raises(UnknownRequest, match="'bad': nobody offered it"):
+        with pytest.raises(UnknownRequest, match="'bad': no worker offered it"):
             await vain
         assert [await good, await settle, await last] == [None] * 3
         assert await claim == [make_offer("good").ticket]

@@ -56,8 +56,8 @@ async def test_no_worker_goes_down_and_every_ticket_is_claimed(etcd: EtcdCluster
 
 async def joined(fleet: Fleet, at: str, number: int) -> Session:
     client = CoordinatorClient(fleet.addresses)
-    while client.asks != at:
-        client._channel._leave(client._channel._ends[0])
+    while client.next_address != at:
+        client._channel.avoid(client.next_address)
     card = make_card(f"w{number}", process=number + 1)
     return await Session.join(client, card, lambda slot, nonce: None)
 

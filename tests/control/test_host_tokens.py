@@ -23,7 +23,7 @@ from kvlink.control.values import Claim
 from kvlink.coordinator import Coordinator
 from kvlink.errors import AccessDenied, ConfigError
 
-HOW = "run both as one user, or have KVLINK_TOKEN_FILE of both name one file"
+HOW = "run both as one user, or set KVLINK_TOKEN_FILE of both to one file"
 
 
 def methods(of: type) -> list[str]:
@@ -210,12 +210,12 @@ def test_a_file_that_every_user_can_read_is_warned_of(
     path = tokens.file("readable")
     Path(path).chmod(0o644)
     host_tokens(path)
-    assert f"file={path} (KVLINK_TOKEN_FILE) can read the token" in caplog.text
+    assert f"can read the token (KVLINK_TOKEN_FILE), run chmod o= on it file={path}" in caplog.text
 
 
 async def test_a_token_is_for_loopback_alone(tokens: Tokens) -> None:
     security = replace(tokens.security("owner"), insecure=True)
-    off_loopback = "KVLINK_TOKEN_FILE without TLS is for loopback alone"
+    off_loopback = "KVLINK_TOKEN_FILE without TLS is for loopback only"
     for client in (AgentClient, CoordinatorClient):
         with pytest.raises(ConfigError, match=f"calling 10.1.2.3:7400: {off_loopback}"):
             client("10.1.2.3:7400", security=security)

@@ -142,7 +142,7 @@ def test_a_ticket_reads_alike_in_both(older: Older) -> None:
 
 # Another protocol version: refused, in words that name both.
 
-_BOTH = rf"speaks protocol version {OTHER}, this process {PROTOCOL_VERSION}"
+_BOTH = rf"speaks protocol version {OTHER} and this process speaks {PROTOCOL_VERSION}"
 
 
 def _in_other_version(sealed: card_pb2.SealedCard) -> None:

@@ -100,10 +100,10 @@ _root = pytest.mark.skipif(UID != 0, reason="only root gives files away: run as 
         (_linked_folder, "Not a directory|Too many levels of symbolic links"),
         (_linked_file, "Too many levels of symbolic links"),
         (_fifo, "token is not a file"),
-        (_folder_for_all, r"other users have rights to it \(0711, not 0700\)"),
-        (_file_for_all, r"other users have rights to it \(0640, not 0600\)"),
-        pytest.param(_of_another, rf"belongs to user {UID + 1}, not to {UID}", marks=_root),
-        pytest.param(_folder_of_another, rf"belongs to user {UID + 1}, not to {UID}", marks=_root),
+        (_folder_for_all, r"other users can access it \(mode 0711, not 0700\)"),
+        (_file_for_all, r"other users can access it \(mode 0640, not 0600\)"),
+        pytest.param(_of_another, rf"it belongs to user {UID + 1}, not to {UID}", marks=_root),
+        pytest.param(_folder_of_another, rf"it belongs to user {UID + 1}, not to {UID}", marks=_root),
         (_empty, "token holds no token; remove it"),
     ],
 )
@@ -112,7 +112,9 @@ def test_what_another_could_have_made_or_read_is_not_taken(
 ) -> None:
     prepare(place)
     assert own_file.tokens([place], UID) == {}
-    with pytest.raises(ConfigError, match=f"no folder for the token .*{place}: ({why}).*KVLINK_TOKEN_FILE"):
+    with pytest.raises(
+        ConfigError, match=f"no usable folder for the token .*{place}: ({why}).*KVLINK_TOKEN_FILE"
+    ):
         own_file.make([place], UID)
     next_best = place.parent / "next"
     assert own_file.make([place, next_best], UID)[0] == next_best / "token"

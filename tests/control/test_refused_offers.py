@@ -36,7 +36,7 @@ class Coordinator:
     """As CoordinatorClient and its handoff stream. Refuses offers with `refuses` while that is set."""
 
     address = "simulated"
-    has_choice = True
+    has_replicas = True
 
     def __init__(self) -> None:
         self.refuses: Exception | None = None
@@ -108,7 +108,7 @@ def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCap
 
     run(main)
     (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert line == "offers refused for now, sending them again worker=prefill offers=3"
+    assert line == "the coordinator refused offers for now, retrying worker=prefill offers=3"
 
 
 def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:

@@ -77,17 +77,17 @@ SERVERS: dict[str, tuple[Callable[[Pki], Security], type[KVLinkError], str]] = {
     "another CA": (
         lambda pki: Pki(pki.folder).unchecked([COORDINATOR, *HOSTS]),
         CoordinatorUnavailable,
-        "not made by a CA in this process's KVLINK_TLS_CA: give both the same CA",
+        "not issued by a CA in this process's KVLINK_TLS_CA: give both the same CA",
     ),
     "not a coordinator's": (
         lambda pki: pki.unchecked([ACME, *HOSTS], says=[COORDINATOR]),
         CoordinatorUnavailable,
-        f"does not have the name {COORDINATOR}",
+        f"lacks the name {COORDINATOR}",
     ),
     "another host's": (
         lambda pki: pki.unchecked([COORDINATOR, "10.1.2.3"]),
         AccessDenied,
-        "does not name the host that was dialled: make it with that name or address, or .*KVLINK_TLS_HOSTS=0",
+        "does not have the host name of its address: issue one with that name or address, or .*KVLINK_TLS_HOSTS=0",
     ),
     "plaintext": (
         lambda pki: PLAINTEXT,
@@ -109,7 +109,7 @@ async def test_a_client_says_what_is_wrong_with_a_server(pki: Pki, server: str) 
 CLIENTS: dict[str, tuple[Callable[[Pki], Security], str]] = {
     "expired": (
         lambda pki: pki.unchecked([ACME, *HOSTS], expired=True),
-        rf"hung up: this process's certificate \({ACME}.*; expired .*\) has expired; renew it",
+        rf"closed the connection: this process's certificate \({ACME}.*; expired .*\) has expired; renew it",
     ),
     "another CA": (
         lambda pki: Pki(pki.folder).unchecked([ACME], trusts=pki.authority.pem.cert),
@@ -117,7 +117,7 @@ CLIENTS: dict[str, tuple[Callable[[Pki], Security], str]] = {
     ),
     "plaintext": (
         lambda pki: PLAINTEXT,
-        "hung up at once: if it wants TLS, give this process certificates .*KVLINK_TLS_CA.*kvlink certs",
+        "at once. If it requires TLS, give this process certificates .*KVLINK_TLS_CA.*kvlink certs",
     ),
 }
 
@@ -160,7 +160,7 @@ async def test_an_agent_answers_its_own_tenant_alone(pki: Pki) -> None:
         assert (await client.connect("prefill", 1, "tcp", [b"hello"])).connection_id == 1
     # Another tenant's client does not even speak to it ...
     async with AgentClient(address, security=pki.worker("other")) as client:
-        with pytest.raises(CoordinatorUnavailable, match="does not have the name other"):
+        with pytest.raises(CoordinatorUnavailable, match="lacks the name other"):
             await client.card()
     # ... and one that does is refused.
     for name in (tenant_name("other"), COORDINATOR):
@@ -201,7 +201,7 @@ async def test_certificates_change_and_running_calls_go_on(pki: Pki) -> None:
             assert security.keyring.number == 3
         # Who has only the old CA is a stranger by now.
         pki.authority = old
-        with pytest.raises(CoordinatorUnavailable, match="not made by a CA"):
+        with pytest.raises(CoordinatorUnavailable, match="not issued by a CA"):
             raise await failed_status(coordinator.address, pki.worker())
         await session.close()
     await coordinator.close()
@@ -231,13 +231,13 @@ def encrypted(key: bytes) -> bytes:
         (lambda pki, files: files.key.write_bytes(pki.issue([ACME]).key), "key values mismatch"),
         (
             lambda pki, files: files.key.write_bytes(encrypted(files.key.read_bytes())),
-            "do not make a certificate, its key and its CA, in PEM",
+            "are not a certificate, its key and its CA in PEM",
         ),
         (
             lambda pki, files: files.cert.write_bytes(b"?"),
-            "do not make a certificate, its key and its CA, in PEM",
+            "are not a certificate, its key and its CA in PEM",
         ),
-        (lambda pki, files: files.ca.write_bytes(OTHERS), "no good under .*issuer certificate; renew it"),
+        (lambda pki, files: files.ca.write_bytes(OTHERS), "not valid under .*issuer certificate; renew it"),
         (
             lambda pki, files: write(files, pki.authority.pem.cert, pki.issue([ACME], expired=True)),
             "has expired; renew",
@@ -252,9 +252,11 @@ def test_bad_files_are_refused_at_the_start(pki: Pki, spoil: Callable[..., objec
 
 
 def test_servers_need_certificates_of_their_kind(pki: Pki) -> None:
-    with pytest.raises(ConfigError, match=f"has the DNS name {COORDINATOR}; KVLINK_TLS_CERT has {ACME}"):
+    with pytest.raises(
+        ConfigError, match=f"must have the DNS name {COORDINATOR}; KVLINK_TLS_CERT has {ACME}"
+    ):
         Coordinator(security=pki.worker())
-    with pytest.raises(ConfigError, match=f"of its one tenant; KVLINK_TLS_CERT has {COORDINATOR}"):
+    with pytest.raises(ConfigError, match=f"of exactly one tenant; KVLINK_TLS_CERT has {COORDINATOR}"):
         WorkerAgent(accept, lambda slot, nonce: True, lambda slot, nonce: True, security=pki.coordinator())
     with pytest.raises(ConfigError, match=r"tenant_stores\.stores"):
         Coordinator(MemoryStore(), security=pki.coordinator())
@@ -262,7 +264,7 @@ def test_servers_need_certificates_of_their_kind(pki: Pki) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "node-7"])
 async def test_plaintext_off_loopback_is_asked_for_or_not_done(host: str) -> None:
-    refused = "without TLS is not done unless asked for: set KVLINK_TLS_CA.*kvlink certs.*KVLINK_INSECURE=1"
+    refused = "without TLS must be allowed explicitly: set KVLINK_TLS_CA.*kvlink certs.*KVLINK_INSECURE=1"
     with pytest.raises(ConfigError, match=f"listening on {host} {refused}"):
         await Coordinator().start(host)
     address = f"[{host}]:7400" if ":" in host else f"{host}:7400"
@@ -294,11 +296,11 @@ def _own_address() -> str:
 
 def test_settings_go_together(pki: Pki) -> None:
     ca, cert, key = map(str, pki.files("worker", [ACME]))
-    with pytest.raises(ConfigError, match="set all or none"):
+    with pytest.raises(ConfigError, match="set all of them or none"):
         Security.of(WorkerConfig(tls_ca=ca, tls_cert=cert))
     with pytest.raises(ConfigError, match=r"cannot read the token in token \(KVLINK_TOKEN_FILE\)"):
         Security.of(WorkerConfig(token_file="token"))
-    with pytest.raises(ConfigError, match=r"--tenants t\.json means nothing without TLS"):
+    with pytest.raises(ConfigError, match=r"--tenants t\.json has no effect without TLS"):
         Security().coordinator_gate("t.json")
     made = Security.from_env({"KVLINK_TLS_CA": ca, "KVLINK_TLS_CERT": cert, "KVLINK_TLS_KEY": key})
     assert made.tenant() == "acme"

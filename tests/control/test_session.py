@@ -106,11 +106,11 @@ async def test_a_beating_worker_outlives_its_lease_and_a_silent_one_does_not() -
 
 async def test_an_epoch_is_not_shared_by_two_processes(session: Session, client: CoordinatorClient) -> None:
     other = await Session.join(client, make_card(epoch=1, process=2), ignore)
-    with pytest.raises(UnknownRequest, match="epoch 1 asked, 2 running"):
+    with pytest.raises(UnknownRequest, match="for epoch 1, and epoch 2 is running"):
         await session.offer(make_offer("r"))
     session._doubt.set()  # as the next beat would find out
     await until(lambda: session.state is SessionState.REPLACED)
-    with pytest.raises(Replaced, match="give each its own"):
+    with pytest.raises(Replaced, match="give each process its own"):
         await session.offer(make_offer("r"))
     assert (await client.worker("prefill")).epoch == 2
     assert other.state is SessionState.JOINED
@@ -210,7 +210,7 @@ async def test_a_stopped_coordinator_is_noticed_and_welcome_back(coordinator_pro
         session = await Session.join(client, make_card(), ignore)
         process.send(signal.SIGSTOP)
         await until(lambda: session.state is SessionState.REJOINING)
-        with pytest.raises(CoordinatorUnavailable, match=r"'r' not offered yet.*rejoining"):
+        with pytest.raises(CoordinatorUnavailable, match=r"'r' is not offered yet.*rejoining"):
             await session.offer(make_offer("r"), timeout_s=0.2)
         process.send(signal.SIGCONT)
         assert await client.claim("r") == [make_offer("r").ticket]  # sent as soon as the coordinator was back

@@ -107,7 +107,7 @@ def first_asking(replicas: list[CoordinatorProcess]) -> CoordinatorClient:
     """A client that asks them in this order."""
     addresses = [each.address for each in replicas]
     client = CoordinatorClient(",".join(addresses))
-    client._channel._ends.sort(key=lambda end: addresses.index(end.address))
+    client._channel._servers.sort(key=lambda server: addresses.index(server.address))
     return client
 
 

@@ -23,7 +23,7 @@ from kvlink.coordinator.store.etcd.health import LOST_S, Health
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores
 from kvlink.errors import CoordinatorUnavailable
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.monitoring.status_page.serving import serve_status_page
 
 NEVER_S = 1e6
 
@@ -82,7 +82,7 @@ async def test_claims_and_watches_are_sent_elsewhere(
     store.tick()
     for call in (*waiting, anext(feed), store.claim(Claim("t", NEVER_S)), store.watch()):
         with pytest.raises(
-            Refused, match=r"has lost its store, etcd at 127\.0\.0\.1:1, .* ask another"
+            Refused, match=r"has lost its store, etcd at 127\.0\.0\.1:1, .* at another coordinator"
         ) as gone:
             await call
         assert gone.value.reason is Reason.NOT_READY
@@ -197,7 +197,7 @@ async def test_health_checks_see_it(store: EtcdStore, fake_etcd: FakeEtcd, clock
             health_pb2.HealthCheckResponse.FromString(blob).status == health_pb2.HealthCheckResponse.SERVING
         )
 
-    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         assert await serves()
         fake_etcd.go_away()
         await lose(store, clock)
@@ -220,13 +220,13 @@ async def test_a_claim_in_vain_is_asked_of_another(monkeypatch: pytest.MonkeyPat
     coordinators = [Coordinator(), Coordinator()]
     addresses = [await each.start() for each in coordinators]
     async with CoordinatorClient(",".join(addresses)) as client:
-        asked = client.asks
+        asked = client.next_address
         (other,) = [address for address in addresses if address != asked]
         async with CoordinatorClient(other) as worker:
             await worker.join(make_card())
             await worker.offer(make_offer("r"))
         assert await client.claim("r", timeout_s=NEVER_S) == [make_offer("r").ticket]
-        assert client.asks == other
+        assert client.next_address == other
     for each in coordinators:
         await each.close()
 
@@ -244,8 +244,8 @@ async def test_a_claim_at_one_that_has_lost_its_store_goes_to_another(
     async with CoordinatorClient(",".join(addresses)) as client, CoordinatorClient(addresses[1]) as worker:
         await worker.join(make_card())
         await worker.offer(make_offer("r"))
-        client._channel._ends.sort(key=lambda end: end.address != addresses[0])
-        assert client.asks == addresses[0]
+        client._channel._servers.sort(key=lambda server: server.address != addresses[0])
+        assert client.next_address == addresses[0]
         assert await client.claim("r", timeout_s=NEVER_S) == [make_offer("r").ticket]
     for each in (lost, healthy):
         await each.close()

@@ -71,7 +71,7 @@ async def test_tenants_are_strangers_under_the_same_names(pki: Pki, coordinator:
         assert await other.workers() == []
         with pytest.raises(UnknownRequest, match="'prefill' is not joined"):
             await other.worker("prefill")
-        with pytest.raises(UnknownRequest, match="nobody offered it"):
+        with pytest.raises(UnknownRequest, match="no worker offered it"):
             await other.claim("r", timeout_s=0.05)
         with pytest.raises(UnknownRequest, match="'prefill' is not joined"):
             await other.settle(SettleOrder("prefill", session.card.epoch, 1, 2))
@@ -209,7 +209,7 @@ async def test_the_file_maps_certificates_and_is_read_again(pki: Pki, file: Path
         assert len(await acme.workers()) == 1
         assert await other.workers() == []
         # A tenant's name in the certificate means nothing beside a file.
-        with pytest.raises(AccessDenied, match=r"no rule .* is for a certificate with acme"):
+        with pytest.raises(AccessDenied, match=r"no rule .* fits a certificate with acme"):
             await stranger.workers()
 
         write_rules(file, BY_NAME)
@@ -234,7 +234,7 @@ async def test_the_file_maps_tokens(pki: Pki, ruled: str, tmp_path: Path) -> Non
         assert [card.worker_id for card in await observer.workers()] == ["prefill"]
         with pytest.raises(AccessDenied, match="observer here and may not call Claim"):
             await observer.claim("r", timeout_s=0.1)
-        with pytest.raises(AccessDenied, match="tenants file is for your token"):
+        with pytest.raises(AccessDenied, match="tenants file fits your token"):
             await guesser.workers()
 
 
@@ -247,7 +247,7 @@ async def test_tokens_mean_nothing_without_a_file(pki: Pki, coordinator: Coordin
     token_file.write_text("s3cret")
     client = replace(pki.worker(), token_file=str(token_file))
     async with CoordinatorClient(coordinator.address, security=client) as caller:
-        with pytest.raises(AccessDenied, match="start the coordinator with --tenants FILE"):
+        with pytest.raises(AccessDenied, match="start it with --tenants FILE"):
             await caller.workers()
 
 
@@ -264,15 +264,18 @@ async def test_watchers_see_their_tenant_leave(pki: Pki, coordinator: Coordinato
     ("text", "says"),
     [
         ("{", "is not JSON"),
-        ("{}", "must hold a list of rules"),
-        ("[1]", "rule 1 of f must be an object whose values are texts"),
+        ("{}", "must hold a JSON list of rules"),
+        ("[1]", "rule 1 of f must be a JSON object whose values are strings"),
         ('[{"tenant": "a", "identity": "x"}, {"tenant": 1}]', "rule 2 of f must be"),
-        ('[{"tenant": "a", "identity": "x", "admin": "yes"}]', "has admin; known are identity, role"),
+        (
+            '[{"tenant": "a", "identity": "x", "admin": "yes"}]',
+            "has unknown fields admin; known are identity, role",
+        ),
         ('[{"tenant": "a"}]', "needs either identity or token_sha256"),
         ('[{"tenant": "a", "token_sha256": "s3cret"}]', "64 hexadecimal digits"),
-        ('[{"tenant": "a", "identity": "x", "role": "root"}]', "role is worker or observer, not 'root'"),
-        ('[{"tenant": "A_1", "identity": "x"}]', "'A_1' cannot be a tenant: write 1 to 63 of a-z"),
-        ('[{"identity": "x"}]', "'' cannot be a tenant"),
+        ('[{"tenant": "a", "identity": "x", "role": "root"}]', "role must be worker or observer, not 'root'"),
+        ('[{"tenant": "A_1", "identity": "x"}]', "'A_1' is not a valid tenant: use 1 to 63 of a-z"),
+        ('[{"identity": "x"}]', "'' is not a valid tenant"),
         ('[{"tenant": "*", "identity": "x"}]', r"tenant \* is for observers"),
     ],
 )
@@ -315,4 +318,4 @@ def test_foreign_bytes_are_refused_or_rules(text: bytes) -> None:
         return
     for rule in rules:
         assert bool(rule.identity) != bool(rule.token_sha256)
-        assert rule.who.tenant
+        assert rule.caller.tenant

@@ -120,7 +120,7 @@ class Worker:
         deadline = now() + CLAIM_S
         while True:
             left_s = deadline - now()
-            asked = self._client.asks
+            asked = self._client.next_address
             try:
                 async with self._client.handoffs() as stream:
                     claim = Claim(request_id, max(0.1, min(left_s, 5.0)), claim_id=claim_id)
@@ -131,7 +131,7 @@ class Worker:
             except KVLinkError:
                 if now() >= deadline:
                     raise
-            self._client._channel.leave(asked)  # other calls may have left it already
+            self._client._channel.avoid(asked)  # other calls may have left it already
             await asyncio.sleep(random.uniform(0.05, 0.3))
 
     def settle(self, owner: Worker, slot: int) -> asyncio.Task[Any]:

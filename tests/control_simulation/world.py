@@ -67,7 +67,7 @@ class CoordinatorSeat:
         self.kill()
 
     async def _end(self) -> None:
-        await self.coordinator.hand_over()
+        await self.coordinator.drain()
         await self.coordinator.close()
 
 
@@ -244,7 +244,7 @@ class World:
         store = seat.store
         if isinstance(store, EtcdStore):
             num_held = len(store._mirror.requests)
-            busy = len(store._pending) + len(store._claiming._under_way) + len(store._sync._awaited)
+            busy = len(store._pending) + len(store._claims._running) + len(store._sync._awaited)
         else:
             assert isinstance(store, MemoryStore)
             num_held, busy = store._offers.num_tickets + len(store._offers._claimed), 0

@@ -29,9 +29,9 @@ def test_keys_come_apart_again(name: str, rank: int, fleet: str, tenant: str) ->
     layout = Keys(fleet, tenant)
     assert layout.parse(layout.worker(name)) == Key(keys.WORKERS, name)
     assert layout.parse(layout.epoch(name)) == Key(keys.EPOCHS, name)
-    assert layout.parse(layout.claim(name)) == Key(keys.CLAIMS, name)
+    assert layout.parse(layout.claim_record(name)) == Key(keys.CLAIMS, name)
     assert layout.parse(layout.ticket(name, rank)) == Key(keys.TICKETS, name, str(rank))
-    assert layout.parse(layout.settle(name, "id")) == Key(keys.SETTLES, name, "id")
+    assert layout.parse(layout.settle_order(name, "id")) == Key(keys.SETTLES, name, "id")
     assert layout.tickets(name) <= layout.ticket(name, rank) < after(layout.tickets(name))
     assert layout.parse(layout.pulse) is None
 
@@ -46,7 +46,7 @@ def test_fleets_and_tenants_do_not_overlap(fleet: str, tenant: str, other: str, 
 
 @pytest.mark.parametrize("url", ["", "memory:", "etcd:a:1", "etcd://", "redis://a:1", "etcd://a:1/b/c"])
 def test_what_names_no_store(url: str) -> None:
-    with pytest.raises(ConfigError, match="names no store"):
+    with pytest.raises(ConfigError, match="does not name a store"):
         split_url(url)
 
 
@@ -123,7 +123,7 @@ class History:
     def step(self) -> list[pb.Event]:
         self.revision += 1
         key = self._random.choice(
-            [LAYOUT.worker("w"), LAYOUT.epoch("w"), LAYOUT.claim("r")]
+            [LAYOUT.worker("w"), LAYOUT.epoch("w"), LAYOUT.claim_record("r")]
             + [LAYOUT.ticket(name, rank) for name in "rs" for rank in range(2)]
         )
         if key in self.listing and self._random.random() < 0.4:
@@ -139,7 +139,7 @@ class History:
         if parsed.kind == keys.WORKERS:
             return StoredRecords.CARD.encode(make_card("w", epoch=self._random.randint(1, 3)))
         if parsed.kind == keys.EPOCHS:
-            return StoredRecords.LIFE.encode(Incarnation(1, bytes(16), self._random.random() < 0.5))
+            return StoredRecords.INCARNATION.encode(Incarnation(1, bytes(16), self._random.random() < 0.5))
         if parsed.kind == keys.TICKETS:
             return StoredRecords.OFFER.encode(make_offer(parsed.name, "w", rank=int(parsed.part), of=2))
         known = digests(*(ticket(1, rank, 2) for rank in range(self._random.randint(0, 2))))
@@ -148,7 +148,14 @@ class History:
 
 def state(mirror: Mirror) -> object:
     free = {name: sorted(request.free()) for name, request in mirror.requests.items() if request.free()}
-    return mirror.members, mirror.lives, free, mirror.num_free, mirror.num_free_of("w"), len(mirror.due)
+    return (
+        mirror.members,
+        mirror.incarnations,
+        free,
+        mirror.num_free,
+        mirror.num_free_of("w"),
+        len(mirror.due),
+    )
 
 
 @given(st.integers(0, 10**9), st.integers(0, 40), st.integers(0, 40))

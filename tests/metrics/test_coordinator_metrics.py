@@ -22,7 +22,7 @@ from kvlink.coordinator.reports import Reports
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import STALE_S, plain
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.monitoring.status_page.serving import serve_status_page
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ async def test_calls_refusals_and_counts(coordinator: Coordinator, client: Coord
     assert isinstance(refused[0], Exception)
     watching = client.watch()
     await anext(watching)
-    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         answer = await session.get("/metrics")
         assert answer.headers["Content-Type"].startswith("text/plain")
         found = Scrape(await answer.text())
         with pytest.raises(ConfigError, match="--http-port"):
-            async with showing(coordinator, "127.0.0.1", int(url.rpartition(":")[2])):
+            async with serve_status_page(coordinator, "127.0.0.1", int(url.rpartition(":")[2])):
                 pass
     assert found.value("kvlink_coordinator_workers") == 1
     assert found.value("kvlink_coordinator_live_tickets") == 1
@@ -100,7 +100,7 @@ async def test_workers_report_with_their_beats(coordinator: Coordinator, client:
     finally:
         await asyncio.to_thread(owner.close)
         await asyncio.to_thread(reader.close)
-    await until(lambda: not coordinator._reports._told)
+    await until(lambda: not coordinator._reports._latest)
 
 
 def test_of_a_large_fleet_each_shows_its_busiest_links() -> None:
@@ -139,7 +139,7 @@ def test_rates_are_differences_of_reports() -> None:
     now += STALE_S + 1
     assert row()["bytes_per_s"] == 0, "a worker that is silent is not known to receive"
     reports.note("", Beat("w", 2, WorkerReport(links=(link,))))
-    assert len(reports._told) == 2, "another life is another worker"
+    assert len(reports._latest) == 2, "another epoch is another worker"
     reports.forget("", "w", 2)
     reports.forget("", "w", 1)
     assert reports.views({"": [card]})[0].report is None
@@ -158,7 +158,7 @@ async def test_a_beat_without_a_report_is_taken(coordinator: Coordinator, client
 
 
 async def test_the_page_is_read_only_and_lets_no_foreign_script_in(coordinator: Coordinator) -> None:
-    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         answer = await session.get("/")
         policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy

@@ -14,15 +14,15 @@ from aiohttp import ClientSession
 
 from kvlink.coordinator import Coordinator
 from kvlink.log import JsonFormatter
-from kvlink.monitoring.status_page import visitors
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.monitoring.status_page import connections
+from kvlink.monitoring.status_page.serving import serve_status_page
 
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     coordinator = Coordinator()
     await coordinator.start()
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         yield url
     await coordinator.close()
 
@@ -67,7 +67,7 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
 
     coordinator = Broken()
     await coordinator.start()
-    async with showing(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url, ClientSession(url) as session:
         for _ in range(20):
             assert (await session.get("/metrics")).status == 500
     await coordinator.close()
@@ -77,7 +77,7 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
 
 
 async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitors, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
     async with visit(url) as oldest, visit(url) as second, visit(url) as third:
         for _, writer in (oldest, second, third):
             writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")

@@ -15,7 +15,7 @@ from playwright.async_api import Browser, Page, async_playwright
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, FailureCount, LinkReport, WorkerReport
 from kvlink.coordinator import Coordinator
-from kvlink.monitoring.status_page.serving import showing
+from kvlink.monitoring.status_page.serving import serve_status_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -109,7 +109,7 @@ async def test_workers_links_leases_and_errors(
         FailureCount("StaleBlocks", 4),
     )
     coordinator.counts.refused("Claim", "EXPIRED")
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         page, complaints = await opened(browser, url, scheme)
         assert await page.inner_text("#state") == "live"
         assert "3.00 MiB/s" in await page.inner_text("#cards")
@@ -139,7 +139,7 @@ async def test_foreign_text_stays_text(coordinator: Coordinator, browser: Browse
         note(coordinator, "decode", LinkReport(EVIL, EVIL, True, bytes=MIB), FailureCount(EVIL[:60], 3))
     note(coordinator, EVIL, LinkReport("decode", EVIL))
     coordinator.counts.refused(EVIL, EVIL)
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         page, complaints = await opened(browser, url)
         await page.wait_for_timeout(300)
         assert await page.evaluate("window.pwned") is None
@@ -156,7 +156,7 @@ async def test_foreign_text_stays_text(coordinator: Coordinator, browser: Browse
 
 
 async def test_nothing_joined_and_nobody_answering(coordinator: Coordinator, browser: Browser) -> None:
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         page, complaints = await opened(browser, url)
         assert "No worker has joined" in await page.inner_text("#workers")
         assert complaints == []
@@ -171,7 +171,7 @@ async def test_a_large_fleet_is_a_list_of_its_busiest_links(
     await join(coordinator, *names)
     for index, name in enumerate(names):
         note(coordinator, name, LinkReport("prefill", "tcp", True, bytes=index))
-    async with showing(coordinator, "127.0.0.1", 0) as url:
+    async with serve_status_page(coordinator, "127.0.0.1", 0) as url:
         page, complaints = await opened(browser, url)
         assert "the busiest 50 of 60" in await page.inner_text("#links-note")
         assert await page.locator("#workers tbody tr").count() == 60

@@ -148,11 +148,11 @@ def test_strangers_at_the_port_take_a_few_threads_and_go(
         threads_before = threading.active_count()
         sockets = [
             strangers.enter_context(socket.create_connection(("127.0.0.1", free_port)))
-            for _ in range(4 * serving.MAX_VISITORS)
+            for _ in range(4 * serving.MAX_CONNECTIONS)
         ]
         assert sockets[0].recv(1) == b"", "where there are too many, the oldest makes room"
         assert "kvlink_pool_blocks" in get(f"http://127.0.0.1:{free_port}/metrics"), "who asks is answered"
-        assert threading.active_count() <= threads_before + serving.MAX_VISITORS
+        assert threading.active_count() <= threads_before + serving.MAX_CONNECTIONS
         for each in sockets:
             assert each.recv(1) == b"", "the others when they have said nothing for a while"
         while threading.active_count() > threads_before:
@@ -165,7 +165,7 @@ def test_a_stranger_who_dribbles_is_hung_up_on(
     free_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each byte is in time, the question never ends."""
-    monkeypatch.setattr(serving, "_VISIT_S", 1.0)
+    monkeypatch.setattr(serving, "_CONNECTION_S", 1.0)
     config = WorkerConfig(transports="loopback", metrics_port=free_port)
     with (
         Worker(PoolSpec().make(), "served", config=config),

@@ -26,7 +26,7 @@ _agent_calls = 0
 
 def count_agent_calls() -> None:
     """Has the calls counted that agents made from now on in this process answer."""
-    add = server.Host.unary
+    add = server.GrpcServer.unary
 
     def unary(host: Any, method: Any, handle: Any) -> None:
         async def counted(request: Any) -> Any:
@@ -36,7 +36,7 @@ def count_agent_calls() -> None:
 
         add(host, method, counted)
 
-    server.Host.unary = unary  # type: ignore[method-assign]
+    server.GrpcServer.unary = unary  # type: ignore[method-assign]
 
 
 class Commands:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of the control plane: its path and the codec of each way. Messages never leave this package."""
+"""Defines every call of the control plane with its path and codecs. Protobuf messages never leave this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CARD", "AgentCalls", "BatchWriter", "Codec", "CoordinatorCalls", "Me
 
 
 class CoordinatorCalls:
-    """Methods of protos/kvlink/v1/coordinator.proto."""
+    """Lists the methods of protos/kvlink/v1/coordinator.proto."""
 
     SERVICE = "kvlink.v1.Coordinator"
     JOIN = Method(SERVICE, "Join", calls.JOIN, calls.MEMBERSHIP)
@@ -33,7 +33,7 @@ class CoordinatorCalls:
 
 
 class AgentCalls:
-    """Methods of protos/kvlink/v1/agent.proto."""
+    """Lists the methods of protos/kvlink/v1/agent.proto."""
 
     SERVICE = "kvlink.v1.WorkerAgent"
     GET_CARD = Method(SERVICE, "GetCard", calls.GET_CARD, CARD)
@@ -43,10 +43,10 @@ class AgentCalls:
 
 
 class StoredRecords:
-    """What coordinators keep for one another: values of a shared store."""
+    """Lists the codecs of values that coordinators share through their store."""
 
     CARD = CARD
-    LIFE = records.LIFE
+    INCARNATION = records.INCARNATION
     CLAIMED = records.CLAIMED
     OFFER = handoffs.OFFER
     SETTLE = handoffs.SETTLE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many entries a message has, counted in its bytes: protobuf would build them all before anybody could refuse.
+"""Counts the entries of a message in its bytes, because protobuf would build them all before they could be refused.
 
 An empty entry takes two bytes on the wire and a hundred in memory.
 """
@@ -12,46 +12,48 @@ from typing import NamedTuple
 from kvlink.errors import ConfigError
 
 HARMLESS_BYTES = 64 << 10
-"""Whatever a message of this size holds, it is little: that the many small messages are not looked through."""
+"""Messages up to this size are not scanned, because whatever they hold takes little memory."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MORE = bytes(range(0x80, 0x100))
-"""Bytes of a varint that has more."""
+"""All byte values that continue a varint."""
 
 
 class Repeated(NamedTuple):
-    """A field of which there are at most so many. Fields with the same `name` are counted together."""
+    """Bounds a repeated field to `most` entries. Fields with the same `name` are counted together."""
 
     name: str
     most: int
     inside: Bounds | None = None
     packed: bool = False
-    """Numbers: one entry on the wire may hold many."""
+    """The field holds packed numbers: one entry on the wire may hold many."""
 
 
 class Single(NamedTuple):
-    """A message that is there once. Given more often, its parts add up, and are counted so."""
+    """Bounds the fields of a nested message. If it occurs more than once, protobuf merges it, so counts add up."""
 
     inside: Bounds
 
 
 Bounds = Mapping[int, "Repeated | Single"]
-"""By field number; other fields are passed over."""
+"""Maps field numbers to bounds. Other fields are skipped."""
 
 
 def check(blob: bytes, bounds: Bounds, most_bytes: int | None = None) -> None:
-    """Raises ConfigError at the first entry that is one too many, and for a message that is cut off.
+    """Raises ConfigError if a field has too many entries or the message is truncated.
 
-    `most_bytes`: of a message with several entries.
+    `most_bytes` bounds the size of a message with several entries.
     """
     if len(blob) <= HARMLESS_BYTES:
         return
     entries = count(blob, bounds)
     if most_bytes is not None and entries > 1 and len(blob) > most_bytes:
-        raise ConfigError(f"its {entries} entries have {len(blob)} bytes, at most {most_bytes} are taken")
+        raise ConfigError(
+            f"its {entries} entries have {len(blob)} bytes, and at most {most_bytes} are accepted"
+        )
 
 
 def count(blob: bytes, bounds: Bounds) -> int:
-    """As `check`, for a message of any size. Returns how many entries there are in all."""
+    """Checks a message of any size like `check`. Returns the total number of entries."""
     counts: dict[tuple[object, ...], int] = {}
     _scan(memoryview(blob), bounds, counts, ())
     return sum(counts.values())
@@ -77,7 +79,7 @@ def _scan(
         else:
             raise ConfigError(f"it has a field of wire type {kind}, which kvlink does not use")
         if at > end:
-            raise ConfigError("it is cut off")
+            raise ConfigError("it is truncated")
         bound = bounds.get(tag >> 3)
         if bound is None:
             continue
@@ -98,13 +100,13 @@ def _count(
     several = bound.packed and kind == _BYTES
     counts[path] = counts.get(path, 0) + (len(bytes(entry).translate(None, _MORE)) if several else 1)
     if counts[path] > bound.most:
-        raise ConfigError(f"number of {bound.name} is over {bound.most}, which is the most that is taken")
+        raise ConfigError(f"the number of {bound.name} exceeds {bound.most}, the maximum that is accepted")
     if bound.inside is not None and kind == _BYTES:
         _scan(entry, bound.inside, {}, ())
 
 
 def _varint(blob: memoryview, at: int) -> tuple[int, int]:
-    """The number, and where it ends."""
+    """Returns the number that starts at `at`, and the position behind it."""
     value = shift = 0
     try:
         if (byte := blob[at]) < 0x80:
@@ -119,4 +121,4 @@ def _varint(blob: memoryview, at: int) -> tuple[int, int]:
             if shift > 63:
                 raise ConfigError("it has a number of more than 64 bits")
     except IndexError:
-        raise ConfigError("it is cut off") from None
+        raise ConfigError("it is truncated") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of membership and the worker agent; see kvlink.control.values for what the fields mean."""
+"""Defines the codecs of membership and the worker agent. kvlink.control.values documents the fields."""
 
 from __future__ import annotations
 

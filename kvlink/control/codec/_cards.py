@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker cards, sealed with a checksum."""
+"""Encodes worker cards, and seals them with a checksum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
-from kvlink.control.codec._remembered import Remembered
+from kvlink.control.codec._memoized import Memoized
 from kvlink.control.codec._version import check_version
 from kvlink.control.codec._wire import check_name, check_opaque, check_printable, check_within, codec
 from kvlink.errors import ConfigError
@@ -45,18 +45,20 @@ def _seal(card: WorkerCard) -> pb.SealedCard:
         protocol_version=card.protocol_version,
     ).SerializeToString()
     if len(blob) > limits.MAX_CARD_BYTES:
-        raise ConfigError(f"the card has {len(blob)} bytes, at most {limits.MAX_CARD_BYTES} are taken")
+        raise ConfigError(f"the card has {len(blob)} bytes, and at most {limits.MAX_CARD_BYTES} are accepted")
     return pb.SealedCard(card=blob, crc32=zlib.crc32(blob))
 
 
-seal = Remembered(_seal, most=4_096)  # each is sent to every watcher
+seal = Memoized(_seal, most=4_096)  # each card is sent to every watcher
 
 
 def unseal(sealed: pb.SealedCard) -> WorkerCard:
     if len(sealed.card) > limits.MAX_CARD_BYTES:
-        raise ConfigError(f"the card has {len(sealed.card)} bytes, at most {limits.MAX_CARD_BYTES} are taken")
+        raise ConfigError(
+            f"the card has {len(sealed.card)} bytes, and at most {limits.MAX_CARD_BYTES} are accepted"
+        )
     if zlib.crc32(sealed.card) != sealed.crc32:
-        raise ConfigError("checksum of the card differs")
+        raise ConfigError("the checksum of the card does not match")
     check(sealed.card, _BOUNDS)
     message = pb.WorkerCard.FromString(sealed.card)
     check_version(f"worker {message.worker_id!r}", message.protocol_version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers, claims and settles, alone and in batches: the messages that there are many of."""
+"""Defines the codecs of offers, claims and settles, alone and in batches. These are the most frequent messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _write_settle, _read_settle = plain(SettleOrder, pb.SettleRequest, _check_settle
 
 
 _OVERHEAD = 160
-"""Of an operation: its numbers, a claim's id, and what tells them apart."""
+"""Bytes that an operation takes beyond its texts and ticket: its numbers, a claim id, and protobuf's framing."""
 _OPERATION = Repeated("operations in a batch", limits.MAX_BATCH_OPS)
 _BATCH: Bounds = {
     1: _OPERATION,
@@ -66,7 +66,7 @@ _RESULTS: Bounds = {
 
 
 class BatchWriter:
-    """Gathers the operations of one batch. `add_*` raise ConfigError and then leave the batch as it was."""
+    """Gathers the operations of one batch. An `add_*` method that raises ConfigError leaves the batch unchanged."""
 
     def __init__(self) -> None:
         self._batch = pb.HandoffBatch()
@@ -74,7 +74,10 @@ class BatchWriter:
         self.num_ops = 0
 
     def takes(self, operation: Offer | SettleOrder | Claim | None) -> bool:
-        """Whether there is room; None: for a withdrawal. An operation that is too large for a batch goes alone."""
+        """Returns whether the batch has room for an operation, or for a withdrawal if that is None.
+
+        An empty batch takes any operation, so one that is too large for a batch is sent alone.
+        """
         if self.num_ops >= limits.MAX_BATCH_OPS:
             return False
         return not self.num_ops or self._bytes + _most_bytes(operation) <= limits.MAX_BATCH_BYTES
@@ -89,7 +92,7 @@ class BatchWriter:
         self._add(self._batch.claims, _write_claim, claim)
 
     def add_withdrawn(self, number: int) -> None:
-        """A claim, by its number in the stream."""
+        """Withdraws a claim, given its number in the stream."""
         self._batch.withdrawn.append(number)
         self.num_ops += 1
 
@@ -103,7 +106,7 @@ class BatchWriter:
 
 
 def _most_bytes(operation: Offer | SettleOrder | Claim | None) -> int:
-    """That it takes in a batch; texts count as if each character had four bytes."""
+    """Returns an upper bound of the bytes that an operation takes in a batch. Each character counts as four bytes."""
     if operation is None:
         return _OVERHEAD
     if isinstance(operation, Offer):
@@ -137,7 +140,7 @@ def _write_results(results: HandoffResults) -> pb.HandoffResults:
         settles_done=results.settles_done,
         refused=[_write_refused(refused) for refused in results.refused],
     )
-    add = message.claimed.add  # a list of messages would be copied, with all tickets
+    add = message.claimed.add  # passing a list of messages would copy all tickets
     for number, tickets in results.claimed:
         claimed = add()
         claimed.claim = number

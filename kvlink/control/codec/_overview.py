@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of beats with their reports, and of the overview made of them; see kvlink.control.overview."""
+"""Defines the codecs of beats, their reports and the overview. kvlink.control.overview documents the fields."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _write_report(report: WorkerReport) -> pb.WorkerReport:
 
 
 def _read_report(message: pb.WorkerReport) -> WorkerReport:
-    check_within("number of links", len(message.links), 0, MAX_LINKS)  # before each is read
+    check_within("number of links", len(message.links), 0, MAX_LINKS)  # before any of them is read
     check_within("number of failures", len(message.failures), 0, MAX_REASONS)
     report = WorkerReport(
         **{name: getattr(message, name) for name in _SCALARS},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What coordinators keep for one another in a shared store."""
+"""Defines the codecs of records that coordinators share through their store."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _write_claimed(claimed: Claimed) -> pb.ClaimRecord:
 
 
 def _read_claimed(message: pb.ClaimRecord) -> Claimed:
-    readers = tuple((of.reader, of.claim_id) for of in message.readers)
+    readers = tuple((entry.reader, entry.claim_id) for entry in message.readers)
     check_within("ttl_s", message.ttl_s, 0.001, limits.MAX_TTL_S)
     return Claimed(tuple(message.tickets), readers, message.complete, message.ttl_s)
 
 
-LIFE = codec(pb.LifeRecord, *plain(Incarnation, pb.LifeRecord))
+INCARNATION = codec(pb.LifeRecord, *plain(Incarnation, pb.LifeRecord))
 _BOUNDS: Bounds = {
     1: Repeated("tickets", limits.MAX_TP_SIZE),
     2: Repeated("readers", limits.MAX_TP_SIZE),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers understand each other: those of one protocol version, whatever release each is of.
+"""Checks that peers speak the same protocol version. Their releases may differ.
 
-Within a version, messages only gain fields that may be missing, and services gain methods that callers do without.
+Within a version, messages only gain fields that may be missing, and services gain methods that callers can do without.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from kvlink.errors import ConfigError
 from kvlink.types import PROTOCOL_VERSION
 
 UNSAID = 1
-"""Of a peer whose message does not say it: when none did, all spoke this one."""
+"""The version of a peer whose message has no version field. All peers spoke this version before the field existed."""
 
 
-def check_version(who: str, version: int) -> None:
-    """Raises ConfigError, naming both versions."""
+def check_version(peer: str, version: int) -> None:
+    """Raises ConfigError that names both versions if the peer's version differs from this process's."""
     if version != PROTOCOL_VERSION:
         raise ConfigError(
-            f"{who} speaks protocol version {version}, this process {PROTOCOL_VERSION}; run releases of kvlink "
-            "that have one protocol version"
+            f"{peer} speaks protocol version {version} and this process speaks {PROTOCOL_VERSION}; run releases of "
+            "kvlink that have the same protocol version"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all codecs share. Everything that is parsed is foreign: bounds are checked, both ways.
+"""Provides what all codecs share. Bounds are checked in both directions, because all input is untrusted.
 
 `decode` raises ConfigError for bytes that are not the message or exceed a bound, and nothing else.
 """
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Codec(Generic[T]):
-    """Both directions of one message."""
+    """Encodes and decodes one message."""
 
     encode: Callable[[T], bytes]
     decode: Callable[[bytes], T]
@@ -36,7 +36,7 @@ class Codec(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Q, R]):
-    """One call: its service and name as in the .proto file, and what goes each way."""
+    """Describes one call: its service and name as in the .proto file, and the codecs of request and reply."""
 
     service: str
     name: str
@@ -45,7 +45,7 @@ class Method(Generic[Q, R]):
 
     @property
     def path(self) -> str:
-        """As gRPC names it."""
+        """Returns the path under which gRPC knows the method."""
         return f"/{self.service}/{self.name}"
 
 
@@ -53,7 +53,7 @@ Write = Callable[[T], M]
 
 
 def encoding(write: Callable[[T], M], value: T) -> M:
-    """Calls `write`; raises ConfigError when a field is out of its range or not UTF-8."""
+    """Calls `write`. Raises ConfigError when a field is out of its range or not UTF-8."""
     try:
         return write(value)
     except (ValueError, TypeError) as error:
@@ -67,7 +67,11 @@ def codec(
     bounds: Bounds | None = None,
     most_bytes: int | None = None,
 ) -> Codec[T]:
-    """`bounds`: of all its fields that repeat, looked at before anything is built; `most_bytes`: of several entries."""
+    """Makes the codec of a message.
+
+    `bounds` covers all repeated fields and is checked before protobuf parses the message. `most_bytes` bounds a message
+    with several entries.
+    """
 
     def encode(value: T) -> bytes:
         return encoding(write, value).SerializeToString()
@@ -90,7 +94,7 @@ def nothing(message: type[M]) -> Codec[Nothing]:
 def plain(
     value: type[T], message: type[M], check: Callable[[T], None] = lambda value: None
 ) -> tuple[Callable[[T], M], Callable[[M], T]]:
-    """For a NamedTuple of at least two scalar fields that are named as the message's."""
+    """Returns (write, read) for a NamedTuple of at least two scalar fields that are named like the message's."""
     names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
     make: Callable[[Iterable[Any]], T] = partial(tuple.__new__, value)  # type: ignore[type-var]  # _make, in C
     fields = attrgetter(*names)
@@ -113,7 +117,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def check_printable(field: str, *texts: str) -> None:
-    """Terminals and logs show them: escapes among them would write whatever their author likes."""
+    """Raises ConfigError for unprintable characters, because terminals that show the texts would obey escapes."""
     for text in texts:
         if not text.isprintable():
             raise ConfigError(f"{field} has characters that cannot be printed: {text[:80]!a}")
@@ -122,9 +126,11 @@ def check_printable(field: str, *texts: str) -> None:
 def check_opaque(field: str, *blobs: bytes | str) -> None:
     for blob in blobs:
         if len(blob) > limits.MAX_OPAQUE_BYTES:
-            raise ConfigError(f"{field} has {len(blob)} bytes, at most {limits.MAX_OPAQUE_BYTES} are taken")
+            raise ConfigError(
+                f"{field} has {len(blob)} bytes, and at most {limits.MAX_OPAQUE_BYTES} are accepted"
+            )
 
 
 def check_within(field: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # also refuses NaN
-        raise ConfigError(f"{field} is {value:g}, {least:g} to {most:g} are taken")
+        raise ConfigError(f"{field} is {value:g}, and must be {least:g} to {most:g}")

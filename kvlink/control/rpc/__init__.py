@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels, streams and servers of gRPC, and the accounting of their calls."""
+"""This package holds gRPC channels, streams and servers, and the statistics of their calls."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where a server without certificates looks at who calls: before any method, whoever registered it."""
+"""Checks the caller of every method on a server without certificates, before the method runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvlink.control.refusal import REASON_TRAILER, Reason
 from kvlink.control.security.host_tokens import Verifier
 
 _OPEN = frozenset({"/grpc.health.v1.Health/Check"})
-"""Probes show nothing, and learn one word."""
+"""Health probes need no token. They learn only the serving status."""
 
 Denied = Callable[[str, str], None]
-"""(method's path, peer's address). Is told of each refused call."""
+"""Takes (path of the method, address of the peer), and is called for each refused call."""
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Admits calls that show this host's token; `port` is set once it is known."""
+    """Admits calls that show this host's token. `port` is set when the server has bound it."""
 
     def __init__(self, verifier: Verifier, what: str, denied: Denied) -> None:
         self.port = 0
@@ -33,7 +33,7 @@ class Admission(grpc.aio.ServerInterceptor):
         continuation: Callable[[Any], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        """As grpc.aio asks for."""
+        """Implements grpc.aio.ServerInterceptor: returns the method's handler, or one that refuses the call."""
         if details.method in _OPEN or self._verifier.admits(details.invocation_metadata or (), self.port):
             return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(self._refuse(details.method))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of calls that a server answers, and of the offers and claims in handoff streams.
+"""Records spans of calls that a server answers, and of the offers and claims in handoff streams.
 
-What belongs to no trace, as beats and status, has none.
+A call that belongs to no trace, such as a beat or a status call, has no span.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 async def traced(method: Method[Q, R], request: Q, answering: Awaitable[R], metadata: Any) -> R:
-    """What `answering` returns, told when it is over. `metadata`: of the call. Raises what `answering` raises."""
+    """Awaits `answering`, records its span, and returns or raises its outcome. `metadata` belongs to the call."""
     began_ns, reply, failed = time.time_ns(), None, ""
     try:
         reply = await answering
@@ -37,7 +37,10 @@ async def traced(method: Method[Q, R], request: Q, answering: Awaitable[R], meta
 
 
 def follow(method: Method[Q, Any], requests: Iterable[Q], answers: Iterable[asyncio.Future[Any]]) -> None:
-    """As `traced`, of the operations of a batch: a stream carries many traces, so each operation has its ticket's."""
+    """Records a span for each operation of a batch when its answer is done.
+
+    A stream carries many traces, so each operation belongs to the trace in its ticket.
+    """
     began_ns = time.time_ns()
     for request, answer in zip(requests, answers, strict=True):
         answer.add_done_callback(partial(_followed, method, request, began_ns))
@@ -45,7 +48,7 @@ def follow(method: Method[Q, Any], requests: Iterable[Q], answers: Iterable[asyn
 
 def _followed(method: Method[Q, Any], request: Q, began_ns: int, answer: asyncio.Future[Any]) -> None:
     if answer.cancelled():
-        reply, failed = None, "nobody waits any more"
+        reply, failed = None, "the caller no longer waits"
     elif error := answer.exception():
         reply, failed = None, str(error) or type(error).__name__
     else:
@@ -67,7 +70,7 @@ def _callers(metadata: Any) -> TraceParent | None:
 
 
 def _tickets(method: Method[Any, Any], request: object, reply: Any) -> TraceParent | None:
-    """Whoever claims does not know yet to which trace the request belongs; its ticket does."""
+    """Returns the trace named in a ticket. The claiming reader does not know the request's trace before that."""
     if isinstance(request, Offer):
         return trace_in(request.ticket)
     return trace_in(reply[0]) if reply and method is CoordinatorCalls.CLAIM else None

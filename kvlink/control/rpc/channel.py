@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of gRPC: one address or several that serve alike, deadlines, retries, errors with advice."""
+"""Implements the client side of gRPC: one address or several replicas, deadlines, retries, errors with advice."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _OPTIONS = [
 
 
 _GAVE_UP = "context "
-"""What servers in Go, as etcd's, say under UNKNOWN when our deadline reached them before it reached us."""
+"""Go servers such as etcd report UNKNOWN with this prefix when a deadline expires there before it does here."""
 _OUT_OF_TIME = re.compile(r"time[d -]*out|deadline|handshaker shutdown", re.IGNORECASE)
-"""In what gRPC says under UNAVAILABLE of a connection that nobody refused."""
+"""Matches the details of an UNAVAILABLE error about a connection that timed out rather than being refused."""
 _ATTEMPT_S = 3.0
-"""What one of several addresses gets to answer before the next is asked."""
+"""One of several addresses has this long to answer before the next one is tried."""
 
 
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^\s:;\[\]]+):\d{1,5}", re.ASCII)
 
 
-class _End:
-    """One of the addresses. Connects when first called."""
+class _Server:
+    """Holds the gRPC channel to one of the addresses. It connects at the first call."""
 
     def __init__(self, address: str, trust: Trust) -> None:
         self.address = address
@@ -72,12 +72,12 @@ class _End:
 
 
 class Channel:
-    """Calls one address, or any of several that serve alike. Belongs to the event loop it is used on.
+    """Calls one address, or any of several replicas. Belongs to the event loop it is used on.
 
-    `what` names the far end in errors, `advice` says what to do about them. A far end that is away is asked again
-    for `patience_s`, within the timeout of the call. One of several is kept to until it fails, then the next is
-    asked, or when it has taken `attempt_s` for a call; each Channel has them in an order of its own, so that callers
-    spread out.
+    `what` names the server in errors, and `advice` says what to do about them. A call to an unavailable server is
+    retried for `patience_s`, within the timeout of the call. With several addresses, a channel keeps using one until it
+    fails or has taken `attempt_s` for a call, and then tries the next. Each Channel orders them at random, so that
+    callers spread out.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Channel:
         self._trust = trust = Security.from_env().services() if trust is None else trust
         self._patience_s = patience_s
         self._attempt_s = attempt_s if len(names) > 1 else math.inf
-        self._ends = [_End(name, trust) for name in random.sample(names, len(names))]
+        self._servers = [_Server(name, trust) for name in random.sample(names, len(names))]
         self._closed = False
         close_with_loop(self)
 
@@ -105,29 +105,29 @@ class Channel:
         return f"{self._what} at {self.address}{' (closed)' if self._closed else ''}"
 
     @property
-    def asks(self) -> str:
-        """The address that the next call goes to."""
-        return self._ends[0].address
+    def next_address(self) -> str:
+        """Returns the address that the next call goes to."""
+        return self._servers[0].address
 
     @property
-    def has_choice(self) -> bool:
-        """Whether there are several addresses."""
-        return len(self._ends) > 1
+    def has_replicas(self) -> bool:
+        """Returns whether there are several addresses."""
+        return len(self._servers) > 1
 
     async def close(self) -> None:
-        """Ends running calls. Idempotent."""
+        """Cancels running calls. Closing again has no effect."""
         self._closed = True
-        for end in self._ends:
-            await end.channel.close()
+        for server in self._servers:
+            await server.channel.close()
 
     async def close_now(self) -> None:
-        """As `close`."""
+        """Closes the channel like `close`."""
         await self.close()
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
-        """One request, one reply. Asks again while the far end is away.
+        """Sends one request and returns its reply. Retries while the server is unavailable.
 
-        Raises CoordinatorUnavailable, ConfigError for a malformed request, or what the far end refused with.
+        Raises CoordinatorUnavailable, ConfigError for a malformed request, or the error that the server refused with.
         """
         start = now()
         deadline = start + timeout_s
@@ -146,44 +146,44 @@ class Channel:
                         raise known from None
                 await asyncio.sleep(delay_s)
         finally:
-            known = None  # or it would hold this frame, which holds it
+            known = None  # the error holds this frame through its traceback: breaks the reference cycle
 
     async def attempt(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
-        """As `call`, without asking again."""
+        """Sends one request like `call`, but does not retry."""
         blob = method.request.encode(request)
         self._check_open()
-        end = self._ends[0]
+        server = self._servers[0]
         try:
-            call = end.unary(method.path)(blob, timeout=timeout_s, metadata=tracing.metadata())
+            call = server.unary(method.path)(blob, timeout=timeout_s, metadata=tracing.metadata())
             return method.reply.decode(await call)
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error, end, method, f"within {timeout_s:.3g} s") from None
+            raise self._to_error(error, server, method, f"within {timeout_s:.3g} s") from None
 
     def open(self, method: Method[Q, R], metadata: Sequence[tuple[str, str]] = ()) -> Stream[Q, R]:
-        """A stream both ways."""
+        """Opens a bidirectional stream."""
         self._check_open()
-        end = self._ends[0]
-        call = end.channel.stream_stream(method.path)(metadata=metadata)
+        server = self._servers[0]
+        call = server.channel.stream_stream(method.path)(metadata=metadata)
 
-        def explain(error: grpc.aio.AioRpcError | None) -> KVLinkError:
+        def to_error(error: grpc.aio.AioRpcError | None) -> KVLinkError:
             if error is not None:
-                return self._explain(error, end, method, "any more")
-            self._leave(end)
-            return CoordinatorUnavailable(f"{self._what} at {end.address} ended the stream {method.name}")
+                return self._to_error(error, server, method, "any more")
+            self._avoid(server)
+            return CoordinatorUnavailable(f"{self._what} at {server.address} ended the stream {method.name}")
 
-        return Stream(method, call, explain, lambda: self._leave(end))
+        return Stream(method, call, to_error, lambda: self._avoid(server))
 
     async def receive(self, method: Method[Q, R], request: Q) -> AsyncGenerator[R, None]:
-        """One request, then replies until the far end stops. Raises as `call` does, without asking again."""
+        """Sends one request and yields replies until the server stops. Raises like `call`, but does not retry."""
         self._check_open()
-        end = self._ends[0]
-        start: Any = end.channel.unary_stream(method.path)
+        server = self._servers[0]
+        start: Any = server.channel.unary_stream(method.path)
         call = start(method.request.encode(request))
         try:
             async for blob in call:
                 yield method.reply.decode(blob)
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error, end, method, "any more") from None
+            raise self._to_error(error, server, method, "any more") from None
         finally:
             call.cancel()
 
@@ -191,24 +191,23 @@ class Channel:
         if self._closed:
             raise CoordinatorError(f"this client of the {self._what} at {self.address} is closed")
 
-    def leave(self, address: str) -> None:
-        """The next calls do not go to `address`, if they would and there is another."""
-        if self.asks == address:
-            self._leave(self._ends[0])
+    def avoid(self, address: str) -> None:
+        """Sends the next calls to another address, if they would go to `address` and there is another."""
+        if self.next_address == address:
+            self._avoid(self._servers[0])
 
-    def _leave(self, end: _End) -> None:
-        """The next calls go elsewhere, where there is an elsewhere."""
-        if self._ends[0] is end:
-            self._ends.append(self._ends.pop(0))
+    def _avoid(self, server: _Server) -> None:
+        if self._servers[0] is server:
+            self._servers.append(self._servers.pop(0))
 
-    def _explain(
-        self, error: grpc.aio.AioRpcError, end: _End, method: Method[Any, Any], when: str
+    def _to_error(
+        self, error: grpc.aio.AioRpcError, server: _Server, method: Method[Any, Any], when: str
     ) -> KVLinkError:
-        """The exception of kvlink for a failed call."""
+        """Converts the gRPC error of a failed call to an exception of kvlink."""
         advice = self._trust.advice(error.details() or "") or self._advice
-        known = _explained(error, f"{self._what} at {end.address}", method, when, advice)
+        known = _converted(error, f"{self._what} at {server.address}", method, when, advice)
         if isinstance(known, CoordinatorUnavailable):
-            self._leave(end)
+            self._avoid(server)
         return known
 
 
@@ -217,12 +216,12 @@ def _listed(addresses: str, what: str) -> list[str]:
     for name in names:
         if not _ADDRESS.fullmatch(name):
             raise ConfigError(
-                f"the address of a {what} is host:port, not {name!r}; several go with commas between"
+                f"the address of a {what} must be host:port, not {name!r}; separate several with commas"
             )
     return list(dict.fromkeys(names))
 
 
-def _explained(
+def _converted(
     error: grpc.aio.AioRpcError, where: str, method: Method[Any, Any], when: str, advice: str
 ) -> KVLinkError:
     sentence = error.details() or error.code().name
@@ -240,10 +239,12 @@ def _explained(
         )
     gave_up = code is grpc.StatusCode.UNKNOWN and sentence.startswith(_GAVE_UP)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED or gave_up:
-        what = f"did not answer {method.name} {when}: not there, stopped or overloaded"
+        what = f"did not answer {method.name} {when}: it is not running, stopped or overloaded"
         return CoordinatorUnavailable(f"{where} {what}. {advice}", telling=-1)
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return AccessDenied(f"{where} is not believed ({sentence}). {advice}")
+        return AccessDenied(f"{where} could not be authenticated ({sentence}). {advice}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return CoordinatorError(f"{where} has no {method.name}; not kvlink's, or of another version")
+        return CoordinatorError(
+            f"{where} has no method {method.name}: it is not a server of kvlink, or it runs another version"
+        )
     return CoordinatorError(f"{where} refused {method.name}: {code.name}: {sentence}")

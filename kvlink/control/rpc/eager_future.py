@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures of what there is so much of that a turn of the event loop for each would be most of the work."""
+"""Futures that notify at once: with very many operations, one turn of the event loop each would dominate the cost."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ T = TypeVar("T")
 
 
 class EagerFuture(asyncio.Future[T]):
-    """A future with a hook for either side, called at once and before any callback."""
+    """Adds one hook for each side to a future. A hook is called at once and before any callback."""
 
     on_answer: Callable[[EagerFuture[T]], None] | None = None
-    """Who asked hears of a result or an exception."""
+    """Called on the waiting side when a result or an exception is set."""
     on_cancel: Callable[[EagerFuture[T]], None] | None = None
-    """Who was to answer hears that nobody waits any more."""
+    """Called on the answering side when the future is cancelled."""
 
     def set_result(self, result: T) -> None:
-        """As of every future."""
+        """Sets the result and calls `on_answer`."""
         asyncio.Future.set_result(self, result)
         if self.on_answer is not None:
             self.on_answer(self)
 
     def set_exception(self, exception: type | BaseException) -> None:
-        """As of every future."""
+        """Sets the exception and calls `on_answer`."""
         super().set_exception(exception)
         if self.on_answer is not None:
             self.on_answer(self)
 
     def cancel(self, msg: Any = None) -> bool:
-        """As of every future."""
+        """Cancels the future and calls `on_cancel` if it was pending."""
         cancelled = super().cancel(msg)
         if cancelled and self.on_cancel is not None:
             self.on_cancel(self)
@@ -39,7 +39,7 @@ class EagerFuture(asyncio.Future[T]):
 
 
 def eagerly(work: Coroutine[Any, Any, T]) -> EagerFuture[T]:
-    """What `work` brings; to cancel it cancels `work`."""
+    """Runs `work` as a task and returns a future of its outcome. Cancelling the future cancels `work`."""
     answer: EagerFuture[T] = EagerFuture()
     working = asyncio.ensure_future(work)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bounded queue towards one consumer of a stream."""
+"""Queues items for one consumer of a stream, up to a bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Feed(Generic[T]):
-    """Iterate to receive. Lives on one event loop; `put` never blocks."""
+    """Queues items for one consumer, which iterates to receive them. Belongs to one event loop; `put` never blocks."""
 
     def __init__(self, limit: int, on_close: Callable[[], None] = lambda: None) -> None:
         self._items: deque[T] = deque()
@@ -24,7 +24,7 @@ class Feed(Generic[T]):
         self._closed = False
 
     def put(self, item: T) -> bool:
-        """False: the consumer has fallen behind or is gone, the item was not taken."""
+        """Queues an item. Returns False, without queueing, if the consumer has fallen behind or is gone."""
         if self._closed or len(self._items) >= self._limit:
             return False
         self._items.append(item)
@@ -32,20 +32,20 @@ class Feed(Generic[T]):
         return True
 
     def drain(self) -> list[T]:
-        """Removes and returns what is queued."""
+        """Removes and returns all queued items."""
         items = list(self._items)
         self._items.clear()
         return items
 
     def close(self, error: Exception | None = None) -> None:
-        """The consumer gets what is queued, then `error`, or the end. Idempotent."""
+        """Ends the feed. The consumer gets what is queued, then `error` or the end. Closing again has no effect."""
         if not self._closed:
             self._closed, self._error = True, error
             self._wake.set()
             self._on_close()
 
     def __len__(self) -> int:
-        """Items that the consumer has yet to take."""
+        """Returns the number of items that the consumer has yet to take."""
         return len(self._items)
 
     def __aiter__(self) -> Feed[T]:
@@ -61,6 +61,6 @@ class Feed(Generic[T]):
 
 
 async def merged(feed: Feed[list[T]]) -> AsyncIterator[list[T]]:
-    """All that came while the consumer was busy, as one list."""
+    """Yields everything that was queued while the consumer was busy, as one list."""
     async for items in feed:
         yield [*items, *itertools.chain.from_iterable(feed.drain())]

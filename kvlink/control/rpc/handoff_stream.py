@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of a handoff stream: operations gather while the last batch is sent."""
+"""Implements the client side of a handoff stream. Operations are batched while the previous batch is sent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class HandoffStream:
-    """Many operations a message. When it breaks, what is unanswered fails and a new stream is needed.
+    """Sends many operations per message. When the stream breaks, unanswered operations fail and a new one is needed.
 
-    The operations return futures; those of a kind are carried out in order. They raise ConfigError at once
-    for what cannot be sent.
+    The operations return futures. Operations of a kind are executed in order. They raise ConfigError at once for a
+    value that cannot be sent.
     """
 
     def __init__(self, stream: Stream[HandoffBatch, HandoffResults]) -> None:
@@ -56,10 +56,10 @@ class HandoffStream:
         return self._submitted(HandoffKind.SETTLE)
 
     def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
-        """The tickets of all ranks, once all have offered. Claims are answered in any order.
+        """Asks for the tickets of all ranks, which arrive once all have offered. Claims are answered in any order.
 
-        With a `claim_id` it may be sent again on another stream when this one breaks. Cancel the future to stop
-        waiting: the tickets go to others then, also those that are on their way already.
+        A claim with a `claim_id` may be repeated on another stream when this one breaks. Cancel the future to stop
+        waiting; others can then claim the tickets, even if they were already being sent.
         """
         self._batch(claim).add_claim(claim)
         number = self._sent[HandoffKind.CLAIM]
@@ -69,8 +69,8 @@ class HandoffStream:
         return future
 
     async def close(self) -> None:
-        """Fails what is unanswered. Idempotent."""
-        self._break(CoordinatorUnavailable("this handoff stream was closed"))
+        """Ends the stream and fails unanswered operations. Closing again has no effect."""
+        self._break(CoordinatorUnavailable("this handoff stream was closed; open another"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -136,7 +136,7 @@ class HandoffStream:
             for future in pending.values():
                 _fail(future, error)
                 if not future.cancelled():
-                    future.exception()  # whoever does not wait any more need not hear of it
+                    future.exception()  # marks it as retrieved, or asyncio logs it if no one waits
             pending.clear()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose connection a call comes by. Limits are shared out among these, so that a flood by one shuts out no other."""
+"""Identifies the caller of a call. Limits apply per caller, so that a flood from one does not shut out others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _serving: ContextVar[Any] = ContextVar("kvlink_serving")
 
 
 def serving(context: Any) -> None:
-    """Notes gRPC's context of a call, for the task that answers it."""
+    """Stores gRPC's context of a call for the task that answers it."""
     _serving.set(context)
 
 
 def caller_number() -> int:
-    """Of the call that is being answered: one number for each process of this host, and for each other host.
+    """Returns a number for the caller of the running call: one per process of this host, and one per other host.
 
-    Under TLS the names of the certificate count, too. 0 outside calls.
+    Under TLS the names in the certificate also count. Returns 0 outside calls.
     """
     context = _serving.get(None)
     if context is None:
@@ -31,6 +31,6 @@ def caller_number() -> int:
 
 
 def _address(peer: str) -> tuple[str, str]:
-    """Of gRPC's "ipv4:127.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
+    """Splits gRPC's "ipv4:127.0.0.1:4711" or "ipv6:%5B::1%5D:4711" into host and port."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]").removeprefix("::ffff:"), port

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts services over grpc.aio. Handlers take and return values; errors become status and sentence."""
+"""Serves calls over grpc.aio. Handlers take and return values; their errors become a gRPC status and a sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvlink.control.rpc.admission import Admission
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
 from kvlink.control.rpc.peer_address import serving
-from kvlink.control.security import Gate, Security, answering
+from kvlink.control.security import Gate, Security, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
 from kvlink.forks import use_grpc
@@ -36,19 +36,19 @@ R = TypeVar("R")
 _log = logging.getLogger("kvlink.control")
 
 _MAX_SENTENCE = 1_000
-"""Characters; HTTP/2 headers are bounded at 8 KiB."""
+"""Bounds a sentence in characters, because HTTP/2 headers are bounded at 8 KiB."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
-    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+    ("grpc.so_reuseport", 0),  # two servers on one port would silently share its calls
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.keepalive_time_ms", 20_000),  # notices peers that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # without it gRPC waits for a minute
-    ("grpc.keepalive_permit_without_calls", 1),  # also those that have no call open
+    ("grpc.keepalive_permit_without_calls", 1),  # also peers without an open call
     ("grpc.http2.bdp_probe", 0),  # requests are small: see channel.py
-    # Clients ask every 10 s. What they asked while this process stood still comes at once, and is no flood.
+    # Clients ping every 10 s. Pings that arrive together after this process was paused are not a flood.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 8),
 ]
@@ -58,8 +58,11 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class Host:
-    """One listening gRPC server with its health service. Add calls, then start; belongs to the loop that starts it."""
+class GrpcServer:
+    """Runs one listening gRPC server with its health service.
+
+    Add calls before `start`. Belongs to the event loop that starts it.
+    """
 
     def __init__(
         self,
@@ -68,14 +71,14 @@ class Host:
         security: Security | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """`gate` says who calls, and refuses; without one, or without TLS, all who are admitted are alike."""
+        """`gate` identifies the caller or refuses the call. Without it or TLS, all admitted callers are alike."""
         self._security = Security.from_env() if security is None else security
         self.counts = CallCounts()
         if ring := self._security.keyring:
             self.counts.certificate_expires_at = lambda: ring.current().expires_at
         self._denials = DenialLog()
         self.failures = LogQuota()
-        """Of the lines about failed calls."""
+        """Limits the log lines about failed calls."""
         self._what = what
         self._reflect = reflect
         self._gate = gate if self._security.keyring else None
@@ -85,7 +88,7 @@ class Host:
         self._server: Any = None
 
     def unary(self, method: Method[Q, R], handle: Callable[[Q], Awaitable[R]]) -> None:
-        """One request, one reply."""
+        """Adds a method with one request and one reply."""
 
         async def call(blob: bytes, context: _Context) -> bytes:
             began = time.perf_counter_ns()
@@ -106,7 +109,7 @@ class Host:
         self._add(method, grpc.unary_unary_rpc_method_handler(call))
 
     def streaming(self, method: Method[Q, R], handle: Callable[[Q, Send[R]], Awaitable[None]]) -> None:
-        """One request, then replies until the handler returns."""
+        """Adds a method with one request and replies until the handler returns."""
 
         async def call(blob: bytes, context: _Context) -> None:
             async def run() -> None:
@@ -119,7 +122,7 @@ class Host:
     def bidirectional(
         self, method: Method[Q, R], handle: Callable[[AsyncIterator[Q], Send[R]], Awaitable[None]]
     ) -> None:
-        """Requests and replies until the handler returns."""
+        """Adds a method with requests and replies until the handler returns."""
 
         async def call(blobs: AsyncIterator[bytes], context: _Context) -> None:
             async def run() -> None:
@@ -130,9 +133,9 @@ class Host:
         self._add(method, grpc.stream_stream_rpc_method_handler(call))
 
     async def start(self, host: str, port: int) -> str:
-        """Listens and returns "host:port" as bound.
+        """Starts listening and returns "host:port" as bound.
 
-        Raises ConfigError when the port cannot be had, plaintext may not be spoken there, or there is no token.
+        Raises ConfigError when it cannot listen on the port, plaintext is not allowed there, or there is no token.
         """
         host = plain_host(host)
         credentials = self._security.server_credentials(host)
@@ -154,28 +157,34 @@ class Host:
             else:
                 bound = self._server.add_secure_port(f"{address}:{port}", credentials)
         except RuntimeError as error:
-            why = "is another server there, or the address not this host's?"
-            raise ConfigError(f"cannot listen on {address}:{port} ({error}); {why}") from None
+            raise ConfigError(
+                f"cannot listen on {address}:{port} ({error}). Check that no other server uses the port and that the "
+                "address belongs to this host"
+            ) from None
         if admission is not None:
             admission.port = bound
         await self._server.start()
-        await self.say_ready(True)
+        await self.set_ready(True)
         return f"{address}:{bound}"
 
-    async def say_ready(self, ready: bool) -> None:
-        """Tells health checks whether to send anybody here."""
+    async def set_ready(self, ready: bool) -> None:
+        """Sets the status that health checks report for this server and its services."""
         status = health_pb2.HealthCheckResponse
-        await self._say(status.SERVING if ready else status.NOT_SERVING)
+        for service in ("", *self._services):
+            await self._health.set(service, status.SERVING if ready else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls and ends streams at once; cancels what still runs after `grace_s`. Idempotent."""
+        """Refuses new calls, ends streams at once, and cancels calls that still run after `grace_s` seconds.
+
+        Stopping again has no effect.
+        """
         for stream in list(self._streams):
             stream.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
 
     async def close_now(self) -> None:
-        """As `stop`, within moments."""
+        """Stops the server within 0.1 s."""
         await self.stop(0.1)
 
     def _add(self, method: Method[Any, Any], handler: _Handler) -> None:
@@ -187,20 +196,16 @@ class Host:
         self._denials.note(path, peer, "no token of this host")
 
     def _admit(self, method: Method[Any, Any], context: _Context) -> None:
-        """Raises Refused (DENIED)."""
+        """Checks the caller and stores it for the running task. Raises Refused (DENIED)."""
         if self._gate is not None:
             names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
             header = dict(context.invocation_metadata() or ()).get("authorization", "")
-            answering(self._gate(method.name, names, bearer(header)))
-
-    async def _say(self, status: int) -> None:
-        for service in ("", *self._services):
-            await self._health.set(service, status)
+            set_caller(self._gate(method.name, names, bearer(header)))
 
     async def _run_stream(
         self, run: Callable[[], Awaitable[None]], method: Method[Any, Any], context: _Context
     ) -> None:
-        """As a task that `stop` cancels: a peer whose stream is cut by gRPC itself sees noise in its log."""
+        """Runs a stream as a task that `stop` cancels. If gRPC cut the stream, the peer would log spurious errors."""
 
         async def admitted() -> None:
             self._admit(method, context)
@@ -211,7 +216,7 @@ class Host:
         try:
             await asyncio.wait([stream])
             if stream.cancelled():
-                raise Refused(Reason.NOT_READY, "the server is shutting down; ask again")
+                raise Refused(Reason.NOT_READY, "the server is shutting down; retry")
             stream.result()
         except Exception as error:
             await self._refuse(context, method, error)

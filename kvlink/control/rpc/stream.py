@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of one gRPC stream both ways. It says why the far end ended it, also to who was sending."""
+"""Implements the client side of one bidirectional gRPC stream. Senders, too, learn why the server ended it."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _FAILED_WRITE = "Internal error from Core"
-"""What gRPC puts before or over the far end's word when that meets a write: https://github.com/grpc/grpc/issues/36066"""
+"""gRPC reports this instead of the server's status when a write races with it (github.com/grpc/grpc/issues/36066)."""
 _LATE_TURNS = 1000
 
 
 class Stream(Generic[Q, R]):
-    """One open stream. One sender and one receiver at a time."""
+    """Wraps one open stream. There may be one sender and one receiver at a time."""
 
     def __init__(
         self,
         method: Method[Q, R],
         call: Any,
-        explain: Callable[[grpc.aio.AioRpcError | None], KVLinkError],
-        leave: Callable[[], None],
+        to_error: Callable[[grpc.aio.AioRpcError | None], KVLinkError],
+        avoid_server: Callable[[], None],
     ) -> None:
         self._method = method
         self._call = call
-        self._explain = explain
+        self._to_error = to_error
         self._ending: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._note_ending)
-        self.leave = leave
-        """Says that this end serves no more although the stream stands: the next calls go elsewhere."""
+        self.avoid_server = avoid_server
+        """Sends the next calls to another address. Call it when the server hangs although the stream is open."""
 
     async def send(self, value: Q) -> None:
-        """Returns once gRPC took the message. Raises as `Channel.call` does when the stream is broken."""
+        """Returns when gRPC has accepted the message. Raises like `Channel.call` when the stream is broken."""
         await self.send_bytes(self._method.request.encode(value))
 
     async def send_bytes(self, blob: bytes) -> None:
-        """As `send`, for an encoded message."""
+        """Sends an encoded message like `send`."""
         try:
             await self._call.write(blob)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self._why() from None
 
     async def receive(self) -> R | None:
-        """The next reply; None when the far end has ended the stream."""
+        """Returns the next reply, or None when the server has ended the stream."""
         try:
             blob = await self._call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -60,27 +60,27 @@ class Stream(Generic[Q, R]):
         return None if blob is grpc.aio.EOF else self._method.reply.decode(blob)
 
     async def finish(self) -> None:
-        """Says that nothing more will be sent."""
+        """Tells the server that nothing more will be sent."""
         await self._call.done_writing()
 
     def cancel(self) -> None:
-        """Ends the stream at once. No send or receive may be running. Idempotent."""
+        """Ends the stream at once. No send or receive may be running. Cancelling again has no effect."""
         self._call.cancel()
 
     def _note_ending(self, call: Any) -> None:
         self._ending = _at_once(_ending(call))
 
     async def _why(self) -> KVLinkError:
-        """If gRPC heard of the end from a write that failed, the far end's word is a few turns of the loop away."""
+        """Returns why the stream ended. After a failed write, the server's status arrives a few loop turns later."""
         for _ in range(_LATE_TURNS):
             ending = self._ending
             if ending is None or ending.code() is grpc.StatusCode.OK:
                 break
             if ending.details() != _FAILED_WRITE:
-                return self._explain(ending)
+                return self._to_error(ending)
             await asyncio.sleep(0.001)
             self._note_ending(self._call)
-        return self._explain(None)
+        return self._to_error(None)
 
 
 async def _ending(call: Any) -> grpc.aio.AioRpcError:
@@ -89,7 +89,7 @@ async def _ending(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(answer: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for."""
+    """Returns the result of a coroutine that does not wait."""
     try:
         answer.send(None)
     except StopIteration as returned:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is at the other end: mutual TLS by files that may change, tenants, and what each caller may do."""
+"""Authenticates peers with mutual TLS from reloadable files, maps them to tenants, and checks what they may do."""
 
 from kvlink.control.security.callers import (
     EVERY_TENANT,
@@ -7,9 +7,9 @@ from kvlink.control.security.callers import (
     Gate,
     Role,
     agent_gate,
-    answering,
     caller,
     coordinator_gate,
+    set_caller,
 )
 from kvlink.control.security.keys import Keyring, TlsFiles
 from kvlink.control.security.names import COORDINATOR, tenant_name
@@ -28,8 +28,8 @@ __all__ = [
     "TlsFiles",
     "Trust",
     "agent_gate",
-    "answering",
     "caller",
     "coordinator_gate",
+    "set_caller",
     "tenant_name",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certificate authority in two files, for development and tests. Needs `cryptography` (the extra "certs")."""
+"""Implements a certificate authority for development and tests. Needs `cryptography` (the extra "certs")."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvlink.errors import ConfigError
 
 _BACKDATED = timedelta(minutes=5)
-"""Clocks of hosts differ."""
+"""Certificates start this much earlier, because clocks of hosts differ."""
 _CA_LIFE = timedelta(days=3650)
 
 
 class Pair(NamedTuple):
-    """PEM of a certificate and of its key."""
+    """Holds the PEM of a certificate and of its key."""
 
     cert: bytes
     key: bytes
@@ -37,7 +37,7 @@ class Authority:
 
     @classmethod
     def make(cls) -> Authority:
-        """A new one."""
+        """Makes a new authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvlink development CA")])
         signs_certificates = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -51,23 +51,25 @@ class Authority:
 
     @classmethod
     def of(cls, pair: Pair) -> Authority:
-        """Raises ConfigError for what `pem` has not made."""
+        """Loads an authority from its `pem`. Raises ConfigError for any other pair."""
         try:
             cert = x509.load_pem_x509_certificate(pair.cert)
             key = serialization.load_pem_private_key(pair.key, None)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"not a certificate authority of kvlink: {error}") from None
+            raise ConfigError(f"the files do not hold a certificate authority of kvlink: {error}") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
-            raise ConfigError("not a certificate authority of kvlink: the key is not the certificate's")
+            raise ConfigError(
+                "the files do not hold a certificate authority of kvlink: the key does not belong to the certificate"
+            )
         return cls(cert, key)
 
     @property
     def pem(self) -> Pair:
-        """The key is the secret of all secrets."""
+        """Returns the authority's certificate and key. Whoever has the key can issue any certificate."""
         return _pem(self._cert, self._key)
 
     def issue(self, names: Sequence[str], life: timedelta, starts: datetime | None = None) -> Pair:
-        """A certificate with these DNS names, addresses and URIs. Raises ConfigError for what is none of these."""
+        """Issues a certificate for DNS names, addresses and URIs. Raises ConfigError for any other name."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
@@ -104,7 +106,7 @@ def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.UniformResourceIdentifier(name) if "://" in name else x509.DNSName(name)
     except ValueError as error:
-        raise ConfigError(f"{name!r} is no host name, address or URI: {error}") from None
+        raise ConfigError(f"{name!r} is not a host name, address or URI: {error}") from None
 
 
 def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:

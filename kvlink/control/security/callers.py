@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls, and what they may: decided from a certificate's names and a token, before any handler runs."""
+"""Identifies callers by the names in their certificate and their token, and checks what they may call.
+
+Both happen before any handler runs.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,31 @@ EVERY_TENANT = "*"
 
 
 class Role(Enum):
-    """What somebody may do within a tenant."""
+    """Says what a caller may do within a tenant."""
 
     WORKER = "worker"
-    """Everything."""
+    """A worker may make every call."""
     OBSERVER = "observer"
-    """See counts and who is joined; no keys, no tickets."""
+    """An observer sees counts and joined workers, but no keys and no tickets."""
 
 
 class Caller(NamedTuple):
-    """Whoever makes a call. Without TLS everybody is the same worker."""
+    """Identifies the caller of a call. Without TLS all callers are the same worker."""
 
     tenant: str = ""
     role: Role = Role.WORKER
 
     @property
     def sees_all(self) -> bool:
-        """Of no one tenant: an observer of all, this process itself, or anybody where nobody is known."""
+        """Returns whether the caller is bound to no tenant.
+
+        That is an observer of all tenants, this process itself, or any caller without TLS.
+        """
         return self.tenant in ("", EVERY_TENANT)
 
 
 Gate = Callable[[str, Sequence[str], str], Caller]
-"""(method, names in the certificate, token or "") -> who calls. Raises Refused (DENIED)."""
+"""Maps (method, names in the certificate, token or "") to the caller. Raises Refused (DENIED)."""
 
 _ANYBODY = Caller()
 _caller: ContextVar[Caller] = ContextVar("kvlink_caller")
@@ -45,17 +51,17 @@ _OBSERVERS_CALL = frozenset({"Status", "Overview", "ListWorkers", "GetWorker"})
 
 
 def caller() -> Caller:
-    """Of the call that is being answered."""
+    """Returns the caller of the call that the running task answers."""
     return _caller.get(_ANYBODY)
 
 
-def answering(who: Caller) -> None:
-    """Notes the caller, for the running task and those that it starts."""
-    _caller.set(who)
+def set_caller(found: Caller) -> None:
+    """Sets the caller for the running task and the tasks that it starts."""
+    _caller.set(found)
 
 
-def by_certificate(names: Sequence[str]) -> Caller:
-    """Who a certificate says that its holder is. Raises Refused (DENIED)."""
+def caller_by_certificate(names: Sequence[str]) -> Caller:
+    """Returns the caller that the names in a certificate identify. Raises Refused (DENIED)."""
     tenants = tenants_in(names)
     if len(tenants) == 1:
         return Caller(tenants[0])
@@ -63,29 +69,32 @@ def by_certificate(names: Sequence[str]) -> Caller:
         return Caller(EVERY_TENANT, Role.OBSERVER)
     raise Refused(
         Reason.DENIED,
-        f"your certificate ({listed(names)}) names {len(tenants)} tenants, not one: make it with the DNS name "
+        f"your certificate ({listed(names)}) names {len(tenants)} tenants, not one: issue it with the DNS name "
         f"{tenant_name('tenant')} of its tenant (for development: `kvlink certs worker --tenant NAME`), or "
-        "have the coordinator's --tenants file map it",
+        "map it in the coordinator's --tenants file",
     )
 
 
-def check_right(who: Caller, method: str) -> None:
-    """Raises Refused (DENIED) when this role may not make the call."""
-    if who.role is Role.OBSERVER and method not in _OBSERVERS_CALL:
+def check_right(caller: Caller, method: str) -> None:
+    """Raises Refused (DENIED) if the caller's role may not make the call."""
+    if caller.role is Role.OBSERVER and method not in _OBSERVERS_CALL:
         raise Refused(Reason.DENIED, f"you are an observer here and may not call {method}; workers may")
 
 
 def coordinator_gate(method: str, names: Sequence[str], token: str) -> Caller:
-    """A coordinator's without a tenants file: certificates say who is who."""
+    """Is the gate of a coordinator without a tenants file: identifies callers by their certificates."""
     if token:
-        raise Refused(Reason.DENIED, "tokens mean nothing here: start the coordinator with --tenants FILE")
-    who = by_certificate(names)
-    check_right(who, method)
-    return who
+        raise Refused(
+            Reason.DENIED,
+            "the coordinator has no tenants file to look the token up in: start it with --tenants FILE",
+        )
+    found = caller_by_certificate(names)
+    check_right(found, method)
+    return found
 
 
 def agent_gate(tenant: str) -> Gate:
-    """A worker's agent answers workers of its own tenant, and tells coordinators that it runs."""
+    """Returns the gate of a worker's agent: it admits workers of its own tenant, and GetCard calls of coordinators."""
 
     def admit(method: str, names: Sequence[str], token: str) -> Caller:
         if method == _COORDINATORS_CALL and COORDINATOR in names:
@@ -93,8 +102,8 @@ def agent_gate(tenant: str) -> Gate:
         if tenants_in(names) != [tenant]:
             raise Refused(
                 Reason.DENIED,
-                f"this worker belongs to tenant {tenant!r} and answers certificates with the DNS name "
-                f"{tenant_name(tenant)} alone; yours has {listed(names)}",
+                f"this worker belongs to tenant {tenant!r} and answers only certificates with the DNS name "
+                f"{tenant_name(tenant)}; yours has {listed(names)}",
             )
         return Caller(tenant)
 

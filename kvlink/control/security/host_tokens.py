@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may call where nobody has a certificate: processes of this host that can read the same token.
+"""Authenticates callers without certificates: processes of this host that can read the same token.
 
-Callers do not send the token. Any user may listen on a free port of loopback and be called by mistake, so what is sent
-is good for one port and for minutes: an HMAC of both under the token. A tool without kvlink may send the token itself
-as a bearer's.
+Callers do not send the token, because any user may listen on a free loopback port and be called by mistake. They send
+an HMAC of the port and the time under the token, which is valid for that port and for minutes. A tool without kvlink
+may send the token itself as a bearer token.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ _log = logging.getLogger("kvlink.control")
 
 HEADER = "kvlink-proof"
 _GOOD_FOR_S = 300
-"""More than a call waits anywhere before it is looked at."""
+"""This is longer than any call waits before it is checked."""
 _LOOK_EVERY_S = 1.0
 _MAX_PROOF = 128
 _HOW = (
-    "run both as one user, or have KVLINK_TOKEN_FILE of both name one file that only their users can read, or set "
+    "run both as one user, or set KVLINK_TOKEN_FILE of both to one file that only their users can read, or set "
     "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY (`kvlink certs` makes them for development)"
 )
 
 Clock = Callable[[], float]
-"""Seconds, the same for all processes of the host."""
+"""Returns seconds, the same for all processes of the host."""
 
 
 class HostTokens(Protocol):
-    """Tokens of one process. Safe from any thread."""
+    """Provides the tokens of one process. All methods are safe from any thread."""
 
     def prepare(self) -> None:
-        """Of a server, before it listens: the token is there. Raises ConfigError."""
+        """Makes sure that there is a token, before a server listens. Raises ConfigError."""
 
     def shown(self) -> str:
-        """What a client proves to know; "": it knows none."""
+        """Returns the token that a client proves to know, or "" if it has none."""
 
     def known(self, again: bool) -> Sequence[str]:
-        """What a server believes; with `again` it looks whether there are more."""
+        """Returns the tokens that a server accepts. With `again`, it first looks for new ones."""
 
-    def who(self) -> str:
-        """Those that a server admits, in words."""
+    def describe_admitted(self) -> str:
+        """Describes the callers that a server admits."""
 
 
 class SharedToken:
-    """The token of the file that KVLINK_TOKEN_FILE names. Every user who can read the file is admitted."""
+    """Provides the token in the file KVLINK_TOKEN_FILE. Every user who can read the file is admitted."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that cannot be read, or that every user can write."""
+        """Raises ConfigError if the file cannot be read, or if every user can write it."""
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
         except OSError as error:
@@ -69,11 +69,12 @@ class SharedToken:
         self._file: TokenFile = token_file(path)
         if mode & stat.S_IWOTH:
             raise ConfigError(
-                f"every user of this host can write {path} (KVLINK_TOKEN_FILE): chmod o= {path}"
+                f"every user of this host can write {path} (KVLINK_TOKEN_FILE): run chmod o= {path}"
             )
         if mode & stat.S_IROTH:
             _log.warning(
-                "every user who reaches file=%s (KVLINK_TOKEN_FILE) can read the token: chmod o=", path
+                "every user of this host can read the token (KVLINK_TOKEN_FILE), run chmod o= on it file=%s",
+                path,
             )
 
     def prepare(self) -> None:  # noqa: D102
@@ -85,12 +86,12 @@ class SharedToken:
     def known(self, again: bool) -> Sequence[str]:  # noqa: D102
         return (self._file.current(),)
 
-    def who(self) -> str:  # noqa: D102
+    def describe_admitted(self) -> str:  # noqa: D102
         return f"processes that show the token in {self._file.path} (KVLINK_TOKEN_FILE)"
 
 
 class OwnToken:
-    """The token of a user's own file. A server makes the file, and makes it again after somebody removed it."""
+    """Provides the token in the user's own file. A server creates the file, and recreates it if it was removed."""
 
     def __init__(self, places: Sequence[Path], uid: int, clock: Clock = time.monotonic) -> None:
         self._places = places
@@ -118,14 +119,14 @@ class OwnToken:
                 try:
                     self._make()
                 except ConfigError as error:
-                    _log.warning("the token of this user is gone: %s", error)
+                    _log.warning("cannot recreate the token file of this user error=%s", error)
         return tuple(self._known)
 
-    def who(self) -> str:  # noqa: D102
+    def describe_admitted(self) -> str:  # noqa: D102
         where = (
             f"the token in {self._file}" if self._file else "a token that no server of the user has made yet"
         )
-        return f"processes of user {self._uid}, who show {where}"
+        return f"processes of user {self._uid} that show {where}"
 
     def _look(self) -> None:
         self._look_at = self._clock() + _LOOK_EVERY_S
@@ -139,7 +140,7 @@ class OwnToken:
 
 
 def host_tokens(named_file: str, env: Mapping[str, str] = os.environ) -> HostTokens:
-    """One a process and user. Raises ConfigError for a named file that cannot be read."""
+    """Returns the tokens of this process: one instance per file or user. Raises ConfigError for an unreadable file."""
     if named_file:
         return _shared(named_file)
     uid = os.geteuid()
@@ -157,7 +158,7 @@ def _own(places: tuple[Path, ...], uid: int) -> OwnToken:
 
 
 class Prover:
-    """What a client sends along with each call to one address."""
+    """Makes the proof that a client sends with each call to one address."""
 
     def __init__(self, tokens: HostTokens, port: int, clock: Clock = time.monotonic) -> None:
         self._tokens = tokens
@@ -167,7 +168,7 @@ class Prover:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def __call__(self) -> tuple[tuple[str, str], ...]:
-        """Metadata; none where this process knows no token."""
+        """Returns the metadata of a call, which is empty if this process knows no token."""
         now = self._tokens.shown(), int(self._clock())
         if now != self._last:
             self._last = now
@@ -176,14 +177,17 @@ class Prover:
 
 
 class Verifier:
-    """What a server believes of those who call its port."""
+    """Checks the proofs and tokens that a server receives."""
 
     def __init__(self, tokens: HostTokens, clock: Clock = time.monotonic) -> None:
         self._tokens = tokens
         self._clock = clock
 
     def admits(self, metadata: Sequence[tuple[str, Any]], port: int) -> bool:
-        """Compares in constant time. Looks for new tokens before it says no."""
+        """Returns whether the metadata of a call to `port` holds a valid proof or token.
+
+        It compares in constant time, and looks for new tokens before it returns False.
+        """
         sent = dict(metadata)
         proof, token = str(sent.get(HEADER, "")), bearer(sent.get("authorization", ""))
         if not proof and not token:
@@ -191,8 +195,11 @@ class Verifier:
         return self._fits(proof, token, port, False) or self._fits(proof, token, port, True)
 
     def refusal(self, what: str) -> str:
-        """Who is answered, and what the others do about it."""
-        return f"this {what} has no certificate and answers {self._tokens.who()}; you showed another or none: {_HOW}"
+        """Returns the error text for a refused caller: which callers are admitted, and what to do."""
+        admitted = self._tokens.describe_admitted()
+        return (
+            f"this {what} has no certificate and answers {admitted}; you showed another token or none: {_HOW}"
+        )
 
     def _fits(self, proof: str, token: str, port: int, again: bool) -> bool:
         stamp = proof.partition(".")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's certificate, its key and the CA: read from files, tried on each other, read again when they change."""
+"""Reads this process's certificate, its key and the CA from files, checks that they fit, and reloads changed files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlink.control.security.reloading_file import LOOK_EVERY_S, Watched
+from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.errors import ConfigError
 
 _HANDSHAKE_STEPS = 8
-"""TLS 1.3 needs three."""
+"""TLS 1.3 needs three steps; the rest is slack."""
 
 
 class TlsFiles(NamedTuple):
-    """PEM files: trusted CAs, the certificate chain (leaf first), its private key."""
+    """Names PEM files: the trusted CAs, the certificate chain (leaf first), and its private key."""
 
     ca: Path
     cert: Path
@@ -27,23 +27,23 @@ class TlsFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What the files hold, known to fit together."""
+    """Holds the contents of the files, which are known to fit together."""
 
     ca: bytes
     cert: bytes
     key: bytes
     names: tuple[str, ...]
-    """Everything in the certificate's subjectAltName."""
+    """All names in the certificate's subjectAltName."""
     expires_at: float
-    """Unix time."""
+    """Unix time at which the certificate expires."""
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Omits the key, which is secret."""
         return f"Keys({', '.join(self.names)}; {expiry(self.expires_at)})"
 
 
-class Keyring(Watched[Keys]):
-    """The Keys that the files hold now. Raises ConfigError when they are missing, expired or do not fit together."""
+class Keyring(ReloadingFile[Keys]):
+    """Holds the current Keys. Raises ConfigError if the files are missing or expired, or do not fit together."""
 
     def __init__(self, files: TlsFiles, look_every_s: float = LOOK_EVERY_S) -> None:
         super().__init__(files, functools.partial(read, files), look_every_s)
@@ -51,24 +51,25 @@ class Keyring(Watched[Keys]):
 
 @functools.lru_cache(maxsize=64)
 def keyring(files: TlsFiles) -> Keyring:
-    """One a process for the same files. Raises ConfigError."""
+    """Returns one shared Keyring per set of files. Raises ConfigError."""
     return Keyring(files)
 
 
 def read(files: TlsFiles) -> Keys:
-    """Reads the files and has the certificate shake hands with itself, in both roles. Raises ConfigError."""
+    """Reads the files and tests them with a TLS handshake of the certificate with itself. Raises ConfigError."""
     try:
         ca, cert, key = (path.read_bytes() for path in files)
         said = _shake_hands(files)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
-            f"the certificate {files.cert} is no good under {files.ca}: {error.verify_message}; renew it with that "
+            f"the certificate {files.cert} is not valid under {files.ca}: {error.verify_message}; renew it with that "
             "CA, for both serverAuth and clientAuth (for development: `kvlink certs`)"
         ) from None
     except ssl.SSLError as error:
         why = (error.reason or str(error)).replace("_", " ").lower()
         raise ConfigError(
-            f"{files.cert}, {files.key} and {files.ca} do not make a certificate, its key and its CA, in PEM ({why})"
+            f"{files.cert}, {files.key} and {files.ca} are not a certificate, its key and its CA in PEM ({why}); give "
+            "three files that belong together"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -79,7 +80,7 @@ def read(files: TlsFiles) -> Keys:
 
 
 def expiry(expires_at: float) -> str:
-    """In words."""
+    """Describes when a certificate expires or expired, for an error text."""
     verb = "expires" if expires_at > time.time() else "expired"
     return f"{verb} {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(expires_at))}"
 
@@ -108,5 +109,5 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(files.ca)
-    context.load_cert_chain(files.cert, files.key, password="")  # or it asks at the terminal
+    context.load_cert_chain(files.cert, files.key, password="")  # without it, OpenSSL asks at the terminal
     return context

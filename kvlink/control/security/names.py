@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What certificates say: DNS names for who somebody is, beside the names and addresses of the host.
+"""Defines the DNS names by which certificates state a role or a tenant, beside names and addresses of the host.
 
-Clients can only check DNS names (and addresses) of a server, so roles and tenants are DNS names, too.
+Clients can only check DNS names (and addresses) of a server, so roles and tenants are DNS names too.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Iterable
 from kvlink.errors import ConfigError
 
 COORDINATOR = "coordinator.kvlink.internal"
-"""In the certificate of every coordinator, and of nobody else."""
+"""Every coordinator's certificate has this DNS name, and no other certificate has it."""
 _OF_TENANT = ".tenant.kvlink.internal"
 _TENANT = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def tenant_name(tenant: str) -> str:
-    """The DNS name in the certificate of a tenant's workers. Raises ConfigError for what is no label of DNS."""
+    """Returns the DNS name in the certificates of a tenant's workers. Raises ConfigError if it is not a DNS label."""
     if not _TENANT.fullmatch(tenant):
         raise ConfigError(
-            f"{tenant!r} cannot be a tenant: write 1 to 63 of a-z, 0-9 and -, with no - at either end"
+            f"{tenant!r} is not a valid tenant: use 1 to 63 of a-z, 0-9 and -, without - at either end"
         )
     return tenant + _OF_TENANT
 
 
 def tenants_in(names: Iterable[str]) -> list[str]:
-    """The tenants that a certificate's names say."""
+    """Returns the tenants that the names in a certificate state."""
     said = [name.removesuffix(_OF_TENANT) for name in names if name.endswith(_OF_TENANT)]
     return [tenant for tenant in dict.fromkeys(said) if _TENANT.fullmatch(tenant)]
 
 
 def listed(names: Iterable[str]) -> str:
-    """A certificate's names, fit for a sentence."""
+    """Joins and shortens the names in a certificate for an error text."""
     shown = [name[:80] for name in names]
     return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "") or "no name"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secret in a file that only one user of the host can read: where it is, how it is checked, how it is made."""
+"""Finds, checks and creates a token file that only one user of the host can read."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _NAME = "token"
 _TOKEN_BYTES = 32
 _MOST_BYTES = 256
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo would block for ever
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO would block forever
 _MAKE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class _Unusable(Exception):
-    """A folder or a file that somebody else could have made, or can read."""
+    """The folder or file could have been created by another user, or can be read by one."""
 
 
 def folders(env: Mapping[str, str], uid: int) -> tuple[Path, ...]:
-    """Where a user's token may be, best first.
+    """Returns the folders that may hold a user's token, best first.
 
-    They are the same for all processes of the user, as far as environments allow: one with XDG_RUNTIME_DIR also looks
-    where one without it writes.
+    They are the same for all processes of the user as far as environments allow: a process with XDG_RUNTIME_DIR also
+    looks where a process without it writes.
     """
     runtime, cache = Path(env.get("XDG_RUNTIME_DIR", "")), Path(_home(env, uid)) / ".cache"
     found = (
@@ -46,7 +46,7 @@ def folders(env: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 
 def tokens(places: Sequence[Path], uid: int) -> dict[Path, str]:
-    """Every token that is there, by its file, best first. Those that others could have written are left out."""
+    """Returns all tokens by their file, best first. Tokens that others could have written are left out."""
     found: dict[Path, str] = {}
     for folder in places:
         if (token := _token_in(folder, uid)) is not None:
@@ -55,9 +55,9 @@ def tokens(places: Sequence[Path], uid: int) -> dict[Path, str]:
 
 
 def make(places: Sequence[Path], uid: int, token: str = "") -> tuple[Path, str]:
-    """Writes `token`, else a new one, to the first folder that takes it. One that another process wrote there stays.
+    """Writes `token`, or a new one, to the first usable folder. A token that another process wrote there is kept.
 
-    Returns the file and its token. Raises ConfigError that names each folder and why it is not used.
+    Returns the file and its token. Raises ConfigError that names each folder and why it cannot be used.
     """
     token, refused = token or secrets.token_urlsafe(_TOKEN_BYTES), []
     for folder in places:
@@ -66,8 +66,8 @@ def make(places: Sequence[Path], uid: int, token: str = "") -> tuple[Path, str]:
         except (OSError, _Unusable) as error:  # noqa: PERF203
             refused.append(f"{folder}: {error.strerror if isinstance(error, OSError) else error}")
     raise ConfigError(
-        "there is no folder for the token that processes of this user show each other without TLS "
-        f"({'; '.join(refused)}): set XDG_RUNTIME_DIR to a folder of this user's, or KVLINK_TOKEN_FILE to a file that "
+        "there is no usable folder for the token that processes of this user show each other without TLS "
+        f"({'; '.join(refused)}): set XDG_RUNTIME_DIR to a folder of this user, or KVLINK_TOKEN_FILE to a file that "
         "only processes that may read this worker's blocks can read"
     )
 
@@ -75,7 +75,7 @@ def make(places: Sequence[Path], uid: int, token: str = "") -> tuple[Path, str]:
 def _home(env: Mapping[str, str], uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_dir
-    except KeyError:  # a container's user
+    except KeyError:  # containers run as users without a passwd entry
         return env.get("HOME", "")
 
 
@@ -105,7 +105,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path, uid: int) -> Iterator[int]:
-    """What is opened is what was checked, whatever its name means later."""
+    """Opens and checks a folder. The descriptor stays valid for it even if its name is reused later."""
     at = os.open(folder, _OPEN_FOLDER)
     try:
         _check(os.fstat(at), uid, "0700")
@@ -116,9 +116,9 @@ def _opened(folder: Path, uid: int) -> Iterator[int]:
 
 def _check(found: os.stat_result, uid: int, wanted: str) -> None:
     if found.st_uid != uid:
-        raise _Unusable(f"belongs to user {found.st_uid}, not to {uid}")
+        raise _Unusable(f"it belongs to user {found.st_uid}, not to {uid}")
     if found.st_mode & _OTHERS:
-        raise _Unusable(f"other users have rights to it ({stat.S_IMODE(found.st_mode):04o}, not {wanted})")
+        raise _Unusable(f"other users can access it (mode {stat.S_IMODE(found.st_mode):04o}, not {wanted})")
 
 
 def _read(at: int, uid: int) -> str:
@@ -137,12 +137,12 @@ def _read(at: int, uid: int) -> str:
 
 
 def _write(at: int, uid: int, token: str) -> str:
-    """The file appears with its content. Returns what is there then, which another process may have written."""
+    """Creates the file atomically with its content. Returns its content, which another process may have written."""
     fresh = f".{_NAME}.{secrets.token_hex(8)}"
     file = os.open(fresh, _MAKE_FILE, 0o600, dir_fd=at)
     try:
         with os.fdopen(file, "wb") as out:
-            os.fchmod(file, 0o600)  # whatever the umask leaves
+            os.fchmod(file, 0o600)  # regardless of the umask
             out.write(token.encode() + b"\n")
         with contextlib.suppress(FileExistsError):
             _publish(at, fresh)
@@ -153,7 +153,7 @@ def _write(at: int, uid: int, token: str) -> str:
 
 
 def _publish(at: int, fresh: str) -> None:
-    """Raises FileExistsError where another process was faster."""
+    """Gives the file its name. Raises FileExistsError if another process was faster."""
     try:
         os.link(fresh, _NAME, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
     except FileExistsError:

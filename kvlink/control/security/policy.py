@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one process proves who it is and whom it believes: mutual TLS, or plaintext where that is allowed."""
+"""Decides how a process authenticates itself and its peers: with mutual TLS, or in plaintext where that is allowed."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Shared by all servers and clients of a process. Without a keyring they speak plaintext."""
+    """Holds the security settings of all servers and clients of a process. Without a keyring they speak plaintext."""
 
     keyring: Keyring | None = None
     insecure: bool = False
-    """Plaintext is allowed off loopback, too."""
+    """Plaintext is allowed beyond loopback too."""
     check_hosts: bool = True
-    """A server's certificate must name the host that was dialled, beside its role or tenant."""
+    """A server's certificate must have the host name of its address, beside its role or tenant."""
     token_file: str = ""
-    """Its contents tell the coordinator who this is; without TLS, they are what callers on this host show."""
+    """The token in it identifies this process to the coordinator. Without TLS, callers on this host show it."""
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Security:
-        """Raises ConfigError for files that are missing, expired or do not fit together."""
+        """Makes the settings from a config. Raises ConfigError if files are missing, expired or do not fit together."""
         given = (config.tls_ca, config.tls_cert, config.tls_key)
         if any(given) and not all(given):
             raise ConfigError(
-                "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY go together: set all or none"
+                "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY belong together: set all of them or none"
             )
         ring = keyring(TlsFiles(*map(Path, given))) if all(given) else None
         security = cls(ring, config.insecure, config.tls_hosts, config.token_file)
@@ -58,43 +58,49 @@ class Security:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Security:
-        """As the KVLINK_ variables say. Raises ConfigError."""
+        """Makes the settings from the KVLINK_ variables. Raises ConfigError."""
         return cls.of(WorkerConfig.from_env(os.environ if env is None else env))
 
     def tenant(self) -> str:
-        """The one that this process's certificate names; "" without TLS. Raises ConfigError."""
+        """Returns the one tenant in this process's certificate, or "" without TLS. Raises ConfigError."""
         if self.keyring is None:
             return ""
         names = self.keyring.current().names
         tenants = tenants_in(names)
         if len(tenants) != 1:
             raise ConfigError(
-                f"a worker's certificate has the DNS name {tenant_name('tenant')} of its one tenant; KVLINK_TLS_CERT "
-                f"has {listed(names)} (for development: `kvlink certs worker --tenant NAME`)"
+                f"a worker's certificate must have the DNS name {tenant_name('tenant')} of exactly one tenant; "
+                f"KVLINK_TLS_CERT has {listed(names)} (for development: `kvlink certs worker --tenant NAME`)"
             )
         return tenants[0]
 
     def check_coordinator(self) -> None:
-        """Raises ConfigError when this process's certificate is none of a coordinator."""
+        """Raises ConfigError if this process's certificate is not a coordinator's."""
         names = self.keyring.current().names if self.keyring else (COORDINATOR,)
         if COORDINATOR not in names:
             raise ConfigError(
-                f"a coordinator's certificate has the DNS name {COORDINATOR}; KVLINK_TLS_CERT has {listed(names)} "
-                "(for development: `kvlink certs coordinator --host HOST`)"
+                f"a coordinator's certificate must have the DNS name {COORDINATOR}; KVLINK_TLS_CERT has "
+                f"{listed(names)} (for development: `kvlink certs coordinator --host HOST`)"
             )
 
     def coordinator_gate(self, tenants: str) -> Gate:
-        """By the rules of a file, if one is given. Raises ConfigError as TenantsFile does, and without TLS."""
+        """Returns the gate of a coordinator, by the rules in the file `tenants` if it is given.
+
+        Raises ConfigError like TenantsFile, and for a file without TLS.
+        """
         if not tenants:
             return coordinator_gate
         if self.keyring is None:
             raise ConfigError(
-                f"--tenants {tenants} means nothing without TLS: nobody can say who calls; {_HOW}"
+                f"--tenants {tenants} has no effect without TLS, because callers cannot be identified; {_HOW}"
             )
         return TenantsFile(Path(tenants))
 
     def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
-        """For listening on `host`; None: plaintext. Raises ConfigError where that needs to be asked for."""
+        """Returns credentials for listening on `host`, or None for plaintext.
+
+        Raises ConfigError where plaintext must be allowed explicitly.
+        """
         ring = self.keyring
         if ring is None:
             self.allow_plaintext(host, f"listening on {host}")
@@ -102,7 +108,7 @@ class Security:
         served = ring.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC asks before every handshake, on threads of its own."""
+            """Returns changed certificates or None. gRPC calls it before every handshake, on its own threads."""
             nonlocal served
             now = ring.current()
             if now is served:
@@ -116,11 +122,14 @@ class Security:
         )
 
     def host_tokens(self) -> HostTokens | None:
-        """What processes of this host show each other; None under TLS. Raises ConfigError for a file without."""
+        """Returns the tokens that processes of this host show each other, or None under TLS.
+
+        Raises ConfigError for a file without a token.
+        """
         return None if self.keyring else host_tokens(self.token_file)
 
     def verifier(self, host: str) -> Verifier | None:
-        """For a server on `host`; None: certificates are asked for, or nothing is. Raises ConfigError."""
+        """Returns the verifier of a server on `host`, or None if no token is needed there. Raises ConfigError."""
         tokens = self.host_tokens() if is_loopback(host) else None
         if tokens is None:
             return None
@@ -128,53 +137,53 @@ class Security:
         return Verifier(tokens)
 
     def coordinators(self) -> Trust:
-        """For clients of coordinators."""
+        """Returns the trust of clients of coordinators."""
         tokens = token_file(Path(self.token_file)) if self.keyring and self.token_file else None
         return Trust(self, COORDINATOR, tokens, self.host_tokens())
 
     def workers(self, tenant: str | None = None) -> Trust:
-        """For clients of workers' agents, of the own tenant unless another is given. Raises ConfigError as `tenant`."""
+        """Returns the trust of clients of worker agents of a tenant, the own one by default. Raises ConfigError."""
         if self.keyring is None:
             return Trust(self, "", None, self.host_tokens())
         return Trust(self, tenant_name(self.tenant() if tenant is None else tenant))
 
     def services(self) -> Trust:
-        """For clients of what is not kvlink's, as etcd: certificates as elsewhere, but plaintext on loopback."""
+        """Returns the trust of clients of other services such as etcd. On loopback they use plaintext."""
         return Trust(self, "")
 
     def server(self, options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> Any:
-        """A grpc.aio.Server, or what serves as one."""
+        """Makes a grpc.aio.Server, or a substitute for it."""
         return grpc.aio.server(options=options, interceptors=interceptors)
 
     def channel(self, address: str, options: Options) -> Any:
-        """A grpc.aio.Channel in plaintext, or what serves as one. `Trust.dial` says when."""
+        """Makes a plaintext grpc.aio.Channel, or a substitute for it. `Trust.dial` decides when."""
         return grpc.aio.insecure_channel(address, options=options)
 
     def allow_plaintext(self, host: str, what: str) -> None:
-        """Raises ConfigError where plaintext needs to be asked for."""
+        """Raises ConfigError where plaintext must be allowed explicitly."""
         if is_loopback(host):
             return
         if not self.insecure:
-            raise ConfigError(f"{what} without TLS is not done unless asked for: {_HOW}")
+            raise ConfigError(f"{what} without TLS must be allowed explicitly: {_HOW}")
         if self.token_file:
             raise ConfigError(
-                f"{what}: KVLINK_TOKEN_FILE without TLS is for loopback alone; unset it, or {_HOW}"
+                f"{what}: KVLINK_TOKEN_FILE without TLS is for loopback only; unset it, or {_HOW}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What a client asks of the far end, and tells it."""
+    """Says how a client authenticates a server and itself."""
 
     security: Security
     wanted: str
-    """The DNS name of the far end's role or tenant; "": its host's is enough."""
+    """The DNS name of the server's role or tenant, or "" if its host name is enough."""
     tokens: TokenFile | None = None
     host_tokens: HostTokens | None = None
-    """Without TLS: what a far end on this host is shown."""
+    """The tokens to show to a server on this host without TLS."""
 
     def dial(self, address: str, options: Options) -> Any:
-        """A grpc.aio.Channel, or what serves as one. Raises ConfigError where plaintext needs to be asked for."""
+        """Makes a grpc.aio.Channel, or a substitute. Raises ConfigError where plaintext must be allowed explicitly."""
         ring, tokens = self.security.keyring, self.tokens
         host = plain_host(address.rpartition(":")[0])
         if ring is None or (not self.wanted and is_loopback(host)):
@@ -202,7 +211,7 @@ class Trust:
         return ReloadingChannel(address, [*options, *checks], version, credentials)
 
     def advice(self, sentence: str) -> str:
-        """What to do about a call that failed with gRPC's `sentence`; "": it does not look like a matter of trust."""
+        """Returns advice for a call that failed with gRPC's `sentence`, or "" if it does not point at trust."""
         ring = self.security.keyring
         if ring is None:
             return advice.for_plaintext(sentence)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connections: those whose certificates may change, and those that show a token with each call."""
+"""Provides client channels whose certificates are reloaded, and channels that send a token with each call."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ProvingChannel:
-    """The part of grpc.aio.Channel that kvlink uses, with `proof()` in the metadata of every call."""
+    """Implements the part of grpc.aio.Channel that kvlink uses, and adds `proof()` to the metadata of every call."""
 
     def __init__(self, channel: grpc.aio.Channel, proof: Callable[[], Sequence[tuple[str, str]]]) -> None:
         self._channel = channel
         self._proof = proof
 
     def unary_unary(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, self._channel.unary_unary(path, *codecs, **rest))
 
     def unary_stream(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, self._channel.unary_stream(path, *codecs, **rest))
 
     def stream_stream(self, path: str, *codecs: Any, **rest: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, self._channel.stream_stream(path, *codecs, **rest))
 
     async def close(self) -> None:
-        """Ends running calls. Idempotent."""
+        """Cancels running calls. Closing again has no effect."""
         await self._channel.close()
 
     def _start(self, method: Any, *request: Any, metadata: Any = None, **rest: Any) -> Any:
         return method(*request, metadata=(*(metadata or ()), *self._proof()), **rest)
 
 
-class _Line:
-    """One connection and the calls that run on it. Retired, it closes with the last of them."""
+class _Connection:
+    """Counts the calls that run on one connection. After `retire`, it closes when the last call ends."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -77,9 +77,9 @@ class _Line:
 
 
 class ReloadingChannel:
-    """The part of grpc.aio.Channel that kvlink uses. Belongs to the event loop it is used on.
+    """Implements the part of grpc.aio.Channel that kvlink uses. Belongs to the event loop it is used on.
 
-    Dials anew with `credentials()` when `version()` is another one than last time; that is asked for every call.
+    It calls `version()` for every call, and reconnects with new `credentials()` when the version has changed.
     """
 
     def __init__(
@@ -94,32 +94,33 @@ class ReloadingChannel:
         self._version = version
         self._credentials = credentials
         self._made_of = version()
-        self._lines = [self._dial()]
+        self._connections = [self._connect()]
 
     def unary_unary(self, path: str) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, "unary_unary", path)
 
     def unary_stream(self, path: str) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, "unary_stream", path)
 
     def stream_stream(self, path: str) -> Callable[..., Any]:
-        """As grpc.aio.Channel's."""
+        """Implements the method of grpc.aio.Channel."""
         return partial(self._start, "stream_stream", path)
 
     async def close(self) -> None:
-        """Ends running calls, those on retired connections too. Idempotent."""
-        for line in self._lines:
-            await line.channel.close()
+        """Cancels running calls, also those on retired connections. Closing again has no effect."""
+        for connection in self._connections:
+            await connection.channel.close()
 
     def _start(self, kind: str, path: str, *request: Any, **rest: Any) -> Any:
         version = self._version()
         if version != self._made_of:
             self._made_of = version
-            self._lines[-1].retire()
-            self._lines = [line for line in self._lines if not line.is_closed()] + [self._dial()]
-        return self._lines[-1].start(kind, path, *request, **rest)
+            self._connections[-1].retire()
+            self._connections = [each for each in self._connections if not each.is_closed()]
+            self._connections.append(self._connect())
+        return self._connections[-1].start(kind, path, *request, **rest)
 
-    def _dial(self) -> _Line:
-        return _Line(grpc.aio.secure_channel(self._address, self._credentials(), options=self._options))
+    def _connect(self) -> _Connection:
+        return _Connection(grpc.aio.secure_channel(self._address, self._credentials(), options=self._options))

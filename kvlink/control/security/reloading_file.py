@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files hold, read again when they change."""
+"""Reads values from files, and reads them again when the files change."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _log = logging.getLogger("kvlink.control")
 LOOK_EVERY_S = 1.0
 
 
-class Watched(Generic[T]):
-    """The last value that `read` could make of the files. Safe from any thread.
+class ReloadingFile(Generic[T]):
+    """Holds the last value that `read` could make of the files. Safe from any thread.
 
-    Changed files are taken when somebody asks, at most `look_every_s` late; those that `read` refuses are logged and
-    the value stays.
+    `current` loads changed files, at most `look_every_s` seconds late. If `read` refuses them, that is logged and the
+    value is kept.
     """
 
     def __init__(
         self, files: Sequence[Path], read: Callable[[], T], look_every_s: float = LOOK_EVERY_S
     ) -> None:
-        """Raises ConfigError, as `read` does and for files that cannot be looked at."""
+        """Raises ConfigError like `read`, and for files that cannot be accessed."""
         self._files = files
         self._read = read
         self._look_every_s = look_every_s
@@ -38,13 +38,13 @@ class Watched(Generic[T]):
         self._value = read()
         self._look_at = time.monotonic() + look_every_s
         self.number = 0
-        """How often the value has changed."""
+        """Number of times that the value has changed."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(str, self._files))}: {self._value!r})"
 
     def current(self) -> T:
-        """Looks at the files now and then."""
+        """Returns the value, after a check for changed files every `look_every_s` seconds."""
         if time.monotonic() >= self._look_at:
             with self._lock:
                 self._look_at = time.monotonic() + self._look_every_s
@@ -58,13 +58,13 @@ class Watched(Generic[T]):
                 return
             value = self._read()
             if _signature(self._files) != signature:
-                return  # written while they were read
+                return  # the files were written while they were read
         except ConfigError as error:
-            _log.warning("changed files are not taken: %s", error)
+            _log.warning("cannot load the changed files, keeping the old value error=%s", error)
             return
         self._signature, self._value = signature, value
         self.number += 1
-        _log.info("changed files are taken: %r", self)
+        _log.info("loaded the changed files: %r", self)
 
 
 def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]]:

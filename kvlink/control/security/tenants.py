@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that maps certificates and tokens to tenants: JSON, a list of rules, the first that fits decides.
+"""Reads the file that maps certificates and tokens to tenants: a JSON list of rules. The first rule that fits decides.
 
     [{"tenant": "acme", "identity": "spiffe://example.org/ns/acme/*"},
      {"tenant": "acme", "token_sha256": "9f86d0…", "role": "observer"},
      {"tenant": "*", "identity": "grafana.example.org", "role": "observer"}]
 
-identity: a name in the certificate's subjectAltName; a * at its end stands for any rest.
-token_sha256: of the token, in hexadecimal, so that the file is no secret. role: worker (default) or observer.
+identity is a name in the certificate's subjectAltName. A * at its end matches any suffix.
+token_sha256 is the SHA-256 of the token in hexadecimal, so the file need not be secret.
+role is worker (the default) or observer.
 """
 
 from __future__ import annotations
@@ -20,26 +21,29 @@ from typing import Any, NamedTuple
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security.callers import EVERY_TENANT, Caller, Role, check_right
 from kvlink.control.security.names import listed, tenant_name
-from kvlink.control.security.reloading_file import LOOK_EVERY_S, Watched
+from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.control.security.tokens import digest
 from kvlink.errors import ConfigError
 
 _MAX_BYTES = 4 << 20
 _MAX_KNOWN = 4_096
-"""Callers whose rule is remembered."""
+"""Number of callers whose rule is cached."""
 _FIELDS = {"tenant", "identity", "token_sha256", "role"}
 _HEX = set("0123456789abcdef")
 
 
 class Rule(NamedTuple):
-    """`identity` or `token_sha256` is "": certificates are compared to the one, tokens to the other."""
+    """Maps certificates or tokens to a caller.
 
-    who: Caller
+    Either `identity` or `token_sha256` is "": certificates are compared to `identity`, and tokens to `token_sha256`.
+    """
+
+    caller: Caller
     identity: str
     token_sha256: str
 
     def fits(self, names: Sequence[str], token_sha256: str) -> bool:
-        """Whether the rule is for the holder of a certificate with these names, or of a token."""
+        """Returns whether the rule fits a certificate with these names, or a token."""
         if self.token_sha256 or token_sha256:
             return self.token_sha256 == token_sha256
         if self.identity.endswith("*"):
@@ -48,66 +52,70 @@ class Rule(NamedTuple):
 
 
 class Rules:
-    """In the order of the file."""
+    """Looks callers up in rules, in the order of the file."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
-        self.who = functools.lru_cache(_MAX_KNOWN)(self._who)
-        """(names in the certificate, token or "") -> who that is, or None. A token decides alone."""
+        self.find = functools.lru_cache(_MAX_KNOWN)(self._find)
+        """Maps (names in the certificate, token or "") to the caller or None. If there is a token, it alone decides."""
 
     def __repr__(self) -> str:
         return f"{len(self._rules)} rules"
 
-    def _who(self, names: tuple[str, ...], token: str) -> Caller | None:
+    def _find(self, names: tuple[str, ...], token: str) -> Caller | None:
         token_sha256 = digest(token) if token else ""
-        return next((rule.who for rule in self._rules if rule.fits(names, token_sha256)), None)
+        return next((rule.caller for rule in self._rules if rule.fits(names, token_sha256)), None)
 
 
-class TenantsFile(Watched[Rules]):
-    """A `Gate` by the file's rules. Raises ConfigError for a file that cannot be read or is malformed."""
+class TenantsFile(ReloadingFile[Rules]):
+    """Is a `Gate` by the rules in a file. Raises ConfigError if the file cannot be read or is malformed."""
 
     def __init__(self, path: Path, look_every_s: float = LOOK_EVERY_S) -> None:
         super().__init__([path], lambda: Rules(parse(_read(path), str(path))), look_every_s)
 
     def __call__(self, method: str, names: Sequence[str], token: str) -> Caller:
-        """Raises Refused (DENIED)."""
-        who = self.current().who(tuple(names), token)
-        if who is None:
+        """Returns the caller. Raises Refused (DENIED)."""
+        found = self.current().find(tuple(names), token)
+        if found is None:
             asked = "your token" if token else f"a certificate with {listed(names)}"
-            raise Refused(Reason.DENIED, f"no rule of the coordinator's tenants file is for {asked}; add one")
-        check_right(who, method)
-        return who
+            raise Refused(Reason.DENIED, f"no rule of the coordinator's tenants file fits {asked}; add one")
+        check_right(found, method)
+        return found
 
 
 def parse(text: bytes, where: str) -> list[Rule]:
-    """Raises ConfigError that names the rule."""
+    """Parses the rules. Raises ConfigError that names the malformed rule."""
     try:
         listing = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     if not isinstance(listing, list):
-        raise ConfigError(f"{where} must hold a list of rules")
+        raise ConfigError(f"{where} must hold a JSON list of rules")
     return [_rule(given, f"rule {number} of {where}") for number, given in enumerate(listing, 1)]
 
 
 def _rule(given: Any, where: str) -> Rule:
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise ConfigError(f"{where} must be an object whose values are texts")
+        raise ConfigError(f"{where} must be a JSON object whose values are strings")
     if unknown := given.keys() - _FIELDS:
-        raise ConfigError(f"{where} has {', '.join(sorted(unknown))}; known are {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(
+            f"{where} has unknown fields {', '.join(sorted(unknown))}; known are {', '.join(sorted(_FIELDS))}"
+        )
     tenant, identity, token_sha256 = (given.get(name, "") for name in ("tenant", "identity", "token_sha256"))
     if bool(identity) == bool(token_sha256):
         raise ConfigError(f"{where} needs either identity or token_sha256")
     if token_sha256 and (len(token_sha256) != 64 or set(token_sha256) - _HEX):
-        raise ConfigError(f"{where}: token_sha256 is 64 hexadecimal digits; `kvlink certs token` prints them")
+        raise ConfigError(
+            f"{where}: token_sha256 must be 64 hexadecimal digits; `kvlink certs token` prints them"
+        )
     try:
         role = Role(given.get("role", "worker"))
     except ValueError:
-        raise ConfigError(f"{where}: role is worker or observer, not {given['role']!r}") from None
+        raise ConfigError(f"{where}: role must be worker or observer, not {given['role']!r}") from None
     if tenant != EVERY_TENANT:
         tenant_name(tenant)
     elif role is not Role.OBSERVER:
-        raise ConfigError(f"{where}: tenant * is for observers; a worker is of one tenant")
+        raise ConfigError(f"{where}: tenant * is for observers; a worker belongs to one tenant")
     return Rule(Caller(tenant, role), identity, token_sha256)
 
 
@@ -117,5 +125,5 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read the tenants file {path}: {error.strerror}") from None
     if len(text) > _MAX_BYTES:
-        raise ConfigError(f"{path} has {len(text)} bytes, at most {_MAX_BYTES} are taken")
+        raise ConfigError(f"{path} has {len(text)} bytes, and at most {_MAX_BYTES} are accepted")
     return text

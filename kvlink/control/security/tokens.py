@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens: a file at whoever calls, a digest at whoever is called."""
+"""Handles bearer tokens. The caller has a file with the token, and the server has its digest."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import functools
 import hashlib
 from pathlib import Path
 
-from kvlink.control.security.reloading_file import Watched
+from kvlink.control.security.reloading_file import ReloadingFile
 from kvlink.errors import ConfigError
 
 _MAX_CHARS = 4_096
 _BEARER = "Bearer "
 
 
-class TokenFile(Watched[str]):
-    """The token that the file holds now. Raises ConfigError when there is none."""
+class TokenFile(ReloadingFile[str]):
+    """Holds the current token in a file. Raises ConfigError if there is none."""
 
     def __init__(self, path: Path) -> None:
         super().__init__([path], functools.partial(_read, path))
 
     def __repr__(self) -> str:
-        """Without the secret."""
+        """Omits the token."""
         return f"TokenFile({self.path})"
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Returns the path of the file."""
         return self._files[0]
 
 
 @functools.lru_cache(maxsize=64)
 def token_file(path: Path) -> TokenFile:
-    """One a process for the same file. Raises ConfigError."""
+    """Returns one shared TokenFile per file. Raises ConfigError."""
     return TokenFile(path)
 
 
 def digest(token: str) -> str:
-    """As a tenants file has it."""
+    """Returns the SHA-256 of a token in hexadecimal, as a tenants file holds it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def bearer(header: str | bytes) -> str:
-    """The token of an `authorization` header; "" for another scheme."""
+    """Returns the token of an `authorization` header, or "" for another scheme."""
     text = header if isinstance(header, str) else header.decode("ascii", "replace")
     return text.removeprefix(_BEARER) if text.startswith(_BEARER) and len(text) <= _MAX_CHARS else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a coordinator keeps its state. Asynchronous, so that a store may be another machine's."""
+"""Defines the store of a coordinator's state. It is asynchronous, so that a store may be on another machine."""
 
 from __future__ import annotations
 
@@ -15,56 +15,59 @@ __all__ = ["Store"]
 
 
 class Store(Protocol):
-    """The contract of tests/control/store/. Every call may raise `Refused`; nothing else is expected.
+    """Keeps workers, tickets, claims and settle orders. tests/control/store/ tests this contract.
 
-    Lives on one event loop. A Feed that is closed by its consumer, or falls behind, is forgotten. What comes in great
-    numbers returns futures, so that many are under way at once and none costs a task that need not wait.
+    Every call may raise `Refused` and nothing else. A store belongs to one event loop. It drops a Feed that its
+    consumer closes or that falls behind. Frequent operations return futures, so that many run at once without tasks.
     """
 
     async def start(self) -> None:
-        """Once, before anything else."""
+        """Starts the store. Call it once, before anything else."""
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:
-        """Admits a process and returns its epoch. Tickets of the worker's lower epochs are gone on return."""
+        """Admits a process and returns its epoch. On return, tickets of the worker's lower epochs are removed."""
 
     async def beat(self, worker_id: str, epoch: int) -> bool:
-        """Renews a worker's lease. False: it must join again."""
+        """Renews a worker's lease. Returns False if the worker must join again."""
 
     async def leave(self, worker_id: str, epoch: int) -> None:
-        """Removes this life of a worker and what it offered; another life is left alone."""
+        """Removes this epoch of a worker and its offers. Another epoch is left alone."""
 
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
-        """The card of a joined worker; epoch 0 takes any. Refused: UNKNOWN, RESTARTED."""
+        """Returns the card of a joined worker. Epoch 0 accepts any epoch. Refused: UNKNOWN, RESTARTED."""
 
     async def workers(self) -> list[WorkerCard]:
-        """Everyone who is joined."""
+        """Returns the cards of all joined workers."""
 
     async def watch(self) -> Feed[WorkerChanges]:
-        """First item: everyone who is joined. Then every change, in order."""
+        """Returns a feed whose first item is all joined workers, followed by every change in order."""
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:
-        """Takes a ticket of a joined worker; one that it has, or had and gave out, changes nothing.
+        """Stores a ticket of a joined worker. A ticket that the store has, or has already given out, changes nothing.
 
         Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
         """
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
-        """The tickets once every rank has offered. Cancel it to stop waiting. Refused: EXPIRED, UNKNOWN, TOO_MANY."""
+        """Returns the tickets once every rank has offered. Cancel the future to stop waiting.
+
+        Refused: EXPIRED, UNKNOWN, TOO_MANY.
+        """
 
     def give_back(self, claim: Claim) -> None:
-        """The reader of an answered claim did not take its tickets: they wait for another claim. Never raises."""
+        """Makes the tickets of an answered claim available again if its reader did not take them. Never raises."""
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
-        """Passes an order on to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""
+        """Forwards an order to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
-        """The settle orders of a joined worker, with those that came before. Ends an earlier feed of it."""
+        """Returns the feed of a joined worker's settle orders, with queued ones. Ends an earlier feed of the worker."""
 
     async def status(self) -> CoordinatorStatus:
-        """Counts of this store; `uptime_s` is the caller's business."""
+        """Returns the counts of this store. The caller sets `uptime_s`."""
 
     def health(self) -> StoreHealth:
-        """What it cannot do at the moment."""
+        """Returns what the store cannot do at the moment."""
 
     async def close(self) -> None:
-        """Refuses what waits (NOT_READY) and ends every feed. Idempotent."""
+        """Refuses waiting calls (NOT_READY) and ends every feed. Closing again has no effect."""

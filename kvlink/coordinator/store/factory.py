@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what an operator writes to a store: the one place that names them."""
+"""Makes a store from its name. This is the only place that names the stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MEMORY = "memory"
 
 
 def store_maker(name: str, lease_s: float = 10.0, limits: Limits | None = None) -> Callable[[str], Store]:
-    """`name` is "memory" or "etcd://host:2379,host2:2379/fleet". Makes a store for a tenant. Raises ConfigError."""
+    """Returns a function that makes the store of a tenant. Raises ConfigError for an unknown name.
+
+    `name` is "memory" or "etcd://host:2379,host2:2379/fleet".
+    """
     if name == MEMORY:
         return lambda tenant: MemoryStore(lease_s, limits)
     split_url(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is joined, under which epoch, until when. Pure: takes the time as a value, returns what changed."""
+"""Keeps the joined workers with their epochs and leases. Pure: takes the time as a value and returns changes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvlink.types import Joined, WorkerCard, WorkerChange
 
 BEATS_PER_LEASE = 4
 _LATE = 0.1
-"""Of a lease: less is no stall, and no lost beat."""
+"""A delay below this fraction of a lease does not count as a stall, and loses no beat."""
 
 
-def grant(life: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
-    """The epoch of a process that joins where `life` was the last one known. Raises Refused (REPLACED)."""
-    if life is None:
+def grant(last: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
+    """Returns the epoch of a process that joins where `last` was the last known one. Raises Refused (REPLACED)."""
+    if last is None:
         return max(1, card.epoch)
-    if life.incarnation == card.incarnation:
-        return life.epoch
-    if rejoin and card.epoch <= life.epoch:
-        raise refusals.replaced(card, life.epoch)
-    return max(life.epoch + 1, card.epoch)
+    if last.incarnation == card.incarnation:
+        return last.epoch
+    if rejoin and card.epoch <= last.epoch:
+        raise refusals.replaced(card, last.epoch)
+    return max(last.epoch + 1, card.epoch)
 
 
 class Members:
-    """The joined workers, and the last epoch of those that are gone (bounded, oldest forgotten first)."""
+    """Keeps the joined workers, and the last epochs of a bounded number of workers that are gone."""
 
     def __init__(self, lease_s: float, limits: Limits) -> None:
         self._lease_s = lease_s
@@ -38,7 +38,7 @@ class Members:
         self._cards: dict[str, WorkerCard] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._excused: set[str] = set()
-        self._lives: OrderedDict[str, Incarnation] = OrderedDict()
+        self._incarnations: OrderedDict[str, Incarnation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -47,7 +47,7 @@ class Members:
         """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
             raise refusals.too_many_workers(len(self._cards))
-        epoch = grant(self._lives.get(card.worker_id), card, rejoin)
+        epoch = grant(self._incarnations.get(card.worker_id), card, rejoin)
         card = replace(card, epoch=epoch)
         before = self._cards.get(card.worker_id)
         self._cards[card.worker_id] = card
@@ -57,17 +57,17 @@ class Members:
         return epoch, [*changes, WorkerChange(Joined.UP, card)] if before != card else changes
 
     def _remember(self, card: WorkerCard) -> None:
-        self._lives[card.worker_id] = Incarnation(card.epoch, card.incarnation)
-        self._lives.move_to_end(card.worker_id)
-        while len(self._lives) > self._limits.remembered_epochs + len(self._cards):
-            oldest = next(iter(self._lives))
+        self._incarnations[card.worker_id] = Incarnation(card.epoch, card.incarnation)
+        self._incarnations.move_to_end(card.worker_id)
+        while len(self._incarnations) > self._limits.remembered_epochs + len(self._cards):
+            oldest = next(iter(self._incarnations))
             if oldest in self._cards:
-                self._lives.move_to_end(oldest)
+                self._incarnations.move_to_end(oldest)
             else:
-                del self._lives[oldest]
+                del self._incarnations[oldest]
 
     def beat(self, worker_id: str, epoch: int, now: float) -> bool:
-        """Renews a lease. False: this worker and epoch is not joined."""
+        """Renews a lease. Returns False if this epoch of the worker is not joined."""
         if not self.runs(worker_id, epoch):
             return False
         self._renew(worker_id, now)
@@ -78,16 +78,16 @@ class Members:
         self._excused.discard(worker_id)
 
     def leave(self, worker_id: str, epoch: int) -> list[WorkerChange]:
-        """Removes a worker unless it runs under another epoch by now."""
+        """Removes a worker unless it runs under another epoch."""
         return [self._remove(worker_id)] if self.runs(worker_id, epoch) else []
 
     def runs(self, worker_id: str, epoch: int) -> bool:
-        """Whether exactly this life of the worker is joined."""
+        """Returns whether exactly this epoch of the worker is joined."""
         card = self._cards.get(worker_id)
         return card is not None and card.epoch == epoch
 
     def card(self, worker_id: str, epoch: int) -> WorkerCard:
-        """The card of a worker, of that epoch unless 0. Raises Refused (UNKNOWN, RESTARTED)."""
+        """Returns the card of a worker. Epoch 0 accepts any epoch. Raises Refused (UNKNOWN, RESTARTED)."""
         card = self._cards.get(worker_id)
         if card is None:
             raise refusals.not_joined(worker_id)
@@ -96,18 +96,18 @@ class Members:
         return card
 
     def cards(self) -> Iterable[WorkerCard]:
-        """Everyone who is joined."""
+        """Returns the cards of all joined workers."""
         return self._cards.values()
 
     def next_deadline(self) -> float:
-        """`expire` has nothing to do before."""
+        """Returns a time before which `expire` has nothing to do."""
         return self._deadlines.next()
 
     def expire(self, now: float, late_s: float = 0.0) -> list[WorkerChange]:
         """Removes the workers that stopped beating.
 
-        A caller that comes `late_s` late, stopped or without a CPU, may have their beats in its sockets, unread.
-        Each then gets the time of another beat, once.
+        A caller that is `late_s` seconds late, because it was paused, may have unread beats in its sockets. Each due
+        worker then gets the time of one more beat, once.
         """
         changes = []
         for worker_id in self._deadlines.due(now):

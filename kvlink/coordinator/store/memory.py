@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a single coordinator, in its memory: the pure Members and PendingOffers, a timer, and who waits."""
+"""Keeps the state of a single coordinator in memory: Members and PendingOffers, which are pure, and a timer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvlink.coordinator.store.pending_offers import Answer, PendingOffers
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _WATCH_BACKLOG = 1_024
-"""Changes a slow watcher may lag behind before its stream is ended, to start again with the whole list."""
+"""A watcher may lag behind by this many changes. Then its stream ends, and it starts again with the whole list."""
 _STALL_S = 1.0
 
 _log = logging.getLogger("kvlink.control")
@@ -36,7 +36,7 @@ class _Totals:
 
 
 class MemoryStore:
-    """A `Store`. `clock` counts seconds and never goes back; `tick` runs by itself when something is due."""
+    """Implements `Store` in memory. `clock` returns monotonic seconds. A timer runs `tick` when something is due."""
 
     def __init__(
         self, lease_s: float = 10.0, limits: Limits | None = None, clock: Callable[[], float] = now
@@ -52,7 +52,7 @@ class MemoryStore:
         self._timer_due = math.inf
         self._closed = False
         self._done: asyncio.Future[None]
-        """One for all that went well: there are many of them."""
+        """One done future is shared by all operations that succeed, because there are many."""
 
     async def start(self) -> None:  # noqa: D102
         self._loop = asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class MemoryStore:
             feed.close()
 
     def tick(self, late_s: float = 0.0) -> None:
-        """Ends what is due by the clock, and was due `late_s` ago."""
+        """Expires everything that is due by the clock and was due `late_s` seconds ago."""
         now = self._clock()
         changes = self._members.expire(now, late_s)
         for change in changes:
@@ -203,7 +203,7 @@ class MemoryStore:
         late_s = self._loop.time() - self._timer.when()
         if late_s > _STALL_S:
             _log.warning(
-                "this coordinator did not run for seconds=%.1f: workers due get one more beat", late_s
+                "this coordinator did not run, due workers get the time of one more beat seconds=%.1f", late_s
             )
         self.tick(late_s)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tickets wait for whom. Pure: takes the time as a value, returns which waiting claims are answered."""
+"""Matches tickets and claims. Pure: takes the time as a value and returns the waiting claims that are answered."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from kvlink.coordinator.store import refusals
 W = TypeVar("W", bound=Hashable)
 
 Answer = tuple[W, list[bytes], Refused | None]
-"""A waiting claim has ended: whose, with these tickets or refused. Tuples, and nothing larger: there are many."""
+"""Says that a waiting claim ended: (waiter, tickets, refusal or None). It is a tuple because there are many."""
 
 
 @dataclass(slots=True)
 class _Request(Generic[W]):
-    """Exists while a ticket or a waiter does."""
+    """Holds the tickets and waiters of one request. It exists while there is either."""
 
     ranks: dict[int, Offer] = field(default_factory=dict)
     tp_size: int = 1
     num_seats: int = 0
-    """Of the ticket that has most."""
+    """The largest number of seats of any of its tickets."""
     served: set[int] = field(default_factory=set)
     claim_ids: set[bytes] = field(default_factory=set)
     lasts_until: float = 0.0
-    """No ticket lives longer."""
+    """No ticket of the request lives longer than this."""
     waiters: dict[W, Claim] = field(default_factory=dict)
-    """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
+    """The newest waiter is served first, because an earlier claim of the same reader was most likely given up."""
 
 
 @dataclass(slots=True)
 class _Claimed:
-    """A request whose every reader has claimed."""
+    """Holds a request that all of its readers have claimed."""
 
     offers: list[Offer]
-    """In rank order."""
+    """The offers in rank order."""
     served: set[int]
     claim_ids: set[bytes]
     lasts_until: float
@@ -52,9 +52,9 @@ class _Claimed:
 
 
 class PendingOffers(Generic[W]):
-    """Tickets by request and rank, waiting claims, and how requests ended (bounded).
+    """Keeps tickets by request and rank, waiting claims, and a bounded number of ended requests.
 
-    Who waits is told apart by any value that the caller gives.
+    The caller identifies waiters by any hashable value.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -66,7 +66,7 @@ class PendingOffers(Generic[W]):
         self._patience: Deadlines[W] = Deadlines()
         self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
         self._claimed: OrderedDict[str, int] = OrderedDict()
-        """Bytes of those of `_ended` that hold tickets."""
+        """Maps those requests in `_ended` that hold tickets to the bytes of their tickets."""
         self._claimed_until: Deadlines[str] = Deadlines()
         self._ticket_bytes = 0
         self._claimed_bytes = 0
@@ -80,15 +80,15 @@ class PendingOffers(Generic[W]):
 
     @property
     def num_waiting(self) -> int:
-        """Claims waiting for an offer."""
+        """Returns the number of claims that wait for an offer."""
         return len(self._waiting)
 
     def waiting(self) -> list[W]:
-        """Everyone who waits for an offer."""
+        """Returns all waiters."""
         return list(self._waiting)
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
-        """Takes a ticket in, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
+        """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
         request_id, worker_id, _, ttl_s, rank, tp_size, num_seats, ticket = offer
         ended = self._ended.get(request_id)
         if isinstance(ended, _Claimed) and ticket in ended.tickets:
@@ -108,7 +108,7 @@ class PendingOffers(Generic[W]):
             raise refusals.too_many_bytes(worker_id, self._limits.ticket_bytes)
         self._ticket_bytes = ticket_bytes
         if before is not None and before.worker_id != worker_id:
-            self._disown(before.worker_id, key)
+            self._forget_owner(before.worker_id, key)
         if ended is not None:
             self._remember_no_more(request_id)
         self._make_room()
@@ -117,7 +117,7 @@ class PendingOffers(Generic[W]):
         request.num_seats = max(request.num_seats, num_seats)
         request.ranks[rank] = offer
         answers = self._serve_waiters(request) if request.waiters else []
-        if request.ranks:  # was not given out at once
+        if request.ranks:  # a waiter did not take the tickets at once
             owned.add(key)
             self._requests[request_id] = request
             self._by_worker[worker_id] = owned
@@ -125,7 +125,7 @@ class PendingOffers(Generic[W]):
         return answers
 
     def take(self, claim: Claim) -> list[bytes] | None:
-        """The tickets, if every rank has offered. Raises Refused when the request ended unclaimed."""
+        """Returns the tickets if every rank has offered, else None. Raises Refused if the request ended unclaimed."""
         request = self._requests.get(claim.request_id)
         if request is not None and len(request.ranks) == request.tp_size:
             return self._serve(request, claim)
@@ -148,7 +148,7 @@ class PendingOffers(Generic[W]):
         self._patience.set(waiter, now + claim.timeout_s)
 
     def cancel(self, waiter: W) -> None:
-        """The caller of a claim is gone. One that does not wait changes nothing."""
+        """Removes a waiter whose caller is gone. Has no effect for one that does not wait."""
         request_id = self._waiting.pop(waiter, None)
         if request_id is not None:
             self._patience.discard(waiter)
@@ -159,9 +159,9 @@ class PendingOffers(Generic[W]):
     def give_back(
         self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
     ) -> list[Answer[W]]:
-        """The reader of an answered claim did not take the tickets: others may claim them while they last.
+        """Makes the tickets of an answered claim available again, because its reader did not take them.
 
-        Tickets of workers that do not run under their epoch any more stay claimed.
+        Tickets of workers that no longer run under their epoch stay claimed.
         """
         name = claim.request_id
         ended = self._ended.get(name)
@@ -171,7 +171,9 @@ class PendingOffers(Generic[W]):
         given.served.discard(claim.reader)
         if claim.claim_id:
             given.claim_ids.discard(claim.claim_id)
-        if not isinstance(given, _Claimed) or not all(runs(of.worker_id, of.epoch) for of in given.offers):
+        if not isinstance(given, _Claimed) or not all(
+            runs(each.worker_id, each.epoch) for each in given.offers
+        ):
             return []
         self._remember_no_more(name)
         request = self._requests.setdefault(name, _Request())
@@ -180,21 +182,21 @@ class PendingOffers(Generic[W]):
         try:
             for offer in given.offers:
                 answers += self.offer(offer._replace(ttl_s=given.lasts_until - now), now)
-        except Refused:  # there is no room for them any more
+        except Refused:  # there is no longer room for them
             self._prune(name, request)
         return answers
 
     def drop_worker(self, worker_id: str, why: str) -> None:
-        """Forgets what a worker offered. Claims keep waiting: its next life may offer the request again."""
+        """Drops what a worker offered. Claims keep waiting, because its next process may offer the request again."""
         for request_id, rank in list(self._by_worker.get(worker_id, ())):
             self._drop(request_id, rank, refusals.gone_with_worker(request_id, why))
 
     def next_deadline(self) -> float:
-        """`expire` has nothing to do before."""
+        """Returns a time before which `expire` has nothing to do."""
         return min(self._tickets.next(), self._patience.next(), self._claimed_until.next())
 
     def expire(self, now: float) -> list[Answer[W]]:
-        """Drops the tickets that ran out, claimed ones too, then refuses the claims that waited long enough."""
+        """Drops expired tickets, claimed ones too, and then refuses the claims that timed out."""
         for request_id in self._claimed_until.due(now):
             self._remember_no_more(request_id)
         for request_id, rank in self._tickets.due(now):
@@ -251,7 +253,7 @@ class PendingOffers(Generic[W]):
             self._claimed_until.discard(request_id)
 
     def _make_room(self) -> None:
-        """Claimed tickets are kept for claims that are sent again. They give way to those that nobody has yet."""
+        """Drops the oldest claimed tickets, kept for repeated claims, if unclaimed tickets need their room."""
         most = min(self._limits.ticket_bytes // 4, self._limits.ticket_bytes - self._ticket_bytes)
         while self._claimed_bytes > most:
             self._remember_no_more(next(iter(self._claimed)))
@@ -260,7 +262,7 @@ class PendingOffers(Generic[W]):
         for request_id, worker_id, _, _, rank, _, _, ticket in offers:
             self._ticket_bytes -= len(ticket)
             self._tickets.discard((request_id, rank))
-            self._disown(worker_id, (request_id, rank))
+            self._forget_owner(worker_id, (request_id, rank))
 
     def _prune(self, request_id: str, request: _Request[W]) -> None:
         if request.ranks:
@@ -270,7 +272,7 @@ class PendingOffers(Generic[W]):
         else:
             self._requests.pop(request_id, None)
 
-    def _disown(self, worker_id: str, key: tuple[str, int]) -> None:
+    def _forget_owner(self, worker_id: str, key: tuple[str, int]) -> None:
         owned = self._by_worker.get(worker_id)
         if owned is not None:
             owned.discard(key)
@@ -282,4 +284,4 @@ class PendingOffers(Generic[W]):
         claim = request.waiters[waiter]
         offered, tp_size = len(request.ranks), request.tp_size
         self.cancel(waiter)
-        return waiter, [], refusals.in_vain(claim, offered, tp_size)
+        return waiter, [], refusals.claim_timed_out(claim, offered, tp_size)

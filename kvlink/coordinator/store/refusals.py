@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why stores refuse, in the same words whichever store it is."""
+"""Makes the refusals of all stores, so that every store refuses with the same text."""
 
 from __future__ import annotations
 
@@ -9,80 +9,90 @@ from kvlink.types import WorkerCard
 
 
 def not_joined(worker_id: str, reason: Reason = Reason.UNKNOWN) -> Refused:
-    """NOT_JOINED instead of UNKNOWN when the caller is the worker itself."""
-    return Refused(reason, f"worker {named(worker_id)} is not joined: it never was, left, or stopped beating")
+    """Refuses because a worker is not joined. The reason is NOT_JOINED if the caller is the worker itself."""
+    return Refused(
+        reason, f"worker {named(worker_id)} is not joined: it never joined, left, or stopped beating"
+    )
 
 
 def restarted(worker_id: str, asked: int, running: int) -> Refused:
-    """Another epoch runs than the caller believes."""
+    """Refuses because another epoch of the worker runs than the caller named."""
     return Refused(
-        Reason.RESTARTED, f"worker {named(worker_id)} restarted: epoch {asked} asked, {running} running"
+        Reason.RESTARTED,
+        f"worker {named(worker_id)} restarted: the call is for epoch {asked}, and epoch {running} is running",
     )
 
 
 def replaced(card: WorkerCard, running: int) -> Refused:
-    """Two processes want one identity."""
+    """Refuses a rejoin because another process has taken the worker_id."""
     return Refused(
         Reason.REPLACED,
         f"worker {named(card.worker_id)} epoch {card.epoch} was replaced by another process, "
-        f"epoch {running}; give every worker its own worker_id",
+        f"epoch {running}; give each worker its own worker_id",
     )
 
 
-def taken(holder: WorkerCard, newcomer: WorkerCard) -> Refused:
-    """A second process of the name comes while the first one runs."""
+def worker_id_taken(holder: WorkerCard, newcomer: WorkerCard) -> Refused:
+    """Refuses a second process with the worker_id of a running one."""
     return Refused(
         Reason.TAKEN,
-        f"worker {named(holder.worker_id)} runs already: epoch {holder.epoch}, whose agent at {holder.agent} answers; "
-        f"give the process at {newcomer.agent} its own worker_id, or end the other one first",
+        f"worker {named(holder.worker_id)} runs already: the agent of its epoch {holder.epoch} at {holder.agent} "
+        f"answers; give the process at {newcomer.agent} its own worker_id, or end the other one first",
     )
 
 
 def too_many_workers(joined: int) -> Refused:
-    """The fleet is full."""
-    return Refused(Reason.TOO_MANY, f"{joined} workers have joined, which is the limit")
+    """Refuses a join because the fleet is full."""
+    return Refused(
+        Reason.TOO_MANY, f"{joined} workers have joined, which is the limit; retry when one has left"
+    )
 
 
 def too_many_bytes(worker_id: str, most: int) -> Refused:
-    """Of tickets, here."""
+    """Refuses a ticket because the tickets of this coordinator are at their limit of bytes."""
     return Refused(
         Reason.TOO_MANY,
-        f"a ticket of worker {named(worker_id)} does not fit: {most} bytes of them are the limit here",
+        f"a ticket of worker {named(worker_id)} does not fit into the coordinator's limit of {most} bytes of "
+        "tickets; retry when others have been claimed",
     )
 
 
 def too_many_tickets(worker_id: str, tickets: int) -> Refused:
-    """One worker offers faster than anyone claims."""
+    """Refuses a ticket because the worker has too many unclaimed ones."""
     return Refused(
-        Reason.TOO_MANY, f"worker {named(worker_id)} has {tickets} unclaimed tickets here, the limit"
+        Reason.TOO_MANY,
+        f"worker {named(worker_id)} has {tickets} unclaimed tickets here, which is the limit; retry when some have "
+        "been claimed",
     )
 
 
 def too_many_claims(waiting: int) -> Refused:
-    """This coordinator is full."""
-    return Refused(Reason.TOO_MANY, f"{waiting} claims are waiting, which is the limit")
+    """Refuses a claim because too many claims wait at this coordinator."""
+    return Refused(
+        Reason.TOO_MANY, f"{waiting} claims are waiting, which is the limit; retry when some were answered"
+    )
 
 
 def too_many_orders(worker_id: str, waiting: int) -> Refused:
-    """A worker does not listen."""
+    """Refuses a settle order because the worker does not take its orders."""
     return Refused(
         Reason.TOO_MANY,
-        f"{waiting} settle orders wait for worker {named(worker_id)}, the limit; "
-        "the lease will expire instead",
+        f"{waiting} settle orders wait for worker {named(worker_id)}, which is the limit; the lease will expire "
+        "instead",
     )
 
 
 def ranks_disagree(offer: Offer, tp_size: int) -> Refused:
-    """Two ranks of a request differ in how many there are."""
+    """Refuses a ticket because the ranks of its request differ in the number of ranks."""
     return Refused(
         Reason.MALFORMED,
-        f"request {named(offer.request_id)}: rank {offer.tp_rank} says that {offer.tp_size} ranks "
-        f"offer, others said {tp_size}",
+        f"request {named(offer.request_id)}: rank {offer.tp_rank} offered with {offer.tp_size} ranks, and other "
+        f"ranks with {tp_size}; use one tp_size",
     )
 
 
 def expired(offer: Offer) -> Refused:
-    """A ticket ran out."""
+    """Refuses a claim because the ticket expired."""
     return Refused(
         Reason.EXPIRED,
         f"request {named(offer.request_id)} was offered by {named(offer.worker_id)} and not claimed "
@@ -91,56 +101,57 @@ def expired(offer: Offer) -> Refused:
 
 
 def gone_with_worker(request_id: str, why: str) -> Refused:
-    """`why` comes from one of the three below."""
+    """Refuses a claim because its ticket's worker is gone. One of the next three functions makes `why`."""
     return Refused(Reason.UNKNOWN, f"request {named(request_id)}: {why}")
 
 
 def has_restarted(worker_id: str, epoch: int) -> str:
-    """Another process took over."""
+    """Describes a worker whose place another process took."""
     return f"worker {named(worker_id)} restarted as epoch {epoch}; recompute it"
 
 
 def has_left(worker_id: str) -> str:
-    """It said goodbye."""
+    """Describes a worker that left."""
     return f"worker {named(worker_id)} has left; recompute it"
 
 
 def stopped_beating(worker_id: str) -> str:
-    """Its lease ran out."""
+    """Describes a worker whose lease expired."""
     return f"worker {named(worker_id)} stopped beating; recompute it"
 
 
-def in_vain(claim: Claim, offered: int, tp_size: int) -> Refused:
-    """A claim waited for as long as it wanted."""
+def claim_timed_out(claim: Claim, offered: int, tp_size: int) -> Refused:
+    """Refuses a claim that has waited for its whole timeout."""
     if offered:
         what = f"only {offered} of {tp_size} ranks offered it"
     else:
-        what = "nobody offered it (any more; it may have been claimed already)"
+        what = "no worker offered it, or it had already been claimed,"
     why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:.3g} s; recompute it"
     return Refused(Reason.UNKNOWN, why)
 
 
-def store_changes(what: str, tries: int) -> Refused:
-    """A compare-and-set fails again and again."""
+def write_conflict(what: str, tries: int) -> Refused:
+    """Refuses a call because its compare-and-set failed repeatedly."""
     return Refused(
         Reason.NOT_READY,
-        f"{what}: the coordinator's store changed during each of {tries} attempts to write; ask again",
+        f"{what}: the coordinator's store changed during each of {tries} attempts to write; retry",
     )
 
 
 def store_is_lost(store: str) -> Refused:
-    """What a coordinator knows is too old."""
+    """Refuses a call because the coordinator's copy of the store is too old."""
     return Refused(
         Reason.NOT_READY,
-        f"the coordinator has lost its store, {store}, and does not know what was offered since; ask another",
+        f"the coordinator has lost its store, {store}, and does not know what was offered since; retry at another "
+        "coordinator",
     )
 
 
 def closing() -> Refused:
-    """The coordinator ends."""
-    return Refused(Reason.NOT_READY, "the coordinator is shutting down; ask again in a moment")
+    """Refuses a call because the coordinator is shutting down."""
+    return Refused(Reason.NOT_READY, "the coordinator is shutting down; retry in a moment")
 
 
 def watch_fell_behind() -> Refused:
-    """A watcher does not keep up."""
-    return Refused(Reason.TOO_MANY, "this watch fell behind; watch again")
+    """Ends a watch whose consumer does not keep up."""
+    return Refused(Reason.TOO_MANY, "this watch fell behind the changes; open another watch")

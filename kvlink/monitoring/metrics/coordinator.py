@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator's metrics, from counts taken on its event loop just before."""
+"""Exports a coordinator's metrics, from counts that were just taken on its event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "kvlink_coordinator"
 
 
 def exposition(status: CoordinatorStatus, calls: CallCounts, health: StoreHealth) -> bytes:
-    """The text of /metrics."""
+    """Returns the text of /metrics."""
     registry = CollectorRegistry()
     registry.register(_Collector(status, calls, health))
     return generate_latest(registry)
@@ -42,18 +42,18 @@ class _Collector(Collector):
 
 def _add_status(families: Families, status: CoordinatorStatus) -> None:
     gauges = {
-        "uptime_seconds": ("Since this coordinator started.", status.uptime_s),
-        "workers": ("Workers joined.", status.workers),
-        "live_tickets": ("Offered, and neither fully claimed nor expired.", status.tickets),
+        "uptime_seconds": ("Time since this coordinator started.", status.uptime_s),
+        "workers": ("Workers that are joined.", status.workers),
+        "live_tickets": ("Tickets that are neither fully claimed nor expired.", status.tickets),
         "waiting_claims": ("Claims that wait for an offer.", status.waiting_claims),
     }
     counters = {
-        "joins": ("Joins, those of workers that came back included.", status.joined),
+        "joins": ("Joins, including those of workers that came back.", status.joined),
         "lost_workers": ("Workers that stopped beating without leaving.", status.lost_workers),
-        "offers": ("Tickets taken.", status.offered),
-        "claims": ("Requests handed over.", status.claimed),
-        "expired_tickets": ("Tickets that nobody claimed in time.", status.expired),
-        "settle_orders": ("Settles passed on for readers without a data path.", status.settle_orders),
+        "offers": ("Tickets accepted.", status.offered),
+        "claims": ("Claims answered with tickets.", status.claimed),
+        "expired_tickets": ("Tickets that were not claimed in time.", status.expired),
+        "settle_orders": ("Settles forwarded for readers without a data path.", status.settle_orders),
     }
     for name, (meaning, value) in gauges.items():
         families.gauge(f"{_PREFIX}_{name}", meaning, value, {})
@@ -62,8 +62,8 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
 
 
 def _add_health(families: Families, health: StoreHealth) -> None:
-    healthy = "1: the store does what it is for. 0: it is full, or does not answer."
-    stale = "For how long the store has not confirmed that this coordinator is up to date."
+    healthy = "1 if the store works, 0 if it is full or does not answer."
+    stale = "Time since the store last confirmed that this coordinator is up to date, 0 if it is."
     families.gauge(f"{_PREFIX}_store_healthy", healthy, health.is_healthy, {})
     families.gauge(f"{_PREFIX}_store_stale_seconds", stale, health.stale_s, {})
 
@@ -72,10 +72,10 @@ def _add_calls(families: Families, calls: CallCounts) -> None:
     lag = "Changes of membership that the slowest watcher has yet to be sent."
     families.gauge(f"{_PREFIX}_feed_lag", lag, calls.feed_lag, {})
     if expires_at := calls.certificate_expires_at():
-        expiry = "When this coordinator's certificate ends, in Unix time."
+        expiry = "Unix time at which this coordinator's certificate expires."
         families.gauge(f"{_PREFIX}_certificate_expiry_timestamp_seconds", expiry, expires_at, {})
     for method, durations in calls.durations.items():
-        latency = "Unary calls answered; Claim waits for its offer."
+        latency = "Time of answered unary calls. Claim waits for its offer."
         families.histogram(f"{_PREFIX}_call_seconds", latency, durations, {"method": method})
     for (method, reason), number in calls.refusals.items():
         refused = "Calls refused, and operations within handoff streams."

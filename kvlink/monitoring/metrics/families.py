@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of Prometheus's families out of kvlink's counts."""
+"""Converts kvlink's counts to metric families of Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Labels = dict[str, str]
 
 @dataclass(slots=True)
 class Families:
-    """Families in the order in which they were first added to; `meaning` is the HELP of the first addition."""
+    """Collects metric families in the order of their first sample. Its `meaning` becomes the HELP text."""
 
     _families: dict[str, Metric] = field(default_factory=dict)
 
@@ -27,17 +27,17 @@ class Families:
         return iter(self._families.values())
 
     def count(self, name: str, meaning: str, value: float, labels: Labels) -> None:
-        """A counter; `name` ends in _total."""
+        """Adds a sample of a counter. `name` ends in _total."""
         self._family(CounterMetricFamily, name, meaning, labels).add_metric(tuple(labels.values()), value)
 
     def gauge(self, name: str, meaning: str, value: float, labels: Labels) -> None:
-        """What is now."""
+        """Adds a sample of a gauge."""
         self._family(GaugeMetricFamily, name, meaning, labels).add_metric(tuple(labels.values()), value)
 
     def histogram(
         self, name: str, meaning: str, durations: Durations, labels: Labels, *, coarse: bool = False
     ) -> None:
-        """In seconds. `coarse`: every second bound only, where there is a histogram a peer."""
+        """Adds a histogram in seconds. `coarse` uses every second bound only, where there is one histogram per peer."""
         family = self._family(HistogramMetricFamily, name, meaning, labels)
         buckets = _cumulative(durations.buckets, 2 if coarse else 1)
         family.add_metric(tuple(labels.values()), buckets, durations.sum_ns / 1e9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's own /metrics, on a few threads of its own: an inference server runs around them."""
+"""Serves a worker's /metrics on a few own threads, because the process belongs to an inference server."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvlink.control.denials import LogQuota
 from kvlink.errors import ConfigError
 from kvlink.monitoring.metrics.worker import WorkerCollector
-from kvlink.monitoring.worker_stats import Counted
+from kvlink.monitoring.worker_stats import StatsSource
 
 _log = logging.getLogger("kvlink.http")
 _MAX_SHOWN = 200
-MAX_VISITORS = 16
-"""At a time; for further ones the oldest makes room."""
+MAX_CONNECTIONS = 16
+"""Bounds open connections. A further one closes the oldest."""
 _SILENCE_S = 5.0
-_LEAVING_S = 1.0
-_VISIT_S = 15.0
-"""Of a visitor who never falls silent: question and answer together."""
+_CLOSING_S = 1.0
+_CONNECTION_S = 15.0
+"""Bounds the time of request and answer of a client that is never silent."""
 
 
 class MetricsPort:
-    """Serves `worker` at http://host:port/metrics until `close`. Raises ConfigError when the port cannot be had."""
+    """Serves `worker` at http://host:port/metrics until `close`. Raises ConfigError if it cannot listen on the port."""
 
-    def __init__(self, worker: Counted, host: str, port: int) -> None:
+    def __init__(self, worker: StatsSource, host: str, port: int) -> None:
         registry = CollectorRegistry()
         registry.register(WorkerCollector([worker]))
         try:
@@ -41,14 +41,14 @@ class MetricsPort:
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; give each worker of a host its own "
-                "KVLINK_METRICS_PORT, or 0 for none"
+                "KVLINK_METRICS_PORT, or set it to 0 to serve none"
             ) from error
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvlink-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops serving. Closing again has no effect."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -58,56 +58,58 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, *_: Any) -> None:
-        """Nobody reads it."""
+        """Logs nothing, because scrapes are frequent."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 4 * MAX_VISITORS
+    request_queue_size = 4 * MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, self._room = found[0][0], threading.BoundedSemaphore(MAX_VISITORS)
-        self._visits: dict[socket.socket, float] = {}  # open, and when they must be over
-        self._visits_lock = threading.Lock()
+        self.address_family, self._room = found[0][0], threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._deadlines: dict[socket.socket, float] = {}  # of open connections, guarded by the lock below
+        self._deadlines_lock = threading.Lock()
         self._quota = LogQuota()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
-            self._hang_up_on_the_oldest()
-            if not self._room.acquire(timeout=_LEAVING_S):
+            self._close_oldest()
+            if not self._room.acquire(timeout=_CLOSING_S):
                 self.shutdown_request(request)
                 return
-        with self._visits_lock:
-            self._visits[request] = time.monotonic() + _VISIT_S
+        with self._deadlines_lock:
+            self._deadlines[request] = time.monotonic() + _CONNECTION_S
         super().process_request(request, client_address)
 
-    def _hang_up_on_the_oldest(self) -> None:
-        """Its thread ends at once. Slow clients keep nobody out who asks and goes."""
-        with self._visits_lock:
-            if (oldest := next(iter(self._visits), None)) is not None:
+    def _close_oldest(self) -> None:
+        """Closes the oldest connection, so that slow clients do not keep others out. Its thread ends at once."""
+        with self._deadlines_lock:
+            if (oldest := next(iter(self._deadlines), None)) is not None:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
-        """Twice a second, on the thread that accepts: hangs up on those who take too long."""
-        with self._visits_lock:
+        """Closes connections that take too long. Runs twice a second, on the accepting thread."""
+        with self._deadlines_lock:
             now = time.monotonic()
-            for request in [each for each, until in self._visits.items() if until < now]:
+            for request in [each for each, deadline in self._deadlines.items() if deadline < now]:
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._visits_lock:
-            self._visits.pop(request, None)
+        with self._deadlines_lock:
+            self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Strangers who fall silent, or hang up, are no news."""
+        """Logs errors of requests, except for clients that time out or disconnect."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError) and (unsaid := self._quota.take()) is not None:
-            _log.warning("bad request for metrics error=%s unsaid=%d", repr(error)[:_MAX_SHOWN], unsaid)
+            _log.warning(
+                "cannot answer a request for metrics error=%s unsaid=%d", repr(error)[:_MAX_SHOWN], unsaid
+            )
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's metrics, read from its counters when scraped. Names that vLLM's connector has, too, mean the same."""
+"""Exports a worker's metrics, read from its counters at each scrape.
+
+A metric whose name vLLM's connector also uses has the same meaning.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,23 @@ from prometheus_client.registry import Collector
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError
 from kvlink.monitoring.metrics.families import Families
-from kvlink.monitoring.worker_stats import Counted, Link, WorkerStats
+from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
 
-_PHASE = "Time of one phase; plan, read, validate and settle of valid transfers, by transport."
+_PHASE = "Time of one phase. Plan, read, validate and settle count valid transfers only, by transport."
 _PHASES = ("plan", "read", "validate", "settle")
 
 
 class WorkerCollector(Collector):
-    """For `CollectorRegistry.register`. A worker of the process before a fork is left out."""
+    """Collects the metrics of workers for `CollectorRegistry.register`.
 
-    def __init__(self, workers: Sequence[Counted]) -> None:
+    A worker that belongs to the process before a fork is left out.
+    """
+
+    def __init__(self, workers: Sequence[StatsSource]) -> None:
         self._workers = workers
 
     def collect(self) -> Iterable[Metric]:
-        """One scrape."""
+        """Returns the metrics of one scrape."""
         families = Families()
         for worker in self._workers:
             try:
@@ -40,7 +46,7 @@ class WorkerCollector(Collector):
         return families
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are known to be free."""
+        """Returns nothing, so that the registry does not collect at registration. The names are known to be unique."""
         return ()
 
 
@@ -48,7 +54,7 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
     worker, leases = {"worker": stats.worker_id}, stats.leases
     gauges = {
         "active_leases": ("Offers whose blocks are pinned for their readers.", leases.active),
-        "oldest_lease_seconds": ("Age of the oldest of them.", leases.oldest_s),
+        "oldest_lease_seconds": ("Age of the oldest active offer.", leases.oldest_s),
         "lease_slots": ("Readers that can hold offers at one time.", stats.lease_slots),
         "pinned_blocks": ("Blocks of live offers.", stats.pinned_blocks),
         "pool_blocks": ("Blocks of the pool.", stats.pool_blocks),
@@ -57,8 +63,8 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
     counters = {
         "granted_leases_total": ("Offers made.", leases.granted),
         "settled_leases_total": ("Offers that all their readers settled.", leases.settled),
-        "expired_leases_total": ("Offers that nobody fetched within their lease.", leases.expired),
-        "aborted_leases_total": ("Offers withdrawn.", leases.aborted),
+        "expired_leases_total": ("Offers that were not fetched within their lease.", leases.expired),
+        "aborted_leases_total": ("Offers that were withdrawn.", leases.aborted),
         "fenced_readers_total": ("Readers cut off because their lease expired.", leases.fenced_readers),
     }
     for name, (meaning, value) in gauges.items():
@@ -66,27 +72,31 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
     for name, (meaning, count) in counters.items():
         families.count(f"kvlink_{name}", meaning, count, worker)
     if stats.joined is not None:
-        families.gauge("kvlink_joined", "1: the coordinator knows this worker.", stats.joined, worker)
-        families.count("kvlink_rejoins_total", "Coordinator lost and found.", stats.rejoins, worker)
+        families.gauge("kvlink_joined", "1 if the coordinator knows this worker.", stats.joined, worker)
+        families.count(
+            "kvlink_rejoins_total", "Times the worker rejoined a coordinator.", stats.rejoins, worker
+        )
 
 
 def _add_starts(families: Families, stats: WorkerStats) -> None:
     worker = {"worker": stats.worker_id}
-    retries = "Connects to an owner that were tried again."
+    retries = "Connects to an owner that were retried."
     families.count("kvlink_connect_retries_total", retries, stats.connect_retries, worker)
-    restarts = "Pulls that began again on a new connection because theirs was cut."
+    restarts = "Pulls that were restarted on a new connection because theirs was cut."
     families.count("kvlink_restarted_pulls_total", restarts, stats.restarts, worker)
     for reason, number in stats.failed_starts.items():
-        unstarted = "Pulls that failed before any transfer started: claim or connect."
+        unstarted = "Pulls that failed before any transfer started, at claim or connect."
         families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})
 
 
 def _add_ports(families: Families, stats: WorkerStats) -> None:
     for port in stats.ports:
         labels = {"worker": stats.worker_id, "nic": port.name}
-        families.gauge("kvlink_nic_away", "1: its device is gone, and looked for.", bool(port.away), labels)
+        families.gauge(
+            "kvlink_nic_away", "1 if its device is gone and being looked for.", bool(port.away), labels
+        )
         families.count(
-            "kvlink_nic_losses_total", "Times its device was removed or failed.", port.times_away, labels
+            "kvlink_nic_losses_total", "Times that its device was removed or failed.", port.times_away, labels
         )
 
 
@@ -105,23 +115,27 @@ def _add_phases(families: Families, stats: WorkerStats) -> None:
 def _add_link(families: Families, link: Link, worker: str) -> None:
     labels = {"worker": worker, "peer": link.path.worker_id, "transport": link.path.transport}
     counts = link.counts
-    whole = "Transfer from one owner: call until all of it was valid (and settled)."
+    whole = "Time of a transfer from one owner, from the call until all of it was valid (and settled)."
     families.histogram("kvlink_transfer_seconds", whole, counts.total, labels, coarse=True)
     for name, meaning, number in (
-        ("received_bytes", "Valid bytes.", counts.num_bytes),
-        ("read_operations", "Reads that blocks were merged into.", counts.num_ops),
-        ("read_descriptors", "Pieces of memory that reads were scattered to.", counts.num_segments),
+        ("received_bytes", "Valid bytes that were received.", counts.num_bytes),
+        ("read_operations", "Reads after adjacent blocks were merged.", counts.num_ops),
+        ("read_descriptors", "Local memory segments that reads were scattered to.", counts.num_segments),
         (
             "retried_steps",
-            "Steps of transfers that a lane gave back and that were done again.",
+            "Steps of transfers that a lane returned and that were repeated.",
             counts.redone,
         ),
-        ("unsettled_transfers", "Valid, but the owner was not told one-sidedly.", counts.unsettled),
-        ("stale_reads", "Reads that validation caught: dropped.", counts.failed.get("StaleBlocks", 0)),
+        ("unsettled_transfers", "Valid transfers without a one-sided settle.", counts.unsettled),
+        (
+            "stale_reads",
+            "Reads that validation found stale and dropped.",
+            counts.failed.get("StaleBlocks", 0),
+        ),
     ):
         families.count(f"kvlink_{name}_total", meaning, number, labels)
     for reason, number in counts.failed.items():
-        failed = "Transfers that failed: no byte of them was used."
+        failed = "Transfers that failed. No byte of them was used."
         families.count("kvlink_failed_transfers_total", failed, number, {**labels, "reason": reason})
-    families.gauge("kvlink_queued_transfers", "Queued or under way at lanes, now.", link.queued, labels)
-    families.gauge("kvlink_connected", "1: connected to this owner.", link.connected, labels)
+    families.gauge("kvlink_queued_transfers", "Transfers queued or running at lanes.", link.queued, labels)
+    families.gauge("kvlink_connected", "1 if connected to this owner.", link.connected, labels)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a coordinator shows by HTTP, read-only: /metrics for Prometheus, and a page for people."""
+"""This package serves a coordinator's state by HTTP, read-only: /metrics for Prometheus, and a page for people."""

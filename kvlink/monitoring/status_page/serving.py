@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's HTTP server. Needs aiohttp and prometheus_client; lives on the coordinator's event loop."""
+"""Implements the coordinator's HTTP server, on its event loop. Needs aiohttp and prometheus_client."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvlink.coordinator.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.monitoring.fleet_view import plain
 from kvlink.monitoring.metrics.coordinator import exposition
-from kvlink.monitoring.status_page.complaints import request_log
-from kvlink.monitoring.status_page.visitors import Visitors
+from kvlink.monitoring.status_page.connections import BoundedConnections
+from kvlink.monitoring.status_page.request_log import request_log
 
 _PAGE = Path(__file__).with_name("page.html")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,28 +30,28 @@ _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 @asynccontextmanager
-async def showing(coordinator: Coordinator, host: str, port: int) -> AsyncIterator[str]:
-    """Serves until left; yields the URL. Raises ConfigError when the port cannot be had."""
+async def serve_status_page(coordinator: Coordinator, host: str, port: int) -> AsyncIterator[str]:
+    """Serves until the context is left, and yields the URL. Raises ConfigError if it cannot listen on the port."""
     application = _application(coordinator)
     runner = web.AppRunner(application, access_log=None, logger=request_log(), shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None
     try:
         with (
-            closing(Visitors(runner.server)) as visitors,
-            closing(await _listen(visitors, host, port)) as listening,
+            closing(BoundedConnections(runner.server)) as connections,
+            closing(await _listen(connections, host, port)) as listening,
         ):
             yield _url(host, listening)
     finally:
         await runner.cleanup()
 
 
-async def _listen(visitors: Visitors, host: str, port: int) -> asyncio.Server:
+async def _listen(connections: BoundedConnections, host: str, port: int) -> asyncio.Server:
     try:
-        return await asyncio.get_running_loop().create_server(visitors, host, port)
+        return await asyncio.get_running_loop().create_server(connections, host, port)
     except OSError as error:
         raise ConfigError(
-            f"the status page cannot listen on {host}:{port}: {error.strerror}; give another --http-port"
+            f"the status page cannot listen on {host}:{port}: {error.strerror}; set another --http-port"
         ) from error
 
 
@@ -66,10 +66,10 @@ def _application(coordinator: Coordinator) -> web.Application:
     async def show(_: web.Request) -> web.Response:
         return web.Response(text=page, content_type="text/html", headers=headers)
 
-    figures_now = Figures(coordinator)
+    cached = CachedStats(coordinator)
 
     async def stats(_: web.Request) -> web.Response:
-        return web.Response(text=await figures_now.text(), content_type="application/json", headers=_NO_STORE)
+        return web.Response(text=await cached.text(), content_type="application/json", headers=_NO_STORE)
 
     async def metrics(_: web.Request) -> web.Response:
         text = exposition(await coordinator.status(), coordinator.counts, coordinator.readiness.health())
@@ -85,8 +85,11 @@ def _application(coordinator: Coordinator) -> web.Application:
     return app
 
 
-class Figures:
-    """However many look, and however large the fleet: made once a second at most, beside the event loop."""
+class CachedStats:
+    """Makes the JSON of the status page at most once per second, whatever the number of clients.
+
+    A thread encodes it, so that a large fleet does not block the event loop.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -95,7 +98,7 @@ class Figures:
         self._made = -math.inf
 
     async def text(self) -> str:
-        """JSON."""
+        """Returns the JSON, which is at most one second old."""
         async with self._lock:
             if time.monotonic() - self._made >= _FRESH_S:
                 shown = await self._coordinator.status(), await self._coordinator.overview()
@@ -105,7 +108,7 @@ class Figures:
 
 
 def policy(page: str) -> str:
-    """The page's own script and style run, nothing else does: not even what slipped through escaping."""
+    """Returns a content security policy that allows only the page's own script and style, even if escaping fails."""
     script, style = (_hashes(page, tag) for tag in ("script", "style"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "

@@ -59,7 +59,7 @@ async def test_a_claim_in_vain_says_how_far_it_got(joined: Stage) -> None:
     some = await started(joined.store.claim(Claim("some", 2.0)))
     await joined.store.offer(make_offer("some", rank=0, of=2))
     await joined.pass_time(2.0)
-    assert "'none': nobody offered it" in (await refused(none)).sentence
+    assert "'none': no worker offered it" in (await refused(none)).sentence
     assert "'some': only 1 of 2 ranks offered it within 2 s" in (await refused(some)).sentence
 
 
@@ -151,7 +151,7 @@ async def test_ranks_that_disagree_are_refused(joined: Stage) -> None:
     await joined.store.offer(make_offer("r", rank=0, of=2))
     disagrees = await refused(joined.store.offer(make_offer("r", rank=1, of=4)))
     assert disagrees.reason is Reason.MALFORMED
-    assert "rank 1 says that 4 ranks offer, others said 2" in disagrees.sentence
+    assert "rank 1 offered with 4 ranks, and other ranks with 2" in disagrees.sentence
 
 
 async def test_only_the_running_life_of_a_worker_offers(joined: Stage) -> None:

@@ -71,7 +71,7 @@ async def test_asking_for_a_worker_says_what_is_wrong(store: Store) -> None:
     await store.join(make_card(epoch=4), rejoin=False)
     restarted = await refused(store.worker("prefill", 3))
     assert restarted.reason is Reason.RESTARTED
-    assert restarted.sentence == "worker 'prefill' restarted: epoch 3 asked, 4 running"
+    assert restarted.sentence == "worker 'prefill' restarted: the call is for epoch 3, and epoch 4 is running"
 
 
 async def test_leaving_under_an_old_epoch_changes_nothing(store: Store) -> None:

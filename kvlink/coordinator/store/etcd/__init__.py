@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of any number of coordinators, none of them special, in etcd.
+"""Keeps the state of any number of equal coordinators in etcd.
 
-Each has all of it in memory by one watch, reads there, and writes by compare-and-set. Nothing per block is stored.
+Each coordinator mirrors all of it in memory through one watch, reads there, and writes by compare-and-set. Nothing is
+stored per block.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from kvlink.control.security import Trust
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import Etcd, split_url
-from kvlink.coordinator.store.etcd.claims import Claiming
+from kvlink.coordinator.store.etcd.claims import EtcdClaims
 from kvlink.coordinator.store.etcd.errors import as_refusal
-from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import Membership
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
-from kvlink.coordinator.store.etcd.offers import Offering
+from kvlink.coordinator.store.etcd.offers import EtcdOffers
 from kvlink.coordinator.store.etcd.settle_orders import SettleOrders
 from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.types import Joined, WorkerCard, WorkerChange
@@ -50,7 +51,7 @@ class _Totals:
 
 
 class EtcdStore:
-    """A `Store`. `clock` counts seconds and never goes back; leases of workers go by etcd's own."""
+    """Implements `Store` on etcd. `clock` returns monotonic seconds. Leases of workers go by etcd's clock."""
 
     def __init__(
         self,
@@ -61,18 +62,18 @@ class EtcdStore:
         tenant: str = "",
         trust: Trust | None = None,
     ) -> None:
-        """`url` as `kvlink coordinator --store` has it; `trust` as for Etcd. Raises ConfigError."""
+        """`url` has the form that `kvlink coordinator --store` takes; Etcd documents `trust`. Raises ConfigError."""
         addresses, fleet = split_url(url)
         limits, layout = limits or Limits(), Keys(fleet, tenant)
         self._clock = clock
         self._etcd = etcd = Etcd(addresses, trust, clock)
         self._mirror = mirror = Mirror(layout, limits)
         self._sync = sync = Sync(etcd, layout, mirror, self._take_news, self._is_awaited, clock)
-        self._commits = commits = Commits(etcd, sync.written)
+        self._commits = commits = GroupCommit(etcd, sync.written)
         self._members = members = Membership(etcd, layout, mirror, sync, lease_s, limits)
-        self._offering = Offering(layout, mirror, sync, members, commits, limits)
-        self._claiming = Claiming(etcd, layout, mirror, sync, commits, limits)
-        self._ordering = SettleOrders(layout, mirror, members, commits, limits)
+        self._offers = EtcdOffers(layout, mirror, sync, members, commits, limits)
+        self._claims = EtcdClaims(etcd, layout, mirror, sync, commits, limits)
+        self._settle_orders = SettleOrders(layout, mirror, members, commits, limits)
         self._totals = _Totals()
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._pending: set[asyncio.Task[Any]] = set()
@@ -82,7 +83,7 @@ class EtcdStore:
         etcd.health.on_doubt = self._arm
 
     async def start(self) -> None:
-        """Returns when etcd has been read, or in a while: until it has, calls are refused (NOT_READY)."""
+        """Returns when etcd has been read, or after 2.5 s. Until it has been read, calls are refused (NOT_READY)."""
         self._sync.start()
         with contextlib.suppress(Refused):
             await self._wait_for_state(_LOADING_S)
@@ -117,7 +118,7 @@ class EtcdStore:
         return self._begun(self._offer, offer)
 
     async def _offer(self, offer: Offer) -> None:
-        await self._offering.offer(offer)
+        await self._offers.offer(offer)
         self._totals.offered += 1
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
@@ -126,35 +127,37 @@ class EtcdStore:
             if self._closed:
                 raise refusals.closing()
             self._check_not_lost()
-            self._claiming.claim(claim, answer, self._clock())
+            self._claims.claim(claim, answer, self._clock())
         except Refused as refused:
             answer.set_exception(refused)
         self._arm()
         return answer
 
     def give_back(self, claim: Claim) -> None:
-        giving = self._begun(self._claiming.give_back, claim)
-        giving.add_done_callback(lambda _: giving.cancelled() or giving.exception())  # it has been logged
+        giving = self._begun(self._claims.give_back, claim)
+        giving.add_done_callback(
+            lambda _: giving.cancelled() or giving.exception()
+        )  # errors are already logged
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         return self._begun(self._settle, order)
 
     async def _settle(self, order: SettleOrder) -> None:
-        await self._ordering.settle(order)
+        await self._settle_orders.settle(order)
         self._totals.settle_orders += 1
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
-        return await self._guarded(self._ordering.listen, worker_id, epoch)
+        return await self._guarded(self._settle_orders.listen, worker_id, epoch)
 
     async def status(self) -> CoordinatorStatus:
         return CoordinatorStatus(
             workers=len(self._mirror.members),
             tickets=self._mirror.num_free,
-            waiting_claims=len(self._claiming),
+            waiting_claims=len(self._claims),
             joined=self._totals.joined,
             lost_workers=self._mirror.num_lost,
             offered=self._totals.offered,
-            claimed=self._claiming.num_claimed,
+            claimed=self._claims.num_claimed,
             expired=self._mirror.num_expired,
             settle_orders=self._totals.settle_orders,
         )
@@ -168,10 +171,10 @@ class EtcdStore:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        await self._claiming.close()
+        await self._claims.close()
         for feed in list(self._watchers):
             feed.close()
-        self._ordering.close()
+        self._settle_orders.close()
         for task in list(self._pending):
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
@@ -181,19 +184,19 @@ class EtcdStore:
         await self._etcd.close()
 
     def tick(self) -> None:
-        """Ends what is due by the clock. Runs by itself."""
+        """Expires everything that is due by the clock. A timer runs it."""
         self._timer_due = math.inf
         if self._etcd.health.expire():
-            self._send_elsewhere()
-        self._offering.collect(self._clock())
-        self._claiming.give_up(self._clock())
+            self._refuse_waiting()
+        self._offers.collect(self._clock())
+        self._claims.expire(self._clock())
         self._arm()
 
     def _arm(self) -> None:
         due = min(
             self._mirror.due.next(),
-            self._offering.next_deadline(),
-            self._claiming.next_deadline(),
+            self._offers.next_deadline(),
+            self._claims.next_deadline(),
             self._etcd.health.next_deadline(),
         )
         if due >= self._timer_due or self._closed:
@@ -203,10 +206,10 @@ class EtcdStore:
         self._timer_due = due
         self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
 
-    def _send_elsewhere(self) -> None:
-        """Ends what could only be answered out of a mirror that is too old."""
+    def _refuse_waiting(self) -> None:
+        """Ends claims and watches that could only be answered from a mirror that is too old."""
         why = refusals.store_is_lost(repr(self._etcd))
-        self._claiming.refuse_all(why)
+        self._claims.refuse_all(why)
         for feed in list(self._watchers):
             feed.close(Refused(why.reason, why.sentence))
 
@@ -215,7 +218,7 @@ class EtcdStore:
             raise refusals.store_is_lost(repr(self._etcd))
 
     def _is_awaited(self) -> bool:
-        return bool(self._watchers) or len(self._claiming) > 0
+        return bool(self._watchers) or len(self._claims) > 0
 
     def _take_news(self, news: News) -> None:
         for feed in list(self._watchers) if news.workers else ():
@@ -223,15 +226,15 @@ class EtcdStore:
                 feed.close(refusals.watch_fell_behind())
         for change in news.workers:
             if change.what is Joined.DOWN:
-                self._ordering.stop(change.card.worker_id)
+                self._settle_orders.stop(change.card.worker_id)
         for key, order in news.orders:
-            self._ordering.pass_on(key, order)
+            self._settle_orders.forward(key, order)
         for request_id in news.requests:
-            self._claiming.pump(request_id)
+            self._claims.serve_waiters(request_id)
         self._arm()
 
     async def _guarded(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a call once the state is known. Raises Refused and nothing else."""
+        """Runs a call when the state has been read. Raises Refused and nothing else."""
         try:
             if not self._sync.loaded.is_set():
                 await self._wait_for_state(_LOADING_S / 5)
@@ -249,7 +252,7 @@ class EtcdStore:
         except asyncio.TimeoutError:
             raise Refused(
                 Reason.NOT_READY,
-                f"the coordinator has not yet read its store, {self._etcd!r}: not there, or too slow; ask again",
+                f"the coordinator has not yet read its store, {self._etcd!r}: it is not running or too slow; retry",
             ) from None
 
     def _begun(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:

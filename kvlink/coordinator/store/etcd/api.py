@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""etcd's v3 API, as much of it as the store uses: calls, and small makers of what goes into a transaction.
+"""Implements the part of etcd's v3 API that the store uses: calls, and functions that build transactions.
 
-Calls go over kvlink's own Channel, so members fail over as coordinators do. Why no client library: see
-docs/operate/etcd.md.
+Calls go over kvlink's own Channel, so members fail over like coordinators. docs/operate/etcd.md says why no client
+library is used.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ R = TypeVar("R", bound=Message)
 M = TypeVar("M", bound=Message)
 
 _ATTEMPT_S = 0.7
-"""What one member gets for one call."""
+"""One member has this long to answer one call."""
 _PATIENCE_S = 2.5
-"""Covers an election; less than clients wait, so that they hear the reason."""
+"""This covers an election, and is less than clients wait, so that they learn the reason."""
 _PATIENCE_WHEN_AWAY_S = 0.5
-"""After one call has failed, until one succeeds."""
-_RENEWED_AT_ONCE = 500
-"""Leases in one call. 8,000 took 0.5 s of a busy core, and a coordinator may have 10,000 workers."""
+"""Calls wait this long after one has failed, until one succeeds."""
+_MAX_RENEWED = 500
+"""Leases renewed in one call. 8,000 took 0.5 s of a busy core, and a coordinator may have 10,000 workers."""
 _PAGE = 1_000
-"""Keys a reply of `load`."""
+"""Number of keys in one reply of `load`."""
 _NO_SPACE = "database space exceeded"
-"""In what etcd says under RESOURCE_EXHAUSTED, which gRPC uses for other things, too."""
+"""etcd reports this under RESOURCE_EXHAUSTED, which gRPC also uses for other errors."""
 
 
 def _codec(message: type[M]) -> Codec[M]:
@@ -61,14 +61,14 @@ _KEEP_ALIVE = _method("Lease", "LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.Le
 
 
 class Etcd:
-    """Any member of "host:2379,host2:2379". Every call asks on for a while, then raises CoordinatorUnavailable.
+    """Calls any member of "host:2379,host2:2379". Every call retries for a while, then raises CoordinatorUnavailable.
 
-    A write that raised may have happened. What etcd refuses raises CoordinatorError, and StoreFull when it has no room.
-    `history` checks every answer that a majority agreed on.
+    A write that raised may have been executed. A refused call raises CoordinatorError, or StoreFull if etcd has no
+    space. `history` checks every answer that a majority agreed on.
     """
 
     def __init__(self, addresses: str, trust: Trust | None = None, clock: Callable[[], float] = now) -> None:
-        """`trust`: how members are reached; from the environment when not given."""
+        """`trust` says how to connect to members. It comes from the environment by default."""
         advice = "Check that a majority of its members runs"
         self._channel = Channel(addresses, "etcd", advice, trust=trust, attempt_s=_ATTEMPT_S)
         self._patience_s = _PATIENCE_S
@@ -94,20 +94,20 @@ class Etcd:
         return reply
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Closes the channel. Closing again has no effect."""
         await self._channel.close()
 
     async def commit(self, txn: pb.TxnRequest) -> pb.TxnResponse:
-        """Carries out one transaction."""
+        """Executes one transaction."""
         began = self.history.mark()
         reply = await self._call(_TXN, txn)
         self.history.note(reply.header, began)
-        if self.health.is_full and _room_counts(txn):
+        if self.health.is_full and _counts_towards_quota(txn):
             self.health.note_room()
         return reply
 
     async def read(self, key: bytes, end: bytes = b"") -> pb.RangeResponse:
-        """What a majority agrees on now: `key`, or all from it up to `end`."""
+        """Returns what a majority agrees on now: `key`, or all keys from it up to but without `end`."""
         return await self._range(pb.RangeRequest(key=key, range_end=end))
 
     async def _range(self, request: pb.RangeRequest) -> pb.RangeResponse:
@@ -117,7 +117,7 @@ class Etcd:
         return reply
 
     async def load(self, prefix: bytes) -> tuple[int, list[pb.KeyValue]]:
-        """Everything under a prefix, as of the revision returned with it."""
+        """Returns a revision and all keys under a prefix as of that revision."""
         start, end, revision = prefix, after(prefix), 0
         found: list[pb.KeyValue] = []
         while True:
@@ -130,7 +130,7 @@ class Etcd:
             start = found[-1].key + b"\0"
 
     async def watch(self, prefix: bytes, revision: int) -> Stream[pb.WatchRequest, pb.WatchResponse]:
-        """Every change under a prefix from `revision` on. The first reply only confirms."""
+        """Opens a watch of every change under a prefix from `revision` on. Its first reply is only a confirmation."""
         # A member that has lost the majority ends the stream instead of falling silent.
         stream = self._channel.open(_WATCH, (("hasleader", "true"),))
         create = pb.WatchCreateRequest(key=prefix, range_end=after(prefix), start_revision=revision)
@@ -138,7 +138,7 @@ class Etcd:
         return stream
 
     async def compact(self, revision: int) -> None:
-        """Forgets what keys were before `revision`. Quiet when another has done so."""
+        """Drops the history of keys before `revision`. Raises nothing if it was already compacted."""
         try:
             await self._call(_COMPACT, pb.CompactionRequest(revision=revision))
         except CoordinatorUnavailable:
@@ -147,11 +147,11 @@ class Etcd:
             pass
 
     async def grant(self, ttl_s: int) -> int:
-        """A new lease; etcd may make it longer."""
+        """Creates a lease and returns its id. etcd may make it longer."""
         return (await self._call(_GRANT, pb.LeaseGrantRequest(TTL=ttl_s))).ID
 
     async def revoke(self, lease: int) -> None:
-        """Ends a lease and deletes all of its keys. Quiet when there is none."""
+        """Ends a lease and deletes all of its keys. Raises nothing if it does not exist."""
         try:
             await self._call(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except CoordinatorUnavailable:
@@ -160,15 +160,15 @@ class Etcd:
             pass
 
     async def keep_alive(self, leases: Iterable[int]) -> set[int]:
-        """Renews leases and returns those that exist. Some at a time: each call has a time of its own."""
+        """Renews leases and returns those that exist. They are split over several calls, each with its own timeout."""
         alive: set[int] = set()
         left = iter(leases)
-        while some := list(itertools.islice(left, _RENEWED_AT_ONCE)):
+        while some := list(itertools.islice(left, _MAX_RENEWED)):
             alive |= await self._renew(some)
         return alive
 
     async def _renew(self, leases: list[int]) -> set[int]:
-        """Asks one member only."""
+        """Renews leases at one member, without a retry."""
         alive = set()
         stream = self._channel.open(_KEEP_ALIVE)
 
@@ -187,7 +187,7 @@ class Etcd:
             raise
         except asyncio.TimeoutError:
             self.health.doubt()
-            stream.leave()
+            stream.avoid_server()
             raise CoordinatorUnavailable(
                 f"{self._channel!r} did not renew {len(leases)} leases in {_ATTEMPT_S} s"
             ) from None
@@ -197,58 +197,58 @@ class Etcd:
 
 
 def after(prefix: bytes) -> bytes:
-    """The first key behind all that start with `prefix`, which does not end in 0xff."""
+    """Returns the first key after all keys that start with `prefix`, which must not end in 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 def unchanged(key: bytes, revision: int) -> pb.Compare:
-    """Holds when `key` was last written at `revision`; 0: when it is absent."""
+    """Compares: true if `key` was last written at `revision`. Revision 0 means that it is absent."""
     return pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=revision)
 
 
 def leased(key: bytes, lease: int) -> pb.Compare:
-    """Holds when `key` is there, under this lease."""
+    """Compares: true if `key` exists under this lease."""
     return pb.Compare(target=pb.Compare.LEASE, key=key, lease=lease)
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> pb.RequestOp:
-    """Writes."""
+    """Makes an operation that writes a key."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease))
 
 
 def delete(key: bytes) -> pb.RequestOp:
-    """Deletes."""
+    """Makes an operation that deletes a key."""
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
 
 
 def get(key: bytes) -> pb.RequestOp:
-    """Reads."""
+    """Makes an operation that reads a key."""
     return pb.RequestOp(request_range=pb.RangeRequest(key=key))
 
 
 def writes(txn: pb.TxnRequest) -> bool:
-    """Whether it may need room: deletions do not."""
+    """Returns whether a transaction may need space. Deletions do not."""
     ops = (*txn.success, *txn.failure)
     return any(op.HasField("request_put") or writes(op.request_txn) for op in ops)
 
 
-def _room_counts(txn: pb.TxnRequest) -> bool:
-    """Whether etcd looks at its quota. It does not for nested puts, which it takes when it is full, too."""
+def _counts_towards_quota(txn: pb.TxnRequest) -> bool:
+    """Returns whether etcd checks its quota for a transaction. It accepts nested puts even if it is full."""
     return any(op.HasField("request_put") for op in (*txn.success, *txn.failure))
 
 
 def nested(txn: pb.TxnRequest) -> pb.RequestOp:
-    """A transaction as part of another. All comparisons are made before anything is written."""
+    """Makes an operation from a transaction. etcd makes all comparisons before it writes anything."""
     return pb.RequestOp(request_txn=txn)
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """ "etcd://a:2379,b:2379/fleet" → ("a:2379,b:2379", "fleet"). Raises ConfigError."""
+    """Splits "etcd://a:2379,b:2379/fleet" into ("a:2379,b:2379", "fleet"). Raises ConfigError."""
     scheme, separator, rest = url.partition("://")
     addresses, _, fleet = rest.partition("/")
     if scheme != "etcd" or not separator or not addresses or "/" in fleet:
         raise ConfigError(
-            f"{url!r} names no store: write memory, or etcd://host:2379,host2:2379, with /NAME behind when "
+            f"{url!r} does not name a store: write memory, or etcd://host:2379,host2:2379, followed by /NAME if "
             "several fleets share one etcd"
         )
     return addresses, fleet or "default"

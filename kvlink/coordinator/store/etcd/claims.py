@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A claim is a record that one coordinator creates by compare-and-set: a ticket is given once over all of them."""
+"""Answers claims. A coordinator creates a claim's record by compare-and-set, so no other one gives out the ticket."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvlink.control.values import Claim, Claimed
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import Etcd, after, delete, put, unchanged
 from kvlink.coordinator.store.etcd.errors import as_refusal
-from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES
 from kvlink.coordinator.store.etcd.mirror import Mirror
 from kvlink.coordinator.store.etcd.requests import Request, Serving, serve
 from kvlink.coordinator.store.etcd.sync import Sync
-from kvlink.coordinator.store.etcd.waiting_claims import Waiter, Waiting
+from kvlink.coordinator.store.etcd.waiting_claims import Waiter, WaitingClaims
 from kvlink.errors import KVLinkError
 from kvlink.v1 import etcd_pb2 as pb
 
 _log = logging.getLogger("kvlink.control")
 
-_LOOK_AGAIN_S = 0.01
+_DELETION_S = 0.01
 _NEVER_S = 1e9
 
 
-class Claiming:
-    """Lives on one event loop. One claim of a request is under way at a time."""
+class EtcdClaims:
+    """Answers claims of requests in etcd. One claim per request is written at a time. Belongs to one event loop."""
 
     def __init__(
-        self, etcd: Etcd, layout: Keys, mirror: Mirror, sync: Sync, commits: Commits, limits: Limits
+        self, etcd: Etcd, layout: Keys, mirror: Mirror, sync: Sync, commits: GroupCommit, limits: Limits
     ) -> None:
         self._etcd = etcd
         self._layout = layout
         self._mirror = mirror
         self._sync = sync
         self._commits = commits
-        self._waiting = Waiting(limits)
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._waiting = WaitingClaims(limits)
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._failures = LogQuota()
         self.num_claimed = 0
 
@@ -51,28 +51,28 @@ class Claiming:
         return len(self._waiting)
 
     async def close(self) -> None:
-        """Refuses who waits. Idempotent."""
+        """Refuses waiting claims. Closing again has no effect."""
         self.refuse_all(refusals.closing())
-        tasks = list(self._under_way.values())
+        tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def claim(self, claim: Claim, answer: asyncio.Future[list[bytes]], now: float) -> None:
-        """Answers now or later. Raises Refused (TOO_MANY)."""
+        """Answers the claim now or later. Raises Refused (TOO_MANY)."""
         waiter = Waiter(claim, answer)
-        now_or_never = claim.timeout_s == 0
-        self._waiting.add(waiter, now + (_NEVER_S if now_or_never else claim.timeout_s))
+        does_not_wait = claim.timeout_s == 0
+        self._waiting.add(waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
         answer.add_done_callback(lambda _: self._waiting.remove(waiter))
-        if now_or_never:
-            asking = asyncio.create_task(self._ask(waiter))
+        if does_not_wait:
+            asking = asyncio.create_task(self._answer_at_once(waiter))
             answer.add_done_callback(lambda _: asking.cancel())
         else:
-            self.pump(claim.request_id)
+            self.serve_waiters(claim.request_id)
 
     async def give_back(self, claim: Claim) -> None:
-        """Takes a reader that did not take its tickets off the record; whoever waits is served by the news of it."""
-        key = self._layout.claim(claim.request_id)
+        """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
+        key = self._layout.claim_record(claim.request_id)
         reader = claim.reader, claim.claim_id
         try:
             for _ in range(MAX_TRIES):
@@ -86,34 +86,34 @@ class Claiming:
                 txn = pb.TxnRequest(compare=[unchanged(key, request.claimed_revision)], success=[write])
                 if (await self._commits.submit(txn, key)).succeeded:
                     return
-                await self._look(claim.request_id)
+                await self._catch_up(claim.request_id)
         except KVLinkError as error:
             if (unsaid := self._failures.take()) is not None:
                 _log.warning(
-                    "a ticket that its reader gave up stays claimed request=%s unsaid=%d error=%s",
+                    "cannot make a given-up ticket available again request=%s unsaid=%d error=%s",
                     claim.request_id,
                     unsaid,
                     error,
                 )
 
     def next_deadline(self) -> float:
-        """`give_up` has nothing to do before."""
+        """Returns a time before which `expire` has nothing to do."""
         return self._waiting.next_deadline()
 
-    def give_up(self, now: float) -> None:
-        """Refuses who has waited long enough."""
+    def expire(self, now: float) -> None:
+        """Refuses claims that have timed out."""
         for waiter in self._waiting.due(now):
             self._refuse(waiter)
 
     def refuse_all(self, why: Refused) -> None:
-        """Sends who waits elsewhere."""
+        """Refuses all waiting claims."""
         for waiter in self._waiting.all():
             if not waiter.answer.done():
                 waiter.answer.set_exception(Refused(why.reason, why.sentence))
 
-    def pump(self, request_id: str) -> None:
-        """Serves who waits for a request, one after the other."""
-        if request_id in self._under_way:
+    def serve_waiters(self, request_id: str) -> None:
+        """Serves the waiting claims of a request, one after the other."""
+        if request_id in self._running:
             return
         request = self._mirror.requests.get(request_id)
         for waiter in self._waiting.of(request_id):
@@ -133,22 +133,25 @@ class Claiming:
             try:
                 await job
             finally:
-                del self._under_way[request_id]
-            self.pump(request_id)
+                del self._running[request_id]
+            self.serve_waiters(request_id)
 
-        self._under_way[request_id] = asyncio.create_task(run())
+        self._running[request_id] = asyncio.create_task(run())
 
     async def _give(self, waiter: Waiter, serving: Serving, record: Claimed) -> None:
-        """Writes the record, then answers; when another coordinator was first, catches up with it."""
+        """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
         name = waiter.claim.request_id
-        key = self._layout.claim(name)
+        key = self._layout.claim_record(name)
         compare = [
             unchanged(key, serving.before),
-            *(unchanged(self._layout.ticket(name, of.offer.tp_rank), of.revision) for of in serving.tickets),
+            *(
+                unchanged(self._layout.ticket(name, each.offer.tp_rank), each.revision)
+                for each in serving.tickets
+            ),
         ]
         txn = pb.TxnRequest(compare=compare, success=[put(key, StoredRecords.CLAIMED.encode(record))])
         try:
-            done = await self._commits.submit(txn, *(of.key for of in compare))
+            done = await self._commits.submit(txn, *(each.key for each in compare))
             if done.succeeded:
                 self.num_claimed += 1
                 if not waiter.answer.done():
@@ -156,33 +159,33 @@ class Claiming:
             else:
                 waiter.tries += 1
                 if waiter.tries == MAX_TRIES:
-                    raise refusals.store_changes(f"request {named(name)}", MAX_TRIES)
-                await self._look(name)
+                    raise refusals.write_conflict(f"request {named(name)}", MAX_TRIES)
+                await self._catch_up(name)
         except Exception as error:
             if not waiter.answer.done():
                 waiter.answer.set_exception(as_refusal(error))
 
-    async def _ask(self, waiter: Waiter) -> None:
-        """For who does not wait: what etcd has now is all there is."""
+    async def _answer_at_once(self, waiter: Waiter) -> None:
+        """Answers a claim that does not wait with what etcd has now."""
         name = waiter.claim.request_id
         try:
-            await self._look(name)
+            await self._catch_up(name)
         except Exception as error:
             if not waiter.answer.done():
                 waiter.answer.set_exception(as_refusal(error))
             return
-        self.pump(name)
-        while name in self._under_way:
-            await asyncio.wait([self._under_way[name]])
+        self.serve_waiters(name)
+        while name in self._running:
+            await asyncio.wait([self._running[name]])
         self._refuse(waiter)
 
-    async def _look(self, request_id: str) -> None:
-        """Returns when the mirror has of a request what etcd has."""
+    async def _catch_up(self, request_id: str) -> None:
+        """Returns when the mirror has what etcd has of a request."""
         prefix = self._layout.tickets(request_id)
         tickets = await self._etcd.read(prefix, after(prefix))
-        claims = await self._etcd.read(self._layout.claim(request_id))
+        claims = await self._etcd.read(self._layout.claim_record(request_id))
         await self._sync.reached(max((kv.mod_revision for kv in (*tickets.kvs, *claims.kvs)), default=0))
-        await asyncio.sleep(_LOOK_AGAIN_S)  # what was deleted has no revision to wait for
+        await asyncio.sleep(_DELETION_S)  # a deleted key has no revision to wait for
 
     def _refuse_if_over(self, request: Request | None, waiter: Waiter) -> None:
         why = self._mirror.why_ended(waiter.claim.request_id)
@@ -195,4 +198,4 @@ class Claiming:
         request = self._mirror.requests.get(waiter.claim.request_id)
         free = request.free() if request is not None else {}
         tp_size = next((ticket.offer.tp_size for ticket in free.values()), 0)
-        waiter.answer.set_exception(refusals.in_vain(waiter.claim, len(free), tp_size))
+        waiter.answer.set_exception(refusals.claim_timed_out(waiter.claim, len(free), tp_size))

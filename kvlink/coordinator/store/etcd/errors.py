@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How failures of etcd reach those who called the coordinator."""
+"""Converts failures of etcd to refusals for the callers of the coordinator."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from kvlink.errors import CoordinatorError, CoordinatorUnavailable
 
 
 class StoreFull(CoordinatorError):
-    """etcd has reached its quota (NOSPACE). It refuses what writes; reads, deletions and renewals go on."""
+    """etcd has reached its quota (NOSPACE). It refuses writes, but reads, deletions and renewals continue."""
 
 
 def as_refusal(error: BaseException) -> Refused:
-    """What a failed call of the store raises."""
+    """Returns the refusal that a failed call of the store raises."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, CoordinatorUnavailable):
         return Refused(
             Reason.NOT_READY,
-            f"the coordinator does not reach its store: {error}. Workers that have met go on without it; ask again",
+            f"the coordinator does not reach its store: {error}. Connected workers continue without it; retry",
         )
     if isinstance(error, StoreFull):
         return Refused(
             Reason.TOO_MANY,
-            f"the coordinator's store is full: {error}. It has to be compacted, defragmented and its alarm disarmed, "
-            "as the operator's guide says; ask again later",
+            f"the coordinator's store is full: {error}. Compact it, defragment it and disarm its alarm as the "
+            "operator's guide describes, then retry",
         )
     if isinstance(error, CoordinatorError):
-        return Refused(Reason.FAILED, f"the coordinator's store refused: {error}")
+        return Refused(Reason.FAILED, f"the coordinator's store refused the call: {error}")
     return refusal_of(error)

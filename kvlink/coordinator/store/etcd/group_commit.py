@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group commit: small transactions gather while others are under way, and go to etcd as one."""
+"""Implements group commit: small transactions are batched while others run, and sent to etcd as one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.v1 import etcd_pb2 as pb
 
 _MOST_OPS = 64
-"""Transactions in one; what they hold counts too, and etcd takes 128 (--max-txn-ops) at each nesting in all."""
+"""Transactions in one batch. Their operations count too: etcd accepts 128 in all (--max-txn-ops) at each nesting."""
 _MOST_BYTES = 512 << 10
-"""etcd takes 1.5 MiB (--max-request-bytes)."""
-_MOST_UNDER_WAY = 8
+"""etcd accepts 1.5 MiB (--max-request-bytes)."""
+_MAX_RUNNING = 8
 
 
 class _Waiting(NamedTuple):
@@ -27,43 +27,43 @@ class _Waiting(NamedTuple):
     done: asyncio.Future[pb.TxnResponse]
 
 
-class Commits:
-    """Transactions that name a common key never go in one batch, as etcd compares before it writes.
+class GroupCommit:
+    """Batches transactions. Those that share a key never go in one batch, because etcd compares before it writes.
 
-    A write counts as done when `written(revision)` returns: then this coordinator knows of it, too.
+    A write is done when `written(revision)` returns, because then this coordinator's mirror has it too.
     """
 
     def __init__(self, etcd: Etcd, written: Callable[[int], Awaitable[None]]) -> None:
         self._etcd = etcd
         self._written = written
         self._waiting: deque[_Waiting] = deque()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
 
     def submit(self, txn: pb.TxnRequest, *keys: bytes) -> asyncio.Future[pb.TxnResponse]:
-        """Carries out `txn`, which depends on `keys` alone. Raises as Etcd.commit does."""
+        """Executes `txn`, which depends on `keys` only. Raises like Etcd.commit."""
         done: asyncio.Future[pb.TxnResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(txn, keys, txn.ByteSize(), done))
-        if len(self._under_way) < _MOST_UNDER_WAY:
+        if len(self._running) < _MAX_RUNNING:
             asyncio.get_running_loop().call_soon(self._send)
         return done
 
     async def close(self) -> None:
-        """Cancels what waits. Idempotent."""
-        for task in list(self._under_way):
+        """Cancels waiting transactions. Closing again has no effect."""
+        for task in list(self._running):
             task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
 
     def _send(self) -> None:
-        while self._waiting and len(self._under_way) < _MOST_UNDER_WAY:
+        while self._waiting and len(self._running) < _MAX_RUNNING:
             task = asyncio.create_task(self._commit(self._batch()))
-            self._under_way.add(task)
+            self._running.add(task)
             task.add_done_callback(self._sent)
 
     def _sent(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
+        self._running.discard(task)
         if not task.cancelled():
             self._send()
 
@@ -78,7 +78,7 @@ class Commits:
                 later.append(waiting)
                 if len(later) > _MOST_OPS:
                     break
-                used.update(waiting.keys)  # what comes behind it stays behind it
+                used.update(waiting.keys)  # keeps later transactions of the same keys behind this one
                 continue
             batch.append(waiting)
             used.update(waiting.keys)
@@ -94,7 +94,7 @@ class Commits:
                 reply = await self._etcd.commit(batch[0].txn)
                 replies = [reply]
             else:
-                reply = await self._etcd.commit(pb.TxnRequest(success=[nested(of.txn) for of in batch]))
+                reply = await self._etcd.commit(pb.TxnRequest(success=[nested(each.txn) for each in batch]))
                 replies = [response.response_txn for response in reply.responses]
             if any(answer.succeeded for answer in replies):
                 await self._written(reply.header.revision)
@@ -110,7 +110,7 @@ class Commits:
         except CoordinatorError as error:
             if len(batch) == 1:
                 _fail(batch, error)
-            else:  # one of them is to blame
+            else:  # finds the transaction that etcd refuses
                 for waiting in batch:
                     await self._commit([waiting])
         except asyncio.CancelledError:

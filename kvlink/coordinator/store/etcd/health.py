@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with etcd at the moment, as far as a coordinator's own calls show it. Pure."""
+"""Tracks what is wrong with etcd, as far as a coordinator's own calls show it. The code is pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _log = logging.getLogger("kvlink.control")
 
 _SAID_EVERY_S = 60.0
 LOST_S = 3.0
-"""From the first doubt on; an election takes less."""
+"""The store counts as lost this long after the first doubt. An election takes less."""
 
 
 class Health:
-    """`clock` counts seconds and never goes back. `on_doubt` is called when `next_deadline` comes nearer."""
+    """Tracks whether etcd is full, and whether the mirror is known to be up to date.
+
+    `clock` returns monotonic seconds. `on_doubt` is called when `next_deadline` becomes earlier.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.on_doubt: Callable[[], None] = lambda: None
@@ -29,46 +32,46 @@ class Health:
         self._doubted_at = math.inf
 
     def note_full(self, error: Exception) -> None:
-        """A write was refused for want of space. Logged once a minute, however many there are."""
+        """Notes that a write was refused for lack of space. It is logged at most once a minute."""
         self.is_full = True
         unsaid = self._quota.take()
         if unsaid is not None:
             _log.error("etcd is full, see the operator's guide unsaid=%d error=%s", unsaid, error)
 
     def note_room(self) -> None:
-        """A write that needs space was carried out."""
+        """Notes that a write that needs space was executed."""
         if self.is_full:
             self.is_full = False
             _log.info("etcd has room again")
 
     def doubt(self) -> None:
-        """From now on, unless doubted already, it has to be proved that the mirror has all that etcd has."""
+        """Demands a proof, within `LOST_S` of the first demand, that the mirror has everything that etcd has."""
         if not self.is_doubted:
             self._doubted_at = self._clock()
             self.on_doubt()
 
     def proved(self) -> None:
-        """The mirror had all that etcd had when somebody asked."""
+        """Notes a proof that the mirror has everything that etcd has."""
         self._doubted_at = math.inf
         self.is_lost = False
 
     @property
     def is_doubted(self) -> bool:
-        """Whether a proof is missing."""
+        """Returns whether a proof is missing."""
         return self._doubted_at < math.inf
 
     def next_deadline(self) -> float:
-        """`expire` has nothing to do before."""
+        """Returns a time before which `expire` has nothing to do."""
         return math.inf if self.is_lost else self._doubted_at + LOST_S
 
     def expire(self) -> bool:
-        """True, once: the proof has been missing for too long."""
+        """Returns True, once, if the proof has been missing for too long."""
         if self._clock() < self.next_deadline():
             return False
         self.is_lost = True
         return True
 
     def report(self) -> StoreHealth:
-        """As of now."""
+        """Returns the current health."""
         stale_s = self._clock() - self._doubted_at if self.is_doubted else 0.0
         return StoreHealth(self.is_full, self.is_lost, stale_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that etcd was emptied, or restored from a snapshot: its answers do not continue the earlier ones. Pure."""
+"""Detects that etcd was emptied or restored from a snapshot, because its answers contradict earlier ones. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvlink.v1 import etcd_pb2 as pb
 
 
 class Mark(NamedTuple):
-    """What was known when a call began."""
+    """Records what was known when a call began."""
 
     number: int
     revision: int
 
 
 class History:
-    """Remembers the cluster id and the highest revision. `on_break(why)` is called once for each break."""
+    """Keeps the cluster id and the highest revision. `on_break(why)` is called once for each break."""
 
     def __init__(self) -> None:
         self.on_break: Callable[[str], None] = lambda why: None
@@ -26,13 +26,13 @@ class History:
         self._revision = 0
 
     def mark(self) -> Mark:
-        """Call it before a call whose answer is passed to `note`."""
+        """Returns a mark to take before a call whose answer is passed to `note`."""
         return Mark(self._number, self._revision)
 
     def note(self, header: pb.ResponseHeader, began: Mark) -> None:
-        """Checks an answer that a majority agreed on after `began`: its revision is not below what was known then."""
+        """Checks an answer that a majority agreed on after `began`: its revision must not be below the one then."""
         if began.number != self._number:
-            return  # the call began under a history that is known to be over
+            return  # the call began before a break that is already known
         if self._is_other_cluster(header):
             self._break(header, f"cluster id {header.cluster_id:x} instead of {self._cluster_id:x}")
         elif header.revision < began.revision:
@@ -47,11 +47,11 @@ class History:
             self._break(header, f"cluster id {header.cluster_id:x} instead of {self._cluster_id:x}")
 
     def reached(self, revision: int) -> None:
-        """Raises what is known to a revision that a watch brought."""
+        """Raises the known revision to one that a watch delivered."""
         self._revision = max(self._revision, revision)
 
-    def other(self, why: str) -> None:
-        """Takes note of a break that shows in what etcd holds."""
+    def note_break(self, why: str) -> None:
+        """Notes a break that shows in the contents of etcd."""
         self._number += 1
         self._revision = 0
         self.on_break(why)
@@ -61,12 +61,12 @@ class History:
 
     def _break(self, header: pb.ResponseHeader, why: str) -> None:
         self._cluster_id = header.cluster_id or self._cluster_id
-        self.other(why)
+        self.note_break(why)
         self._revision = header.revision
 
 
 def same(events: Iterable[pb.Event], others: Iterable[pb.Event]) -> bool:
-    """Whether two readings of one revision brought the same."""
+    """Returns whether two readings of one revision delivered the same events."""
     return _content(events) == _content(others)
 
 

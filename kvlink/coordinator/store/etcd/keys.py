@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key holds what. `workers`, `tickets` and `settles` lie under their worker's lease and go with it.
+"""Defines the keys in etcd. `workers`, `tickets` and `settles` belong to their worker's lease and end with it.
 
-Under /kvlink/1/<fleet>/<tenant>/, with a NUL where · stands:
+The keys under /kvlink/1/<fleet>/<tenant>/ are these, where · stands for NUL:
 
     workers/<worker_id>          sealed card
-    epochs/<worker_id>           LifeRecord: the last epoch given
-    tickets/<request_id>·<rank>  OfferRequest, there until its time to live is over
-    claims/<request_id>          ClaimRecord: whoever creates it has the tickets; there as long
-    settles/<worker_id>·<id>     SettleRequest, deleted when passed on
-    pulse                        written now and then, to see whether a watch still works
+    epochs/<worker_id>           LifeRecord with the last granted epoch
+    tickets/<request_id>·<rank>  OfferRequest, kept until its time to live is over
+    claims/<request_id>          ClaimRecord, whose creator has the tickets; kept as long as they are
+    settles/<worker_id>·<id>     SettleRequest, deleted when forwarded
+    pulse                        written regularly to check that a watch still works
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 
 class Key(NamedTuple):
-    """A key taken apart. `part` is the rank of a ticket, the id of a settle order."""
+    """Holds the parts of a key. `part` is the rank of a ticket or the id of a settle order."""
 
     kind: bytes
     name: str
@@ -29,38 +29,38 @@ WORKERS, EPOCHS, TICKETS, CLAIMS, SETTLES = b"workers", b"epochs", b"tickets", b
 
 
 class Keys:
-    """The keys of one tenant of a fleet; "" where there are no tenants."""
+    """Builds and parses the keys of one tenant of a fleet. The tenant is "" where there are no tenants."""
 
     def __init__(self, fleet: str, tenant: str = "") -> None:
         self.prefix = f"/kvlink/1/{quote(fleet, safe='')}/{quote(tenant, safe='')}/".encode()
         self.pulse = self.prefix + b"pulse"
 
     def worker(self, worker_id: str) -> bytes:
-        """Of its card."""
+        """Returns the key of a worker's card."""
         return b"%bworkers/%b" % (self.prefix, worker_id.encode())
 
     def epoch(self, worker_id: str) -> bytes:
-        """Of its last known process."""
+        """Returns the key of a worker's last known process."""
         return b"%bepochs/%b" % (self.prefix, worker_id.encode())
 
     def ticket(self, request_id: str, rank: int) -> bytes:
-        """Of one rank."""
+        """Returns the key of one rank's ticket."""
         return b"%btickets/%b\0%d" % (self.prefix, request_id.encode(), rank)
 
     def tickets(self, request_id: str) -> bytes:
-        """Prefix of all ranks; also of tickets of other requests whose name goes on with NUL."""
+        """Returns the prefix of all ranks' tickets. Tickets of requests whose names continue with NUL also have it."""
         return b"%btickets/%b\0" % (self.prefix, request_id.encode())
 
-    def claim(self, request_id: str) -> bytes:
-        """Who has claimed."""
+    def claim_record(self, request_id: str) -> bytes:
+        """Returns the key of a request's claim record."""
         return b"%bclaims/%b" % (self.prefix, request_id.encode())
 
-    def settle(self, worker_id: str, name: str) -> bytes:
-        """One order."""
+    def settle_order(self, worker_id: str, name: str) -> bytes:
+        """Returns the key of one settle order."""
         return b"%bsettles/%b\0%b" % (self.prefix, worker_id.encode(), name.encode())
 
     def parse(self, key: bytes) -> Key | None:
-        """None for a key that no coordinator of this version writes."""
+        """Splits a key. Returns None for a key that no coordinator of this version writes."""
         kind, _, rest = key.removeprefix(self.prefix).partition(b"/")
         try:
             if kind in (TICKETS, SETTLES):

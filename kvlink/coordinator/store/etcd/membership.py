@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is joined: a card and everything else of a worker under one lease, its epoch granted by compare-and-set."""
+"""Keeps the joined workers in etcd. All keys of a worker have one lease, and compare-and-set grants its epoch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvlink.v1 import etcd_pb2 as pb
 
 _PRUNE_AT_ONCE = 60
 _TOGETHER_S = 0.05
-"""How long a renewal waits for others: a stream to etcd costs a millisecond of CPU, whatever goes through it."""
+"""A renewal waits this long for others, because each stream to etcd costs a millisecond of CPU."""
 _RENEWAL_PAUSES_S = (0.05, 0.2, 0.0)
 MAX_TRIES = 16
-"""Of a write that others, or a mirror that is behind, prevent; the caller may ask again."""
+"""Attempts of a write that fails because of other writes or a mirror that lags behind. The caller may retry."""
 
 
 class _Seen(NamedTuple):
-    """What a majority agrees on about one worker_id."""
+    """Holds what a majority agrees on about one worker_id."""
 
-    life: Incarnation | None
-    life_revision: int
+    incarnation: Incarnation | None
+    incarnation_revision: int
     member: Member | None
     card: bytes
 
@@ -44,7 +44,7 @@ class _Seen(NamedTuple):
 
 
 class Membership:
-    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+    """Joins, renews and removes workers in etcd. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
 
     def __init__(
         self, etcd: Etcd, layout: Keys, mirror: Mirror, sync: Sync, lease_s: float, limits: Limits
@@ -59,13 +59,13 @@ class Membership:
         self._renewal: asyncio.Task[None] | None = None
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:
-        """As Store.join. The same process keeps its lease, another one of the name gets a fresh one."""
+        """Implements Store.join. The same process keeps its lease; another process of the name gets a new one."""
         members = self._mirror.members
         if card.worker_id not in members and len(members) >= self._limits.workers:
             raise refusals.too_many_workers(len(members))
         for _ in range(MAX_TRIES):
             seen = await self._look(card.worker_id)
-            epoch = grant(seen.life, card, rejoin)
+            epoch = grant(seen.incarnation, card, rejoin)
             blob = StoredRecords.CARD.encode(replace(card, epoch=epoch))
             lease = await self._lease_to_keep(seen, card)
             if lease and seen.card == blob and self._mirror.members.get(card.worker_id) == seen.member:
@@ -73,21 +73,21 @@ class Membership:
             if await self._write(seen, Incarnation(epoch, card.incarnation), blob, lease):
                 await self._prune()
                 return epoch
-        raise refusals.store_changes(f"worker {named(card.worker_id)}", MAX_TRIES)
+        raise refusals.write_conflict(f"worker {named(card.worker_id)}", MAX_TRIES)
 
-    async def _write(self, seen: _Seen, life: Incarnation, card: bytes, lease: int) -> bool:
-        """False: somebody else was first. `lease` 0: a fresh one."""
+    async def _write(self, seen: _Seen, incarnation: Incarnation, card: bytes, lease: int) -> bool:
+        """Writes a joining worker. Returns False if another write came first. `lease` 0 means a new lease."""
         worker_id = StoredRecords.CARD.decode(card).worker_id
         epoch_key, worker_key = self._layout.epoch(worker_id), self._layout.worker(worker_id)
-        lease_now = lease or await self._etcd.grant(self._ttl_s)  # if unused it ends by itself
+        lease_now = lease or await self._etcd.grant(self._ttl_s)  # an unused lease expires
         done = await self._etcd.commit(
             pb.TxnRequest(
                 compare=[
-                    unchanged(epoch_key, seen.life_revision),
+                    unchanged(epoch_key, seen.incarnation_revision),
                     unchanged(worker_key, seen.member_revision),
                 ],
                 success=[
-                    put(epoch_key, StoredRecords.LIFE.encode(life)),
+                    put(epoch_key, StoredRecords.INCARNATION.encode(incarnation)),
                     put(worker_key, card, lease_now),
                 ],
             )
@@ -101,30 +101,33 @@ class Membership:
         return True
 
     async def beat(self, worker_id: str, epoch: int) -> bool:
-        """As Store.beat."""
+        """Implements Store.beat."""
         member = self._mirror.members.get(worker_id) or (await self._look(worker_id)).member
         if member is None or member.card.epoch != epoch:
             member = (await self._look(worker_id)).member
         return member is not None and member.card.epoch == epoch and await self._renew(member.lease)
 
     async def leave(self, worker_id: str, epoch: int) -> None:
-        """As Store.leave."""
+        """Implements Store.leave."""
         seen = await self._look(worker_id)
         if seen.member is None or seen.member.card.epoch != epoch:
             return
         worker_key, epoch_key = self._layout.worker(worker_id), self._layout.epoch(worker_id)
-        life = Incarnation(epoch, seen.member.card.incarnation, left=True)
+        incarnation = Incarnation(epoch, seen.member.card.incarnation, left=True)
         done = await self._etcd.commit(
             pb.TxnRequest(
                 compare=[leased(worker_key, seen.member.lease)],
-                success=[delete(worker_key), put(epoch_key, StoredRecords.LIFE.encode(life))],
+                success=[delete(worker_key), put(epoch_key, StoredRecords.INCARNATION.encode(incarnation))],
             )
         )
         if done.succeeded:
             await self._end(seen.member.lease)
 
     async def member(self, worker_id: str, epoch: int, absent: Reason = Reason.UNKNOWN) -> Member:
-        """A joined worker, of that epoch unless 0. Refused: `absent`, RESTARTED. Asks etcd when in doubt."""
+        """Returns a joined worker. Epoch 0 accepts any epoch. Refused: `absent`, RESTARTED.
+
+        It asks etcd if the mirror does not have the worker under this epoch.
+        """
         member = self._mirror.members.get(worker_id)
         if member is None or epoch not in (0, member.card.epoch):
             member = (await self._look(worker_id)).member
@@ -137,34 +140,34 @@ class Membership:
     async def _look(self, worker_id: str) -> _Seen:
         keys = (self._layout.epoch(worker_id), self._layout.worker(worker_id))
         done = await self._etcd.commit(pb.TxnRequest(success=[get(key) for key in keys]))
-        (life,), (card,) = (response.response_range.kvs or (None,) for response in done.responses)
+        (incarnation,), (card,) = (response.response_range.kvs or (None,) for response in done.responses)
         return _Seen(
-            StoredRecords.LIFE.decode(life.value) if life else None,
-            life.mod_revision if life else 0,
+            StoredRecords.INCARNATION.decode(incarnation.value) if incarnation else None,
+            incarnation.mod_revision if incarnation else 0,
             Member(StoredRecords.CARD.decode(card.value), card.lease, card.mod_revision) if card else None,
             card.value if card else b"",
         )
 
     async def _lease_to_keep(self, seen: _Seen, card: WorkerCard) -> int:
-        """The lease of this very process, if it runs still; else 0."""
+        """Returns the lease of the same process if it still runs, else 0."""
         member = seen.member
         if member is None or member.card.incarnation != card.incarnation:
             return 0
         return member.lease if await self._renew(member.lease) else 0
 
     async def _end(self, lease: int) -> None:
-        """Deletes what lies under a lease, and returns when the mirror has seen it go."""
+        """Ends a lease with its keys. Returns when the mirror has seen their deletion."""
         await self._etcd.revoke(lease)
         await self._sync.pulse()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stops renewing. Closing again has no effect."""
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
 
     def _renew(self, lease: int) -> asyncio.Future[bool]:
-        """Whether the lease is there and begins anew. Those that come within a moment go together."""
+        """Renews a lease and returns whether it exists. Renewals within `_TOGETHER_S` are sent together."""
         renewing = self._renewing.get(lease)
         if renewing is None:
             renewing = self._renewing[lease] = asyncio.get_running_loop().create_future()
@@ -187,15 +190,15 @@ class Membership:
             for lease, waiting in batch.items():
                 if isinstance(alive, KVLinkError):
                     waiting.set_exception(alive)
-                    waiting.exception()  # whoever asked may be gone
+                    waiting.exception()  # marks it as retrieved, because the caller may be gone
                 else:
                     waiting.set_result(lease in alive)
 
     async def _prune(self) -> None:
-        """Forgets the epochs that were given longest ago, of workers that are gone, when there are too many."""
-        lives, members = self._mirror.lives, self._mirror.members
-        if len(lives) <= self._limits.remembered_epochs + len(members):
+        """Deletes the oldest epochs of workers that are gone if there are too many."""
+        incarnations, members = self._mirror.incarnations, self._mirror.members
+        if len(incarnations) <= self._limits.remembered_epochs + len(members):
             return
-        gone = sorted((revision, name) for name, (_, revision) in lives.items() if name not in members)
+        gone = sorted((revision, name) for name, (_, revision) in incarnations.items() if name not in members)
         ops = [delete(self._layout.epoch(name)) for _, name in gone[:_PRUNE_AT_ONCE]]
         await self._etcd.commit(pb.TxnRequest(success=ops))

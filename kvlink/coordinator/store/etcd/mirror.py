@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one coordinator knows of the shared state, from the changes that etcd tells it in order. Pure."""
+"""Mirrors the shared state in one coordinator, from the ordered changes that etcd sends. The code is pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvlink.types import Joined, WorkerCard, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
 RECORD = -1
-"""Stands for the rank where a request's claim record is meant."""
+"""This value in place of a rank means the claim record of a request."""
 
 _log = logging.getLogger("kvlink.control")
 
@@ -37,7 +37,7 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class News:
-    """What changed and others wait for."""
+    """Lists changes that others wait for."""
 
     workers: WorkerChanges = field(default_factory=list)
     requests: dict[str, None] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class News:
 
 
 class Mirror:
-    """Feed it revision by revision. `now` is any clock that never goes back, in seconds."""
+    """Mirrors the state of one tenant, and takes one revision at a time. `now` is in seconds of a monotonic clock."""
 
     def __init__(self, layout: Keys, limits: Limits) -> None:
         self._layout = layout
         self._limits = limits
         self.members: dict[str, Member] = {}
-        self.lives: dict[str, tuple[Incarnation, int]] = {}
-        """With the revision of each."""
+        self.incarnations: dict[str, tuple[Incarnation, int]] = {}
+        """Maps each worker_id to its last known process and the revision of that record."""
         self.requests: dict[str, Request] = {}
         self.orders: dict[str, dict[bytes, SettleOrder]] = {}
         self.due: Deadlines[tuple[str, int]] = Deadlines()
@@ -63,14 +63,14 @@ class Mirror:
         self.num_lost = 0
 
     def replace_all(self, kvs: list[pb.KeyValue], now: float) -> News:
-        """Starts again from a whole listing; what was known and is not in it has been deleted."""
+        """Replaces the state by a complete listing. Known keys that are not in it count as deleted."""
         listed = {kv.key for kv in kvs}
         gone = [key for key in self._known_keys() if key not in listed]
         events = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key)) for key in gone]
         return self.apply([*events, *(pb.Event(kv=kv) for kv in kvs)], now)
 
     def forget_requests(self) -> None:
-        """Before a listing of another history, whose revisions say nothing about what is known."""
+        """Drops all requests before a listing of another history, whose revisions cannot be compared to known ones."""
         self.requests.clear()
         self.due = Deadlines()
         self._free.clear()
@@ -80,18 +80,22 @@ class Mirror:
         layout = self._layout
         return [
             *map(layout.worker, self.members),
-            *map(layout.epoch, self.lives),
+            *map(layout.epoch, self.incarnations),
             *(
                 layout.ticket(name, rank)
                 for name, request in self.requests.items()
                 for rank in request.tickets
             ),
-            *(layout.claim(name) for name, request in self.requests.items() if request.claimed_revision),
+            *(
+                layout.claim_record(name)
+                for name, request in self.requests.items()
+                if request.claimed_revision
+            ),
             *(key for orders in self.orders.values() for key in orders),
         ]
 
     def apply(self, events: list[pb.Event], now: float) -> News:
-        """Takes in one revision. Workers come first: why a ticket went depends on theirs."""
+        """Applies one revision. Workers come first, because why a ticket was deleted depends on its worker."""
         news = News()
         by_kind: dict[bytes, list[tuple[Key, pb.Event]]] = {}
         for event in events:
@@ -110,11 +114,15 @@ class Mirror:
         try:
             self._note_known(key, event, now, news)
         except (ConfigError, ValueError) as error:
-            _log.warning("not ours, or of another version key=%r error=%s", event.kv.key, error)
+            _log.warning(
+                "ignoring a key in etcd that is malformed or of another version key=%r error=%s",
+                event.kv.key,
+                error,
+            )
 
     def _note_known(self, key: Key, event: pb.Event, now: float, news: News) -> None:
         if key.kind == keys.EPOCHS:
-            self._note_life(key.name, event)
+            self._note_incarnation(key.name, event)
         elif key.kind == keys.WORKERS:
             self._note_worker(key.name, event, news)
         elif key.kind == keys.TICKETS:
@@ -126,12 +134,12 @@ class Mirror:
         else:
             self._note_order(key.name, event, news)
 
-    def _note_life(self, worker_id: str, event: pb.Event) -> None:
+    def _note_incarnation(self, worker_id: str, event: pb.Event) -> None:
         if event.type == pb.Event.DELETE:
-            self.lives.pop(worker_id, None)
+            self.incarnations.pop(worker_id, None)
         else:
-            life = StoredRecords.LIFE.decode(event.kv.value)
-            self.lives[worker_id] = (life, event.kv.mod_revision)
+            incarnation = StoredRecords.INCARNATION.decode(event.kv.value)
+            self.incarnations[worker_id] = (incarnation, event.kv.mod_revision)
 
     def _note_worker(self, worker_id: str, event: pb.Event, news: News) -> None:
         before = self.members.get(worker_id)
@@ -194,7 +202,7 @@ class Mirror:
             news.orders.append((event.kv.key, order))
 
     def expire(self, now: float) -> list[tuple[str, int]]:
-        """Ends the tickets whose time is over, and returns what can be deleted: (request id, rank or RECORD)."""
+        """Ends tickets whose time is over. Returns (request id, rank or RECORD) of each key that can be deleted."""
         over = self.due.due(now)
         for name, rank in over:
             if rank == RECORD:
@@ -208,11 +216,11 @@ class Mirror:
         return over
 
     def num_free_of(self, worker_id: str) -> int:
-        """Tickets of a worker that can be claimed."""
+        """Returns the number of a worker's tickets that can be claimed."""
         return len(self._free.get(worker_id, ()))
 
     def why_ended(self, request_id: str) -> Refused | None:
-        """When it ended unclaimed, and nothing came after."""
+        """Returns why a request ended unclaimed, or None if it did not or was offered again."""
         ended = self._ended.get(request_id)
         return Refused(ended.reason, ended.sentence) if ended is not None else None
 
@@ -226,12 +234,12 @@ class Mirror:
         if member.lease != ticket.lease:
             why = refusals.has_restarted(worker_id, member.card.epoch)
             return refusals.gone_with_worker(request_id, why)
-        self.num_expired += 1  # another coordinator's clock was first
+        self.num_expired += 1  # another coordinator deleted it first
         return refusals.expired(ticket.offer)
 
     def _has_left(self, worker_id: str) -> bool:
-        life = self.lives.get(worker_id)
-        return life is not None and life[0].left
+        known = self.incarnations.get(worker_id)
+        return known is not None and known[0].left
 
     def _end(self, request_id: str, why: Refused) -> None:
         self._ended[request_id] = why

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets go into etcd by compare-and-set, and are deleted when their time is over."""
+"""Writes tickets into etcd by compare-and-set, and deletes them when their time is over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlink.control.refusal import Reason, named
 from kvlink.control.values import Offer
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import delete, get, leased, put, unchanged
-from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES, Membership
 from kvlink.coordinator.store.etcd.mirror import RECORD, Mirror
@@ -22,19 +22,19 @@ from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.v1 import etcd_pb2 as pb
 
 _COLLECT_WITHIN_S = 2.0
-"""Every coordinator deletes what is over after a random part of this, so that mostly one does."""
+"""Every coordinator deletes an expired key after a random part of this, so that usually only one does."""
 
 
 class _Stored(NamedTuple):
-    """A ticket in etcd; revision 0: there is none."""
+    """Describes a ticket in etcd. Revision 0 means that there is none."""
 
     revision: int = 0
     lease: int = 0
     ticket: bytes = b""
 
 
-class Offering:
-    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+class EtcdOffers:
+    """Writes and deletes tickets in etcd. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Offering:
         mirror: Mirror,
         sync: Sync,
         membership: Membership,
-        commits: Commits,
+        commits: GroupCommit,
         limits: Limits,
     ) -> None:
         self._layout = layout
@@ -54,7 +54,7 @@ class Offering:
         self._garbage: Deadlines[tuple[str, int]] = Deadlines()
 
     async def offer(self, offer: Offer) -> None:
-        """As Store.offer."""
+        """Implements Store.offer."""
         stored = self._admit(offer)
         for _ in range(MAX_TRIES):
             member = await self._membership.member(offer.worker_id, offer.epoch, Reason.NOT_JOINED)
@@ -72,12 +72,12 @@ class Offering:
                 return
             workers, tickets = (response.response_range.kvs for response in done.responses)
             if not workers or workers[0].lease != member.lease:
-                await self._sync.pulse()  # the mirror is behind: the worker has restarted or is gone
+                await self._sync.pulse()  # the worker restarted or is gone, and the mirror does not know yet
             stored = self._read(tickets[0], offer) if tickets else _Stored()
-        raise refusals.store_changes(f"request {named(offer.request_id)}", MAX_TRIES)
+        raise refusals.write_conflict(f"request {named(offer.request_id)}", MAX_TRIES)
 
     def _admit(self, offer: Offer) -> _Stored:
-        """What the mirror has of this rank. Raises Refused (MALFORMED, TOO_MANY)."""
+        """Returns what the mirror has of this rank. Raises Refused (MALFORMED, TOO_MANY)."""
         request = self._mirror.requests.get(offer.request_id)
         if request is None:
             self._check_room(offer)
@@ -106,13 +106,13 @@ class Offering:
         return _Stored(kv.mod_revision, kv.lease, StoredRecords.OFFER.decode(kv.value).ticket)
 
     def next_deadline(self) -> float:
-        """`collect` has nothing to do before."""
+        """Returns a time before which `collect` deletes nothing."""
         return self._garbage.next()
 
     def collect(self, now: float) -> None:
-        """Deletes what is over, a little later and in the background."""
-        for of in self._mirror.expire(now):
-            self._garbage.set(of, now + random.uniform(0, _COLLECT_WITHIN_S))
+        """Expires tickets, and deletes expired keys a little later in the background."""
+        for key in self._mirror.expire(now):
+            self._garbage.set(key, now + random.uniform(0, _COLLECT_WITHIN_S))
         for request_id, rank in self._garbage.due(now):
             self._delete(request_id, rank, now)
 
@@ -121,7 +121,7 @@ class Offering:
         if request is None:
             return
         if rank == RECORD:
-            key, revision = self._layout.claim(request_id), request.claimed_revision
+            key, revision = self._layout.claim_record(request_id), request.claimed_revision
         else:
             ticket = request.tickets.get(rank)
             if ticket is None or not ticket.expired:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one request, and who may have its tickets. Pure."""
+"""Holds what is known of one request, and decides which claims get its tickets. The code is pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvlink.control.values import Claim, Claimed, Offer
 
 @dataclass(slots=True)
 class Ticket:
-    """One rank's offer as the store has it."""
+    """Holds one rank's offer as it is in the store."""
 
     offer: Offer
     revision: int
     lease: int
     expired: bool = False
-    """By this coordinator's clock; whoever's clock says so deletes it."""
+    """The ticket has expired by this coordinator's clock. The first coordinator that sees this deletes it."""
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -28,35 +28,38 @@ class Ticket:
 
 @dataclass(slots=True)
 class Request:
-    """Tickets by rank, those that were claimed among them until their time is over, and who claimed."""
+    """Holds the tickets of a request by rank, and which readers claimed it.
+
+    Claimed tickets stay until their time is over.
+    """
 
     tickets: dict[int, Ticket] = field(default_factory=dict)
     claimed: Claimed | None = None
     claimed_revision: int = 0
-    """0: there is no record."""
+    """Revision of the claim record, or 0 if there is none."""
 
     def is_free(self, ticket: Ticket) -> bool:
-        """Neither given to all of its readers nor expired."""
+        """Returns whether a ticket is neither expired nor given to all of its readers."""
         known = self.claimed
         given = known is not None and known.complete and ticket.digest in known.tickets
         return not given and not ticket.expired
 
     def free(self) -> dict[int, Ticket]:
-        """The tickets that can be claimed once they are complete."""
+        """Returns the tickets that can be claimed once all ranks have offered."""
         return {rank: ticket for rank, ticket in self.tickets.items() if self.is_free(ticket)}
 
 
 class Serving(NamedTuple):
-    """What a claim gets, and the record to write first; None: it stands written already."""
+    """Says which tickets a claim gets, and which record must be written first. None: it is already written."""
 
     tickets: tuple[Ticket, ...]
     record: Claimed | None
     before: int = 0
-    """Revision of the record that this was decided by."""
+    """Revision of the record on which this decision is based."""
 
 
 def serve(request: Request, claim: Claim) -> Serving | None:
-    """None: nothing to claim yet, or any more."""
+    """Decides what a claim gets. Returns None if the request cannot be claimed yet, or can no longer be claimed."""
     known = request.claimed
     if known is not None:
         meant = _meant(known, request.tickets.values())
@@ -77,7 +80,7 @@ def serve(request: Request, claim: Claim) -> Serving | None:
 
 
 def _meant(known: Claimed, tickets: Iterable[Ticket]) -> tuple[Ticket, ...] | None:
-    """The tickets of a record, if all are there."""
+    """Returns the tickets of a record, or None if any is missing."""
     by_digest = {ticket.digest: ticket for ticket in tickets}
     if not all(digest in by_digest for digest in known.tickets):
         return None
@@ -85,7 +88,10 @@ def _meant(known: Claimed, tickets: Iterable[Ticket]) -> tuple[Ticket, ...] | No
 
 
 def _had(known: Claimed, claim: Claim) -> bool:
-    """A reader may ask again: until all have claimed without an id, later only under the one it had."""
+    """Returns whether a claim repeats one that was answered.
+
+    Until all readers have claimed, the reader alone decides. Later the claim id must be the same, too.
+    """
     if not known.complete:
         return claim.reader in {reader for reader, _ in known.readers}
     return bool(claim.claim_id) and (claim.reader, claim.claim_id) in known.readers

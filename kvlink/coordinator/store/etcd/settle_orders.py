@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle orders: keys that whichever coordinator has the worker's keep-alive stream passes on and deletes."""
+"""Keeps settle orders in etcd. The coordinator with the worker's keep-alive stream forwards and deletes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.control.rpc.feed import Feed
 from kvlink.control.values import SettleOrder
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import delete, leased, put
-from kvlink.coordinator.store.etcd.group_commit import Commits
+from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import Membership
 from kvlink.coordinator.store.etcd.mirror import Mirror
@@ -20,9 +20,9 @@ from kvlink.v1 import etcd_pb2 as pb
 
 
 class _Orders(Feed[SettleOrder]):
-    """Towards one life of a worker. What has been taken is deleted."""
+    """Feeds orders to one epoch of a worker. A taken order is deleted from etcd."""
 
-    def __init__(self, epoch: int, limit: int, commits: Commits) -> None:
+    def __init__(self, epoch: int, limit: int, commits: GroupCommit) -> None:
         super().__init__(limit)
         self.epoch = epoch
         self._keys: deque[bytes] = deque()
@@ -41,14 +41,14 @@ class _Orders(Feed[SettleOrder]):
 
 
 class SettleOrders:
-    """Raises Refused, and CoordinatorUnavailable when etcd does not answer."""
+    """Writes and forwards settle orders. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
 
     def __init__(
         self,
         layout: Keys,
         mirror: Mirror,
         membership: Membership,
-        commits: Commits,
+        commits: GroupCommit,
         limits: Limits,
     ) -> None:
         self._layout = layout
@@ -59,12 +59,12 @@ class SettleOrders:
         self._feeds: dict[str, _Orders] = {}
 
     async def settle(self, order: SettleOrder) -> None:
-        """As Store.settle."""
+        """Implements Store.settle."""
         member = await self._membership.member(order.worker_id, order.epoch)
         waiting = len(self._mirror.orders.get(order.worker_id, ()))
         if waiting >= self._limits.pending_settles:
             raise refusals.too_many_orders(order.worker_id, waiting)
-        key = self._layout.settle(order.worker_id, os.urandom(8).hex())
+        key = self._layout.settle_order(order.worker_id, os.urandom(8).hex())
         txn = pb.TxnRequest(
             compare=[leased(self._layout.worker(order.worker_id), member.lease)],
             success=[put(key, StoredRecords.SETTLE.encode(order), member.lease)],
@@ -74,7 +74,7 @@ class SettleOrders:
             raise refusals.not_joined(order.worker_id)
 
     async def listen(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
-        """As Store.orders."""
+        """Implements Store.orders."""
         member = await self._membership.member(worker_id, epoch)
         self.stop(worker_id)
         feed = self._feeds[worker_id] = _Orders(
@@ -84,20 +84,20 @@ class SettleOrders:
             feed.add(key, order)
         return feed
 
-    def pass_on(self, key: bytes, order: SettleOrder) -> None:
-        """To the worker, if it listens here."""
+    def forward(self, key: bytes, order: SettleOrder) -> None:
+        """Forwards an order to the worker if its keep-alive stream is here."""
         feed = self._feeds.get(order.worker_id)
         if feed is not None:
             feed.add(key, order)
 
     def stop(self, worker_id: str) -> None:
-        """Ends the feed of a worker that is gone. Idempotent."""
+        """Ends the feed of a worker that is gone, if there is one."""
         feed = self._feeds.pop(worker_id, None)
         if feed is not None:
             feed.drain()
             feed.close()
 
     def close(self) -> None:
-        """Ends every feed. Idempotent."""
+        """Ends every feed. Closing again has no effect."""
         for worker_id in list(self._feeds):
             self.stop(worker_id)

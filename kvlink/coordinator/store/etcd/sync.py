@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a Mirror up to date: one listing, then one watch, from member to member as they come and go."""
+"""Keeps a Mirror up to date with one listing and then one watch, and fails over between members of etcd."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _log = logging.getLogger("kvlink.control")
 
 _PULSE_S = 1.0
 _IDLE_PULSE_S = 30.0
-"""While nobody waits for anything here."""
+"""Pulse interval while no call waits for changes here."""
 _STALE_S = 1.5
-"""A watch that has not brought what was written this long ago goes to another member."""
+"""A watch that has not delivered a write after this long is moved to another member."""
 _KEPT_S = 120.0
-"""How much of etcd's history a coordinator that lost its members can still make up; older is compacted away."""
+"""Older history of etcd is compacted. A coordinator that loses its members for less than this can catch up."""
 
 
 class Sync:
-    """Runs from `start` to `close`. Calls `on_news` for every revision, in order.
+    """Follows etcd from `start` to `close`, and calls `on_news` for every revision in order.
 
-    `is_awaited` says whether anybody would suffer from a watch that has fallen silent. When etcd was emptied or
-    restored, it is listed again.
+    `is_awaited` says whether any call depends on the watch, so that a silent watch must be noticed soon. If etcd was
+    emptied or restored, it is listed again.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Sync:
         self._clock = clock
         self._revision = 0
         self._last: list[pb.Event] = []
-        """The events of `_revision`; none after a listing."""
+        """The events of `_revision`. It is empty after a listing."""
         self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._history: deque[tuple[float, int]] = deque()
         self._compacted_at = -math.inf
-        self._leave_member: Callable[[], None] = lambda: None
+        self._avoid_member: Callable[[], None] = lambda: None
         self._following: asyncio.Task[None] | None = None
         self._following_since = -math.inf
         self._tasks: list[asyncio.Task[None]] = []
@@ -69,12 +69,12 @@ class Sync:
         etcd.history.on_break = self._start_over
 
     def start(self) -> None:
-        """Once."""
+        """Starts following. Call it once."""
         self._etcd.health.doubt()
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._beat())]
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stops following. Closing again has no effect."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -82,7 +82,10 @@ class Sync:
             done.cancel()
 
     async def reached(self, revision: int) -> bool:
-        """True: the mirror has what was written at `revision`. False: another member is being asked for it."""
+        """Waits until the mirror has what was written at `revision`.
+
+        Returns False if it does not arrive in time. Then the watch moves to another member.
+        """
         if self._revision >= revision:
             return True
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,30 +93,34 @@ class Sync:
         await asyncio.wait([done], timeout=_STALE_S)
         if not done.done():
             done.cancel()
-            _log.warning("the watch is behind revision=%d seen=%d", revision, self._revision)
+            _log.warning(
+                "the watch of etcd lags behind, moving it to another member revision=%d seen=%d",
+                revision,
+                self._revision,
+            )
             self._restart()
         return self._revision >= revision
 
     async def written(self, revision: int) -> None:
-        """As `reached`, of what was written just now: that it came back proves that the mirror is up to date."""
+        """Waits like `reached` for a write of this moment. Its arrival proves that the mirror is up to date."""
         if await self.reached(revision) and self.loaded.is_set():
             self._etcd.health.proved()
 
     async def pulse(self) -> None:
-        """Returns when everything written before has reached the mirror. Raises CoordinatorUnavailable."""
+        """Returns when all earlier writes have reached the mirror. Raises CoordinatorUnavailable."""
         self._etcd.health.doubt()
         done = await self._etcd.commit(pb.TxnRequest(success=[put(self._layout.pulse, b"")]))
         await self.written(done.header.revision)
         self._history.append((self._clock(), done.header.revision))
 
     def _restart(self) -> None:
-        """Unless that has just been done, for another who waited."""
+        """Moves the watch to another member, unless another waiter has just done that."""
         if self._following is not None and now() - self._following_since > _STALE_S:
-            self._leave_member()
+            self._avoid_member()
             self._following.cancel()
 
     def _start_over(self, why: str) -> None:
-        """Forgets what the mirror cannot know any more; all is listed again."""
+        """Drops what the mirror can no longer know, and lists everything again."""
         _log.warning("etcd was emptied or restored, reading it again seen=%d why=%s", self._revision, why)
         self.loaded.clear()
         self._mirror.forget_requests()
@@ -141,7 +148,7 @@ class Sync:
 
     async def _follow(self, backoff: Backoff) -> None:
         if self.loaded.is_set() and self._last:
-            # A watch from a revision that etcd has not reached yet falls silent. After a read it would be known.
+            # A watch from a revision that etcd has not reached is silent. This read detects that case.
             await self._etcd.read(self._layout.pulse)
             if not self.loaded.is_set():
                 return
@@ -154,22 +161,25 @@ class Sync:
             self._etcd.health.proved()
             overlap, start = [], revision + 1
         stream = await self._etcd.watch(self._layout.prefix, start)
-        self._leave_member = stream.leave
+        self._avoid_member = stream.avoid_server
         try:
             while (reply := await stream.receive()) is not None:
                 self._etcd.history.note_watch(reply.header)
                 if reply.compact_revision:
-                    _log.warning("etcd has forgotten what came after revision=%d", self._revision)
+                    _log.warning(
+                        "etcd has compacted changes that this coordinator lacks, reading it again revision=%d",
+                        self._revision,
+                    )
                     self.loaded.clear()
                     return
                 if reply.canceled:
-                    stream.leave()
+                    stream.avoid_server()
                     return
                 backoff.reset()
                 revisions = _by_revision(reply)
                 if overlap and revisions:
                     if not same(revisions.pop(0), overlap):
-                        self._etcd.history.other(f"revision {start} holds something else")
+                        self._etcd.history.note_break(f"revision {start} has other contents")
                         return
                     overlap = []
                 self._take(revisions)
@@ -207,7 +217,7 @@ class Sync:
             await self.tend()
 
     async def tend(self) -> None:
-        """Pulses, and compacts what is old enough, which an etcd that is full needs most."""
+        """Pulses, and compacts old history, which an etcd that is full needs most."""
         await self._attempt(self._pulse_or_read())
         await self._attempt(self._compact())
 
@@ -223,7 +233,7 @@ class Sync:
         except StoreFull:
             reply = await self._etcd.read(self._layout.pulse)
             self._history.append((self._clock(), reply.header.revision))
-            self._etcd.health.proved()  # as far as that is possible: a watch shows writes only
+            self._etcd.health.proved()  # a watch only shows writes, so a full etcd allows no better proof
 
     async def _compact(self) -> None:
         oldest, now = 0, self._clock()

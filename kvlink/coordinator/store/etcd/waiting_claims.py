@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims that wait at this coordinator, by request. Pure."""
+"""Keeps the claims that wait at this coordinator, by request. The code is pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvlink.coordinator.store import refusals
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One claim. `answer` may be cancelled by its caller at any time."""
+    """Holds one waiting claim. The caller may cancel `answer` at any time."""
 
     claim: Claim
     answer: asyncio.Future[list[bytes]]
     tries: int = 0
-    """Records for it that were not written, as something had changed."""
+    """Number of times that its record could not be written because etcd had changed."""
 
 
-class Waiting:
-    """Served last come, first: an earlier claim of the same reader is most likely one that was given up."""
+class WaitingClaims:
+    """Orders waiting claims. The newest is served first: an earlier one of the same reader was most likely given up."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -34,14 +34,14 @@ class Waiting:
         return len(self._patience)
 
     def add(self, waiter: Waiter, due: float) -> None:
-        """Raises Refused (TOO_MANY)."""
+        """Adds a claim that times out at `due`. Raises Refused (TOO_MANY)."""
         if len(self) >= self._limits.waiting_claims:
             raise refusals.too_many_claims(len(self))
         self._by_request.setdefault(waiter.claim.request_id, {})[waiter] = None
         self._patience.set(waiter, due)
 
     def remove(self, waiter: Waiter) -> None:
-        """Idempotent."""
+        """Removes a claim if it is present."""
         self._patience.discard(waiter)
         name = waiter.claim.request_id
         waiters = self._by_request.get(name)
@@ -51,17 +51,17 @@ class Waiting:
                 del self._by_request[name]
 
     def of(self, request_id: str) -> list[Waiter]:
-        """Those of one request, in the order in which they are served."""
+        """Returns the claims of one request, in the order in which they are served."""
         return list(reversed(self._by_request.get(request_id, {})))
 
     def all(self) -> list[Waiter]:
-        """Everybody."""
+        """Returns all waiting claims."""
         return [waiter for waiters in self._by_request.values() for waiter in waiters]
 
     def next_deadline(self) -> float:
-        """Nobody has waited long enough before."""
+        """Returns a time before which no claim times out."""
         return self._patience.next()
 
     def due(self, now: float) -> list[Waiter]:
-        """Those who have waited long enough. They stay until removed."""
+        """Returns the claims that have timed out. They stay until they are removed."""
         return self._patience.due(now)

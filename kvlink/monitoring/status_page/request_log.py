@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP server logs of requests: a line for a malformed one, a traceback for a fault of ours, few of either."""
+"""Limits what the HTTP server logs: a line for a malformed request, and a traceback for an error of the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvlink.control.denials import LogQuota
 
 _MAX_SHOWN = 200
-"""Characters of what a client can choose."""
+"""Bounds the characters of a text that a client chooses."""
 
 
 class _Bounded(logging.Filter):
@@ -19,7 +19,7 @@ class _Bounded(logging.Filter):
         self._quota = quota
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Leaves records out beyond the quota, and the traceback where the client is to blame."""
+        """Drops records beyond the quota, and the traceback of a malformed request."""
         unsaid = self._quota.take()
         if unsaid is None:
             return False
@@ -34,7 +34,7 @@ class _Bounded(logging.Filter):
 
 
 def request_log(quota: LogQuota | None = None) -> logging.Logger:
-    """For an aiohttp server. Its lines go where those of kvlink go, in their form."""
+    """Returns the logger for an aiohttp server. Its lines have the form and destination of kvlink's log."""
     logger = logging.getLogger("kvlink.http")
     logger.filters[:] = [_Bounded(quota or LogQuota())]
     return logger

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of a value that never changes is made once."""
+"""Memoizes a function of immutable values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-class Remembered(Generic[T, M]):
-    """Calls `make` once a value, known by its identity: to compare large values would cost as much.
+class Memoized(Generic[T, M]):
+    """Calls `make` once per value. Values are compared by identity, because comparing large ones is expensive.
 
-    Holds the last `most` of them and what was made, which callers must not change.
+    Keeps the last `most` values and their results. Callers must not change a result.
     """
 
     def __init__(self, make: Callable[[T], M], most: int) -> None:
@@ -22,7 +22,7 @@ class Remembered(Generic[T, M]):
         self._made: dict[int, tuple[T, M]] = {}
 
     def __call__(self, value: T) -> M:
-        """Raises what `make` does, every time."""
+        """Returns the result for `value`. An exception of `make` is raised again at every call."""
         known = self._made.get(id(value))
         if known is None:
             known = value, self._make(value)
