@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's shell. Exit codes: 0 good, 1 the work failed, 2 bad usage.
+"""This package is the command line of kvlink. Exit codes are 0 for success, 1 for failed work, 2 for bad usage.
 
 Commands import what they need when they run, so that `kvlink --help` answers at once.
 """
@@ -41,10 +41,11 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns of tables.")] = False,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """--debug and --wide may also stand behind the command."""
+    """Accepts --debug and --wide before the command; `main` moves them there from behind it."""
     if wide:
         from kvlink.cli.tables import Shown
 
@@ -53,12 +54,14 @@ def options(
 
 @app.command()
 def demo(
-    transport: Annotated[str, typer.Option(help="One or more names with commas, or all.")] = "all",
+    transport: Annotated[
+        str, typer.Option(help="Use these transports: names separated by commas, or all.")
+    ] = "all",
     as_json: Json = False,
     patience: Annotated[
-        float, typer.Option(min=1, help="Multiplies every deadline, for slow machines.")
+        float, typer.Option(min=1, help="Multiply every deadline by this, for slow machines.")
     ] = 1.0,
-    device: Annotated[str, typer.Option(help="Where the models are: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Run the models on this device: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run."""
     from kvlink.demo import run
@@ -68,30 +71,42 @@ def demo(
 
 @app.command()
 def coordinator(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 7400,
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free one.")
+    ] = 7400,
     store: Annotated[
         str,
         typer.Option(
             metavar="STORE",
-            help="memory, or etcd://host:2379,host2:2379 for several coordinators; then /NAME for each of several "
-            "fleets in one etcd.",
+            help="Keep state in memory, or in etcd://host:2379,host2:2379 for several coordinators. Append /NAME to "
+            "keep several fleets in one etcd.",
         ),
     ] = "memory",
     lease_s: Annotated[
-        float, typer.Option(min=1, max=3600, help="A worker that has not beaten for this long is gone.")
+        float, typer.Option(min=1, max=3600, help="Remove a worker that has sent no heartbeat for this long.")
     ] = 10.0,
-    reflection: Annotated[bool, typer.Option(help="Let grpcurl and others list the services.")] = False,
-    log_json: Annotated[bool, typer.Option(help="Log one JSON object a line.")] = False,
+    reflection: Annotated[
+        bool, typer.Option(help="Let grpcurl and similar tools list the services.")
+    ] = False,
+    log_json: Annotated[bool, typer.Option(help="Log one JSON object per line.")] = False,
     http_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve /metrics and the status page here; 0: any.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Serve /metrics and the status page on this port; 0 takes any free one."
+        ),
     ] = None,
-    http_host: Annotated[str, typer.Option(help="Address of both: who reaches it sees them.")] = "127.0.0.1",
+    http_host: Annotated[
+        str, typer.Option(help="Serve both on this address. Everybody who reaches it can read them.")
+    ] = "127.0.0.1",
     tenants: Annotated[
-        str, typer.Option(metavar="FILE", help="Rules: which certificate or token is which tenant's.")
+        str,
+        typer.Option(
+            metavar="FILE", help="Read from this file which certificate or token belongs to which tenant."
+        ),
     ] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Speak plaintext to other hosts, too; as KVLINK_INSECURE=1.")
+        bool, typer.Option("--insecure", help="Allow plaintext to other hosts, like KVLINK_INSECURE=1.")
     ] = False,
 ) -> None:
     """Serve workers until SIGTERM or SIGINT, then send callers to the next coordinator."""
@@ -133,18 +148,29 @@ def coordinator(
 
 @app.command()
 def certs(
-    folder: Annotated[str, typer.Option("--dir", help="Where the files go, and where the CA is.")] = "certs",
+    folder: Annotated[
+        str, typer.Option("--dir", help="Write the files into this folder, which also holds the CA.")
+    ] = "certs",
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address that peers dial; may be repeated. Loopback always is."),
+        typer.Option(
+            help="Add a name or address that peers dial; may be repeated. Loopback is always included."
+        ),
     ] = None,
-    tenant: Annotated[list[str] | None, typer.Option(help="Whose workers; may be repeated.")] = None,
-    days: Annotated[float, typer.Option(min=0.01, max=825, help="How long the certificates are good.")] = 90,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Make a certificate for this tenant's workers; may be repeated.")
+    ] = None,
+    days: Annotated[
+        float, typer.Option(min=0.01, max=825, help="Make certificates that are valid for this many days.")
+    ] = 90,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace certificates; running processes notice.")
+        bool, typer.Option("--renew", help="Replace existing certificates; running processes reload them.")
     ] = False,
     token: Annotated[
-        str, typer.Option(metavar="FILE", help="Make an observer's token instead, and print its rule.")
+        str,
+        typer.Option(
+            metavar="FILE", help="Write an observer's token to this file instead, and print its rule."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -168,12 +194,18 @@ def certs(
 @app.command()
 def status(
     coordinator: Annotated[
-        str, typer.Option(help="host:port; without it KVLINK_COORDINATOR, then the default port here.")
+        str,
+        typer.Option(
+            help="Ask the coordinator at this host:port. The default is KVLINK_COORDINATOR, then this "
+            "host's default port."
+        ),
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Workers in the table; 0: all.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Show at most this many workers in the table; 0 shows all.")
+    ] = 100,
     as_json: Json = False,
 ) -> None:
-    """Show the workers of a coordinator, and its counts."""
+    """Show a coordinator's workers and counts."""
     from kvlink.cli.status import show
 
     show(coordinator, as_json, limit)
@@ -182,13 +214,21 @@ def status(
 @app.command()
 def top(
     coordinator: Annotated[
-        str, typer.Option(help="host:port; without it KVLINK_COORDINATOR, then the default port here.")
+        str,
+        typer.Option(
+            help="Ask the coordinator at this host:port. The default is KVLINK_COORDINATOR, then this "
+            "host's default port."
+        ),
     ] = "",
-    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until interrupted.")] = 0,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Wait this many seconds between updates.")
+    ] = 2.0,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="End after this many updates; 0 runs until interrupted.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Watch the workers of a coordinator: links, rates, leases, errors."""
+    """Watch a coordinator's workers: links, rates, leases, errors."""
     from kvlink.cli.top import watch
 
     watch(coordinator, every, rounds, as_json)
@@ -197,11 +237,11 @@ def top(
 @app.command()
 def doctor(
     gpudirect: Annotated[
-        bool, typer.Option("--gpudirect", help="Read GPU memory back through each NIC and compare.")
+        bool, typer.Option("--gpudirect", help="Read GPU memory through each NIC and compare the bytes.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what works on this machine, the evidence, and the command that fixes what does not."""
+    """Check what works on this machine; show the evidence, and the command that fixes what does not."""
     from pathlib import Path
 
     from kvlink.cli import tables
@@ -228,7 +268,7 @@ def topology(as_json: Json = False) -> None:
 
 @app.command()
 def config(as_json: Json = False) -> None:
-    """List every option: default, value, and where the value came from."""
+    """List every option with its default, its value, and the source of the value."""
     from kvlink.cli import tables
     from kvlink.config import WorkerConfig, sources
     from kvlink.doctor.software import check_transports
@@ -240,7 +280,7 @@ def config(as_json: Json = False) -> None:
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Print the version."""
+    """Print the version of kvlink."""
     typer.echo(json.dumps({"kvlink": __version__}) if as_json else f"kvlink {__version__}")
 
 
@@ -248,8 +288,8 @@ plugins.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command line and exits. Errors of kvlink become one sentence on stderr."""
-    given = _in_front(sys.argv[1:] if arguments is None else list(arguments))
+    """Runs one command line and exits. An error of kvlink becomes one sentence on stderr."""
+    given = _normalized(sys.argv[1:] if arguments is None else list(arguments))
     output.prepare()
     try:
         try:
@@ -258,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stdout.flush()
     except KVLinkError as error:
         if isinstance(error, output.OutputLost):
-            output.give_up()
+            output.discard()
         if "--debug" in given:
             raise
         print(f"kvlink: {error}", file=sys.stderr)
@@ -266,8 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _in_front(given: list[str]) -> list[str]:
-    """Options of every command stand before it, `help` behind it."""
+def _normalized(given: list[str]) -> list[str]:
+    """Moves options of every command in front of it, and turns a leading `help` into a trailing --help."""
     rest = [each for each in given if each not in _ANYWHERE]
     if rest[:1] == ["help"]:
         rest = [*rest[1:], "--help"]

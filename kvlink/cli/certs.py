@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink certs`: a development CA and what it signs, as files. Keys are their owner's; nothing is overwritten."""
+"""Makes a development CA, and the certificates and keys it signs, as files for `kvlink certs`.
+
+Only the owner of a key file can read it. No file is overwritten, except that --renew replaces certificates.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,21 @@ def make(
     renew: bool,
     as_json: bool = False,
 ) -> None:
-    """Writes the CA if there is none, a coordinator's certificate, and one for the workers of each tenant.
+    """Writes the CA if there is none, a coordinator's certificate, and a certificate for the workers of each tenant.
 
-    Prints what to set, as shell lines or as JSON. Raises ConfigError when one is there already and not `renew`.
+    Prints what to set, as shell lines or as JSON. Raises ConfigError if a certificate exists and `renew` is not set.
     """
     wanted = {"coordinator": COORDINATOR} | {tenant: tenant_name(tenant) for tenant in tenants}
     if len(wanted) <= len(set(tenants)):
-        raise ConfigError("a tenant cannot be called coordinator here: the files would be the same")
+        raise ConfigError(
+            "a tenant cannot be called coordinator here, because the files would have the same names; "
+            "choose another name"
+        )
     there = [name for name in wanted for path in _files(folder, name) if path.exists()]
     if there and not renew:
         raise ConfigError(
-            f"{folder} has certificates of {', '.join(dict.fromkeys(there))} already: --renew replaces them, or "
-            "give another --dir"
+            f"{folder} already has certificates for {', '.join(dict.fromkeys(there))}; pass --renew to "
+            "replace them, or another --dir"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _authority(folder, as_json)
@@ -53,16 +59,19 @@ def make(
         if name != "coordinator":
             whose = f"workers of tenant {name}"
             settings["KVLINK_TICKET_KEYS"] = _ticket_keys(folder, name)
-        said = {key: str(path.absolute()) for key, path in settings.items()}
+        environment = {key: str(path.absolute()) for key, path in settings.items()}
         if as_json:
-            print(json.dumps({"for": name, "hosts": list(hosts), "days": days, "environment": said}))
+            print(json.dumps({"for": name, "hosts": list(hosts), "days": days, "environment": environment}))
         else:
-            exports = " ".join(f"{key}={shlex.quote(path)}" for key, path in said.items())
+            exports = " ".join(f"{key}={shlex.quote(path)}" for key, path in environment.items())
             print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\nexport {exports}")
 
 
 def make_token(path: Path, tenant: str) -> None:
-    """Writes a new token and prints the rule for the coordinator's tenants file. Raises ConfigError if it exists."""
+    """Writes a new token and prints the rule for the coordinator's tenants file.
+
+    Raises ConfigError if the file exists.
+    """
     if tenant != "*":
         tenant_name(tenant)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -71,7 +80,7 @@ def make_token(path: Path, tenant: str) -> None:
 
 
 def _ticket_keys(folder: Path, tenant: str) -> Path:
-    """Renewing certificates leaves it: workers of a tenant must have it in common."""
+    """Returns the tenant's key file and makes it if absent. Renewal keeps it: all workers of a tenant must share it."""
     path = folder / f"{tenant}.tickets"
     if not path.exists():
         _write(path, secrets.token_urlsafe(_TOKEN_BYTES).encode() + b"\n", _SECRET)
@@ -86,7 +95,7 @@ def _authority(folder: Path, quiet: bool) -> Authority:
     _write(key, authority.pem.key, _SECRET)
     _write(cert, authority.pem.cert, _PUBLIC)
     if not quiet:
-        print(f"# made a development CA: keep {key} where no worker reads it")
+        print(f"# made a development CA; keep {key} where no worker can read it")
     return authority
 
 
@@ -95,7 +104,7 @@ def _files(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """At once: a reader sees the old file or the new one."""
+    """Replaces the file atomically: a reader sees the old content or the new content."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     _write(fresh, content, mode)
     fresh.replace(path)
@@ -105,8 +114,10 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     except FileExistsError:
-        raise ConfigError(f"{path} exists already and is not overwritten; move it away first") from None
+        raise ConfigError(f"{path} already exists and is not overwritten; move it away first") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; choose a folder that this user can write to"
+        ) from None
     with os.fdopen(file, "wb") as out:
         out.write(content)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which coordinator the commands that look at one mean."""
+"""Finds the coordinator that a command asks."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from kvlink.coordinator.coordinator import DEFAULT_PORT
 
 
 def address_of(given: str) -> str:
-    """`given`, else KVLINK_COORDINATOR, else the default port here."""
+    """Returns `given`, else KVLINK_COORDINATOR, else the default port on this host."""
     return given or WorkerConfig.from_env().coordinator or f"127.0.0.1:{DEFAULT_PORT}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that fit: where a line has no room for all columns, the least important ones are left out, and named."""
+"""Fits tables to the terminal: where columns do not fit, the least important ones are omitted and named below."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 _GAP = 2
-"""Between two columns."""
+"""The space between two columns."""
 _MOST = 40
-"""Columns of the screen; longer cells are broken."""
+"""The widest cell, in columns of the screen; longer cells are wrapped."""
 
 
 def plain_table(*columns: str, title: str = "") -> Table:
-    """An empty table in the house style."""
+    """Returns an empty table in the style of all commands."""
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.collapse_padding = True
     for column in columns:
@@ -29,8 +29,10 @@ def plain_table(*columns: str, title: str = "") -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A table as wide as there is room. `first` names its columns by importance; those left out of it rank behind, from
-    left to right."""
+    """Shows as many columns of a table as fit.
+
+    `first` names its columns by importance. Columns that are not in it rank behind those, from left to right.
+    """
 
     table: Table
     first: Sequence[str] = ()
@@ -69,6 +71,6 @@ def _width(console: Console, options: ConsoleOptions, column: Column) -> int:
 
 
 def _natural(console: Console, options: ConsoleOptions, column: Column) -> int:
-    """Of the widest cell."""
+    """Returns the width of the column's widest cell."""
     wide = options.update(width=10_000)
     return max((Measurement.get(console, wide, cell).maximum for cell in column.cells), default=0)

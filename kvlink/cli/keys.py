@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that ends a command which shows a screen."""
+"""Reads the key that ends a command which shows a screen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def q_pressed() -> Iterator[asyncio.Future[None]]:
-    """Ends once q is pressed; never where stdin is no terminal. The terminal is as before afterwards."""
+    """Yields a future that completes once q is pressed; it never completes where stdin is not a terminal.
+
+    Restores the terminal's settings on exit.
+    """
     loop = asyncio.get_running_loop()
     pressed: asyncio.Future[None] = loop.create_future()
     if sys.stdin is None or not sys.stdin.isatty():

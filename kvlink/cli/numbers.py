@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers for people: a few digits and the unit that fits."""
+"""Formats numbers for people, with a few digits and the unit that fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def bytes_text(number: float) -> str:
-    """With a binary unit: "1.50 GiB"."""
+    """Formats a number of bytes with a binary unit: "1.50 GiB"."""
     unit = 0
     while number >= 1024 and unit < len(_BYTES) - 1:
         number, unit = number / 1024, unit + 1
@@ -17,7 +17,7 @@ def bytes_text(number: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """As `bytes_text`, without digits where there is nothing behind the point: "16 KiB"."""
+    """Formats like `bytes_text`, but omits digits after the point that are zero: "16 KiB"."""
     for unit, name in enumerate(_BYTES):
         whole, rest = divmod(num_bytes, 1 << 10 * unit)
         if not rest and whole < 1024:
@@ -26,7 +26,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """With the unit that fits: "4.2 ms"; a dash for 0, which means none."""
+    """Formats a duration with the unit that fits: "4.2 ms". Returns a dash for 0, which means no value."""
     if not seconds:
         return "-"
     for scale, unit in ((1e6, "us"), (1e3, "ms")):
@@ -36,7 +36,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """How long something has been: "42 s", "3.5 h", "12 d"."""
+    """Formats an age: "42 s", "3.5 h", "12 d"."""
     for length, unit in _AGES:
         if seconds >= length:
             return f"{seconds / length:.{1 if seconds < 10 * length else 0}f} {unit}"

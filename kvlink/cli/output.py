@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output as commands find it: in any encoding, on a full disk, in a pipe that nobody reads, or closed."""
+"""Makes standard output safe to print to in any encoding, on a full disk, in a pipe that nobody reads, or closed."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _HANDLER = "kvlink.plain"
 
 
 class OutputLost(KVLinkError):
-    """What was printed did not get out."""
+    """Standard output cannot be written."""
 
 
 class _Output(io.FileIO):
-    """Says by an exception of kvlink's what went wrong, so that nobody on the way takes it for something else."""
+    """Raises OutputLost for a failed write, so that no handler mistakes it for another OSError."""
 
     def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
         except BrokenPipeError:
-            raise OutputLost("the output was closed before its end") from None
+            raise OutputLost("the reader of the output closed it before all was written") from None
         except OSError as error:
-            raise OutputLost(f"cannot write the output: {error.strerror}") from None
+            raise OutputLost(f"cannot write to standard output: {error.strerror}") from None
 
 
 def prepare() -> None:
-    """Makes stdout safe to print to. Where it is closed, as a daemon's may be, what is printed goes nowhere."""
+    """Makes stdout safe to print to. A closed stdout, which daemons may have, discards what is printed."""
     for number in range(3):
         if not _is_open(number):
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     codecs.register_error(_HANDLER, _plain)
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     elif isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors=_HANDLER)
     if sys.stdout is not sys.__stdout__:
-        return  # a caller's own
+        return  # a caller has replaced it
     encoding = sys.stdout.encoding if sys.stdout is not None else "utf-8"
     raw = _Output(1, "w", closefd=False)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, _HANDLER, line_buffering=raw.isatty())
@@ -66,8 +66,8 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def give_up() -> None:
-    """What is still in buffers goes nowhere."""
+def discard() -> None:
+    """Discards what is still in buffers."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that other packages (and kvlink.benchmarks) add through the entry point group "kvlink.commands".
+"""Adds commands of other packages (and kvlink.benchmarks), through the entry point group "kvlink.commands".
 
-An entry point names a typer app. It is imported when its command runs, not before, so that a slow or broken
-one costs nobody else anything.
+An entry point names a typer app. It is imported when its command runs, not before, so that a slow or broken one affects
+no other command.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _COMPLETING = "_KVLINK_COMPLETE"
 
 _SUMMARIES = {
-    "kvlink.benchmarks:app": "Measure pulls, migrations, plans, the coordinator, and other libraries beside them.",
-    "kvlink.benchmarks.prediction.command:app": "Predict a request's move: time, bottleneck, what GPUDirect saves.",
-    "kvlink.benchmarks.report.command:app": "Draw results of the benchmarks on one page.",
-    "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, held against real pulls.",
-    "kvlink.cli.router:app": "A demo, not for production: a router between prefill and decode servers.",
+    "kvlink.benchmarks:app": "Measure pulls, migrations, plans, the coordinator, and other libraries for comparison.",
+    "kvlink.benchmarks.prediction.command:app": "Predict the time to move a request, and what GPUDirect saves.",
+    "kvlink.benchmarks.report.command:app": "Draw benchmark results on one page.",
+    "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers; compare with real pulls.",
+    "kvlink.cli.router:app": "Route requests between prefill and decode servers: a demo, not for production.",
 }
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds one command for each entry point installed."""
+    """Adds a command for each installed entry point."""
     words = os.environ.get("COMP_WORDS", "").split() if _COMPLETING in os.environ else []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        if entry.name in words[1:2]:  # its own commands and options are to be completed
+        if entry.name in words[1:2]:  # completion needs the options and commands of this app
             _add_loaded(app, entry)
         else:
             _add(app, entry)
@@ -69,5 +69,8 @@ def _load(entry: EntryPoint) -> typer.Typer:
             f"{type(error).__name__}: {error}; repair or uninstall that package"
         ) from error
     if not isinstance(loaded, typer.Typer):
-        raise ConfigError(f"`kvlink {entry.name}` comes from {entry.value}, which is no typer app")
+        raise ConfigError(
+            f"`kvlink {entry.name}` comes from {entry.value}, which is not a typer app; repair or "
+            f"uninstall that package"
+        )
     return loaded

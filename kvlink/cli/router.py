@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink router`: OpenAI's API in front of prefill and decode servers."""
+"""`kvlink router` serves OpenAI's API in front of prefill and decode servers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,36 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def router(
-    prefill: Annotated[list[str], typer.Option(help="Base URL of a prefill server; may be repeated.")],
-    decode: Annotated[list[str], typer.Option(help="Base URL of a decode server; may be repeated.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    prefill: Annotated[
+        list[str], typer.Option(help="Send prompts to the prefill server at this base URL; may be repeated.")
+    ],
+    decode: Annotated[
+        list[str], typer.Option(help="Send handoffs to the decode server at this base URL; may be repeated.")
+    ],
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free one.")
+    ] = 8000,
     recompute: Annotated[
-        bool, typer.Option(help="With no prefill server up, let decode compute prompts; otherwise 503.")
+        bool,
+        typer.Option(help="Let decode compute prompts while no prefill server is up; otherwise answer 503."),
     ] = True,
     streaming_from: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="TOKENS",
-            help="Prompts this long are sent to both sides at once, and decode pulls while prefill computes. Needs "
-            "vLLM servers with kvlink that share a coordinator. Off when not given.",
+            help="Send prompts of at least this many tokens to both sides at once; decode pulls while "
+            "prefill computes. This needs vLLM servers with kvlink that share a coordinator. It is off by default.",
         ),
     ] = None,
 ) -> None:
-    """A demo, not for production: complete through a prefill and a decode server, until SIGTERM or SIGINT.
+    """Complete requests through a prefill and a decode server until SIGTERM or SIGINT. This is a demo, not for
+    production.
 
-    It also is the reference for what a router and servers with kvlink say to each other. It takes servers in turn, asks
-    the next one when one is gone, and refuses bodies above 256 MiB. It balances no load, bounds neither requests nor
-    their time, speaks plain HTTP and asks nobody for a key. For production take vLLM's router, llm-d, NVIDIA Dynamo or
+    It also is the reference for the messages between a router and servers with kvlink. It takes servers in turn, asks
+    the next one when one is gone, and refuses bodies above 256 MiB. It balances no load, limits neither requests nor
+    their time, speaks plain HTTP and checks no API key. For production, use vLLM's router, llm-d, NVIDIA Dynamo or
     vLLM's production stack; servers with kvlink run behind those unchanged.
     """
     import asyncio
@@ -66,8 +74,8 @@ def router(
 
 
 def _urls(given: list[str]) -> list[str]:
-    """Without a path, each once. Raises ConfigError."""
+    """Returns the URLs without a path, each once. Raises ConfigError for a URL that is not a server's base URL."""
     for url in given:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no base URL of a server; write http://host:port")
+            raise ConfigError(f"{url!r} is not a base URL of a server; write http://host:port")
     return list(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in given))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a coordinator knows: counts, then a row a worker."""
+"""Shows what a coordinator knows: its counts, then one row per worker."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Row = dict[str, Any]
 
 
 def show(address: str, as_json: bool, limit: int = 0) -> None:
-    """Asks `address`, else KVLINK_COORDINATOR, else the default port here. Raises CoordinatorUnavailable.
+    """Asks `address`, else KVLINK_COORDINATOR, else the default port on this host. Raises CoordinatorUnavailable.
 
-    A table has at most `limit` workers; 0: all. JSON has all.
+    The table has at most `limit` workers; 0 shows all. JSON always has all.
     """
     address = address_of(address)
     status, rows = asyncio.run(_ask(address, as_json, limit))
@@ -34,7 +34,9 @@ def show(address: str, as_json: bool, limit: int = 0) -> None:
     if rows or as_json:
         show_rows(rows, as_json, "workers")
     if len(rows) < status.workers:
-        print(f"and {status.workers - len(rows)} more: --limit 0 or --json shows all of them")
+        print(
+            f"{status.workers - len(rows)} more workers are not shown; --limit 0 or --json shows all of them"
+        )
 
 
 async def _ask(address: str, as_json: bool, limit: int) -> tuple[CoordinatorStatus, list[Row]]:
@@ -47,21 +49,21 @@ async def _ask(address: str, as_json: bool, limit: int) -> tuple[CoordinatorStat
             overview = await client.overview()
         except CoordinatorUnavailable:
             raise
-        except CoordinatorError:  # an older coordinator
-            figures = {}
+        except CoordinatorError:  # an older coordinator does not know the call
+            stats = {}
         else:
-            figures = {row["agent"]: row for row in plain(status, overview)["workers"]}
+            stats = {row["agent"]: row for row in plain(status, overview)["workers"]}
     cards.sort(key=lambda card: card.worker_id)
-    return status, [_row(card, figures.get(card.agent, {}), as_json) for card in cards]
+    return status, [_row(card, stats.get(card.agent, {}), as_json) for card in cards]
 
 
 async def _first(client: CoordinatorClient, limit: int) -> list[Row]:
-    """Of a large fleet, without the cards: to list ten thousand of them takes seconds."""
+    """Returns the first workers of a large fleet, without their cards: listing ten thousand cards takes seconds."""
     return [
-        _shown(view.worker_id, view.epoch, view.agent, ",".join(view.transports), view.pool_bytes, figures)
-        | {"worker": figures["worker"]}
+        _shown(view.worker_id, view.epoch, view.agent, ",".join(view.transports), view.pool_bytes, stats)
+        | {"worker": stats["worker"]}
         for view in (await client.overview()).workers[:limit]
-        for figures in [worker_row(view)]
+        for stats in [worker_row(view)]
     ]
 
 
@@ -74,7 +76,7 @@ def _sentence(address: str, status: CoordinatorStatus) -> str:
     )
 
 
-def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
+def _row(card: WorkerCard, stats: Mapping[str, Any], as_json: bool) -> Row:
     pool_bytes = sum(card.region_bytes)
     transports = ",".join(way.name for way in card.transports if not way.refused)
     refused = "; ".join(f"{way.name}: {way.refused}" for way in card.transports if way.refused)
@@ -87,18 +89,18 @@ def _row(card: WorkerCard, figures: Mapping[str, Any], as_json: bool) -> Row:
             "pool_bytes": pool_bytes,
             "transports": transports,
             "refused": refused,
-            "bytes_per_s": figures.get("bytes_per_s"),
-            "leases": figures.get("leases") or None,
+            "bytes_per_s": stats.get("bytes_per_s"),
+            "leases": stats.get("leases") or None,
         }
-    shown = _shown(card.worker_id, card.epoch, card.agent, transports, pool_bytes, figures)
+    shown = _shown(card.worker_id, card.epoch, card.agent, transports, pool_bytes, stats)
     return shown | {"pid": str(card.host.pid), "refused": refused}
 
 
 def _shown(
-    worker_id: str, epoch: int, agent: str, transports: str, pool_bytes: int, figures: Mapping[str, Any]
+    worker_id: str, epoch: int, agent: str, transports: str, pool_bytes: int, stats: Mapping[str, Any]
 ) -> Row:
-    leases = figures.get("leases") or {}
-    rate = figures.get("bytes_per_s")
+    leases = stats.get("leases") or {}
+    rate = stats.get("bytes_per_s")
     return {
         "worker": worker_id,
         "agent": agent,
@@ -106,6 +108,6 @@ def _shown(
         "leases": str(leases.get("active_leases", "")),
         "expired": str(leases.get("expired", "")),
         "receives": "" if rate is None else f"{bytes_text(rate)}/s",
-        "started": f"{age_text(time.time() - epoch / 1e9)} ago",  # an epoch is when the worker started, in ns
+        "started": f"{age_text(time.time() - epoch / 1e9)} ago",  # the epoch is the worker's start time in ns
         "pool_bytes": pool_bytes,
     }

@@ -13,7 +13,10 @@ from kvlink.errors import ConfigError
 
 
 def status_page_service(host: str, port: int | None) -> BackgroundService:
-    """Returns the service of the page, a void one if `port` is None. Raises ConfigError if a package is missing."""
+    """Returns the service that serves the page, or one that does nothing if `port` is None.
+
+    Raises ConfigError if a package it needs is not installed.
+    """
     if port is None:
         return lambda coordinator: nullcontext()
     try:
@@ -22,7 +25,7 @@ def status_page_service(host: str, port: int | None) -> BackgroundService:
         if (error.name or "").partition(".")[0] not in ("aiohttp", "prometheus_client"):
             raise
         raise ConfigError(
-            f"the status page needs {error.name}: run pip install 'kvlink[metrics]', or leave out --http-port"
+            f"the status page needs {error.name}: run pip install 'kvlink[metrics]', or omit --http-port"
         ) from error
 
     @asynccontextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results on stdout: JSON lines for programs, tables for people."""
+"""Prints results on stdout: JSON lines for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvlink.cli.numbers import size_text
 from kvlink.config import CATALOGUE, WorkerConfig
 from kvlink.doctor import Check, Verdict
 
-# By importance: what is measured, where, and the result. Columns with other names come behind.
+# Columns by importance: what is measured, where, and the result. Other columns follow these.
 _FIRST = (
     "worker", "name", "what", "transport", "model", "layout", "at", "block_bytes", "tokens", "blocks", "agent", "value",
     "meaning", "source", "p50_us", "p99_us", "gib_per_s", "of_limit", "limit", "transports",
@@ -36,42 +36,42 @@ _FIRST = (
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 
-_WIDE = 400  # no row is broken
+_WIDE = 400  # wide enough that no row is wrapped
 
-_REDRAWS_PER_S = 4  # in a process that may be measuring
+_REDRAWS_PER_S = 4  # low, because the process may be measuring
 
 
 class Shown:
-    """How tables are shown. Set once, by the command line."""
+    """Holds how tables are shown. The command line sets it once."""
 
     wide = False
-    """All columns, whatever room there is."""
+    """True shows all columns, even if they do not fit."""
 
 
 def make_console() -> Console:
-    """As wide as the terminal, or what COLUMNS says, or 80 where there is neither."""
+    """Returns a console as wide as the terminal, else COLUMNS, else 80 columns."""
     return Console(highlight=False, width=_WIDE if Shown.wide else None)
 
 
 def print_json(row: Mapping[str, Any]) -> None:
-    """One object on one line, at once."""
+    """Prints one object on one line and flushes it."""
     print(json.dumps(row, default=str), flush=True)
 
 
 def show_rows(
     rows: Iterable[Mapping[str, Any]], as_json: bool, title: str, by: str = ""
 ) -> list[Mapping[str, Any]]:
-    """As show_parts, of rows that nobody knows the number of."""
+    """Shows rows like show_parts, when their number is not known."""
     return show_parts([rows], as_json, title, by)
 
 
 def show_parts(
     parts: Sequence[Iterable[Mapping[str, Any]]], as_json: bool, title: str, by: str = ""
 ) -> list[Mapping[str, Any]]:
-    """Prints rows as they come (JSON) or when all are there (a table). Returns them. Progress goes to stderr, unless
-    it shares a terminal with JSON: a bar of how many parts there are.
+    """Prints rows as they come (JSON), or a table once all are there, and returns them.
 
-    `parts`: each made only when it is iterated. `by` names a column: each of its values gets a table of its own.
+    Progress goes to stderr, unless stderr shares a terminal with JSON on stdout. With several parts it is a bar. A part
+    is computed only when it is iterated. `by` names a column: each of its values gets a table of its own.
     """
     seen: list[Mapping[str, Any]] = []
     with _progress(bar=len(parts) > 1, quiet=as_json and sys.stdout.isatty()) as progress:
@@ -91,7 +91,7 @@ def show_parts(
 
 
 def _progress(bar: bool, quiet: bool) -> Progress:
-    """What is under way, and for how long; gone when it is over."""
+    """Shows the current step and its duration; the display disappears at the end."""
     columns: list[ProgressColumn] = [SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
     if bar:
         columns[1:1] = [BarColumn(), MofNCompleteColumn()]
@@ -101,7 +101,7 @@ def _progress(bar: bool, quiet: bool) -> Progress:
         console=console,
         transient=True,
         refresh_per_second=_REDRAWS_PER_S,
-        redirect_stdout=False,  # rows go there, whatever this terminal shows
+        redirect_stdout=False,  # rows go to stdout, whatever this terminal shows
         disable=quiet or not console.is_interactive,
     )
 
@@ -139,7 +139,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def show_checks(checks: Sequence[Check], as_json: bool) -> None:
-    """What the doctor found."""
+    """Shows the results of the doctor's checks."""
     if as_json:
         for check in checks:
             print_json({**asdict(check), "verdict": check.verdict.value})
@@ -156,7 +156,7 @@ def show_checks(checks: Sequence[Check], as_json: bool) -> None:
 
 
 def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool) -> None:
-    """The catalogue with the values in force."""
+    """Shows every option with its value in force."""
     rows = [
         {
             "name": setting.env,

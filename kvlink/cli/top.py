@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator's workers, links, leases and errors, again and again."""
+"""Shows a coordinator's workers, links, leases and errors, and updates them periodically."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FIRST = (
     "worker", "owner", "reader", "error", "transport", "rate", "state", "count", "now", "p99", "failed", "receives",
     "leases", "expired", "stale", "p50",
 )  # fmt: skip
-"""Columns by importance."""
+"""The columns by importance."""
 
 Row = Mapping[str, Any]
 
 
 def watch(address: str, every_s: float, rounds: int, as_json: bool) -> None:
-    """Until interrupted, or for so many rounds. Raises CoordinatorUnavailable."""
+    """Updates until interrupted, or `rounds` times if that is not 0. Raises CoordinatorUnavailable."""
     with suppress(KeyboardInterrupt):
         asyncio.run(_watch(address_of(address), every_s, rounds, as_json))
 
@@ -79,7 +79,7 @@ def _show(shown: Row, address: str, console: Console, live: Live | None, as_json
 
 
 def screen(shown: Row, address: str) -> RenderableType:
-    """One look. Names are foreign text and carry no markup."""
+    """Returns one screen. Names come from other hosts, so their markup is escaped."""
     counts = shown["coordinator"]
     received = sum(worker["bytes_per_s"] or 0 for worker in shown["workers"])
     head = (
@@ -160,7 +160,7 @@ def _errors(errors: Sequence[Row]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    """`>` before a name: numbers."""
+    """Returns a table whose columns with a leading `>` are right-aligned, for numbers."""
     table = plain_table()
     for column in columns:
         name = column.removeprefix(">")

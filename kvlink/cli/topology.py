@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine: processors, NICs, how far each is from each GPU and NUMA node, and which ones are used."""
+"""Shows the machine: processors, NICs, their distance to each GPU and NUMA node, and which NICs are used."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _FIRST = (
     "type",
     "",
 )
-_UNSEEN = "NVLink and C2C are not in sysfs and not in this table; `nvidia-smi topo -m` shows them."
+_UNSEEN = "NVLink and C2C are not in sysfs, so this table omits them; `nvidia-smi topo -m` shows them."
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One row of the matrix."""
+    """One row of the matrix: a GPU or a NUMA node."""
 
     name: str
     distances: tuple[Distance, ...]
-    """To each NIC, in order."""
+    """The distance to each NIC, in the order of NICs."""
     selection: NicSelection
 
 
 def show(spec: str, as_json: bool, root: Path = Path("/")) -> None:
-    """`spec` is the text of KVLINK_NICS. Raises ConfigError when it does not fit this machine."""
+    """Shows the topology. `spec` is the text of KVLINK_NICS. Raises ConfigError if it does not fit this machine."""
     topology = discover(root)
     places = list(_places(topology, spec))
     verbs = query(topology.nics)
@@ -66,7 +66,7 @@ def show(spec: str, as_json: bool, root: Path = Path("/")) -> None:
     console.print(Fitted(_numa_table(topology.nodes)))
     if not topology.nics:
         console.print(
-            "\nno RDMA device: /sys/class/infiniband is empty or absent (`kvlink doctor` says more)"
+            "\nno RDMA device: /sys/class/infiniband is empty or absent (`kvlink doctor` gives details)"
         )
         return
     for table in (_nic_table(topology.nics), _gid_table(topology.nics), _matrix(topology.nics, places)):
@@ -104,7 +104,7 @@ def _as_json(topology: Topology, places: Sequence[_Place], verbs: VerbsReport) -
 
 
 def _plain(value: Any) -> Any:
-    """Enums as what people call them."""
+    """Replaces enums by their readable names."""
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, str) else value.name
     if isinstance(value, dict):
@@ -176,7 +176,7 @@ def _matrix(nics: Sequence[RdmaDevice], places: Sequence[_Place]) -> Table:
 
 
 def _notes(topology: Topology, places: Sequence[_Place]) -> Iterator[str]:
-    """Of a place that has no NIC every reason; of the others only ports that someone should look at."""
+    """Yields every reason of a place that has no NIC; of other places only faults of ports."""
     for place in places:
         if not place.selection.chosen:
             for refusal in place.selection.refused:
@@ -217,7 +217,7 @@ def _or_unknown(node: int | None) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """The kernel's list format: (0, 1, 2, 8) is "0-2,8"."""
+    """Returns numbers in the kernel's list format: (0, 1, 2, 8) is "0-2,8"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job, end to end: a transformer prefills in one process and decodes in another; tokens are equal.
+"""Demonstrates the main job end to end: a transformer prefills in one process and decodes in another.
 
-`run` is the router and the judge. It starts a coordinator, a prefill and a decode process, sends prompts from
-one to the other, and compares the tokens with a run of the same model, in a fourth, on a cache that never moved.
-Prefill and decode are continuous batching of Hugging Face transformers with kvlink.integrations.transformers.
+`run` is the router and checks the result. It starts a coordinator, a prefill and a decode process, sends prompts from
+one to the other, and compares the tokens with those of the same model in a fourth process, whose cache never moved.
+Prefill and decode use continuous batching of Hugging Face transformers with kvlink.integrations.transformers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from kvlink.errors import ConfigError
 
 __all__ = ["run"]
 
-_TRANSFORMERS = (5, 19)  # older caches have no name for what they hold
+_TRANSFORMERS = (5, 19)  # caches of older releases do not name what they hold
 
 
 def run(
     transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0, device: str = "cpu"
 ) -> int:
-    """Prints one row a transport: a table, or JSON lines. None tries all that this machine has.
-    `patience` multiplies every deadline, for slow machines. `device` is where the models are, as torch names it.
+    """Prints one row per transport, as a table or as JSON lines.
 
-    Returns 0, or 1 when any row's tokens differ or its transport fails. Raises ConfigError for names that
-    do not exist and when torch or a transformers that can hand requests over is not installed.
+    `transports` None tries all that this machine has. `patience` multiplies every deadline, for slow machines. `device`
+    is the device of the models, as torch names it.
+
+    Returns 0, or 1 if any row's tokens differ or its transport fails. Raises ConfigError for unknown names, and if
+    torch, or a release of transformers that supports handoffs, is not installed.
     """
     if missing := _missing():
-        raise ConfigError(f"the demo needs {' and '.join(missing)}: pip install 'kvlink[demo]'")
+        raise ConfigError(f"the demo needs {' and '.join(missing)}: run pip install 'kvlink[demo]'")
     from kvlink.demo.show import show
 
     return show(transports, json, patience, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a child process of the demo does: it hosts roles until its parent hangs up."""
+"""Runs a child process of the demo: it hosts roles until its parent closes the pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from kvlink.demo.messages import Reply, Role, receive, send
 from kvlink.errors import KVLinkError
 
-# By name: kvlink knows the engines that it is integrated with as an engine's user does, not as a part of itself.
+# Roles are named, not imported: kvlink uses its integrations as a user of the engine does, not as a part of itself.
 _BATCHING = "kvlink.integrations.transformers.demo"
 ROLES = {
     "coordinator": "kvlink.demo.coordinator_role:CoordinatorRole",
@@ -23,13 +23,13 @@ ROLES = {
 
 
 class Host:
-    """The open roles of this process. A message names a role, what to do, and keyword arguments."""
+    """Holds the open roles of this process. A message names a role, a command, and keyword arguments."""
 
     def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
 
     def answer(self, role: str, do: str, arguments: dict[str, Any]) -> Reply:
-        """Runs one command; an exception becomes an "error" in the reply."""
+        """Runs one command. An exception becomes an "error" in the reply."""
         try:
             if do == "open":
                 self._roles[role] = role_type(role)(**arguments)
@@ -44,13 +44,13 @@ class Host:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def close(self) -> None:
-        """Closes what is still open, last opened first."""
+        """Closes the roles that are still open, the last opened first."""
         while self._roles:
             self._roles.popitem()[1].close()
 
 
 def role_type(role: str) -> Callable[..., Role]:
-    """Imported on first use; calling it opens the role."""
+    """Returns the class of a role, imported on first use. Calling it opens the role."""
     found: Callable[..., Role] = resolve_name(ROLES[role])
     return found
 

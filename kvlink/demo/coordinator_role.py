@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator, as `kvlink coordinator` runs it, on an event loop of its own."""
+"""Runs the coordinator of `kvlink coordinator` on its own event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.demo.messages import Reply
 
 
 class CoordinatorRole:
-    """Serves from construction to `close`."""
+    """Serves from construction until `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -21,11 +21,11 @@ class CoordinatorRole:
         self._coordinator, self._address = asyncio.run_coroutine_threadsafe(_start(), self._loop).result()
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """See Role."""
+        """Implements Role."""
         return {"address": lambda: {"address": self._address}}
 
     def close(self) -> None:
-        """See Role."""
+        """Implements Role."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._coordinator.close(), self._loop).result()

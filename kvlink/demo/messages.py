@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router and the roles say to each other: one JSON object a message, one reply to each.
+"""Defines the messages between the router and the roles: one JSON object per message, one reply to each.
 
-Stands in for the HTTP API of an inference server. A ticket crosses as text; block data never does.
+They stand in for the HTTP API of an inference server. A ticket crosses as text; block data never does.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class Role(Protocol):
     """One part of the demo, hosted by a child process."""
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """Name to what it does; keyword arguments and the reply are JSON values."""
+        """Returns the commands by name. Keyword arguments and replies are JSON values."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the role. Idempotent."""
 
 
 def send(pipe: Connection, message: Reply) -> None:
-    """Raises OSError when the other end is gone."""
+    """Sends a message. Raises OSError if the other end is gone."""
     pipe.send_bytes(json.dumps(message).encode())
 
 
 def receive(pipe: Connection) -> Reply:
-    """Raises EOFError or OSError when the other end is gone."""
+    """Returns the next message. Raises EOFError or OSError if the other end is gone."""
     message: Reply = json.loads(pipe.recv_bytes())
     return message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real, tiny Llama with seeded random weights: the same in every process, nothing downloaded."""
+"""Makes a tiny Llama with seeded random weights, the same in every process. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvlink.errors import ConfigError
 
 VOCABULARY = 256
 _SEED = 2024
-# With the usual 0.02 a random Llama repeats its last token and ignores its cache. From 0.1 on, the output
-# varies and changes with any block of the cache (tests/unit/test_demo_model.py).
+# With the usual 0.02, a random Llama repeats its last token and ignores its cache. From 0.1 on, the output varies and
+# changes with any block of the cache (tests/unit/test_demo_model.py).
 _WEIGHT_STD = 0.2
 
 
 def tiny_llama(device: str = "cpu") -> Any:
-    """Four layers, four KV heads of 64 dimensions, float32. From here on torch computes on one thread.
+    """Returns a Llama with four layers and four KV heads of 64 dimensions, in float32. Limits torch to one thread.
 
     Raises ConfigError for a GPU that torch does not see.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(
-            f"torch sees no GPU for {device}; run on a machine with one, with a CUDA build of torch"
+            f"torch sees no GPU for {device}; run on a machine with a GPU, and install a CUDA build of torch"
         )
-    torch.set_num_threads(1)  # bit-equal sums in every process
+    torch.set_num_threads(1)  # makes sums bit-equal in every process
     torch.manual_seed(_SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

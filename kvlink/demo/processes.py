@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's side of its child processes: start, call, end. No child outlives its parent."""
+"""Starts, calls and ends the child processes of the router. No child outlives its parent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlink.demo.messages import Reply, receive, send
 from kvlink.errors import KVLinkError
 
 _EXIT_S = 5.0
-# Threads that an import starts would be missing in a fork; each role computes on one anyhow.
+# A fork would lack threads that an import started. Each role computes on one thread anyway.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -27,10 +27,10 @@ class ChildError(KVLinkError):
 
 
 class Child:
-    """One child process, named after its main role. Its stdout and stderr go to our stderr.
+    """One child process, named after its main role. Its stdout and stderr go to this process's stderr.
 
-    `end` waits some seconds for it to end, then kills it, and returns as Popen.returncode does. `patience`
-    multiplies every deadline.
+    `end` waits for the given number of seconds, then kills the child, and returns its status like Popen.returncode.
+    `patience` multiplies every deadline.
     """
 
     def __init__(
@@ -44,36 +44,36 @@ class Child:
         self._returncode: int | None = None
 
     def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Reply:
-        """Runs one command of a role in the child. Raises ChildError with what the role said."""
+        """Runs one command of a role in the child and returns its reply. Raises ChildError with the role's error."""
         self.ask(role, do, **arguments)
         return self.answer(f"{role} {do}", within_s)
 
     def ask(self, role: str, do: str, **arguments: Any) -> None:
-        """Starts a command; its answer is to be taken before the next one starts. Raises ChildError."""
+        """Starts a command. The caller must take its answer before the next command. Raises ChildError."""
         try:
             send(self._pipe, {"role": role, "do": do, "arguments": arguments})
         except OSError:
-            raise ChildError(f"{self._who()} is gone before {role} {do}; its messages are above") from None
+            raise ChildError(f"{self._label()} ended before {role} {do}; see its messages above") from None
 
     def answer(self, what: str, within_s: float = 60.0) -> Reply:
-        """The next message, whose words for errors are `what`. Raises ChildError."""
+        """Returns the next reply. `what` names the command in errors. Raises ChildError."""
         timeout_s = within_s * self._patience
         if not self._pipe.poll(timeout_s):
-            self._end_within(0)  # what it would answer later belongs to no question
-            raise ChildError(f"{self._who()} gave no answer to {what} within {timeout_s:g} s and was killed")
+            self._end_within(0)  # a late answer would be taken for that of the next command
+            raise ChildError(f"{self._label()} did not answer {what} within {timeout_s:g} s and was killed")
         try:
             reply = receive(self._pipe)
         except (EOFError, OSError):
             returncode = self._end_within(_EXIT_S)
             raise ChildError(
-                f"{self._who()} ended with {returncode} in {what}; its messages are above"
+                f"{self._label()} ended with status {returncode} in {what}; see its messages above"
             ) from None
         if "error" in reply:
             raise ChildError(f"{what}: {reply['error']}")
         return reply
 
     def close(self) -> None:
-        """Hangs up; kills a child that does not end by itself. Idempotent."""
+        """Closes the pipe, and kills a child that does not end by itself. Idempotent."""
         self._pipe.close()
         self._end_within(_EXIT_S)
 
@@ -82,12 +82,12 @@ class Child:
             self._returncode = self._end(timeout_s)
         return self._returncode
 
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"the {self.name} process {self.pid}"
 
 
 class Family:
-    """Children that are forks of one process, the zygote, which starts at once and imports for all of them."""
+    """Children that are forks of one process, the zygote, which starts immediately and imports for all of them."""
 
     def __init__(self, names: Sequence[str], patience: float = 1.0) -> None:
         self._names = names
@@ -111,7 +111,10 @@ class Family:
         self._children: list[Child] = []
 
     def wait_ready(self, within_s: float) -> list[Child]:
-        """The children, in the order of their names, once they have all that their roles import. Raises ChildError."""
+        """Waits until the children have imported their roles, and returns them in the order of their names.
+
+        Raises ChildError.
+        """
         pids = self._zygote.answer("its start", within_s)["pids"]
         self._children = [
             Child(name, pid, pipe, partial(self._end, pid), self._patience)
@@ -120,7 +123,7 @@ class Family:
         return self._children
 
     def close(self) -> None:
-        """Ends all children, and the zygote; at once when it still imports. Idempotent."""
+        """Ends all children and the zygote, without waiting if it is still importing. Idempotent."""
         for child in self._children:
             child.close()
         for pipe in (self._pipe, *self._pipes):
@@ -128,7 +131,7 @@ class Family:
         self._end_zygote(_EXIT_S if self._children else 0)
 
     def _end(self, pid: int, within_s: float) -> int:
-        """As its parent, the zygote reaps it. What the zygote's end leaves is dead."""
+        """Ends a child through the zygote, which is its parent and reaps it. Without a zygote the child is dead."""
         try:
             send(self._pipe, {"pid": pid, "within_s": within_s})
             return int(receive(self._pipe)["returncode"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's part: sends each prompt to prefill, then to decode, and compares the tokens."""
+"""Acts as the router: sends each prompt to prefill, then to decode, and compares the tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One transport between the two roles. `step` is called STEPS times, for progress.
+    """One transport between the two roles.
 
-    `patience` multiplies every deadline. `device`: of the models.
+    `step` is called STEPS times, for progress. `patience` multiplies every deadline. `device` is the device of the
+    models.
     """
 
     transport: str
@@ -34,9 +35,9 @@ class Route:
     device: str = "cpu"
 
     def try_out(self, coordinator: str, expected: Callable[[], Expected]) -> Row:
-        """The whole demonstration over this transport. A failure becomes the row's error.
+        """Runs the whole demonstration over this transport. A failure becomes the row's error.
 
-        `expected` is waited for before anything is timed.
+        Waits for `expected` before anything is timed.
         """
         try:
             with ExitStack() as stack:
@@ -57,11 +58,11 @@ class Route:
     def _row(self, expected: Callable[[], Expected]) -> Row:
         replies = {name: self._handoff(name, name, NUM_NEW_TOKENS) for name in PROMPTS}
         problems = [
-            f"other bytes than were offered for {name!r}" for name in replies if _differs(replies[name])
+            f"the bytes for {name!r} differ from those offered" for name in replies if _differs(replies[name])
         ]
         wanted = expected()
         different = [name for name, reply in replies.items() if reply["tokens"] != wanted[name]]
-        problems += [f"other tokens than the single-process run for {name!r}" for name in different]
+        problems += [f"the tokens for {name!r} differ from the single-process run" for name in different]
         longest = max(PROMPTS, key=lambda name: len(PROMPTS[name]))
         num_bytes, p50_us, explanation = self._measure(longest, problems)
         self._check_ends(problems)
@@ -81,18 +82,20 @@ class Route:
         )
 
     def _measure(self, name: str, problems: list[str]) -> tuple[int, float, str]:
-        """Bytes and median microseconds of a pull, and how that one went; every pull has an offer and new blocks of its
-        own."""
+        """Returns the bytes and the median microseconds of a pull, and the explanation of the median one.
+
+        Every pull has its own offer and new blocks.
+        """
         pulls = [self._handoff(f"{name}, pull {i}", name, num_tokens=1) for i in range(NUM_TIMED_PULLS)]
         num_wrong = sum(map(_differs, pulls))
         if num_wrong:
-            problems.append(f"other bytes than were offered in {num_wrong} of {len(pulls)} timed pulls")
+            problems.append(f"the bytes differ from those offered in {num_wrong} of {len(pulls)} timed pulls")
         middle = median_low(pull["us"] for pull in pulls)
         explanation = next(pull["explanation"] for pull in reversed(pulls) if pull["us"] == middle)
         return pulls[0]["bytes"], middle, explanation
 
     def _handoff(self, request: str, name: str, num_tokens: int) -> Reply:
-        """One request, from prompt to tokens: decode's reply, and the digest of what prefill offered."""
+        """Serves one request from prompt to tokens. Returns decode's reply with the digest of what prefill offered."""
         offer = self.prefill.call(
             "prefill", "prefill", request_id=f"{request} over {self.transport}", prompt=PROMPTS[name]
         )
@@ -104,7 +107,7 @@ class Route:
         ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S * self.patience)
         if any(ended.values()):
             problems.append(
-                f"prefill had {ended['unsettled']} unsettled offers and held {ended['held']} requests' blocks"
+                f"prefill ended with {ended['unsettled']} unsettled offers and the blocks of {ended['held']} requests"
             )
 
 
@@ -113,5 +116,5 @@ def _differs(reply: Reply) -> bool:
 
 
 def _close(child: Child, role: str) -> None:
-    with suppress(ChildError):  # what went wrong first is reported already
+    with suppress(ChildError):  # the first error is reported already
         child.call(role, "close")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole demo: start the processes, compute what is expected, try every transport, print."""
+"""Runs the whole demo: starts the processes, computes the expected tokens, tries every transport, prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvlink.demo.transports import absent_here, choose
 
 
 def show(names: Sequence[str] | None, json: bool, patience: float, device: str) -> int:
-    """See kvlink.demo.run."""
+    """Implements kvlink.demo.run."""
     chosen = choose(names, device)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=json) as progress:

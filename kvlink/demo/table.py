@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo found out: one row a transport, as a table or as JSON lines."""
+"""Prints the results of the demo, one row per transport, as a table or as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transport. `bytes`, `p50_us` and `gib_per_s` are those of the longest prompt, pulled repeatedly."""
+    """The result of one transport. `bytes`, `p50_us` and `gib_per_s` are those of the longest prompt, pulled
+    repeatedly.
+    """
 
     engine: str
-    """What prefilled and decoded."""
+    """The engine that prefilled and decoded."""
     transport: str
     path: str
-    """The transport that carried the bytes, by the pull's own account."""
+    """The transport that carried the bytes, as the pull reports it."""
     processes: int
-    """2, or 1 when both roles share a process because the transport ends there."""
+    """2, or 1 if both roles share a process because the transport does not leave it."""
     prompts: int
     tokens: int
-    """Generated tokens that were compared with the single-process run."""
+    """The number of generated tokens that were compared with the single-process run."""
     bytes: int
     p50_us: float
     gib_per_s: float
@@ -33,26 +35,26 @@ class Row:
     error: str = ""
     """Why the row is bad, or ""."""
     explanation: str = ""
-    """`pull.explain()` of the longest prompt."""
+    """The `pull.explain()` of the longest prompt."""
 
     @property
     def good(self) -> bool:
-        """Tokens are equal and nothing else went wrong."""
+        """Returns whether tokens are equal and nothing else failed."""
         return self.tokens_equal and not self.error
 
 
 def failed(transport: str, error: str) -> Row:
-    """The row of a transport that did not get as far as tokens."""
+    """Returns the row of a transport that failed before it produced tokens."""
     return Row("", transport, "", 0, 0, 0, 0, 0.0, 0.0, False, error)
 
 
 def print_json(row: Row) -> None:
-    """One JSON object on one line of stdout."""
+    """Prints a row as one JSON object on one line of stdout."""
     print(json.dumps(asdict(row)), flush=True)
 
 
 def print_verdict(rows: Sequence[Row], absent: Mapping[str, str], console: Console) -> None:
-    """What it comes to, and the command that goes on from here."""
+    """Prints the overall result and the command to run next."""
     for transport, reason in absent.items():
         console.print(f"not on this machine: {transport}: {escape(reason)}", highlight=False, soft_wrap=True)
     bad = [row.transport for row in rows if not row.good]
@@ -72,7 +74,7 @@ def print_verdict(rows: Sequence[Row], absent: Mapping[str, str], console: Conso
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
-    """The engine, columns as in Row, then the path of every transport in words, then what went wrong."""
+    """Prints the engine, the table with the columns of Row, the path of every transport, then the errors."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("transport", "path"):
         table.add_column(name, no_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of the demo. One byte is one token, so lengths in bytes are lengths in tokens."""
+"""Holds the prompts of the demo. One byte is one token, so lengths in bytes are lengths in tokens."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ PROMPTS: dict[str, str] = {
     "some blocks and a bit": _PAGE.partition("\n\n")[0][:203],
     "a page": _PAGE,
 }
-"""Name to text. They cover a partial only block, a full last block, and a last block of one token."""
+"""Prompts by name. They cover a single partial block, a full last block, and a last block of one token."""
 
 NUM_NEW_TOKENS = 32
-"""Generated per prompt."""
+"""The number of tokens generated per prompt."""
 
 Expected = dict[str, list[int]]
-"""Prompt name to the tokens of the single-process run."""
+"""The tokens of the single-process run by prompt name."""
 
 
 def tokenize(text: str) -> list[int]:
-    """UTF-8 bytes as token ids (0…255)."""
+    """Returns the UTF-8 bytes as token ids (0…255)."""
     return list(text.encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transports to try, and why some cannot work on this machine."""
+"""Chooses the transports to try, and says why some cannot work on this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from kvlink.transfer.engine import host_transports, transports_here
 from kvlink.transfer.transport_names import select
 
-_TO_GPUS = ("cuda", "verbs", "tcp")  # the others cannot lend GPU memory
+_TO_GPUS = ("cuda", "verbs", "tcp")  # the others cannot register GPU memory
 
 
 def choose(names: Sequence[str] | None, device: str = "cpu") -> dict[str, str]:
-    """Transport name to why it cannot work here, or "". None chooses all that can. Raises ConfigError."""
+    """Returns, per transport, why it cannot work here, or "". None chooses all that can. Raises ConfigError."""
     everywhere = transports_here()
     why_not = host_transports() if device == "cpu" else {name: everywhere[name] for name in _TO_GPUS}
     if names is None:
@@ -22,6 +22,6 @@ def choose(names: Sequence[str] | None, device: str = "cpu") -> dict[str, str]:
 
 
 def absent_here(device: str = "cpu") -> dict[str, str]:
-    """Transports that this machine cannot use, and why."""
+    """Returns the transports that this machine cannot use, with the reasons."""
     everywhere = transports_here() if device != "cpu" else host_transports()
     return {name: reason for name, reason in everywhere.items() if reason}

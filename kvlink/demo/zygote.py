@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that the demo's children are forked from, so that one import of torch and transformers serves all.
+"""Forks the demo's children from one process, so that one import of torch and transformers serves all.
 
 `python -m kvlink.demo.zygote FD FD…`: the first descriptor leads to the router, each other one becomes a child's.
 """
@@ -23,13 +23,13 @@ _TICK_S = 0.005
 
 
 def main() -> None:
-    """Entry point. The kernel kills this process with the router, and every child with this process."""
+    """Runs the zygote. The kernel kills this process with the router, and every child with this process."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the router, which ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the router, which ends its children
     pipes = [Connection(int(fd)) for fd in sys.argv[1:]]
     for role in ROLES:
         role_type(role)
-    gc.freeze()  # a collection in a child would write to, and so copy, every page
+    gc.freeze()  # a collection in a child would write to every page, and so copy it
     router, *others = pipes
     send(router, {"pids": [_fork(pipe, pipes) for pipe in others]})
     for pipe in others:
@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def _fork(own: Connection, pipes: Sequence[Connection]) -> int:
-    """The new child's pid. REQUIRES that this process has one thread and has not used gRPC, as imports leave it."""
+    """Forks a child and returns its pid.
+
+    Requires that this process has one thread and has not used gRPC, which is the state after the imports.
+    """
     pid = os.fork()
     if pid == 0:
         _die_with_parent()
@@ -55,7 +58,7 @@ def _fork(own: Connection, pipes: Sequence[Connection]) -> int:
 
 
 def _end(pid: int, within_s: float) -> int:
-    """Waits for a child to end, kills it when it has not by then, and returns as Popen.returncode does."""
+    """Waits for a child to end and kills it at the deadline. Returns its status like Popen.returncode."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)

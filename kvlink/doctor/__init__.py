@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works on this machine, the evidence, and the command that fixes what does not.
+"""Checks what works on this machine, with the evidence and the command that fixes what does not.
 
-A check only looks; it changes nothing. To add one, write a function that returns a Check in `software` (what
-is installed), `host` (kernel and limits), `network`, `certificates`, `verbs` and `rdma` (NICs) or `gpudirect`,
-and name it in that module's `checks`. `trial` alone does something: it reads GPU memory back through each NIC.
+A check only reads; it changes nothing. To add one, write a function that returns a Check in `software` (what is
+installed), `host` (kernel and limits), `network`, `certificates`, `verbs` and `rdma` (NICs) or `gpudirect`, and add it
+to that module's `checks`. Only `trial` moves data: it reads GPU memory through each NIC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["Check", "Verdict", "examine", "worst"]
 
 
 def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    """Runs every check, in the order shown. Kernel files are read below `root`, options from `env`."""
+    """Runs every check, in the order in which they are shown.
+
+    Kernel files are read below `root`, options come from `env`.
+    """
     yield from software.checks(root, env)
     yield from host.checks(root)
     yield from network.checks(root, env)
@@ -33,5 +36,5 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def worst(checks: Iterable[Check]) -> Verdict:
-    """FAIL if any check failed, else WARN if any warned."""
+    """Returns FAIL if any check failed, else WARN if any warned, else PASS."""
     return max((check.verdict for check in checks), key=list(Verdict).index, default=Verdict.PASS)

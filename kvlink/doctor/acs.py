@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PCIe Access Control Services: bridges that send traffic between two cards up to the CPU and back."""
+"""Checks PCIe Access Control Services, by which a bridge sends traffic between two cards up to the CPU and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlink.doctor.verdict import Check, Verdict
 from kvlink.hardware.gpudirect.kernel import PCI_DEVICES
 from kvlink.hardware.topology import PciDevice
 
-# PCI Express Base Specification, 7.7.11: extended capability 0x000D, control register 6 bytes in.
+# The source is PCI Express Base Specification, 7.7.11: extended capability 0x000D, control register at offset 6.
 _FIRST_EXTENDED = 0x100
 _ACS = 0x000D
 _CONTROL = 6
@@ -19,7 +19,7 @@ _REDIRECTS = 0b11100  # request redirect, completion redirect, upstream forwardi
 
 
 def redirection(root: Path, cards: Sequence[PciDevice]) -> Check:
-    """Looks at every bridge above the GPUs and NICs."""
+    """Checks every bridge above the GPUs and NICs for redirection."""
     bridges = list(dict.fromkeys(bridge for card in cards for bridge in card.path[1:-1]))
     if not bridges:
         return Check("acs", Verdict.PASS, "no PCIe bridge above GPUs and NICs is visible here")
@@ -28,10 +28,10 @@ def redirection(root: Path, cards: Sequence[PciDevice]) -> Check:
     if redirecting:
         fix = "; ".join(f"sudo setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in redirecting)
         evidence = f"{', '.join(redirecting)} redirect traffic between cards through the CPU"
-        return Check("acs", Verdict.WARN, evidence, f"{fix} (each boot; not where VMs need isolation)")
+        return Check("acs", Verdict.WARN, evidence, f"{fix} (after each boot; not where VMs need isolation)")
     unknown = [bridge for bridge, control in found.items() if control is None]
     if unknown:
-        evidence = f"cannot tell: only root reads the registers of {', '.join(unknown)}"
+        evidence = f"unknown: only root can read the registers of {', '.join(unknown)}"
         return Check("acs", Verdict.WARN, evidence, "sudo kvlink doctor, or: sudo lspci -vvv | grep ACSCtl")
     return Check("acs", Verdict.PASS, f"no redirection by {len(bridges)} bridge(s) above GPUs and NICs")
 
@@ -44,7 +44,7 @@ def _config(root: Path, address: str) -> bytes:
 
 
 def acs_control(config: bytes) -> int | None:
-    """The ACS control register of a configuration space; 0 when the bridge has none, None when it was cut short."""
+    """Returns the ACS control register of a configuration space; 0 if there is none, None if it was truncated."""
     if len(config) < _FIRST_EXTENDED + 4:
         return None
     at, seen = _FIRST_EXTENDED, set[int]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of certificates: whether this process may speak to other hosts, and for how long."""
+"""Checks certificates: whether this process can communicate with other hosts, and until when."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _HOW = "set KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY; `kvlink certs` ma
 
 
 def checks(env: Mapping[str, str]) -> Iterator[Check]:
-    """Every check of this module, in the order shown."""
+    """Yields every check of this module, in the order in which they are shown."""
     try:
         config = WorkerConfig.from_env(env)
-    except ConfigError:  # the check of the options has said so
+    except ConfigError:  # the check of the options reports it
         return
     yield certificates(config)
 
 
 def certificates(config: WorkerConfig) -> Check:
-    """Has the certificate shake hands with itself."""
+    """Loads the certificates as a worker does, and reports their names and expiry."""
     name = "certificates"
     try:
         security = Security.of(config)
@@ -40,7 +40,7 @@ def certificates(config: WorkerConfig) -> Check:
         evidence = f"{listed(keys.names)}; {expiry(keys.expires_at)}"
         if keys.expires_at > time.time() + _SOON_S:
             return Check(name, Verdict.PASS, evidence)
-        return Check(name, Verdict.WARN, evidence, "renew it; running processes notice")
+        return Check(name, Verdict.WARN, evidence, "renew it; running processes reload it")
     if config.insecure:
         return Check(
             name, Verdict.WARN, "none, and plaintext to other hosts is allowed (KVLINK_INSECURE)", _HOW

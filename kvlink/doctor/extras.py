@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What parts of kvlink need beyond its own requirements, and the extra that brings it."""
+"""Lists what parts of kvlink need beyond its base requirements, and the extra that installs it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvlink.hardware.device_caps import INSTALL as PYVERBS
 
 
 class Extra(NamedTuple):
-    """`modules` must all be there."""
+    """One extra of the package. It is present if all `modules` are."""
 
     name: str
     modules: tuple[str, ...]
     purpose: str
     how: str = ""
-    """How to get it, where `pip install 'kvlink[name]'` is not the whole of it."""
+    """How to install it, where `pip install 'kvlink[name]'` does not suffice."""
 
 
 EXTRAS = (
@@ -39,7 +39,7 @@ EXTRAS = (
 
 
 def extras() -> Check:
-    """Names what is missing with what it is for. Nothing is imported but the packages around it."""
+    """Names the missing extras and their purposes. Only their parent packages are imported."""
     there = [extra.name for extra in EXTRAS if all(map(_is_there, extra.modules))]
     missing = [
         f"; for {extra.purpose}: " + (extra.how or f"pip install 'kvlink[{extra.name}]'")
@@ -53,5 +53,5 @@ def extras() -> Check:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is missing, or blocked
+    except (ImportError, ValueError):  # its parent is missing or blocked
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether NICs can reach GPU memory: driver, dma-buf, peermem, BAR1, IOMMU, ACS, PCIe links."""
+"""Checks whether NICs can reach GPU memory: driver, dma-buf, peermem, BAR1, IOMMU, ACS, PCIe links."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from kvlink.hardware.topology import PciDevice, RdmaDevice, normalize
 
 _DMA_BUF_KERNEL = (5, 12)
 _CONFIG = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
-_SMALL_BAR1_BYTES = 256 << 20  # what boards without Resizable BAR have
+_SMALL_BAR1_BYTES = 256 << 20  # the size on boards without Resizable BAR
 
 
 def checks(
     root: Path, gpus: Sequence[PciDevice], nics: Sequence[RdmaDevice], run: tools.Run = tools.run
 ) -> Iterator[Check]:
-    """Every check of this module, in the order shown; without a GPU only one that says so."""
+    """Yields every check of this module, in the order in which they are shown. Without a GPU it yields one that says
+    so.
+    """
     if not gpus:
         yield Check("gpudirect", Verdict.PASS, "no NVIDIA GPU on the PCI bus: nothing to check")
         return
@@ -37,7 +39,10 @@ def checks(
 
 
 def dma_buf(root: Path) -> Check:
-    """The first way to lend GPU memory. CONFIG_DMABUF_MOVE_NOTIFY is shown, not judged: pinned imports do without."""
+    """Checks dma-buf, the first choice for exporting GPU memory.
+
+    CONFIG_DMABUF_MOVE_NOTIFY is shown but not judged, because pinned imports do not need it.
+    """
     kernel, driver = kernel_version(root), read(root, "proc/driver/nvidia/version").partition("\n")[0]
     config = _kernel_config(root)
     shown = [f"kernel {kernel[0]}.{kernel[1]}", driver or "no NVIDIA driver is loaded"]
@@ -55,12 +60,15 @@ def dma_buf(root: Path) -> Check:
     if not fixes:
         return Check("dma-buf", Verdict.PASS, evidence)
     if loaded := peermem_module(root):
-        return Check("dma-buf", Verdict.PASS, f"not possible here ({evidence}); {loaded} takes its place")
+        return Check("dma-buf", Verdict.PASS, f"not possible here ({evidence}); {loaded} is used instead")
     return Check("dma-buf", Verdict.WARN, evidence, "; ".join(fixes))
 
 
 def _kernel_config(root: Path) -> dict[str, str]:
-    """Of the options above, "n" when set to no; empty when the kernel's configuration cannot be read."""
+    """Returns the kernel's values of the options above, "n" for those not set.
+
+    Returns an empty dict if the kernel's configuration cannot be read.
+    """
     release = read(root, "proc/sys/kernel/osrelease")
     text = read(root, f"boot/config-{release}") or read(root, f"lib/modules/{release}/config")
     if not text:
@@ -75,7 +83,7 @@ def _kernel_config(root: Path) -> dict[str, str]:
 
 
 def peermem(root: Path) -> Check:
-    """The second way; needs MLNX_OFED, DOCA or a distribution's kernel with peer memory."""
+    """Checks peermem, the second choice. It needs MLNX_OFED, DOCA or a distribution's kernel with peer memory."""
     if loaded := peermem_module(root):
         return Check("peermem", Verdict.PASS, f"{loaded} is loaded")
     if dma_buf(root).verdict is Verdict.PASS:
@@ -84,7 +92,7 @@ def peermem(root: Path) -> Check:
 
 
 def bar1(root: Path, gpus: Sequence[PciDevice], run: tools.Run) -> Check:
-    """The window through which a NIC sees GPU memory; a pool larger than it cannot be registered."""
+    """Checks BAR1, the window through which a NIC reaches GPU memory. A pool larger than it cannot be registered."""
     query = run("nvidia-smi", "--query-gpu=pci.bus_id,memory.total", "--format=csv,noheader,nounits")
     rows = (line.split(",") for line in query.splitlines())
     memory = {
@@ -104,28 +112,28 @@ def bar1(root: Path, gpus: Sequence[PciDevice], run: tools.Run) -> Check:
 
 
 def iommu(root: Path, cards: Sequence[PciDevice]) -> Check:
-    """A translating IOMMU sends traffic between cards through the CPU."""
+    """Checks the IOMMU. A translating one sends traffic between cards through the CPU."""
     options = [
         word
         for word in read(root, "proc/cmdline").split()
         if re.match(r"(intel_|amd_|arm-smmu.*)?iommu[=.]", word)
     ]
     modes = {card.address: read(root, f"{PCI_DEVICES}/{card.address}/iommu_group/type") for card in cards}
-    told = f" (kernel options: {' '.join(options)})" if options else ""
+    shown = f" (kernel options: {' '.join(options)})" if options else ""
     if not names(root, "sys/class/iommu") and not any(modes.values()):
-        return Check("iommu", Verdict.PASS, f"off, or hidden from this machine{told}")
+        return Check("iommu", Verdict.PASS, f"off, or hidden from this machine{shown}")
     translating = [f"{address} ({mode})" for address, mode in modes.items() if mode.startswith("DMA")]
     if translating:
         fix = "add iommu=pt to the kernel's command line and reboot"
-        return Check("iommu", Verdict.WARN, f"translates for {', '.join(translating)}{told}", fix)
+        return Check("iommu", Verdict.WARN, f"translates for {', '.join(translating)}{shown}", fix)
     if all(mode == "identity" for mode in modes.values()) or "iommu=pt" in options:
-        return Check("iommu", Verdict.PASS, f"on, passes GPUs and NICs through{told}")
+        return Check("iommu", Verdict.PASS, f"on, passes GPUs and NICs through{shown}")
     fix = "sudo dmesg | grep -i 'iommu: default domain type'; iommu=pt makes it pass through"
-    return Check("iommu", Verdict.WARN, f"on, its mode cannot be told{told}", fix)
+    return Check("iommu", Verdict.WARN, f"on, its mode is unknown{shown}", fix)
 
 
 def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> Check:
-    """A card that trained to fewer lanes or a lower speed than it can. GPUs lower their speed when idle."""
+    """Finds cards that trained to fewer lanes or a lower speed than they can. GPUs lower their speed when idle."""
     idle = {gpu.address for gpu in gpus}
     evidence, slow = [], []
     for card in cards:
@@ -141,7 +149,9 @@ def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> 
     if not slow:
         return Check("pcie links", Verdict.PASS, "; ".join(evidence))
     fix = "; ".join(f"sudo lspci -vv -s {address} | grep LnkSta" for address in slow)
-    return Check("pcie links", Verdict.WARN, "; ".join(evidence), f"{fix}; then slot, riser, firmware")
+    return Check(
+        "pcie links", Verdict.WARN, "; ".join(evidence), f"{fix}; then check slot, riser and firmware"
+    )
 
 
 def _gt_per_s(text: str) -> float:

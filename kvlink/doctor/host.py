@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel: memory that can be shared, rights between processes, limits, CPUs."""
+"""Checks the kernel: memory that can be shared, rights between processes, limits, CPUs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvlink.doctor.verdict import Check, Verdict
 from kvlink.hardware.sysfs import parse_size, read, read_field, read_int
 from kvlink.hardware.topology import discover
 
-# Connections, eventfds and pool descriptors of some hundred peers.
+# This suffices for the connections, eventfds and pool descriptors of a few hundred peers.
 _ENOUGH_FILES = 4096
-# The machine's own pid namespace has this inode (the kernel's PROC_PID_INIT_INO); a container's has another.
+# The initial pid namespace has this inode (the kernel's PROC_PID_INIT_INO). A container's has another.
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
 _YAMA = {
     0: "0: processes of one user may read each other",
-    1: "1: reading a process that is no child takes CAP_SYS_PTRACE",
+    1: "1: reading a process that is not a child takes CAP_SYS_PTRACE",
     2: "2: reading another process takes CAP_SYS_PTRACE",
     3: "3: no process may read another until the next boot",
 }
 
 
 def checks(root: Path) -> Iterator[Check]:
-    """Every check of this module, in the order shown."""
+    """Yields every check of this module, in the order in which they are shown."""
     yield shared_memory(root)
     yield memfd(root)
     yield ptrace_scope(root)
@@ -40,7 +40,7 @@ def checks(root: Path) -> Iterator[Check]:
 
 
 def shared_memory(root: Path) -> Check:
-    """Space in /dev/shm, which torch and CUDA IPC use; kvlink's own pools are memfds."""
+    """Checks the space in /dev/shm, which torch and CUDA IPC use. kvlink's own pools are memfds."""
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError as error:
@@ -48,13 +48,13 @@ def shared_memory(root: Path) -> Check:
         return Check("/dev/shm", Verdict.WARN, f"absent ({error.strerror}); torch workers need it", fix)
     free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     evidence = f"{gib(free)} of {gib(size)} free"
-    if size < 1 << 30:  # a container runtime's default is 64 MiB
+    if size < 1 << 30:  # the default of container runtimes is 64 MiB
         return Check("/dev/shm", Verdict.WARN, evidence, "start the container with --shm-size=8g")
     return Check("/dev/shm", Verdict.PASS, evidence)
 
 
 def memfd(root: Path) -> Check:
-    """Whether this process can make the anonymous files that pools live in."""
+    """Checks whether this process can create memfds, which hold the pools."""
     try:
         os.close(os.memfd_create("kvlink-doctor"))
     except OSError as error:
@@ -66,7 +66,7 @@ def memfd(root: Path) -> Check:
 
 
 def ptrace_scope(root: Path) -> Check:
-    """The Yama security module's rule for process_vm_readv (cma)."""
+    """Checks the Yama security module's rule for process_vm_readv (cma)."""
     scope = read_int(root, "proc/sys/kernel/yama/ptrace_scope")
     if scope is None:
         return Check("ptrace_scope", Verdict.PASS, "no Yama in this kernel")
@@ -74,29 +74,29 @@ def ptrace_scope(root: Path) -> Check:
     if scope == 0 or (scope < 3 and has_capability(root, _CAP_SYS_PTRACE)):
         return Check("ptrace_scope", Verdict.PASS, evidence + (", which this process has" if scope else ""))
     fix = "reboot without it" if scope == 3 else "sudo sysctl kernel.yama.ptrace_scope=0"
-    return Check("ptrace_scope", Verdict.WARN, f"{evidence}; cma will refuse peers", fix)
+    return Check("ptrace_scope", Verdict.WARN, f"{evidence}; cma cannot read peers", fix)
 
 
 def has_capability(root: Path, number: int) -> bool:
-    """Whether this process may use one of the capabilities(7), by its number."""
+    """Returns whether this process may use a capability of capabilities(7), given by its number."""
     effective = int(read_field(root, "proc/self/status", "CapEff") or "0", 16)
     return bool(effective >> number & 1)
 
 
 def may_pin_all(root: Path) -> bool:
-    """CAP_IPC_LOCK lifts the limit on locked memory (in the machine's own user namespace)."""
+    """Returns whether CAP_IPC_LOCK lifts the limit on locked memory (in the initial user namespace)."""
     return has_capability(root, _CAP_IPC_LOCK)
 
 
 def seccomp(root: Path) -> Check:
-    """Whether a system call filter is on; the cma line above says if it hits process_vm_readv."""
+    """Checks whether a system call filter is on; the cma line above shows if it blocks process_vm_readv."""
     mode = read_field(root, "proc/self/status", "Seccomp")
     modes = {"0": "no system call filter", "1": "strict mode", "2": "a system call filter is on; see cma"}
     return Check("seccomp", Verdict.PASS, modes.get(mode, "unknown"))
 
 
 def namespaces(root: Path) -> Check:
-    """shm and cma join two processes only inside one pid namespace."""
+    """Shows the namespaces. shm and cma connect two processes only inside one pid namespace."""
     try:
         found = {kind: str((root / f"proc/self/ns/{kind}").readlink()) for kind in ("pid", "net")}
     except OSError as error:
@@ -108,7 +108,7 @@ def namespaces(root: Path) -> Check:
 
 
 def open_files() -> Check:
-    """Each connection, pool and completion queue takes a descriptor."""
+    """Checks the limit of open files. Each connection, pool and completion queue takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES
     fix = "" if enough else f"ulimit -n {_ENOUGH_FILES if hard == -1 else min(hard, 65536)}"
@@ -116,7 +116,10 @@ def open_files() -> Check:
 
 
 def locked_memory(root: Path) -> Check:
-    """RDMA pins the host pools it lends; the host transports pin nothing, and GPU pools do not count."""
+    """Checks the limit of locked memory.
+
+    RDMA pins the host pools that it registers. The host transports pin nothing, and GPU pools do not count.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     evidence = f"limit {_limit(soft) if soft == resource.RLIM_INFINITY else gib(soft)}"
     if soft == resource.RLIM_INFINITY or not (root / "sys/class/infiniband").is_dir():
@@ -129,11 +132,13 @@ def locked_memory(root: Path) -> Check:
         "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1; Kubernetes has no "
         "such field: set it on the node's container runtime"
     )
-    return Check("locked memory", Verdict.WARN, f"{evidence}{of_all}; RDMA cannot lend more host memory", fix)
+    return Check(
+        "locked memory", Verdict.WARN, f"{evidence}{of_all}; RDMA cannot register more host memory", fix
+    )
 
 
 def huge_pages(root: Path) -> Check:
-    """Transparent huge pages of memfds save TLB misses on scattered blocks."""
+    """Checks transparent huge pages of memfds, which save TLB misses on scattered blocks."""
     at = "sys/kernel/mm/transparent_hugepage"
     chosen = {name: _bracketed(read(root, f"{at}/{name}")) for name in ("enabled", "shmem_enabled")}
     evidence = ", ".join(f"{name}={value or 'absent'}" for name, value in chosen.items())
@@ -144,7 +149,7 @@ def huge_pages(root: Path) -> Check:
 
 
 def cores(root: Path) -> Check:
-    """Owner, reader and their progress threads run at the same time."""
+    """Counts the CPUs. Owner, reader and their progress threads run at the same time."""
     usable, found = len(os.sched_getaffinity(0)), discover(root)
     evidence = (
         f"{usable} usable of {found.num_threads} threads, {found.num_cores} cores, {len(found.nodes)} node(s)"
@@ -157,7 +162,7 @@ def cores(root: Path) -> Check:
 
 
 def streaming_stores(root: Path) -> Check:
-    """Instructions that copy past the cache."""
+    """Shows which instructions copy past the cache."""
     flags = read_field(root, "proc/cpuinfo", "flags").split()
     widest = next((flag for flag in ("avx512f", "avx2", "sse2") if flag in flags), "")
     evidence = f"{widest} (non-temporal copies)" if widest else "none known on this CPU; plain copies"
@@ -165,7 +170,7 @@ def streaming_stores(root: Path) -> Check:
 
 
 def gib(num_bytes: int) -> str:
-    """A size for people."""
+    """Formats a size in GiB, or in MiB if it is small."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -174,5 +179,5 @@ def _limit(value: int) -> str:
 
 
 def _bracketed(text: str) -> str:
-    """The chosen one of "always [madvise] never"."""
+    """Returns the chosen word: "madvise" of "always [madvise] never"."""
     return text.partition("[")[2].partition("]")[0]

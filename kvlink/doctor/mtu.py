@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest payload of an RDMA packet, port by port, and the Ethernet MTU that it comes from."""
+"""Checks the largest payload of an RDMA packet, port by port, and the Ethernet MTU that determines it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlink.doctor.verdict import Check, Verdict
 from kvlink.hardware.sysfs import read_int
 from kvlink.hardware.topology import LinkLayer, PortState, RdmaDevice
 
-# Of RoCE v2 with every optional header, as the kernel's iboe_get_mtu() counts: GRH, UDP, BTH, XRC, atomics, ICRC.
+# RoCE v2 headers with every optional one, as the kernel's iboe_get_mtu() counts: GRH, UDP, BTH, XRC, atomics, ICRC.
 _ROCE_HEADER_BYTES = 96
 _MTUS = (4096, 2048, 1024, 512, 256)
 _ASK = "ibv_devinfo -v | grep active_mtu"
@@ -21,9 +21,9 @@ class _Port(NamedTuple):
     name: str
     netdev: str
     netdev_mtu: int
-    """0: no interface, or not visible."""
+    """The MTU of the interface in bytes; 0 if there is none, or it is not visible."""
     active: int
-    """What the driver says; 0: nobody asked it."""
+    """The active MTU that the driver reports, in bytes; 0 if it was not queried."""
     is_soft: bool
 
     @property
@@ -36,11 +36,14 @@ class _Port(NamedTuple):
 
 
 def agreement(root: Path, nics: Sequence[RdmaDevice], active: Mapping[str, Sequence[int]]) -> Check:
-    """Ports that waste wire on headers, lag behind their interface, or differ from each other."""
+    """Finds ports that waste bandwidth on headers, lag behind their interface, or differ from each other."""
     ports = [port for port in _ports(root, nics, active) if port.mtu]
     if not ports:
         return Check(
-            "rdma mtu", Verdict.PASS, "neither driver nor interface says; a fabric's manager sets it", _ASK
+            "rdma mtu",
+            Verdict.PASS,
+            "unknown to driver and interface; the fabric's subnet manager sets it",
+            _ASK,
         )
     evidence, fixes = "; ".join(map(str, ports)), list[str]()
     if lagging := [
@@ -61,7 +64,7 @@ def agreement(root: Path, nics: Sequence[RdmaDevice], active: Mapping[str, Seque
 
 
 def roce_mtu(netdev_mtu: int) -> int:
-    """The RDMA MTU that an interface's MTU leaves room for; 0 for 0."""
+    """Returns the largest RDMA MTU that fits into an interface's MTU; 0 for 0."""
     return next(
         (size for size in _MTUS if size <= netdev_mtu - _ROCE_HEADER_BYTES), _MTUS[-1] if netdev_mtu else 0
     )
@@ -69,12 +72,12 @@ def roce_mtu(netdev_mtu: int) -> int:
 
 def _ports(root: Path, nics: Sequence[RdmaDevice], active: Mapping[str, Sequence[int]]) -> Iterator[_Port]:
     for nic in nics:
-        said = dict(zip((port.number for port in nic.ports), active.get(nic.name, ()), strict=False))
+        reported = dict(zip((port.number for port in nic.ports), active.get(nic.name, ()), strict=False))
         for port in nic.ports:
             if port.state is PortState.ACTIVE:
                 ethernet = port.netdev if port.link_layer is LinkLayer.ETHERNET else ""
                 netdev_mtu = read_int(root, f"sys/class/net/{ethernet}/mtu") if ethernet else None
-                active_mtu = said.get(port.number, 0)
+                active_mtu = reported.get(port.number, 0)
                 name = f"{nic.name}:{port.number}"
                 yield _Port(name, ethernet, netdev_mtu or 0, active_mtu, nic.pci is None)
 

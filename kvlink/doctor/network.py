@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets: the address that workers listen on, buffer limits, the coordinator."""
+"""Checks sockets: the address that workers listen on, buffer limits, the coordinator."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvlink.hardware.sysfs import read
 from kvlink.worker.reachability import advertised_host, loopback_problem
 
 _TIMEOUT_S = 3.0
-# One connection fills 10 Gbit/s over 3 ms with this much in flight.
+# With this much in flight one connection fills 10 Gbit/s over a round trip of 3 ms.
 _ENOUGH_BUFFER_BYTES = 4 << 20
 
 
 def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    """Every check of this module, in the order shown."""
+    """Yields every check of this module, in the order in which they are shown."""
     yield tcp_buffers(root)
     try:
         config = WorkerConfig.from_env(env)
-    except ConfigError:  # the check of the options has said so
+    except ConfigError:  # the check of the options reports it
         return
     yield listen_address(config.host)
     yield advertised_address(config)
@@ -33,7 +33,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def tcp_buffers(root: Path) -> Check:
-    """How far the kernel lets a connection's buffers grow by themselves."""
+    """Checks how far the kernel lets a connection's buffers grow automatically."""
     names = ("tcp_rmem", "tcp_wmem")
     grows_to = {name: int((read(root, f"proc/sys/net/ipv4/{name}").split() or ["0"])[-1]) for name in names}
     evidence = ", ".join(f"{name} up to {value} bytes" for name, value in grows_to.items())
@@ -57,12 +57,12 @@ def listen_address(host: str) -> Check:
 
 
 def advertised_address(config: WorkerConfig) -> Check:
-    """Whether the workers that share the coordinator can come to the address that they are told."""
+    """Checks whether the workers that share the coordinator can reach the address that this one reports."""
     name = "advertised address"
     try:
         host = advertised_host(config)
     except ConfigError as error:
-        return Check(name, Verdict.FAIL, f"KVLINK_HOST={config.host} is no one address", str(error))
+        return Check(name, Verdict.FAIL, f"KVLINK_HOST={config.host} is not one address", str(error))
     reason, fix = loopback_problem(config)
     if reason:
         return Check(name, Verdict.FAIL, reason, fix)
@@ -85,7 +85,7 @@ def _round_trip_us(host: str) -> float:
 
 
 def coordinator(addresses: str) -> Check:
-    """Whether every replica that KVLINK_COORDINATOR names answers."""
+    """Checks whether every replica in KVLINK_COORDINATOR answers."""
     if not addresses:
         return Check("coordinator", Verdict.PASS, "none configured (KVLINK_COORDINATOR)")
     checks = [_replica(address.strip()) for address in addresses.split(",")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RDMA ports and the network behind them: state, GIDs, flow control."""
+"""Checks RDMA ports and their network: state, GIDs, flow control."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.doctor.verdict import Check, Verdict
 from kvlink.hardware.sysfs import names, read
 from kvlink.hardware.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
 
-_PRIORITY = 3  # the one that vendors' guides use for RoCE
+_PRIORITY = 3  # the priority that vendors' guides use for RoCE
 
 
 def checks(
@@ -21,9 +21,9 @@ def checks(
     active_mtus: Mapping[str, Sequence[int]],
     run: tools.Run = tools.run,
 ) -> Iterator[Check]:
-    """Every check of this module, in the order shown; without a device only the first.
+    """Yields every check of this module, in the order in which they are shown; without a device only the first.
 
-    active_mtus: what the driver says, in bytes, a device and port; what it does not say comes from the interface.
+    `active_mtus` has the MTUs that the driver reports, in bytes, per device and port. Others come from the interface.
     """
     yield ports(nics)
     if nics:
@@ -33,7 +33,7 @@ def checks(
 
 
 def ports(nics: Sequence[RdmaDevice]) -> Check:
-    """Every port: link layer, rate, state."""
+    """Shows every port: link layer, rate, state."""
     if not nics:
         return Check("rdma", Verdict.PASS, "absent: no RDMA device")
     evidence = "; ".join(_described(nic, port) for nic, port in _ports(nics))
@@ -66,7 +66,7 @@ def _how_to_bring_up(port: RdmaPort) -> str:
 
 
 def gids(nics: Sequence[RdmaDevice]) -> Check:
-    """RoCE v2 addresses, the only kind that kvlink uses. A link-local one ends at the first router."""
+    """Checks for RoCE v2 addresses, the only kind that kvlink uses. A link-local one ends at the first router."""
     found, without = [], []
     for nic, port in _ports(nics):
         if port.link_layer is not LinkLayer.ETHERNET or nic.is_iwarp:
@@ -78,18 +78,18 @@ def gids(nics: Sequence[RdmaDevice]) -> Check:
         if all(gid.address.is_link_local for gid in v2):
             without.append(port.netdev or "its interface")
     if not found:
-        return Check("rdma gids", Verdict.PASS, "no RoCE port: nothing to choose")
+        return Check("rdma gids", Verdict.PASS, "no RoCE port: nothing to check")
     if not without:
         return Check("rdma gids", Verdict.PASS, "; ".join(found))
     fix = "; ".join(f"sudo ip address add ADDRESS/LENGTH dev {netdev}" for netdev in dict.fromkeys(without))
-    fix += " (a container sees GIDs only of interfaces in its own network namespace)"
+    fix += " (a container sees only GIDs of interfaces in its own network namespace)"
     return Check("rdma gids", Verdict.WARN, "; ".join(found), fix)
 
 
 def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Check:
-    """RoCE wants a network that does not drop: PFC, or at least ECN. The switches' half cannot be seen from here.
+    """Checks that the network drops no RoCE packets, by PFC or at least ECN. The switches' side is not visible here.
 
-    Either guards some priorities only. kvlink marks no packet: they have priority 0 unless the driver marks them.
+    Both protect some priorities only. kvlink marks no packet: packets have priority 0 unless the driver marks them.
     """
     cards = {
         port.netdev: f"sys/class/infiniband/{nic.name}/tc/{port.number}/traffic_class"
@@ -115,7 +115,7 @@ def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Chec
 def _how_to_flow(netdev: str, unknown: bool) -> str:
     if unknown:
         return (
-            f"sudo mlnx_qos -i {netdev}, or dcb pfc show dev {netdev}, or the vendor's tool, says what is on"
+            f"sudo mlnx_qos -i {netdev}, or dcb pfc show dev {netdev}, or the vendor's tool, shows what is on"
         )
     enabled = ",".join("1" if priority == _PRIORITY else "0" for priority in range(8))
     ecn = f"/sys/class/net/{netdev}/ecn/roce_{{np,rp}}/enable/{_PRIORITY}"
@@ -123,7 +123,10 @@ def _how_to_flow(netdev: str, unknown: bool) -> str:
 
 
 def _how_to_mark(netdev: str, mark_file: str, priority: int) -> str:
-    """Where DSCP is trusted, eight values in a row share a priority; guides take the third for RoCE (26 for 3)."""
+    """Returns the commands that mark packets.
+
+    Where DSCP is trusted, eight consecutive values share a priority. Guides take the third for RoCE (26 for 3).
+    """
     dscp, able_to_ecn = 8 * priority + 2, 2
     return f"sudo mlnx_qos -i {netdev} --trust dscp; echo {dscp << 2 | able_to_ecn} | sudo tee /{mark_file}"
 
@@ -135,7 +138,7 @@ def _on(priorities: list[int] | None) -> str:
 
 
 def _pfc(run: tools.Run, netdev: str) -> list[int] | None:
-    """Priorities with PFC; None: no tool could say."""
+    """Returns the priorities with PFC, or None if no tool could report them."""
     if match := re.search(r"prio-pfc((?:\s+\d:\w+)+)", run("dcb", "pfc", "show", "dev", netdev)):
         return [int(pair[0]) for pair in match[1].split() if pair.endswith(":on")]
     if match := re.search(
@@ -146,7 +149,10 @@ def _pfc(run: tools.Run, netdev: str) -> list[int] | None:
 
 
 def _ecn(root: Path, netdev: str) -> list[int] | None:
-    """Priorities where this end both marks (np) and slows down (rp); None: the driver shows no such files."""
+    """Returns the priorities where this end both marks (np) and slows down (rp).
+
+    Returns None if the driver has no such files.
+    """
     at = f"sys/class/net/{netdev}/ecn"
     ends = [
         {
@@ -160,7 +166,7 @@ def _ecn(root: Path, netdev: str) -> list[int] | None:
 
 
 def _mark(root: Path, mark_file: str) -> int | None:
-    """What the driver sets as the traffic class of every packet, 0 for nothing; None: it has no such file."""
+    """Returns the traffic class that the driver sets in every packet (0: none), or None if it has no such file."""
     if not (root / mark_file).is_file():
         return None
     match = re.search(r"tclass=(\d+)", read(root, mark_file))

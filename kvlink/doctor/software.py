@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed and configured: the extension, its transports, options, torch, driver."""
+"""Checks what is installed and configured: the extension, its transports, options, torch, driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvlink.transfer.transport_names import select
 
 
 def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    """Every check of this module, in the order shown."""
+    """Yields every check of this module, in the order in which they are shown."""
     yield Check("python", Verdict.PASS, f"{platform.python_version()} on {platform.platform(terse=True)}")
     core, check = extension()
     yield check
@@ -34,7 +34,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def extension() -> tuple[ModuleType | None, Check]:
-    """Loads the data plane."""
+    """Loads the extension module, and returns it, or None, with the check."""
     try:
         import kvlink._core as core
     except ImportError as error:
@@ -44,7 +44,7 @@ def extension() -> tuple[ModuleType | None, Check]:
 
 
 def transport(name: str, summary: str, lanes: int, why_not: str, fix: str) -> Check:
-    """One row of what is built in, and whether it can work here."""
+    """Shows one transport of this build, and whether it can work here."""
     if why_not:
         # A machine may lack a device; a build that lacks a transport is a mistake of whoever made it.
         verdict = Verdict.FAIL if why_not.startswith("kvlink was built without") else Verdict.WARN
@@ -53,7 +53,7 @@ def transport(name: str, summary: str, lanes: int, why_not: str, fix: str) -> Ch
 
 
 def options(env: Mapping[str, str], transports: list[str]) -> Check:
-    """The environment's KVLINK_* variables."""
+    """Checks the KVLINK_* variables of the environment."""
     try:
         config = WorkerConfig.from_env(env)
         if transports:
@@ -62,22 +62,22 @@ def options(env: Mapping[str, str], transports: list[str]) -> Check:
         return Check("options", Verdict.FAIL, str(error), "kvlink config lists what is valid")
     if misspelt := unknown(env):
         fix = f"unset {' '.join(misspelt)}; kvlink config lists the known ones"
-        said = "; ".join(f"{name} ({env_names.advice(name, near)})" for name, near in misspelt.items())
-        return Check("options", Verdict.WARN, f"no such option: {said}", fix)
+        shown = "; ".join(f"{name} ({env_names.advice(name, near)})" for name, near in misspelt.items())
+        return Check("options", Verdict.WARN, f"no such option: {shown}", fix)
     given = sources(env)
     named = [f"{s.env}={env[s.env]}" for s in CATALOGUE if given[s.name] != "default"]
     return Check("options", Verdict.PASS, ", ".join(named) or "all defaults")
 
 
 def check_transports(config: WorkerConfig) -> None:
-    """Raises ConfigError when KVLINK_TRANSPORTS has names that are none of this build's."""
+    """Raises ConfigError if KVLINK_TRANSPORTS names a transport that this build does not have."""
     core, _ = extension()
     if core is not None:
         select(config.transports, [row[0] for row in core.transports()])
 
 
 def torch() -> Check:
-    """Looks without importing: that takes seconds."""
+    """Looks for torch without importing it, which would take seconds."""
     try:
         return Check("torch", Verdict.PASS, importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
@@ -86,6 +86,6 @@ def torch() -> Check:
 
 
 def gpu(root: Path) -> Check:
-    """Whether an NVIDIA driver is loaded."""
+    """Checks whether an NVIDIA driver is loaded."""
     version = read(root, "proc/driver/nvidia/version").splitlines()
     return Check("gpu", Verdict.PASS, version[0] if version else "absent: no NVIDIA driver")

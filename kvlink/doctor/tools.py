@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the system that know what no file says."""
+"""Runs system programs for facts that no file has."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Callable
 
 Run = Callable[..., str]
-"""Called with a command's words; returns its stdout."""
+"""The type of `run`: it takes a command's words and returns its stdout."""
 
 _TIMEOUT_S = 10
 
 
 def run(*command: str) -> str:
-    """Stdout, or "" when the program is absent, fails or hangs."""
+    """Returns the command's stdout, or "" if the program is absent, fails or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL, check=True

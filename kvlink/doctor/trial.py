@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink doctor --gpudirect`: lends GPU memory to each NIC in each way, reads it back through the NIC, compares.
+"""Tests GPUDirect for `kvlink doctor --gpudirect`: registers GPU memory with each NIC, reads it through the NIC,
+compares.
 
-Two workers of this process are the two ends; every byte goes out of one queue pair and into another of the same port.
+Two workers of this process are the two ends. Every byte leaves one queue pair and enters another of the same port.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _LAYOUT = dense(
 
 
 def trial(root: Path = Path("/")) -> Iterator[Check]:
-    """The parts that it takes, then a line a NIC and way. Any FAIL: GPUDirect does not work here yet.
+    """Yields checks of the required parts, then one per NIC and way. GPUDirect does not work if any of them is FAIL.
 
-    Each NIC meets the GPU nearest to it. KVLINK_* variables are ignored.
+    Each NIC is tested with the GPU nearest to it. KVLINK_* variables are ignored.
     """
     machine = discover(root)
     parts = [gpu(machine.gpus), torch_gpu(), cuda_python(), nic(machine.nics), verbs()]
@@ -47,7 +48,7 @@ def trial(root: Path = Path("/")) -> Iterator[Check]:
 
 
 def gpu(gpus: Sequence[PciDevice]) -> Check:
-    """A GPU on the PCI bus."""
+    """Checks for a GPU on the PCI bus."""
     if not gpus:
         fix = "run on a machine with an NVIDIA GPU; in a container: docker run --gpus all"
         return Check("part: gpu", Verdict.FAIL, "no NVIDIA GPU on the PCI bus", fix)
@@ -55,7 +56,7 @@ def gpu(gpus: Sequence[PciDevice]) -> Check:
 
 
 def torch_gpu() -> Check:
-    """torch, built for CUDA, that sees a device."""
+    """Checks for a torch built for CUDA that sees a device."""
     fix = "pip install torch (a CUDA build; nvidia-smi names the driver's CUDA)"
     try:
         import torch
@@ -67,7 +68,7 @@ def torch_gpu() -> Check:
 
 
 def cuda_python(make: Callable[[], Driver] = CudaDriver) -> Check:
-    """cuda-python and the CUDA driver; then what device 0 can do."""
+    """Checks cuda-python and the CUDA driver, and shows what device 0 can do."""
     try:
         device = make().gpu(0)
     except TransportUnavailable as error:
@@ -76,14 +77,14 @@ def cuda_python(make: Callable[[], Driver] = CudaDriver) -> Check:
 
 
 def active_ports(nics: Sequence[RdmaDevice]) -> list[str]:
-    """As KVLINK_NICS names them."""
+    """Returns the active ports in the format of KVLINK_NICS."""
     return [
         f"{nic.name}:{port.number}" for nic in nics for port in nic.ports if port.state is PortState.ACTIVE
     ]
 
 
 def nic(nics: Sequence[RdmaDevice]) -> Check:
-    """A port that carries data."""
+    """Checks for an active port."""
     if ports := active_ports(nics):
         return Check("part: nic", Verdict.PASS, ", ".join(ports))
     names = ", ".join(each.name for each in nics)
@@ -92,7 +93,7 @@ def nic(nics: Sequence[RdmaDevice]) -> Check:
 
 
 def verbs() -> Check:
-    """kvlink's own transport."""
+    """Checks kvlink's verbs transport."""
     core, check = extension()
     if core is None:
         return check
@@ -107,7 +108,7 @@ def verbs() -> Check:
 
 
 def nearest(driver: Driver, card: RdmaDevice, gpus: Sequence[PciDevice]) -> int:
-    """CUDA's number of the visible GPU with the shortest path to a NIC."""
+    """Returns CUDA's number of the visible GPU with the shortest path to a NIC."""
     import torch
 
     places = {each.address: each for each in gpus}
@@ -116,7 +117,7 @@ def nearest(driver: Driver, card: RdmaDevice, gpus: Sequence[PciDevice]) -> int:
 
 
 def through(driver: Driver, port: str, way: Way, device: int) -> Check:
-    """GPU to host and host to GPU over one port of a NIC. A way that the facts rule out is not tried."""
+    """Moves data from GPU to host and back over one port of a NIC. A way that the facts rule out is skipped."""
     name = f"{port} cuda:{device} {way.value}"
     memory = gpu_memory(device)
     try:
@@ -129,19 +130,19 @@ def through(driver: Driver, port: str, way: Way, device: int) -> Check:
 
 
 def gpu_memory(device: int) -> Any:
-    """As much GPU memory as the layout needs, by cudaMalloc or (PYTORCH_CUDA_ALLOC_CONF) expandable segments."""
+    """Allocates the GPU memory of the layout, by cudaMalloc or (PYTORCH_CUDA_ALLOC_CONF) expandable segments."""
     import torch
 
     return torch.empty(pool_bytes(), dtype=torch.uint8, device=f"cuda:{device}")
 
 
 def pool_bytes() -> int:
-    """What moves each way."""
+    """Returns how many bytes move in each direction."""
     return _LAYOUT.region_bytes()[0]
 
 
 def read_back(name: str, memory: Any, options: Mapping[str, str]) -> Check:
-    """Moves random bytes from `memory` (a torch tensor) to the host and others back, and compares both ends."""
+    """Moves random bytes from `memory` (a torch tensor) to the host, then other bytes back, and compares both ends."""
     try:
         sent = secrets.token_bytes(memory.numel())
         _store(memory, sent)

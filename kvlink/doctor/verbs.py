@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process needs to use an RDMA device: the library, its provider, the device files, the right to pin."""
+"""Checks what a process needs to use an RDMA device: library, provider, device files, permission to pin memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBRARY = "libibverbs.so.1"
 _INSTALL = "apt-get install libibverbs1 ibverbs-providers (Red Hat: dnf install libibverbs)"
 _DEVICE_FILES = "in a container: --device=/dev/infiniband; Kubernetes: an RDMA device plugin"
 _PROVIDER_FOLDERS = ("usr/lib", "usr/lib64", "usr/local/lib", "usr/local/lib64")
-# Kernel driver of the card → provider library, where the two have different names.
+# Kernel driver to provider library, where the two have different names.
 _PROVIDERS = {
     "mlx5_core": "mlx5",
     "mlx4_core": "mlx4",
@@ -36,7 +36,7 @@ _PROVIDERS = {
 
 
 def checks(root: Path, nics: Sequence[RdmaDevice]) -> Iterator[Check]:
-    """Every check of this module, in the order shown; without a device only the library's."""
+    """Yields every check of this module, in the order in which they are shown; without a device only the library's."""
     yield library()
     if nics:
         yield providers(root, nics)
@@ -46,7 +46,7 @@ def checks(root: Path, nics: Sequence[RdmaDevice]) -> Iterator[Check]:
 
 
 def library(load: Callable[[str], object] = ctypes.CDLL) -> Check:
-    """libibverbs, which kvlink opens at run time."""
+    """Checks that libibverbs loads, which kvlink opens at run time."""
     try:
         load(_LIBRARY)
     except OSError as error:
@@ -55,7 +55,7 @@ def library(load: Callable[[str], object] = ctypes.CDLL) -> Check:
 
 
 def providers(root: Path, nics: Sequence[RdmaDevice]) -> Check:
-    """The part of libibverbs that knows the card."""
+    """Checks for the provider, the part of libibverbs that drives the card."""
     found = _provider_names(root)
     evidence = f"installed: {', '.join(sorted(found)) or 'none'}"
     needed = {nic.name: _provider_of(root, nic) for nic in nics}
@@ -67,7 +67,7 @@ def providers(root: Path, nics: Sequence[RdmaDevice]) -> Check:
 
 
 def _provider_names(root: Path) -> set[str]:
-    """mlx5 of …/libibverbs/libmlx5-rdmav34.so, wherever distributions put it."""
+    """Returns the names of the installed providers: "mlx5" for …/libibverbs/libmlx5-rdmav34.so in a library folder."""
     return {
         path.name.removeprefix("lib").partition("-rdmav")[0]
         for folder in _PROVIDER_FOLDERS
@@ -77,7 +77,7 @@ def _provider_names(root: Path) -> set[str]:
 
 
 def _provider_of(root: Path, nic: RdmaDevice) -> str:
-    """ "" when this table does not know."""
+    """Returns the provider that a NIC needs, or "" if this table does not have it."""
     if nic.pci is None:
         return next((soft for soft in ("rxe", "siw") if nic.name.startswith(soft)), "")
     driver = root / f"sys/bus/pci/devices/{nic.pci.address}/driver"
@@ -85,7 +85,7 @@ def _provider_of(root: Path, nic: RdmaDevice) -> str:
 
 
 def device_files(root: Path) -> Check:
-    """One uverbs file a device, readable and writable by this user."""
+    """Checks for one uverbs file per device, readable and writable by this user."""
     refused = []
     files = [name for name in names(root, "sys/class/infiniband_verbs") if name.startswith("uverbs")]
     for name in files:
@@ -95,7 +95,7 @@ def device_files(root: Path) -> Check:
     if not files:
         fix = "sudo modprobe ib_uverbs"
         return Check(
-            "uverbs", Verdict.WARN, "the kernel offers no uverbs device: ib_uverbs is not loaded", fix
+            "uverbs", Verdict.WARN, "the kernel has no uverbs device, because ib_uverbs is not loaded", fix
         )
     if not refused:
         opened = ", ".join(f"/dev/infiniband/{name}" for name in files)
@@ -106,7 +106,7 @@ def device_files(root: Path) -> Check:
 
 
 def _why_closed(path: Path) -> str:
-    """Opening tells more than the mode does: a container's device filter refuses too."""
+    """Returns why a file cannot be opened, or "". Opening it also detects a container's device filter."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -115,7 +115,7 @@ def _why_closed(path: Path) -> str:
 
 
 def connection_manager(root: Path, nics: Sequence[RdmaDevice]) -> Check:
-    """/dev/infiniband/rdma_cm, without which iWARP cards cannot connect."""
+    """Checks /dev/infiniband/rdma_cm, which iWARP cards need to connect."""
     iwarp = [nic.name for nic in nics if nic.is_iwarp]
     why = _why_closed(root / "dev/infiniband/rdma_cm")
     if not why:
@@ -127,7 +127,7 @@ def connection_manager(root: Path, nics: Sequence[RdmaDevice]) -> Check:
 
 
 def pinning(root: Path) -> Check:
-    """The two ways to be allowed to register a large pool."""
+    """Checks whether this process may register a large pool, by CAP_IPC_LOCK or without a limit."""
     if may_pin_all(root):
         return Check("capabilities", Verdict.PASS, "CAP_IPC_LOCK: registered memory is not limited")
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says."""
+"""Defines the result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """Mildest first. WARN: kvlink runs, but slower or with fewer transports. FAIL: it does not run."""
+    """The severity of a result, mildest first.
+
+    WARN means that kvlink runs, but slower or with fewer transports. FAIL means that it does not run.
+    """
 
     PASS = "pass"
     WARN = "warn"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A demo of a prefill/decode router, and the reference for its messages: OpenAI's API in front of servers.
+"""Serves OpenAI's API in front of prefill and decode servers: a demo, and the reference for a router's messages.
 
-Not for production, which has vLLM's router, llm-d, Dynamo and vLLM's production stack: they also balance load, know
-prefix caches and scale, and carry the handoff as this one does, as a dictionary. What is missing here, and why:
-docs/design/decisions/router.md. Needs the extra `kvlink[router]`.
+It is not for production. vLLM's router, llm-d, Dynamo and vLLM's production stack are: they also balance load, know
+prefix caches and scale, and they too carry the handoff as a dictionary. docs/design/decisions/router.md says what is
+missing here, and why. The router needs the extra `kvlink[router]`.
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each side is asked, out of what the client asked. The handoff itself is opaque: it is carried, never read,
-but for whether decode needs it any more.
+"""Derives the request of each side from the client's request.
+
+The handoff is opaque: it is carried and never read, except for whether decode still needs it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ _ASK_FOR_A_HANDOFF: Body = {
     "remote_port": None,
 }
 _STREAM = "kvlink_stream"
-"""A name of ours under which a server with kvlink announces a prefill that runs, and another one follows it."""
+"""The name under which a server with kvlink announces a running prefill, and another one follows it."""
 _ANNOUNCED = "kvlink_announced"
 _TRACEPARENT = "kvlink_traceparent"
-"""The header of that name, for servers that keep headers to themselves."""
+"""The header of that name, for servers that do not pass headers to the engine."""
 _CHARACTERS_A_TOKEN = 4
 _SAMPLING = "sampling_params"
-"""Of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
-# Meaningless or refused together with a single token that is not streamed.
+"""The parameters in a request of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
+# A request for a single token that is not streamed ignores or refuses these.
 _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
-    """Computes the prompt and one token, which decode computes again, and keeps the blocks for a handoff.
+    """Returns the request that computes the prompt and one token, and keeps the blocks for a handoff.
 
-    stream: a name under which decode may follow while it computes.
+    Decode computes the token again. `stream` is a name under which decode may follow while prefill computes.
     """
     asked = _without(body, _ONLY_FOR_DECODE)
     handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | _ours(stream, traceparent)}
@@ -51,7 +52,7 @@ def _without(body: Body, names: tuple[str, ...]) -> Body:
 
 
 def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
-    """For decode: prefill computes it under this name, and has not ended yet."""
+    """Returns decode's request while prefill still computes under this name."""
     asked = {"do_remote_prefill": True, "do_remote_decode": False}
     return decode_body(body, asked | _ours(stream, traceparent))
 
@@ -61,24 +62,24 @@ def _ours(stream: str, traceparent: str) -> Body:
 
 
 def decode_body(body: Body, handoff: Body | None) -> Body:
-    """The client's body; with the handoff, or without any when decode is to compute the prompt itself."""
+    """Returns the client's request with the handoff, or without one if decode must compute the prompt itself."""
     asked = {key: value for key, value in body.items() if key != HANDOFF}
     return asked | {HANDOFF: handoff} if handoff else asked
 
 
 def handoff_of(answer: Any) -> Body | None:
-    """What prefill's answer says about where the blocks are; None when it says nothing."""
+    """Returns the handoff in prefill's answer, or None if it has none."""
     handoff = answer.get(HANDOFF) if isinstance(answer, dict) else None
     return handoff if isinstance(handoff, dict) and handoff else None
 
 
 def announced(handoff: Body | None, stream: str) -> bool:
-    """Whether decode was told everything under this name: it needs no handoff any more."""
+    """Returns whether everything was announced to decode under this name, so that it needs no handoff."""
     return handoff is not None and handoff.get(_ANNOUNCED) == stream
 
 
 def num_tokens(body: Body) -> int:
-    """Of the prompt; of text only an estimate."""
+    """Returns the number of tokens in the prompt, which is an estimate for text."""
     prompt = body.get("token_ids", body.get("prompt"))
     if isinstance(prompt, list):
         inner = prompt[0] if len(prompt) == 1 else prompt
@@ -89,7 +90,7 @@ def num_tokens(body: Body) -> int:
 
 
 def one_handoff_suffices(body: Body) -> bool:
-    """Whether the request is one prompt with one continuation, whose logits over the prompt nobody wants."""
+    """Returns whether the request is one prompt with one continuation that does not need logits over the prompt."""
     sampling = body.get(_SAMPLING)
     for asked in (body, sampling if isinstance(sampling, dict) else {}):
         if asked.get("n", 1) not in (1, None) or asked.get("best_of", 1) not in (1, None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server is next: in turn, without those that failed lately. No I/O; the caller brings the clock."""
+"""Chooses the next server: in turn, without those that failed recently. Does no I/O; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOST_BACK_OFF_S = 10.0
 @dataclass(slots=True)
 class _State:
     failures: int = 0
-    """In a row."""
+    """The number of consecutive failures."""
     away_until_s: float = 0.0
 
 
 class Ring:
-    """Servers of one role, by URL. Not thread-safe."""
+    """The servers of one role, by URL. Not thread-safe."""
 
     def __init__(self, urls: Iterable[str]) -> None:
         self._states = {url: _State() for url in urls}
@@ -30,11 +30,11 @@ class Ring:
 
     @property
     def urls(self) -> list[str]:
-        """All servers, whatever their state."""
+        """Returns all servers, whatever their state."""
         return list(self._states)
 
     def choose(self, now_s: float, tried: Collection[str] = ()) -> str | None:
-        """The next server that is not away and not in `tried`; None when there is none. Takes its turn."""
+        """Returns the next available server that is not in `tried`, or None. The following call starts after it."""
         urls = self.urls
         for step in range(len(urls)):
             url = urls[(self._turn + step) % len(urls)]
@@ -44,16 +44,16 @@ class Ring:
         return None
 
     def available(self, url: str, now_s: float) -> bool:
-        """Whether `choose` would take it. A server that failed gets another chance when its back-off ends."""
+        """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""
         return now_s >= self._states[url].away_until_s
 
     def failed(self, url: str, now_s: float) -> None:
-        """A request or a probe found nobody there: it stays away, twice as long each time in a row."""
+        """Records that a request or a probe failed. The back-off doubles with each consecutive failure."""
         state = self._states[url]
         back_off_s = min(FIRST_BACK_OFF_S * 2**state.failures, MOST_BACK_OFF_S)
         state.failures = min(state.failures + 1, 16)
         state.away_until_s = now_s + back_off_s
 
     def succeeded(self, url: str) -> None:
-        """A request or a probe was answered: it is back at once."""
+        """Records that a request or a probe was answered, which makes the server available immediately."""
         self._states[url] = _State()

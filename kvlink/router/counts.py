@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router counts, as Prometheus reads it."""
+"""Counts the router's events, in Prometheus format."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MEANINGS: dict[Event, str] = {
 
 
 class Counts(Counter[Event]):
-    """One number an event since the start."""
+    """The number of each event since the start."""
 
     def prometheus(self) -> str:
-        """The text of /metrics."""
+        """Returns the text of /metrics."""
         lines = []
         for event, meaning in _MEANINGS.items():
             name = f"kvlink_router_{event}_total"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides at once: decode follows the prefill while it runs, and pulls what is computed already."""
+"""Asks both sides at once: decode follows the prefill while it runs, and pulls the blocks that are computed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ async def following(
     headers: Mapping[str, str],
     stream: str,
 ) -> AsyncIterator[Followed | Body | None]:
-    """Yields the answer of the decode server at `url`; or what `prefill` returned, its handoff, when decode cannot
-    follow it or failed at it. Leaving ends both requests.
+    """Yields the answer of the decode server at `url`, or the handoff that `prefill` returned.
 
-    stream: the name that prefill was given. Raises what `prefill` raises, and NotServed of decode.
+    It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both requests.
+    `stream` is the name given to prefill. Raises what `prefill` raises, and decode's NotServed.
     """
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(AsyncExitStack())

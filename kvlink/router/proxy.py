@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy: prefill computes one token, its handoff goes to decode, whose answer streams back as it is."""
+"""Implements the proxy: prefill computes one token, its handoff goes to decode, and decode's answer
+is streamed back.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from kvlink.tracing import HEADER, Kind, TraceParent
 _log = logging.getLogger("kvlink.router")
 
 DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
-"""A response may call tools and refer to others that the same server keeps; an embedding has no answer to generate."""
+"""The paths that decode serves alone.
+
+A response may call tools and refer to others on the same server. An embedding generates no answer.
+"""
 _OURS = (
     "Accept-Encoding",
     "Connection",
@@ -44,14 +49,14 @@ class Refused(Exception):
 
 
 class NoPrefill(Exception):
-    """No prefill server answered, and decode is not to compute prompts."""
+    """No prefill server answered, and decode must not compute prompts."""
 
 
 class Proxy:
-    """Handlers for aiohttp.
+    """The request handlers for aiohttp.
 
-    recompute: without any prefill server decode computes prompts, instead of a 503.
-    streaming_from: tokens from which on decode is asked while prefill still computes; None: never.
+    With `recompute`, decode computes prompts if no prefill server is up; otherwise the answer is 503. Prompts of at
+    least `streaming_from` tokens are sent to decode while prefill still computes; None never does that.
     """
 
     def __init__(
@@ -64,19 +69,21 @@ class Proxy:
         self._streaming_from = streaming_from
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """/v1/completions, /v1/chat/completions, /inference/v1/generate, and those of DECODE_ALONE.
+        """Handles /v1/completions, /v1/chat/completions, /inference/v1/generate, and the paths of DECODE_ALONE.
 
-        Cancelled when the client goes away.
+        It is cancelled when the client disconnects.
         """
         try:
             body = await request.json()
         except web.HTTPRequestEntityTooLarge:
             most_mib = request.client_max_size >> 20
-            return _error(413, f"the body is above {most_mib} MiB, the most that this router takes")
+            return _error(
+                413, f"the body exceeds {most_mib} MiB, the limit of this router; send a shorter prompt"
+            )
         except ValueError as error:
-            return _error(400, f"the body is not JSON: {error}")
+            return _error(400, f"the request body is not JSON: {error}")
         if not isinstance(body, dict):
-            return _error(400, "the body is not a JSON object")
+            return _error(400, "the request body is not a JSON object")
         headers = request.headers.copy()
         for name in _OURS:
             headers.popall(name, None)
@@ -87,7 +94,7 @@ class Proxy:
             if span is None:
                 return await self._answered(request, body, headers)
             headers[HEADER] = str(span.context)
-            if parent is None:  # a trace that begins here has no use for notes about another
+            if parent is None:  # a trace that begins here does not use another trace's state
                 headers.popall("tracestate", None)
             answer = await self._answered(request, body, headers)
             span.set({"http.response.status_code": answer.status})
@@ -110,7 +117,7 @@ class Proxy:
     async def _complete(
         self, request: web.Request, body: Body, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        """No two decode servers see the same handoff: one that died may have used it up."""
+        """Tries decode servers in turn. No two of them get the same handoff: one that died may have used it up."""
         tried: list[str] = []
         reason, handoff, alone = "no decode server is up", None, request.path in DECODE_ALONE
         known = alone
@@ -153,7 +160,7 @@ class Proxy:
     async def _hand_off(
         self, path: str, body: Body, headers: Mapping[str, str], stream: str = ""
     ) -> Body | None:
-        """Prefill's handoff; None when decode is to compute the prompt. Raises NoPrefill, Refused."""
+        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
         if not one_handoff_suffices(body):
             self.counts["not_suited"] += 1
             return None
@@ -180,14 +187,14 @@ class Proxy:
         return handoff
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """/v1/models of a decode server."""
+        """Returns /v1/models of a decode server."""
         try:
             return _whole(await self._decode.ask_any("GET", request.path))
         except NotServed as error:
             return _error(503, str(error))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """200 when a request would be served now; says who is up."""
+        """Returns 200 if a request could be served now, else 503, and the servers that are up."""
         now_s = time.monotonic()
         up = {
             side.role: [url for url in side.ring.urls if side.ring.available(url, now_s)]
@@ -197,14 +204,16 @@ class Proxy:
         return web.json_response(up, status=200 if serves else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """Counts for Prometheus."""
+        """Returns the counts for Prometheus."""
         return web.Response(text=self.counts.prometheus())
 
 
 async def _passed_on(
     request: web.Request, request_id: str, answer: Answer, rest: AsyncIterator[bytes]
 ) -> web.StreamResponse:
-    """When the answer breaks off, the client's connection breaks too: it must not look complete."""
+    """Streams an answer to the client. If it breaks off, the connection is aborted, so that it does
+    not look complete.
+    """
     response = web.StreamResponse(status=answer.status, headers=_kept(answer))
     await response.prepare(request)
     try:
@@ -228,7 +237,7 @@ def _kept(answer: Answer) -> dict[str, str]:
 
 
 def _error(status: int, message: str) -> web.Response:
-    """As OpenAI's API says errors."""
+    """Returns an error in the format of OpenAI's API."""
     return web.json_response(
         {"error": {"message": message, "type": "router_error", "code": status}}, status=status
     )

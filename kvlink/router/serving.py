@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a server, and as a process that runs until it is told to stop."""
+"""Runs the router as a server, until its process is told to stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlink.router.upstream import Upstream
 
 _log = logging.getLogger("kvlink.router")
 
-_MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, images in a chat
+_MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, or images in a chat
 _PROBE_EVERY_S = 2.0
 _END_S = 5.0
 
@@ -32,7 +32,7 @@ async def serve(
     streaming_from: int | None,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError when it cannot listen."""
+    """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError if it cannot listen."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -51,14 +51,17 @@ async def routing(
     recompute: bool = True,
     streaming_from: int | None = None,
 ) -> AsyncIterator[str]:
-    """Routes between servers named by their base URLs; yields its own. `port` 0: any; the rest as in Proxy."""
-    # A connection of its own for each request: one that was kept may just be closed by the server, and what is
-    # lost then cannot be told from a server that died with the request.
+    """Routes between servers, given by their base URLs, and yields its own URL.
+
+    `port` 0 takes any free port. The other parameters are those of Proxy.
+    """
+    # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
+    # looks like a server that died with it.
     async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
         sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
         runner = web.AppRunner(
             _application(Proxy(*sides, recompute, streaming_from)),
-            handler_cancellation=True,  # a client that hangs up ends its requests to the servers
+            handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             shutdown_timeout=_END_S,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the servers behind the router. Every failure that a neighbour might not share is one exception."""
+"""Sends requests to the servers behind the router. Failures that another server might not have become NotServed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvlink.router.bodies import Body
 from kvlink.router.choice import Ring
 
 BROKEN = (ClientError, OSError, TimeoutError)
-"""What aiohttp raises when a server is not there, or no longer."""
+"""The exceptions of aiohttp for a server that is absent or gone."""
 
-# Answers of something that is not ready to serve, rather than about the request.
+# These statuses say that the server is not ready, and nothing about the request.
 _NOT_SERVING = (502, 503, 504)
 _PROBE_S = 10.0
-# Computing a long prompt may take minutes and a stream may pause: only a connection that breaks ends a request.
+# Computing a long prompt may take minutes and a stream may pause, so only a broken connection ends a request.
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
 
 class NotServed(Exception):
-    """A server did not begin to answer. `untouched`: it never saw the request."""
+    """A server did not begin to answer. `untouched` says that it never saw the request."""
 
     def __init__(self, reason: str, untouched: bool) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class NotServed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer, and as much of its body as has been read."""
+    """A server's answer, with the part of its body that has been read."""
 
     status: int
     headers: Mapping[str, str]
@@ -52,7 +52,9 @@ class Upstream:
     async def ask_any(
         self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """A whole answer of the first server that gives one. Raises NotServed, by the last that did not."""
+        """Returns the whole answer of the first server that gives one. Raises the NotServed of the
+        last that did not.
+        """
         tried: list[str] = []
         last = NotServed(f"no {self.role} server is up", untouched=True)
         while (url := self.ring.choose(time.monotonic(), tried)) is not None:
@@ -74,9 +76,9 @@ class Upstream:
     async def stream(
         self, url: str, path: str, body: Body, headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
-        """An answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
+        """Yields an answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
 
-        Whoever leaves early closes the connection, upon which the server aborts the request.
+        Leaving the context early closes the connection, upon which the server aborts the request.
         """
         async with self._open("POST", url, path, body, headers) as response:
             begin = await self._read(url, response, whole=False)
@@ -98,7 +100,7 @@ class Upstream:
             response.close()
 
     async def _read(self, url: str, response: ClientResponse, whole: bool) -> bytes:
-        """The body, or what comes first of it; only then has the server begun to answer."""
+        """Returns the body, or its first part if not `whole`. Only then has the server begun to answer."""
         try:
             body = await (response.read() if whole else response.content.readany())
         except BROKEN as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of handoffs, for OpenTelemetry: offer → claim → read → settle in the trace of the router's request.
+"""Records spans of handoffs for OpenTelemetry: offer → claim → read → settle in the trace of the router's request.
 
-Off unless a process calls `start` and its OTEL_* variables name an exporter, or it calls `use`. While `spans` is None
-nothing of OpenTelemetry is imported; who has something to tell looks at that first.
+Tracing is off unless a process calls `start` and its OTEL_* variables name an exporter, or it calls `use`. While
+`spans` is None, nothing of OpenTelemetry is imported. Code that records spans checks that first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger("kvlink.tracing")
 Attributes = Mapping[str, "str | int | float | bool"]
 
 spans: Spans | None = None
-"""Where spans go; None: nobody collects them."""
+"""The recorder of spans; None turns tracing off."""
 
 
 class Kind(Enum):
-    """OpenTelemetry's SpanKind, without it."""
+    """Mirrors OpenTelemetry's SpanKind without importing it."""
 
     SERVER = "SERVER"
     CLIENT = "CLIENT"
@@ -40,7 +40,7 @@ class Kind(Enum):
 
 
 def start() -> None:
-    """Collects spans from now on if OTEL_* variables ask for it; what is wrong with them is logged. Idempotent."""
+    """Records spans from now on if OTEL_* variables ask for it. Logs what is wrong with them. Idempotent."""
     if spans is not None or not _wanted(os.environ):
         return
     try:
@@ -48,16 +48,16 @@ def start() -> None:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
-        _log.warning("no traces, although OTEL_* variables ask for them: pip install 'kvlink[otel]'")
+        _log.warning("no traces, although OTEL_* variables ask for them; run pip install 'kvlink[otel]'")
         return
     if (found := provider(os.environ)) is not None:
         use(found)
 
 
 def use(tracer_provider: TracerProvider | None) -> None:
-    """Collects spans with this one, for processes that set OpenTelemetry up in code; None: no more.
+    """Records spans with this provider, for processes that set up OpenTelemetry in code; None turns tracing off.
 
-    Workers, coordinators and routers that are there already stay as they were made.
+    Workers, coordinators and routers that already exist do not change.
     """
     global spans
     if tracer_provider is None:
@@ -71,23 +71,29 @@ def use(tracer_provider: TracerProvider | None) -> None:
 def span(
     name: str, kind: Kind, parent: TraceParent | None, attributes: Attributes
 ) -> AbstractContextManager[OpenSpan | None]:
-    """Around what takes long enough not to mind; without `parent` as a child of the caller's span."""
+    """Records a span around the block, for operations long enough that its cost does not matter.
+
+    Without `parent`, the span is a child of the caller's span.
+    """
     return nullcontext() if spans is None else spans.span(name, kind, parent, attributes)
 
 
 def joined(trace: TraceParent | None) -> AbstractContextManager[None]:
-    """Calls from within belong to this span."""
+    """Makes `trace` the current span for calls from the block."""
     return nullcontext() if spans is None or trace is None else spans.joined(trace)
 
 
 def metadata() -> tuple[tuple[str, str], ...] | None:
-    """Of a gRPC call on behalf of the caller's span; None: there is none."""
+    """Returns the metadata of a gRPC call on behalf of the caller's span, or None without one."""
     current = None if spans is None else spans.current()
     return None if current is None else ((HEADER, str(current)),)
 
 
 def _wanted(env: Mapping[str, str]) -> bool:
-    """Without a name in OTEL_TRACES_EXPORTER an address suffices, so that nothing is sent by default."""
+    """Returns whether OTEL_* variables ask for spans.
+
+    Without OTEL_TRACES_EXPORTER, an address suffices, so that nothing is sent by default.
+    """
     exporters = env.get("OTEL_TRACES_EXPORTER", "").strip()
     if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporters.lower() == "none":
         return False

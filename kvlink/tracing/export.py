@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends spans where OTEL_* variables say, as OpenTelemetry's own start-up does, but leaves the process's defaults
-alone: the inference server around us may set its own later.
+"""Exports spans as OTEL_* variables say, like OpenTelemetry's own start-up, but does not set process-wide defaults.
+
+The inference server in this process may set its own later.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 _log = logging.getLogger("kvlink.tracing")
 
 _OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
-"""Entry point by protocol."""
+"""The entry point by protocol."""
 
 
 def provider(env: Mapping[str, str]) -> trace.TracerProvider | None:
-    """The one that the process has set up already, else one of our own; None, logged, when there is no exporter.
+    """Returns the provider that the process has set up, else a new one. Returns None, and logs why, without an
+    exporter.
 
-    Service name, sampler, limits and addresses come from the environment by OpenTelemetry's own doing.
+    OpenTelemetry itself reads service name, sampler, limits and addresses from the environment.
     """
     existing = trace.get_tracer_provider()
     if not isinstance(existing, trace.ProxyTracerProvider):
@@ -40,7 +42,10 @@ def provider(env: Mapping[str, str]) -> trace.TracerProvider | None:
 
 
 def _exporter(name: str, env: Mapping[str, str]) -> SpanExporter:
-    """Raises LookupError when nothing installed has that name, and what the exporter raises."""
+    """Returns a new exporter.
+
+    Raises LookupError if no installed package has one of that name, and what the exporter raises.
+    """
     if name == "otlp":
         protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
         name = _OTLP.get(protocol or "grpc", name)
@@ -48,5 +53,5 @@ def _exporter(name: str, env: Mapping[str, str]) -> SpanExporter:
         exporter: SpanExporter = entry.load()()
         return exporter
     raise LookupError(
-        f"nothing that is installed exports {name}; for OTLP over gRPC: pip install 'kvlink[otel]'"
+        f"no installed package exports {name}; for OTLP over gRPC, run pip install 'kvlink[otel]'"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes spans. With `export` the only module that imports OpenTelemetry."""
+"""Makes spans. Only this module and `export` import OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from kvlink.tracing.traceparent import TraceParent
 
 
 class OpenSpan:
-    """One that has not ended."""
+    """A span that has not ended."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self.context = _seen_from_children(span.get_span_context())
 
     def set(self, attributes: Attributes) -> None:
-        """Adds what only turned out on the way."""
+        """Adds attributes that were not known at the start."""
         self._span.set_attributes(dict(attributes))
 
     def fail(self, why: str) -> None:
-        """For failures that are no exceptions."""
+        """Marks the span as failed, for failures that are not exceptions."""
         self._span.set_status(Status(StatusCode.ERROR, why))
 
 
 class Spans:
-    """Safe from any thread. A parent that is not recorded has children that are not, either: samplers decide."""
+    """Records spans. Safe from any thread. Children of a parent that is not recorded are not
+    recorded: samplers decide.
+    """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("kvlink", version("kvlink"))
@@ -56,9 +58,9 @@ class Spans:
         attributes: Attributes,
         failed: str = "",
     ) -> TraceParent:
-        """A span of what is over, from and to `time.time_ns()`; without `parent` as a child of the caller's span.
+        """Records a span that is over, between two values of `time.time_ns()`. Returns the parent for its own children.
 
-        failed: what went wrong. Returns what its own children need.
+        Without `parent`, the span is a child of the caller's span. `failed` says what failed.
         """
         span = self._tracer.start_span(
             name, _within(parent), SpanKind[kind.name], dict(attributes), start_time=times_ns[0]
@@ -72,7 +74,9 @@ class Spans:
     def span(
         self, name: str, kind: Kind, parent: TraceParent | None, attributes: Attributes
     ) -> Iterator[OpenSpan]:
-        """Until the block ends, whose exception is its error; the caller's span meanwhile."""
+        """Records a span until the block ends; it is the current span meanwhile. An exception of the block becomes its
+        error.
+        """
         started = self._tracer.start_as_current_span(
             name, _within(parent), SpanKind[kind.name], dict(attributes)
         )
@@ -81,7 +85,7 @@ class Spans:
 
     @contextmanager
     def joined(self, trace: TraceParent) -> Iterator[None]:
-        """The caller's span is this one until the block ends."""
+        """Makes `trace` the current span until the block ends."""
         token = otel.attach(_inside(trace))
         try:
             yield
@@ -89,13 +93,13 @@ class Spans:
             otel.detach(token)
 
     def current(self) -> TraceParent | None:
-        """The caller's span, of whatever library."""
+        """Returns the caller's current span, whichever library made it, or None."""
         context = get_current_span().get_span_context()
         return _seen_from_children(context) if context.is_valid else None
 
 
 def _within(parent: TraceParent | None) -> otel.Context | None:
-    """None: where the caller is."""
+    """Returns the context of a parent, or None for the caller's."""
     return None if parent is None else _inside(parent)
 
 

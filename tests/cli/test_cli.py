@@ -157,5 +157,5 @@ def test_output_that_nobody_reads_to_the_end() -> None:
     with subprocess.Popen(program, stdout=output, stderr=subprocess.PIPE) as process:
         os.close(output)
         assert process.stderr is not None
-        assert process.stderr.read() == b"kvlink: the output was closed before its end\n"
+        assert process.stderr.read() == b"kvlink: the reader of the output closed it before all was written\n"
     assert process.returncode == 1

@@ -64,7 +64,10 @@ def test_letters_that_an_encoding_lacks_have_others_in_their_place() -> None:
 def test_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = kvlink(*arguments, stdout=full)
-    assert (done.returncode, done.stderr) == (1, "kvlink: cannot write the output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "kvlink: cannot write to standard output: No space left on device\n",
+    )
 
 
 def test_a_daemon_without_stdout_works() -> None:

@@ -66,7 +66,7 @@ def test_keys_are_their_owners_and_nothing_is_overwritten(tmp_path: Path) -> Non
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     again = kvlink("certs", "--dir", str(folder))
     assert again.returncode == 2
-    assert "has certificates of coordinator, default already: --renew replaces them" in again.stderr
+    assert "already has certificates for coordinator, default; pass --renew to replace them" in again.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     assert kvlink("certs", "--dir", str(folder), "--renew").returncode == 0

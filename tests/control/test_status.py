@@ -60,7 +60,7 @@ def test_it_says_how_many_are_not_shown(
 
     monkeypatch.setattr(sys.modules["kvlink.cli.status"], "_ask", answer)
     show("127.0.0.1:1", False, 1)
-    assert "and 11 more: --limit 0 or --json shows all of them" in capsys.readouterr().out
+    assert "11 more workers are not shown; --limit 0 or --json shows all of them" in capsys.readouterr().out
 
 
 @pytest.mark.verify

@@ -113,7 +113,7 @@ def test_limits_that_are_too_low(tmp_path: Path) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal:  67108864 kB\n")
     locked = host.locked_memory(tmp_path)
     assert locked.verdict is WARN
-    assert locked.evidence == "limit 0.1 MiB of the machine's 64.0 GiB; RDMA cannot lend more host memory"
+    assert locked.evidence == "limit 0.1 MiB of the machine's 64.0 GiB; RDMA cannot register more host memory"
     assert "LimitMEMLOCK=infinity" in locked.fix
     write(tmp_path, "proc/self/status", "CapEff:\t0000000000004000\n")
     assert host.locked_memory(tmp_path).verdict is PASS

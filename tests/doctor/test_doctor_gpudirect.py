@@ -145,7 +145,7 @@ def test_bar1(root: FakeRoot, bar1: int, memory_mib: str, verdict: Verdict) -> N
         ),
         ("DMA-FQ", "quiet intel_iommu=on", True, WARN, f"translates for {GPU_ADDRESS} (DMA-FQ)"),
         ("DMA", "amd_iommu=on", True, WARN, f"translates for {GPU_ADDRESS} (DMA)"),
-        ("", "quiet", True, WARN, "its mode cannot be told"),
+        ("", "quiet", True, WARN, "its mode is unknown"),
         ("", "iommu=pt", True, PASS, "passes GPUs and NICs through"),
     ],
 )
@@ -190,7 +190,7 @@ def test_access_control_services_that_only_root_sees(root: FakeRoot) -> None:
     check = acs.redirection(root.path, cards(root))
     assert (check.verdict, check.evidence) == (
         WARN,
-        f"cannot tell: only root reads the registers of {SWITCH[1]}",
+        f"unknown: only root can read the registers of {SWITCH[1]}",
     )
     assert "lspci -vvv" in check.fix
 
