@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvlink inside inference servers. Installed as `kvlink.integrations`; nothing in kvlink imports it."""
+"""Integrates kvlink into inference servers. It is installed as `kvlink.integrations`; nothing in kvlink imports it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two servers must agree on before one reads the other's cache."""
+"""Describes what two servers must agree on before one reads the other's cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FIELDS = (
 
 
 def model_text(architectures: Sequence[str] | None, config: Any) -> str:
-    """Readable, out of a Hugging Face text configuration; not the path of the model nor the engine's version."""
+    """Returns a readable text of a Hugging Face text configuration, without the model's path or the
+    engine's version.
+    """
     values = {name: getattr(config, name, None) for name in _FIELDS}
     known = [f"{name}={value}" for name, value in values.items() if value is not None]
     return " ".join(["/".join(architectures or ["?"]), *known])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang hands requests over through kvlink: `--disaggregation-transfer-backend kvlink`. See docs/servers/sglang.md.
+"""Lets SGLang hand off requests through kvlink: `--disaggregation-transfer-backend kvlink`. See docs/servers/sglang.md.
 
-backend        SGLang's classes for it, derived from their common ones
-outgoing       prefill's side: pages of requests, offered chunk by chunk
-incoming       decode's side: the pulls of each request
-messages       what the two sides say to each other over SGLang's control sockets
-caches         SGLang's buffers as kvlink pools
+- `backend`: SGLang's classes for a backend, derived from their common ones
+- `outgoing`: prefill's side, which offers the pages of requests chunk by chunk
+- `incoming`: decode's side, which pulls the pages of each request
+- `messages`: the messages between the two sides over SGLang's control sockets
+- `caches`: SGLang's buffers as kvlink pools
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = "kvlink"
 
 
 def __getattr__(name: str) -> Any:
-    """The backend's classes, once SGLang asks for them: their modules need SGLang, this one does not."""
+    """Imports the backend's classes when SGLang asks for them. Their modules need SGLang, this one does not."""
     if name in ("KVLinkManager", "KVLinkReceiver", "KVLinkSender"):
         from . import backend
 
@@ -31,10 +31,10 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Makes the backend known to SGLang, which calls this at the start of each of its processes.
+    """Registers the backend with SGLang, which calls this at the start of each of its processes.
 
-    SGLang's set of backends is closed. Its enumeration asks `_missing_` for names that it does not know, and its
-    plug-ins may wrap `get_kv_class`.
+    SGLang's set of backends is closed. Its enumeration calls `_missing_` for unknown names, and its plug-ins may wrap
+    `get_kv_class`.
     """
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend

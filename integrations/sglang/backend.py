@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's disaggregation backend "kvlink": a request on the prefill server, one on the decode server.
+"""Implements SGLang's disaggregation backend "kvlink": a sender on the prefill server, a receiver on the decode server.
 
-SGLang's own backends push: decode registers its memory, prefill writes into it. Here decode reads:
+SGLang's own backends push: decode registers its memory, and prefill writes into it. Here decode reads:
 
-    decode   send_metadata  "want": the room's pages are allocated, and here is decode's socket
-    prefill  send           a lease on the chunk's pages; its ticket goes to the decode ranks; the last chunk brings
-                            the metadata (aux) row
-    decode   (any time)     a pull of each chunk into its own pages, validated; it settles the lease
-    prefill  poll           Success once every lease is settled: only then SGLang frees the pages
+- decode, `send_metadata`: sends "want"; the room's pages are allocated, and it gives decode's socket
+- prefill, `send`: takes a lease on the chunk's pages and sends its ticket to the decode ranks; the last chunk carries
+  the metadata (aux) row
+- decode, any time: pulls each chunk into its own pages, validates it, and settles the lease
+- prefill, `poll`: returns Success once every lease is settled; only then does SGLang free the pages
 
-So nobody but decode writes into decode's pages, and an abort there has only its own pulls to stop.
-Written against SGLang 0.5.23.
+So only decode writes into decode's pages, and an abort there has only its own pulls to stop. Written against SGLang
+0.5.23.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _log = logging.getLogger("kvlink.sglang")
 
 
 class _OwnsRoom:
-    """What a sender and a receiver do about a room that another live request of this process has: nothing.
+    """Makes a sender or a receiver do nothing in a room that another live request of this process owns.
 
-    SGLang keeps status, failure and peers under the room alone; all of it is the other one's.
+    SGLang stores status, failure and peers by room alone, and all of these belong to the owner.
     """
 
     kv_mgr: KVLinkManager
@@ -46,8 +46,8 @@ class _OwnsRoom:
     conclude_state: Any
     _refused: str = ""
 
-    def _claim_room(self) -> None:
-        self._refused = self.kv_mgr.live_rooms.claim(self.bootstrap_room, self)
+    def _assign_room(self) -> None:
+        self._refused = self.kv_mgr.live_rooms.assign(self.bootstrap_room, self)
         if self._refused:
             self._owns_bootstrap_room = False
             self.conclude_state = KVPoll.Failed
@@ -62,21 +62,21 @@ class _OwnsRoom:
 
 
 class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
-    """One request on the prefill server. SGLang frees its pages after `clear`, or after `abort`."""
+    """A request on the prefill server. SGLang frees its pages after `clear` or `abort`."""
 
     def __init__(
         self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
-        self._claim_room()
+        self._assign_room()
 
     def poll(self) -> Any:
-        """See KVPoll. Never waits."""
+        """Returns a KVPoll. Never waits."""
         self.kv_mgr.collect()
         return super().poll()
 
     def clear(self) -> None:
-        """Ends what is still offered: the pages may be written."""
+        """Ends the leases that are still active, after which the pages may be written."""
         if self._refused:
             return
         self.kv_mgr.outgoing.end(self.bootstrap_room)
@@ -86,12 +86,12 @@ class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
         self._release_room()
 
     def failure_exception(self) -> None:
-        """Raises why it failed."""
+        """Raises the error of the request."""
         self._raise_if_refused()
         super().failure_exception()
 
     def abort(self) -> None:
-        """Tells decode too, which would wait for its timeout."""
+        """Aborts the request and notifies decode, which otherwise waits for its timeout."""
         if self._refused:
             return
         self.kv_mgr.outgoing.end(self.bootstrap_room)
@@ -100,23 +100,23 @@ class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
 
 
 class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
-    """One request on the decode server. SGLang frees its pages after a failed `poll`, after `clear` or `abort`."""
+    """A request on the decode server. SGLang frees its pages after a failed `poll`, after `clear` or `abort`."""
 
     _aux_index: int | None = None
-    """Row of the metadata buffers; None until the pages are allocated."""
+    """The row of the metadata buffers; None until the pages are allocated."""
 
     def __init__(
         self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
-        self._claim_room()
+        self._assign_room()
         owner = mgr.live_rooms.owner(bootstrap_room)
         if self._refused and getattr(owner, "bootstrap_addr", "") != bootstrap_addr:
-            # The owner does not depend on this one's prefill server.
+            # A failure of this prefill server does not concern the room's owner.
             mgr.addr_to_rooms_tracker[bootstrap_addr].discard(bootstrap_room)
 
     def _register_kv_args(self) -> bool:
-        """Prefill needs no addresses of decode."""
+        """Does nothing: prefill needs no addresses of decode."""
         return self.bootstrap_infos is not None
 
     def send_metadata(
@@ -127,18 +127,18 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         *args: Any,
         **options: Any,
     ) -> None:
-        """Tells prefill that pages are allocated. From now on they may be written."""
+        """Tells prefill that pages are allocated. From now on kvlink may write them."""
         if self._refused:
             return
         if self.bootstrap_infos:
             num_ranks = sum(not info["is_dummy"] for info in self.bootstrap_infos)
-            self.kv_mgr.incoming.drop(self.bootstrap_room)  # an earlier owner may have gone without a word
+            self.kv_mgr.incoming.drop(self.bootstrap_room)  # an earlier owner may have left without a message
             self.kv_mgr.incoming.expect(self.bootstrap_room, kv_indices, state_indices or (), num_ranks)
             self._aux_index = aux_index
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **options)
 
     def poll(self) -> Any:
-        """See KVPoll. Never waits, but for the piece under way when pulls are ended."""
+        """Returns a KVPoll. Waits only for the current piece when pulls are ended."""
         if self._refused:
             return KVPoll.Failed
         if self.conclude_state is None and self._aux_index is not None:
@@ -149,7 +149,7 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         return status
 
     def clear(self) -> None:
-        """Ends the pulls under way."""
+        """Ends the active pulls."""
         if self._refused:
             return
         self.kv_mgr.incoming.drop(self.bootstrap_room)
@@ -157,12 +157,12 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         self._release_room()
 
     def failure_exception(self) -> None:
-        """Raises why it failed."""
+        """Raises the error of the request."""
         self._raise_if_refused()
         super().failure_exception()
 
     def abort(self) -> None:
-        """Ends the pulls under way and tells prefill."""
+        """Ends the active pulls and notifies prefill."""
         if self._refused:
             return
         self.kv_mgr.incoming.drop(self.bootstrap_room)
@@ -192,5 +192,5 @@ _CLASSES = {
 
 
 def class_of(class_type: Any) -> Any:
-    """The backend's class for a role."""
+    """Returns the backend's class for a role."""
     return _CLASSES[class_type]

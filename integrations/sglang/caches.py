@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's buffers as kvlink pools: one Worker for each group of equally shaped buffers.
+"""Describes SGLang's buffers as kvlink pools: one Worker for each group of equally shaped buffers.
 
-SGLang lists its buffers as addresses: K of every layer, then V of every layer, and apart from them the state
-buffers (sliding window, Mamba, …). In each the unit of a handoff is an item of fixed size: a page of the KV cache,
-a slot or a page of a state.
+SGLang lists its buffers as addresses: K of every layer, then V of every layer, and separately the state buffers
+(sliding window, Mamba, …). A handoff consists of items of fixed size: a page of the KV cache, a slot or a page of a
+state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvlink.worker import Worker
 
 
 class Buffers(NamedTuple):
-    """Buffers whose items have one size, as SGLang lists them."""
+    """Buffers with items of the same size, as SGLang lists them."""
 
     addresses: tuple[int, ...]
     num_bytes: tuple[int, ...]
@@ -31,10 +31,10 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One scheduler process. `total_heads`: KV heads of the whole model, 1 for MLA."""
+    """A scheduler process. `total_heads` is the number of KV heads of the whole model, 1 for MLA."""
 
     name: str
-    """Unique in the deployment and the same after a restart."""
+    """A name that is unique in the deployment and the same after a restart."""
     model: str
     dtype: str
     page_tokens: int
@@ -43,11 +43,14 @@ class Rank:
     tp_size: int
     gpu: int | None = None
     number: int = 0
-    """Its place among the server's processes, data-parallel ranks included, from 0 on."""
+    """The rank among the server's processes, data-parallel ranks included, from 0 on."""
 
 
 class Cache(NamedTuple):
-    """A group of buffers and the worker that lends it. `component`: of the state it is part of; None: KV pages."""
+    """A group of buffers and the worker that exports it.
+
+    `component` is the index of the state to which it belongs; None means KV pages.
+    """
 
     component: int | None
     worker: Worker
@@ -56,16 +59,16 @@ class Cache(NamedTuple):
 def grouped(
     addresses: Sequence[int], num_bytes: Sequence[int], item_bytes: Sequence[int], what: str
 ) -> list[Buffers]:
-    """Buffers by the size of their items, in the order of their first ones. Raises ConfigError."""
+    """Groups buffers by the size of their items, in the order of first appearance. Raises ConfigError."""
     if not len(addresses) == len(num_bytes) == len(item_bytes):
         raise ConfigError(
-            f"{what}: {len(addresses)} addresses, {len(num_bytes)} lengths, {len(item_bytes)} item lengths"
+            f"{what}: SGLang lists {len(addresses)} addresses, {len(num_bytes)} lengths, {len(item_bytes)} item lengths"
         )
     groups: dict[int, list[tuple[int, int]]] = {}
     for address, length, item in zip(addresses, num_bytes, item_bytes, strict=True):
         if not address or not 0 < item <= length:
             raise ConfigError(
-                f"{what}: a buffer of {length} bytes at {address:#x} has no items of {item} bytes"
+                f"{what}: a buffer of {length} bytes at {address:#x} does not consist of items of {item} bytes"
             )
         groups.setdefault(item, []).append((address, length))
     return [
@@ -75,7 +78,10 @@ def grouped(
 
 
 def page_layout(buffers: Buffers, rank: Rank) -> KVLayout:
-    """Pages of tokens of heads: ranks of another tensor-parallel degree can read a part of each. Raises ConfigError."""
+    """Returns the layout of pages of tokens and heads. Raises ConfigError.
+
+    Ranks of another tensor-parallel degree can read a part of each page.
+    """
     first, end = heads_of(rank.total_heads, rank.tp_rank, rank.tp_size)
     row_bytes, rest = divmod(buffers.item_bytes, rank.page_tokens * (end - first))
     if rest:
@@ -101,7 +107,10 @@ def page_layout(buffers: Buffers, rank: Rank) -> KVLayout:
 
 
 def item_layout(buffers: Buffers, rank: Rank, kind: str) -> KVLayout:
-    """Items of a state, whose inside is not known: read whole, by ranks of the same tensor-parallel degree only."""
+    """Returns the layout of items of a state.
+
+    Their content is opaque, so they are read whole, by ranks of the same tensor-parallel degree only.
+    """
     what = f"{kind} of tp_size {rank.tp_size}"
     alone = replace(rank, dtype=what, page_tokens=1, total_heads=1, tp_rank=0, tp_size=1)
     return page_layout(buffers, alone)
@@ -110,10 +119,10 @@ def item_layout(buffers: Buffers, rank: Rank, kind: str) -> KVLayout:
 def open_caches(
     kv: Sequence[Buffers], states: Sequence[tuple[str, Sequence[Buffers]]], rank: Rank, config: WorkerConfig
 ) -> list[Cache]:
-    """Lends them; `close` of each worker takes them back. `states`: kind and buffers of each component.
+    """Exports the caches until each worker is closed. `states` has the kind and the buffers of each component.
 
-    Peers find each other's caches by their place in this list. Given ports are those of the first rank's first one,
-    each further cache, then each further rank, takes the next. Raises ConfigError.
+    Peers find each other's caches by their index in this list. If ports are configured, the first cache of the first
+    rank takes the configured one; each further cache, then each further rank, takes the next. Raises ConfigError.
     """
     layouts: list[tuple[int | None, Buffers, KVLayout]] = [
         (None, buffers, page_layout(buffers, rank)) for buffers in kv
@@ -135,7 +144,7 @@ def open_caches(
 
 
 def _pool(buffers: Buffers, layout: KVLayout, gpu: int | None) -> BlockPool:
-    """SGLang's scheduler owns the memory, and outlives the pool."""
+    """Returns a pool over memory that SGLang's scheduler owns, and which outlives the pool."""
     regions = [
         Region(address, length, None, None, gpu)
         for address, length in zip(buffers.addresses, buffers.num_bytes, strict=True)
@@ -144,9 +153,9 @@ def _pool(buffers: Buffers, layout: KVLayout, gpu: int | None) -> BlockPool:
 
 
 class AuxRows:
-    """SGLang's metadata buffers: a row of each belongs to a request, with its first token, log-probabilities, …
+    """SGLang's metadata buffers: one row of each belongs to a request, with its first token, log-probabilities, …
 
-    They are in host memory and small, and travel inside a message.
+    They are small and in host memory, and travel inside a message.
     """
 
     def __init__(self, addresses: Sequence[int], row_bytes: Sequence[int]) -> None:
@@ -157,11 +166,12 @@ class AuxRows:
         return tuple(ctypes.string_at(address + index * size, size) for address, size in self._buffers)
 
     def write(self, index: int, rows: Sequence[bytes]) -> None:
-        """Stores the rows of the other server. Raises ConfigError when its buffers differ."""
+        """Stores the rows from the other server. Raises ConfigError if its buffers differ."""
         theirs, ours = [len(row) for row in rows], [size for _, size in self._buffers]
         if theirs != ours:
             raise ConfigError(
-                f"metadata rows of {theirs} bytes came, here they have {ours}; start both servers with the same flags"
+                f"prefill sent metadata rows of {theirs} bytes, decode has {ours}; start both servers with "
+                f"the same flags"
             )
         for (address, size), row in zip(self._buffers, rows, strict=True):
             ctypes.memmove(address + index * size, row, size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side: the pulls of each room, started as prefill says that pages are written."""
+"""Implements decode's side: it pulls the pages of each room as prefill announces them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvlink.sglang")
 
 @dataclass(slots=True)
 class _Room:
-    """Where a room's bytes go, and what has come of them. Guarded by the lock of Incoming."""
+    """The destination of a room's bytes and its pulls. Guarded by the lock of Incoming."""
 
     generation: int
     pages: Any
@@ -33,15 +33,15 @@ class _Room:
     pulls: list[Pull] = field(default_factory=list)
     pages_of: Counter[int] = field(default_factory=Counter)
     complete: set[int] = field(default_factory=set)
-    """Prefill ranks that sent their last chunk."""
+    """The prefill ranks that sent their last chunk."""
     aux: tuple[bytes, ...] = ()
     error: KVLinkError | None = None
     ended: bool = False
-    """`poll` has said how it ended."""
+    """Set once `poll` has returned the result."""
 
 
 class Incoming:
-    """The pulls of one scheduler process. Chunks arrive on another thread than the one that asks."""
+    """The pulls of one scheduler process. Chunks arrive on the listener's thread, the scheduler's thread polls."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self._caches = caches
@@ -52,25 +52,27 @@ class Incoming:
     def expect(self, room: int, pages: Any, states: Sequence[Any | None], num_ranks: int) -> None:
         """Prepares for the chunks of `num_ranks` prefill ranks. From now on the pages may be written.
 
-        Raises ConfigError for a room whose earlier request waits for its pages still: either would be taken for the
-        other.
+        Raises ConfigError for a room whose earlier request still waits for its pages, as the two could not be
+        distinguished.
         """
         with self._lock:
             earlier = self._rooms.get(room)
             if earlier is not None and not earlier.ended:
                 raise ConfigError(
-                    f"bootstrap_room {room} belongs to a request that is still being received; the router must choose "
+                    f"bootstrap_room {room} belongs to a request that is still being received; let the router choose "
                     "another one for each request"
                 )
             self._rooms[room] = _Room(secrets.randbits(63), pages, states, num_ranks)
         _cancel_pulls(earlier)
 
     def generation(self, room: int) -> int:
-        """What chunks of this attempt at the room carry, so that those of an earlier one are told apart."""
+        """Returns the number that chunks of this attempt at the room carry, which distinguishes
+        them from earlier ones.
+        """
         return self._rooms[room].generation
 
     def arrived(self, chunk: Chunk) -> None:
-        """Starts to read a chunk. One of an unknown room or an earlier attempt is dropped."""
+        """Starts to read a chunk. Chunks of an unknown room or an earlier attempt are dropped."""
         with self._lock:
             room = self._rooms.get(chunk.room)
             if room is None or room.generation != chunk.generation or room.error is not None:
@@ -81,9 +83,10 @@ class Incoming:
                 room.error = error
 
     def poll(self, room_id: int) -> tuple[bytes, ...] | None:
-        """The rows of the metadata buffers, once all bytes are in place and valid; before, None. Never waits.
+        """Returns the rows of the metadata buffers once all bytes are in place and valid; before that, None. Never
+        waits.
 
-        Raises KVLinkError when they will never be: `drop` the room.
+        Raises KVLinkError if the room failed: the caller must `drop` it.
         """
         with self._lock:
             room = self._rooms.get(room_id)
@@ -98,19 +101,19 @@ class Incoming:
             return room.aux if complete else None
 
     def drop(self, room_id: int) -> None:
-        """Forgets a room. On return nothing lands in its pages any more. Idempotent."""
+        """Forgets a room. On return nothing writes its pages any more. Idempotent."""
         with self._lock:
             room = self._rooms.pop(room_id, None)
         _cancel_pulls(room)
 
     def _complete(self, room: _Room) -> bool:
-        """Whether all bytes are in place. Raises KVLinkError when they will never be."""
+        """Returns whether all bytes are in place. Raises KVLinkError if the room failed."""
         if room.error is not None:
             raise room.error
         room.pulls = [pull for pull in room.pulls if not self._landed(pull)]
         if room.pulls or len(room.complete) < room.num_ranks:
             return False
-        # The last chunk may have overtaken another.
+        # The last chunk may arrive before another.
         return all(room.pages_of[rank] == len(room.pages) for rank in room.complete)
 
     def _start(self, room: _Room, chunk: Chunk) -> None:
@@ -137,10 +140,10 @@ class Incoming:
             room.aux = room.aux or chunk.aux
 
     def _landed(self, pull: Pull) -> bool:
-        """Raises KVLinkError."""
+        """Returns whether a pull is complete and valid. Raises KVLinkError if it failed."""
         if not pull.done():
             return False
-        pull.wait()  # raises what it failed with
+        pull.wait()  # raises the error of the pull
         for path in pull.explain():
             if path.worker_id not in self._known:
                 self._known.add(path.worker_id)
@@ -149,6 +152,6 @@ class Incoming:
 
 
 def _cancel_pulls(room: _Room | None) -> None:
-    """On return nothing lands in its pages any more."""
+    """Cancels a room's pulls. On return nothing writes its pages any more."""
     for pull in room.pulls if room else ():
         pull.cancel()

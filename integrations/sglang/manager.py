@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler process of SGLang holds once: its caches, the rooms under way, and the talk with its peers."""
+"""Holds what a scheduler process of SGLang has once: its caches, its rooms, and the connections to its peers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from .rooms import LiveRooms, refusal
 
 _log = logging.getLogger("kvlink.sglang")
 
-_FAILED_ROOMS = 1024  # kept to tell those who come late
+_FAILED_ROOMS = 1024  # kept to notify decode ranks that come late
 
 Handlers = dict[bytes, Callable[[list[bytes]], None]]
 
 
 class KVLinkManager(CommonKVManager):  # type: ignore[misc]
-    """One per scheduler process. A listener thread takes what peers say; all else is the scheduler's thread."""
+    """The manager of a scheduler process.
+
+    A listener thread handles the messages of peers. Everything else runs on the scheduler's thread.
+    """
 
     kv_status_msg_tag = b"KVLINK_STATUS"
     kv_status_msg_carries_reason = True
@@ -63,7 +66,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             self._listen({CHUNK: self._arrived, self.kv_status_msg_tag: self._failed})
             self._start_heartbeat_checker_thread()
 
-    # Prefill.
+    # The following methods belong to prefill.
 
     def add_transfer_request(
         self,
@@ -78,7 +81,9 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """Offers a chunk and tells the decode ranks that want it, once `wait_event` (of CUDA) has happened."""
+        """Offers a chunk and sends its tickets to the decode ranks that want it, once the CUDA event `wait_event` has
+        happened.
+        """
         if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
             return
         wants = [
@@ -105,15 +110,17 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         self._conclude_if_delivered(bootstrap_room)
 
     def collect(self) -> None:
-        """Looks for leases that ended: settled is the acknowledgement, everything else a failure."""
+        """Collects leases that ended. A settled one is the acknowledgement, anything else a failure."""
         for room, problem in self.outgoing.ended():
             if problem:
-                self.conclude_failure(bootstrap_room=room, failure_reason=f"decode did not fetch: {problem}")
+                self.conclude_failure(
+                    bootstrap_room=room, failure_reason=f"decode did not read the pages: {problem}"
+                )
             else:
                 self._conclude_if_delivered(room)
 
     def remember_failed(self, room: int) -> None:
-        """Lets a decode rank that comes for it later know at once, rather than by its timeout."""
+        """Remembers a failed room, so that a decode rank that comes later fails immediately, not by its timeout."""
         self._failed_rooms.append(room)
 
     def _conclude_if_delivered(self, room: int) -> None:
@@ -127,16 +134,16 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
                 after.synchronize()
             self._send_multipart_locked(peer.to_tcp(), chunk.to_frames(), is_ipv6=peer.is_ipv6)
         except (zmq.ZMQError, RuntimeError, ConfigError) as error:
-            reason = f"cannot tell decode at {peer.to_host_port_str()} of pages: {error}"
+            reason = f"cannot announce pages to decode at {peer.to_host_port_str()}: {error}"
             self.conclude_failure(bootstrap_room=want.room, failure_reason=reason)
 
     def _send_multipart_locked(self, endpoint: str, parts: list[bytes], is_ipv6: bool = False) -> None:
-        """As in the base class, but a peer that takes nothing is an error at once: schedulers must not wait."""
+        """Sends like the base class, but fails at once if a peer accepts nothing, because schedulers must not wait."""
         socket = self._connect(endpoint, is_ipv6=is_ipv6)
         with self._socket_send_locks[endpoint]:
             socket.send_multipart(parts, flags=zmq.NOBLOCK)
 
-    # Decode.
+    # The following methods belong to decode.
 
     def build_receiver_metadata_message(
         self,
@@ -147,7 +154,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         is_dummy: bool,
         **_: Any,
     ) -> list[bytes]:
-        """What `CommonKVReceiver.send_metadata` sends to each prefill rank."""
+        """Returns the message that `CommonKVReceiver.send_metadata` sends to each prefill rank."""
         want = Want(
             bootstrap_room, self.incoming.generation(bootstrap_room), self.local_ip, self.rank_port,
             self.rank.total_heads, self.rank.tp_rank, self.rank.tp_size, required_dst_info_num,
@@ -155,7 +162,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         )  # fmt: skip
         return want.to_frames()
 
-    # What peers say, on the listener's thread.
+    # The following methods handle messages of peers, on the listener's thread.
 
     def _listen(self, handlers: Handlers) -> None:
         receive = self._make_worker_recv(self.server_socket)
@@ -182,7 +189,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         want = Want.from_frames(frames)
         status = self.request_status.get(want.room)
         if status == KVPoll.Failed or want.room in self._failed_rooms:
-            self._refuse(want, "prefill had given the request up before decode came")
+            self._refuse(want, "prefill aborted the request before decode asked for it")
         elif clash := refusal(self.transfer_infos.get(want.room, {}), want):
             self._refuse(want, clash)
         elif status in (None, KVPoll.Bootstrapping):
@@ -207,14 +214,14 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
     def _aborted(self, frames: list[bytes]) -> None:
         abort = AbortNotification.from_zmq(frames)
         if abort is not None and self.request_status.get(abort.room) not in (None, KVPoll.Success):
-            self.record_failure(abort.room, "decode gave the request up")
+            self.record_failure(abort.room, "decode aborted the request")
             self.update_status(abort.room, KVPoll.Failed)
 
     def _arrived(self, frames: list[bytes]) -> None:
         self.incoming.arrived(Chunk.from_frames(frames))
 
     def _failed(self, frames: list[bytes]) -> None:
-        """Of prefill's reports success says nothing: what has arrived, decode knows better."""
+        """Handles a report of prefill. It ignores success, because decode itself knows what has arrived."""
         report = self.parse_kv_status_message(frames)
         if report is not None and report[1] != KVPoll.Success:
             room, status, rank, reason = report

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode and prefill say to each other over SGLang's ZMQ sockets, beside its own ABORT and status messages.
+"""Defines the messages between decode and prefill over SGLang's ZMQ sockets, besides SGLang's ABORT and status
+messages.
 
-A message is frames, the first its tag. Foreign ones are bounded, and refused as a whole when malformed.
+A message consists of frames, the first of which is its tag. Messages of peers are bounded, and rejected as a whole if
+malformed.
 
-    want   decode has pages ready for a room: tag | header | decode's host
-    chunk  prefill has written pages of it:   tag | header | one cache index a ticket | tickets… | aux rows…
+- want: decode has pages ready for a room: tag | header | decode's host
+- chunk: prefill has written pages of it: tag | header | one cache index per ticket | tickets… | aux rows…
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ _MAX_AUX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Decode's pages for a room are allocated. Names that SGLang's common classes read are theirs.
+    """Announces that decode's pages for a room are allocated. SGLang's common classes read some fields by their names.
 
-    room: identifies the request between the servers. generation: this attempt, so that answers to an earlier one of
-    the same room are told apart.
+    `room` identifies the request between the servers. `generation` identifies this attempt, so that answers to an
+    earlier attempt at the same room are distinguished.
     """
 
     room: int
     generation: int
     endpoint: str
-    """Host of the decode rank's socket."""
+    """The host of the decode rank's socket."""
     dst_port: int
     total_heads: int
-    """KV heads of the whole model; 1 for MLA."""
+    """The KV heads of the whole model; 1 for MLA."""
     tp_rank: int
     tp_size: int
     required_dst_info_num: int
-    """Decode ranks that come to this prefill rank."""
+    """The number of decode ranks that come to this prefill rank."""
     prefix_tokens: int
-    """Cached by decode: prefill hands over what follows."""
+    """The tokens that decode has cached; prefill hands off what follows."""
     is_dummy: bool
-    """Only to be counted; another prefill rank has the same bytes."""
+    """True if this want is only counted, because another prefill rank has the same bytes."""
 
     def to_frames(self) -> list[bytes]:
-        """Inverse of `from_frames`."""
+        """Serializes the message for `from_frames`."""
         header = _WANT.pack(
             _VERSION, self.room, self.generation, self.dst_port, self.total_heads, self.tp_rank,
             self.tp_size, self.required_dst_info_num, self.prefix_tokens, self.is_dummy,
@@ -61,7 +63,7 @@ class Want:
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes]) -> Want:
-        """Parses foreign frames. Raises ConfigError."""
+        """Parses frames of a peer. Raises ConfigError."""
         try:
             _, header, host = frames
             version, room, generation, port, heads, tp_rank, tp_size, num_ranks, prefix, is_dummy = (
@@ -69,11 +71,13 @@ class Want:
             )
             endpoint = host.decode()
         except (ValueError, struct.error) as error:
-            raise ConfigError(f"not a want of kvlink: {error}") from None
+            raise ConfigError(
+                f"a peer sent a malformed want: {error}; run the same kvlink on both servers"
+            ) from None
         _check_version(version)
         if not 0 < len(host) <= _MAX_HOST_BYTES or not 0 <= tp_rank < tp_size or not port or not num_ranks:
             raise ConfigError(
-                f"not a want of kvlink: rank {tp_rank} of {tp_size}, {num_ranks} at {host!r}:{port}"
+                f"a peer sent a malformed want: rank {tp_rank} of {tp_size}, {num_ranks} at {host!r}:{port}"
             )
         return cls(
             room, generation, endpoint, port, heads, tp_rank, tp_size, num_ranks, prefix, bool(is_dummy)
@@ -82,9 +86,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pages `first_page` … of what a want asked for are written. Without tickets: this rank has none of their heads.
+    """Announces that pages from `first_page` of a want are written. It has no tickets if this rank has none of their
+    heads.
 
-    tickets: each with the index of its cache. aux: a row of every metadata buffer, with the last chunk.
+    Each ticket comes with the index of its cache. The last chunk has a row of every metadata buffer in `aux`.
     """
 
     room: int
@@ -97,7 +102,7 @@ class Chunk:
     aux: tuple[bytes, ...] = ()
 
     def to_frames(self) -> list[bytes]:
-        """Inverse of `from_frames`."""
+        """Serializes the message for `from_frames`."""
         header = _CHUNK.pack(
             _VERSION, self.room, self.generation, self.prefill_rank, self.first_page, self.num_pages,
             self.is_last, len(self.tickets), len(self.aux),
@@ -107,20 +112,22 @@ class Chunk:
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes]) -> Chunk:
-        """Parses foreign frames. Raises ConfigError."""
+        """Parses frames of a peer. Raises ConfigError."""
         try:
             _, header, caches, *rest = frames
             version, room, generation, rank, first, count, is_last, num_tickets, num_rows = _CHUNK.unpack(
                 header
             )
         except (ValueError, struct.error) as error:
-            raise ConfigError(f"not a chunk of kvlink: {error}") from None
+            raise ConfigError(
+                f"a peer sent a malformed chunk: {error}; run the same kvlink on both servers"
+            ) from None
         _check_version(version)
         if len(caches) != num_tickets or len(rest) != num_tickets + num_rows or num_rows > _MAX_ROWS:
-            raise ConfigError("not a chunk of kvlink: the number of frames differs from what the header says")
+            raise ConfigError("a peer sent a malformed chunk: the number of frames differs from its header")
         aux = tuple(rest[num_tickets:])
         if first + count > MAX_BLOCKS or sum(map(len, aux)) > _MAX_AUX_BYTES:
-            raise ConfigError("not a chunk of kvlink: a count exceeds its bound")
+            raise ConfigError("a peer sent a malformed chunk: a count exceeds its bound")
         tickets = tuple(zip(caches, map(Ticket.from_bytes, rest[:num_tickets]), strict=True))
         return cls(room, generation, rank, first, count, bool(is_last), tickets, aux)
 
@@ -128,5 +135,6 @@ class Chunk:
 def _check_version(version: int) -> None:
     if version != _VERSION:
         raise ConfigError(
-            f"the other server's kvlink speaks version {version} to SGLang's, this one {_VERSION}"
+            f"the other server's kvlink uses version {version} of its messages, this one {_VERSION}; run "
+            f"the same kvlink on both"
         )

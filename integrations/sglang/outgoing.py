@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill's side: the pages of rooms (requests between two servers), offered chunk by chunk as they are written."""
+"""Implements prefill's side: it offers the pages of rooms (requests between two servers) chunk by chunk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .caches import Cache
 
 
 class Written(NamedTuple):
-    """A chunk that is ready to be read. Indices are numpy arrays, or lists, of SGLang's.
+    """A chunk that is ready to be read. Indices are SGLang's, as numpy arrays or lists.
 
-    pages: of the KV cache. num_tokens: that they hold. states: items of each component, None for those without.
+    `pages` are those of the KV cache, with `num_tokens` tokens. `states` has the items of each component, or None.
     """
 
     pages: Any
@@ -35,16 +35,16 @@ class Written(NamedTuple):
 
 @dataclass(slots=True)
 class _Room:
-    """`pinned` are the offers not yet settled, each with its cache."""
+    """A room with its offers that are not yet settled (`pinned`), each with its cache."""
 
     pinned: dict[str, Cache] = field(default_factory=dict)
     all_offered: bool = False
     trace: str = ""
-    """Of its first offer, as a `traceparent`; SGLang does not say which the request has."""
+    """The `traceparent` of its first offer. SGLang does not pass on that of the request."""
 
 
 class Outgoing:
-    """The offers of one scheduler process. Used on the scheduler's thread only; no call waits for anybody."""
+    """The offers of a scheduler process. Only the scheduler's thread uses it, and no call waits."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self._caches = caches
@@ -55,7 +55,7 @@ class Outgoing:
     def offer(self, room: int, written: Written, readers: Sequence[Reader]) -> list[list[tuple[int, Ticket]]]:
         """Pins a chunk. Returns the tickets of each reader, with the indices of their caches. Raises ConfigError.
 
-        On failure offers may have been made already: `end` the room.
+        On failure some offers may exist already: the caller must `end` the room.
         """
         state = self._rooms.setdefault(room, _Room())
         tickets: list[list[tuple[int, Ticket]]] = [[] for _ in readers]
@@ -80,12 +80,12 @@ class Outgoing:
         return tickets
 
     def delivered(self, room: int) -> bool:
-        """Whether all chunks were offered and every reader has settled every offer."""
+        """Returns whether all chunks were offered and every reader has settled every offer."""
         state = self._rooms.get(room)
         return state is not None and state.all_offered and not state.pinned
 
     def ended(self) -> Iterator[tuple[int, str]]:
-        """Rooms of which an offer ended since the last call, and what went wrong; "" for an offer that was settled."""
+        """Yields rooms of which an offer ended since the last call, with the error, or "" for a settled offer."""
         for cache in self._caches:
             for event in cache.worker.events():
                 room = self._room_of.pop(event.request_id, None)
@@ -96,16 +96,16 @@ class Outgoing:
                 yield room, "" if event.how is LeaseEnd.SETTLED else how
 
     def end(self, room: int) -> None:
-        """Ends what is still offered; a read under way turns stale, so the pages may be written. Idempotent."""
+        """Ends the active offers. A read in progress becomes stale, so the pages may be written. Idempotent."""
         state = self._rooms.pop(room, None)
         for name, cache in state.pinned.items() if state else ():
             del self._room_of[name]
-            with suppress(UnknownRequest):  # ended already, and nobody has asked for the event yet
+            with suppress(UnknownRequest):  # it has ended, and its event is not read yet
                 cache.worker.abort(name)
 
 
 def _items(cache: Cache, written: Written) -> array[int]:
-    """Of this cache, in the form that `Worker.offer` takes fastest."""
+    """Returns the items of this cache, in the form that `Worker.offer` takes fastest."""
     items = written.pages
     if cache.component is not None:
         items = written.states[cache.component] if cache.component < len(written.states) else None
@@ -113,12 +113,12 @@ def _items(cache: Cache, written: Written) -> array[int]:
 
 
 def _takers(cache: Cache, readers: Sequence[Reader]) -> list[int]:
-    """The readers that take a share of this cache from this rank. Raises ConfigError."""
+    """Returns the readers that read a share of this cache from this rank. Raises ConfigError."""
     layout = cache.worker.pool.layout
     if cache.component is not None:
         return list(range(len(readers)))
     takers = [index for index, reader in enumerate(readers) if assign(reader, layout) is not None]
     expected = num_seats(layout, readers[0].tp_size) if readers else 0
     if len(takers) != expected:
-        raise ConfigError(f"{len(takers)} decode ranks came for KV pages that {expected} have to read")
+        raise ConfigError(f"{len(takers)} decode ranks asked for KV pages that {expected} must read")
     return takers

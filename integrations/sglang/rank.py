@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of which model a scheduler process of SGLang has, read from its configuration."""
+"""Reads from SGLang's configuration which part of which model a scheduler process has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .caches import Rank
 
 
 def rank_of(manager: Any) -> Rank:
-    """Of the process of this CommonKVManager. Raises ConfigError for what kvlink cannot hand over."""
+    """Returns the rank of this CommonKVManager's process. Raises ConfigError for what kvlink cannot hand off."""
     _refuse_unsupported(manager)
     config = ModelConfig.from_server_args(manager.server_args)
     role = manager.disaggregation_mode.value
@@ -43,5 +43,5 @@ def _refuse_unsupported(manager: Any) -> None:
     for what, is_wanted in wanted.items():
         if is_wanted:
             raise ConfigError(
-                f"--disaggregation-transfer-backend kvlink cannot do {what}; take another backend"
+                f"--disaggregation-transfer-backend kvlink does not support {what}; use another backend"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests of this process own which rooms. A room is a number that the router chose: two requests may have one.
+"""Tracks which requests of this process own which rooms. A room is a number that the router chose, maybe twice.
 
-SGLang keeps all it knows of a request under its room. Two that live at once would take each other's status, and one
-of them the other's tokens, so the second is refused.
+SGLang keeps everything about a request under its room. Two live requests with one room would share their status, and
+one of them would get the tokens of the other, so the second is refused.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from .messages import Want
 
 
 class LiveRooms:
-    """Rooms and their owners: the senders, or the receivers, of one scheduler process. On the scheduler's thread only.
+    """The rooms of the senders, or the receivers, of one scheduler process, with their owners.
 
-    An owner that nobody refers to any more has given its room back.
+    It is used on the scheduler's thread only. An owner without references has released its room.
     """
 
     def __init__(self) -> None:
         self._owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
-    def claim(self, room: int, owner: object) -> str:
-        """Makes `owner` the owner of a room that has none. Returns why not, or ""."""
+    def assign(self, room: int, owner: object) -> str:
+        """Makes `owner` the owner of a room that has none. Returns why that is impossible, or ""."""
         if self._owners.setdefault(room, owner) is owner:
             return ""
         return (
-            f"bootstrap_room {room} belongs to a request that is still running here; the router must choose another "
+            f"bootstrap_room {room} belongs to a request that is still running here; let the router choose another "
             "one for each request, and for each attempt at one"
         )
 
     def owner(self, room: int) -> object | None:
-        """Whose the room is now."""
+        """Returns the room's current owner."""
         return self._owners.get(room)
 
     def owns(self, room: int, owner: object) -> bool:
-        """Whether the room is this owner's."""
+        """Returns whether `owner` owns the room."""
         return self._owners.get(room) is owner
 
     def release(self, room: int, owner: object) -> None:
-        """The request has ended. Another owner's room stays. Idempotent."""
+        """Releases the room of a request that has ended. Another owner's room stays. Idempotent."""
         if self.owns(room, owner):
             del self._owners[room]
 
 
 def refusal(wants: Mapping[tuple[str, int], Want], want: Want) -> str:
-    """Why a want cannot join those of its room: it comes from the same rank of another decode server; or "".
+    """Returns why a want cannot join those of its room, or "": it comes from the same rank of another decode server.
 
-    wants: by address of their decode ranks.
+    `wants` is keyed by the address of the decode rank.
     """
     for address, other in wants.items():
         if other.tp_rank == want.tp_rank and address != (want.endpoint, want.dst_port):
             return (
-                f"bootstrap_room {want.room} is being handed over to the decode server at {other.endpoint}:"
-                f"{other.dst_port} already; the router must choose another room for each request"
+                f"bootstrap_room {want.room} is already handed off to the decode server at {other.endpoint}:"
+                f"{other.dst_port} ; let the router choose another room for each request"
             )
     return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands requests over between processes that run continuous batching of Hugging Face transformers.
+"""Hands off requests between processes that run continuous batching of Hugging Face transformers.
 
-See docs/servers/transformers.md for how to use it and what each failure looks like.
+docs/servers/transformers.md describes how to use it, and each failure.
 """
 
 from __future__ import annotations

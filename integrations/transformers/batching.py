@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to continuous batching: its parts by name, the generation thread, and block tables kvlink holds.
+"""Adapts continuous batching: its parts by name, the generation thread, and block tables that kvlink holds.
 
-Block tables belong to the generation thread. Whatever changes them runs there, between two batches, as a job.
+Block tables belong to the generation thread. Code that changes them runs there, between two batches, as a job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _log = logging.getLogger("kvlink.transformers")
 
 
 class Batching:
-    """One manager's parts. `hook` methods until `unhook`; a job posted meanwhile runs before the next batch."""
+    """The parts of one manager.
+
+    `hook` replaces methods until `unhook`. A job posted meanwhile runs before the next batch.
+    """
 
     def __init__(self, manager: Any) -> None:
         check_manager(manager)
@@ -36,27 +39,29 @@ class Batching:
         self.cache = self.processor.cache
         self.outputs = manager.output_router
         self.allocator = full_attention_allocator(self.processor)
-        self.names = Names()
+        self.request_ids = RequestIds()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._hooked: list[tuple[Any, str]] = []
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Keeps the generation thread between two batches."""
+        """Pauses the generation thread between two batches."""
         pause: AbstractContextManager[Any] = (
             self.manager.pause() if self.manager.is_running() else nullcontext()
         )
         return pause
 
     def check_accepting(self) -> None:
-        """Raises ConfigError when a request that is given now would never run."""
+        """Raises ConfigError if a request that is added now would never run."""
         if self.manager.batch_processor is not self.processor:
-            raise ConfigError("the manager was stopped and its cache is gone: make a new KVLinkHandoff")
+            raise ConfigError("the manager was stopped and its cache is gone; make a new KVLinkHandoff")
         if reason := self.manager.background_thread_status.can_accept_new_requests():
-            raise ConfigError(f"the manager takes no requests: {reason}")
+            raise ConfigError(f"the manager accepts no requests: {reason}")
 
     def check_fits(self, request_id: str, num_tokens: int) -> None:
-        """Raises ConfigError for a request that needs more than the whole cache: transformers would end its loop, and
-        every other request with it."""
+        """Raises ConfigError for a request that needs more than the whole cache.
+
+        transformers would end its loop for it, and with it every other request.
+        """
         capacity = self.allocator.num_blocks * self.allocator.tokens_per_page
         if num_tokens > capacity:
             raise ConfigError(
@@ -65,47 +70,53 @@ class Batching:
             )
 
     def post(self, job: Callable[[], None]) -> None:
-        """Runs `job` on the generation thread. Safe from any thread."""
+        """Queues `job` for the generation thread. Safe from any thread."""
         self._jobs.put(job)
         self.manager._wake_up_loop.set()
 
     def run_jobs(self) -> None:
-        """On the generation thread, or while it stands."""
+        """Runs the queued jobs, on the generation thread or while it is paused."""
         while not self._jobs.empty():
             _run(self._jobs.get_nowait())
 
     def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if somebody else did."""
+        """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it
+        is replaced already.
+        """
         if name in vars(owner):
             raise ConfigError(
-                f"{type(owner).__name__}.{name} is replaced already: one KVLinkHandoff a manager"
+                f"{type(owner).__name__}.{name} is replaced already; use one KVLinkHandoff per manager"
             )
         setattr(owner, name, partial(replacement, getattr(owner, name)))
         self._hooked.append((owner, name))
 
     def unhook(self) -> None:
-        """Puts the originals back. Idempotent."""
+        """Restores the original methods. Idempotent."""
         while self._hooked:
             delattr(*self._hooked.pop())
 
 
-class Names:
-    """Ids of requests that were given to a handoff and have not ended. Callers choose them, so that two may have one;
-    the later is refused. Safe from any thread."""
+class RequestIds:
+    """The ids of requests that were given to a handoff and have not ended.
+
+    Callers choose the ids, so two requests may have the same one; the second is refused. Safe from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken: set[str] = set()
 
-    def take(self, request_id: str) -> None:
-        """Raises ConfigError for an id that is taken."""
+    def reserve(self, request_id: str) -> None:
+        """Adds an id. Raises ConfigError if it is present."""
         with self._lock:
             if request_id in self._taken:
-                raise ConfigError(f"request {request_id} runs here already: give each its own request_id")
+                raise ConfigError(
+                    f"request {request_id} already runs here; give each request its own request_id"
+                )
             self._taken.add(request_id)
 
-    def give_back(self, request_id: str) -> None:
-        """The request has ended. Idempotent."""
+    def release(self, request_id: str) -> None:
+        """Removes the id of a request that has ended. Idempotent."""
         with self._lock:
             self._taken.discard(request_id)
 
@@ -113,14 +124,14 @@ class Names:
 def _run(job: Callable[[], None]) -> None:
     try:
         job()
-    except Exception:  # transformers would end all requests for it
+    except Exception:  # transformers would end all requests on an exception
         _log.exception("a job of a handoff failed")
 
 
 class HeldBlocks:
-    """Block tables that no request of transformers has, so that nothing there writes or frees them.
+    """Block tables without a request in transformers, so that nothing there writes or frees them.
 
-    On the generation thread only.
+    Used on the generation thread only.
     """
 
     def __init__(self, batching: Batching) -> None:
@@ -130,17 +141,17 @@ class HeldBlocks:
         self.num_tables = 0
 
     def take(self, request_id: str) -> list[int]:
-        """Takes a request's table out of transformers' hands."""
+        """Removes a request's table from transformers' cache and returns it."""
         self.num_tables += 1
         return self._table.pop(request_id)
 
     def give(self, request_id: str, table: list[int]) -> None:
-        """Makes a table that was taken a request's."""
+        """Assigns a table to a request."""
         self.num_tables -= 1
         self._table[request_id] = table
 
     def free(self, table: list[int]) -> None:
-        """Gives a table's blocks up: to the free ones, or to the cached ones that prefixes are looked up in."""
+        """Frees the blocks of a table; blocks with a known prefix stay cached."""
         name = next(self._names)
         self.give(name, table)
         self._free(name)

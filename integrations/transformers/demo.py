@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of `kvlink demo`: continuous batching that prefills, that decodes, and that does both by itself."""
+"""Implements the roles of `kvlink demo`: continuous batching that prefills, that decodes, and that does both alone."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _BATCH_TOKENS = 256
 _LEASE_S = 60.0
 _PULL_S = 20.0
 _RESULT_S = 50.0
-# Large, so that a block that was not pulled turns all later tokens wrong; finite, as what is masked must stay 0.
+# Large, so that a block that was not pulled makes all later tokens wrong; finite, as masked values must stay 0.
 _POISON = 1e4
 
 
 class _Engine:
-    """A manager on a model of its own, to be started by who is ready for requests."""
+    """A continuous batching manager on its own model. The role starts it once it is ready for requests."""
 
     def __init__(self, patience: float, device: str) -> None:
         self.patience = patience
@@ -45,20 +45,20 @@ class _Engine:
         self.manager: Any = tiny_llama(device).init_continuous_batching(greedy, config)
 
     def tokens_of(self, request_id: str) -> list[int]:
-        """Of the one request under way, when it has finished. Raises TransferError."""
+        """Returns the tokens of the only active request once it has finished. Raises TransferError."""
         output = self.manager.get_result(request_id, timeout=_RESULT_S * self.patience)
         if output is None or output.error:
-            raise TransferError(f"{request_id} has no tokens: {output and output.error}")
+            raise TransferError(f"request {request_id} has no tokens: {output and output.error}")
         return [int(token) for token in output.generated_tokens]
 
     def close(self) -> None:
-        """See Role."""
+        """Implements Role."""
         if self.manager.is_running():
             self.manager.stop()
 
 
 class _Peer(_Engine):
-    """An engine that hands requests over, over one transport."""
+    """An engine that hands off requests over one transport."""
 
     name: str
 
@@ -75,7 +75,9 @@ class _Peer(_Engine):
         self.manager.start()
 
     def digest(self, block_ids: Sequence[int], num_tokens: int) -> str:
-        """Equal on both sides exactly if every byte of every token is; block ids do not matter."""
+        """Returns a digest that is equal on both sides exactly if every byte of every token is,
+        whatever the block ids.
+        """
         pool, planes = self.handoff.worker.pool, 2 * self.manager.model.config.num_hidden_layers
         seen = pool.numpy() if pool.gpu is None else pool.torch().cpu().numpy()
         blocks = seen.reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)
@@ -85,28 +87,28 @@ class _Peer(_Engine):
         return found.hexdigest()
 
     def close(self) -> None:
-        """See Role."""
+        """Implements Role."""
         self.handoff.close()
         super().close()
 
 
 class PrefillRole(_Peer):
-    """One transport's prefill worker."""
+    """The prefill worker of one transport."""
 
     name = "prefill"
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """See Role."""
+        """Implements Role."""
         return {"prefill": self.prefill, "ended": self.ended}
 
     def prefill(self, request_id: str, prompt: str) -> Reply:
-        """What the router carries to decode, and a digest of the prompt's blocks."""
+        """Returns what the router carries to decode, and a digest of the prompt's blocks."""
         handoff = self.handoff.prefill(tokenize(prompt), request_id).result(_RESULT_S * self.patience)
         blocks = handoff.open_ticket().block_ids
         return {"handoff": handoff.to_json(), "digest": self.digest(blocks, len(handoff.prompt))}
 
     def ended(self, timeout_s: float) -> Reply:
-        """Waits for all offers to end, and counts what did not end as it should."""
+        """Waits for all offers to end, and counts those that did not end as expected."""
         deadline = time.monotonic() + timeout_s
         while True:
             stats = self.handoff.stats()
@@ -117,18 +119,18 @@ class PrefillRole(_Peer):
 
 
 class DecodeRole(_Peer):
-    """One transport's decode worker."""
+    """The decode worker of one transport."""
 
     name = "decode"
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """See Role."""
+        """Implements Role."""
         return {"decode": self.decode}
 
     def decode(self, handoff: str, num_tokens: int) -> Reply:
-        """Pulls and generates. "us": of the pull alone, microseconds from its start to validated, settled blocks.
+        """Pulls and generates. "us" is the time of the pull alone, in microseconds from its start to settled blocks.
 
-        Raises what the pull failed with; the tokens would be right nevertheless, of a prompt computed here.
+        Raises the error of the pull, although the tokens would still be right: the prompt is computed here then.
         """
         self._poison()
         received = Handoff.from_json(handoff)
@@ -148,7 +150,7 @@ class DecodeRole(_Peer):
         }
 
     def _poison(self) -> None:
-        """Nothing that came before is left in the cache, so that every byte has to come anew."""
+        """Overwrites the cache, so that every byte must be transferred again."""
         cache = self.manager.batch_processor.cache
         with self.manager.pause():
             cache.evict_cached_blocks()
@@ -157,18 +159,18 @@ class DecodeRole(_Peer):
 
 
 class ReferenceRole(_Engine):
-    """The judge's yardstick: no worker, no handoff, a cache that never leaves its process."""
+    """The reference: no worker, no handoff, and a cache that never leaves its process."""
 
     def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
         super().__init__(patience, device)
         self.manager.start()
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """See Role."""
+        """Implements Role."""
         return {"tokens": self.tokens}
 
     def tokens(self) -> Expected:
-        """Seconds of work."""
+        """Returns the tokens of all prompts, which takes seconds."""
         return {
             name: self.tokens_of(self.manager.add_request(tokenize(text), name))
             for name, text in PROMPTS.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two verbs of a handoff: `prefill` in one process, `submit` in the other."""
+"""Implements the two verbs of a handoff: `prefill` in one process, `submit` in the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from .support import layout_of, request_types
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Counts since the start; `held_tables` is of now: block tables that wait for a lease's end or for bytes."""
+    """Counts since the start. `held_tables` is the current number of block tables that wait for a lease's end or for
+    bytes.
+    """
 
     offered: int
     settled: int
@@ -41,14 +43,16 @@ class HandoffStats:
 
 
 class KVLinkHandoff:
-    """Hands requests of a continuous batching manager over, in both directions. Safe from any thread.
+    """Hands off the requests of a continuous batching manager, in both directions. Safe from any thread.
 
-    manager: from `model.init_continuous_batching`, warmed up if it is to be, running or not. Restarting it after
-    `stop(keep_for_next_session=True)` is fine; otherwise close this first.
-    An empty cache on a CPU moves into memory that peers on the host may map.
-    worker_id, coordinator, transports, config: as `kvlink.Worker` takes them.
-    model: free text that both ends must share, such as name and revision; the architecture's name if empty.
-    Raises ConfigError, naming what is missing, for versions and models that cannot be handed over.
+    `manager` comes from `model.init_continuous_batching`. Warm it up before, if at all; it may run or not. It may be
+    restarted after `stop(keep_for_next_session=True)`; otherwise close this object first. An empty cache on a CPU moves
+    into memory that peers on the host may map.
+
+    `worker_id`, `coordinator`, `transports` and `config` are those of `kvlink.Worker`. `model` is free text that both
+    ends must share, such as name and revision; if empty, it is the architecture's name.
+
+    Raises ConfigError, naming what is missing, for versions and models that do not support handoffs.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class KVLinkHandoff:
         with ExitStack() as opened:
             with self._batching.paused():
                 pool = pool_of(cache, allocator, layout)
-            # One thread starts all pulls and sees them end: none may hold it.
+            # One thread starts all pulls and completes them, so none of them may block it.
             config = replace(config or WorkerConfig.from_env(), inline_bytes=0)
             self.worker = opened.enter_context(
                 Worker(pool, worker_id, coordinator=coordinator, transports=transports, config=config)
@@ -87,7 +91,7 @@ class KVLinkHandoff:
         self._closed = False
 
     def __repr__(self) -> str:
-        """State in words."""
+        """Returns a description of the state."""
         return f"KVLinkHandoff({'closed' if self._closed else self.worker!r}: {self.stats()})"
 
     def __enter__(self) -> KVLinkHandoff:
@@ -103,9 +107,9 @@ class KVLinkHandoff:
     ) -> Future[Handoff]:
         """Computes a prompt and its first token, and offers the blocks until they are settled or the lease ends.
 
-        The future gives the Handoff, or the TransferError that says why there is none; the manager's own results do
-        not show the request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache and for
-        a request_id that runs here already.
+        The future gives the Handoff, or a TransferError with the reason. The manager's own results do not include the
+        request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache and for a request_id
+        that already runs here.
         """
         return self._outgoing.prefill(prompt, request_id, logit_processor_kwargs)
 
@@ -120,12 +124,12 @@ class KVLinkHandoff:
         record_timestamps: bool = False,
         **logit_processor_kwargs: Any,
     ) -> str:
-        """Pulls a request's blocks in the background, then generates; returns the request's id at once.
+        """Pulls a request's blocks in the background, then generates. Returns the request's id immediately.
 
-        Results come from the manager, as for `manager.add_request`, whose arguments these are; the first token is
-        the first of them, and counts. When the blocks cannot be had the prompt is computed here instead.
-        Raises ConfigError, and starts nothing, for a handoff that is malformed or mixed up with another, for prompt
-        and max_new_tokens that do not fit the cache, and for a request_id that runs here already.
+        Results come from the manager, as for `manager.add_request`, whose arguments these are. They start with the
+        first token, which counts. If the blocks cannot be pulled, the prompt is computed here instead. Raises
+        ConfigError, and starts nothing, for a handoff that is malformed or does not match its ticket, for prompt and
+        max_new_tokens that do not fit the cache, and for a request_id that already runs here.
         """
         defaults = self._batching.manager.generation_config
         try:
@@ -146,11 +150,11 @@ class KVLinkHandoff:
         return str(state.request_id)
 
     def abort(self, handoff: Handoff) -> None:
-        """Ends an offer of this process now; its blocks come back. Raises UnknownRequest, ConfigError."""
+        """Ends an offer of this process and frees its blocks. Raises UnknownRequest and ConfigError."""
         self.worker.abort(Ticket.from_text(handoff.ticket).request_id)
 
     def stats(self) -> HandoffStats:
-        """What became of the handoffs so far."""
+        """Returns the counts of handoffs."""
         leases = self.worker.lease_counts()
         return HandoffStats(
             offered=leases.granted,
@@ -165,11 +169,11 @@ class KVLinkHandoff:
         )
 
     def newest(self) -> Landed | None:
-        """How the newest handoff came in that no longer waits for bytes. Its blocks may be others' by now."""
+        """Returns the newest handoff that no longer waits for bytes. Its blocks may belong to others by now."""
         return self._incoming.newest
 
     def close(self) -> None:
-        """Ends offers and pulls, and leaves the manager as it was. What was under way is recomputed. Idempotent."""
+        """Ends offers and pulls, and restores the manager. Requests in progress are recomputed. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -193,7 +197,7 @@ class KVLinkHandoff:
         async for event in self.worker.watch_events():
             self._batching.post(partial(self._outgoing.ended, event))
 
-    # On the generation thread, instead of methods of transformers.
+    # The following methods replace methods of transformers, on the generation thread.
 
     def _prepare(self, prepare: Callable[[], bool]) -> bool:
         self._batching.run_jobs()
@@ -213,7 +217,9 @@ class KVLinkHandoff:
         deliver_batch([output for output in outputs if not self._outgoing.deliver(output)])
 
     def _schedule(self, schedule: Callable[..., Any], *budgets: int) -> Any:
-        """A cache that is full only because kvlink holds blocks is no error: they come back."""
+        """Schedules a batch. A cache that is full only because kvlink holds blocks is not an error:
+        they become free.
+        """
         scheduled = schedule(*budgets)
         if scheduled[0] is None and self._waits_for_blocks():
             if self._batching.cache.evict_cached_blocks():
@@ -223,5 +229,7 @@ class KVLinkHandoff:
         return scheduled
 
     def _waits_for_blocks(self) -> bool:
-        """Of two starved requests transformers preempts one."""
+        """Returns whether starved requests wait for blocks that kvlink holds. Of two starved ones transformers preempts
+        one.
+        """
         return self._held.num_tables > 0 and len(self._batching.scheduler.starved_requests) < 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router carries from the prefill process to the decode process."""
+"""Defines the message that a router carries from the prefill process to the decode process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIELDS = {"ticket", "prompt", "first_token", "first_logprob"}
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A prefilled request. Secret, as its ticket is: whoever holds it may read the blocks.
+    """A prefilled request. It is secret like its ticket: whoever has it may read the blocks.
 
-    ticket: text of a kvlink Ticket whose request id ends with a hash of the tokens below.
-    prompt: token ids; first_token: the one that prefill generated, first_logprob: its log probability if asked for.
+    `ticket` is the text of a kvlink Ticket whose request id ends with a hash of the tokens below. `prompt` has token
+    ids. `first_token` is the one that prefill generated, `first_logprob` its log probability if requested.
     """
 
     ticket: str
@@ -30,31 +30,33 @@ class Handoff:
     first_logprob: float | None = None
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Returns one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Handoff:
-        """Parses foreign text. Raises ConfigError for anything that `to_json` cannot have written."""
+        """Parses text of a peer. Raises ConfigError for anything that `to_json` cannot have written."""
         if len(text) > _MAX_JSON_BYTES:
-            raise ConfigError("not a handoff of kvlink: too long")
+            raise ConfigError("the handoff is malformed: it is too long")
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"not a handoff of kvlink: {error}") from None
+            raise ConfigError(f"the handoff is malformed: {error}") from None
         if not isinstance(fields, dict) or set(fields) != _FIELDS:
-            raise ConfigError(f"not a handoff of kvlink: it has the fields {', '.join(sorted(_FIELDS))}")
+            raise ConfigError(
+                f"the handoff is malformed: it must have the fields {', '.join(sorted(_FIELDS))}"
+            )
         logprob = fields["first_logprob"]
         if not isinstance(fields["ticket"], str) or not isinstance(logprob, (float, int, type(None))):
-            raise ConfigError("not a handoff of kvlink: ticket must be text, first_logprob a number or null")
+            raise ConfigError("the handoff is malformed: ticket must be text, first_logprob a number or null")
         prompt = fields["prompt"]
         if not isinstance(prompt, list):
-            raise ConfigError("not a handoff of kvlink: prompt must be a list of token ids")
+            raise ConfigError("the handoff is malformed: prompt must be a list of token ids")
         check_tokens([*prompt, fields["first_token"]])
         return cls(fields["ticket"], tuple(prompt), fields["first_token"], logprob)
 
     def open_ticket(self) -> Ticket:
-        """The ticket, if it was made for these very tokens. Raises ConfigError otherwise."""
+        """Returns the ticket if it was made for these tokens. Raises ConfigError otherwise."""
         check_tokens([*self.prompt, self.first_token])
         ticket = Ticket.from_text(self.ticket)
         if not ticket.request_id.endswith(fingerprint(self.prompt, self.first_token)):
@@ -66,12 +68,12 @@ class Handoff:
 
 
 def check_tokens(tokens: Sequence[int]) -> None:
-    """Raises ConfigError for what no tokenizer can have made."""
+    """Raises ConfigError for values that no tokenizer can have made."""
     if any(type(token) is not int or not 0 <= token < 2**31 for token in tokens):
         raise ConfigError("token ids must be whole numbers from 0 to 2^31 - 1")
 
 
 def fingerprint(prompt: Sequence[int], first_token: int) -> str:
-    """Stands for the tokens at the end of a ticket's request id."""
+    """Returns a hash of the tokens, which ends a ticket's request id."""
     tokens = array("q", [*prompt, first_token])
     return "@" + hashlib.sha256(tokens.tobytes()).hexdigest()[:32]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side: blocks first, in the background; the request joins the batch once they are complete.
+"""Implements the decode side: it pulls blocks in the background, and the request joins the batch once they are
+complete.
 
-While its blocks are on their way a request is active and pending: the manager knows of it, so that it can be
-cancelled and keeps a stopping manager from leaving, and no scheduler puts it into a batch.
+Meanwhile a request is active and pending: the manager knows it, so that it can be cancelled and keeps a stopping
+manager running, and no scheduler puts it into a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _log = logging.getLogger("kvlink.transformers")
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """One handoff that came in: its pull and the blocks that it wrote, or why its prompt is computed here instead."""
+    """A handoff that was received: its pull and the blocks it wrote, or why its prompt is computed here instead."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -37,7 +38,10 @@ class Landed:
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """`num_matched` tokens at the start of the prompt were found in this process's own cache."""
+    """A request whose blocks are being pulled.
+
+    `num_matched` tokens at the start of the prompt were found in this process's own cache.
+    """
 
     state: Any
     ticket: Ticket
@@ -49,7 +53,7 @@ class _Arrival:
 
 
 class Incoming:
-    """Requests that another process prefilled."""
+    """The requests that another process prefilled."""
 
     def __init__(
         self, batching: Batching, worker: Worker, held: HeldBlocks, background: ControlThread
@@ -63,53 +67,57 @@ class Incoming:
         self._waiting: deque[_Arrival] = deque()
         self._arrivals: dict[str, _Arrival] = {}
         self._pulling: set[_Arrival] = set()
-        self._adopted: set[str] = set()  # they generate from blocks that were pulled
+        self._adopted: set[str] = set()  # requests that generate from pulled blocks
         self.num_pulled = self.num_recomputed = self.num_bytes = 0
         self.newest: Landed | None = None
 
     def submit(self, state: Any, ticket: Ticket, handoff: Handoff) -> None:
-        """Raises ConfigError for a request that could never run here. Everything else happens later."""
+        """Queues a request. Raises ConfigError for one that could never run here. Everything else happens later."""
         self._batching.check_accepting()
         self._batching.processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
         request_id = state.request_id
         if request_id in self._scheduler.active_requests or request_id in self._scheduler.waiting_requests:
-            raise ConfigError(f"request {request_id} runs here already")
+            raise ConfigError(f"request {request_id} already runs here; give each request its own request_id")
         num_tokens = len(handoff.prompt)
         if ticket.num_tokens != num_tokens or not num_tokens:
             raise ConfigError(
-                f"the ticket of {ticket.request_id} is of {ticket.num_tokens} tokens, not {num_tokens}"
+                f"the ticket of {ticket.request_id} has {ticket.num_tokens} tokens, the prompt {num_tokens}"
             )
-        # The last token is not stored. Without a limit nobody knows how many come.
+        # The last token is not stored. Without a limit the number of new tokens is unknown.
         self._batching.check_fits(request_id, num_tokens + max((state.max_new_tokens or 2) - 1, 0))
-        self._batching.names.take(request_id)
+        self._batching.request_ids.reserve(request_id)
         self._batching.post(partial(self._arrive, _Arrival(state, ticket, handoff)))
 
-    # On the generation thread.
+    # The following methods run on the generation thread.
 
     def admit(self) -> None:
-        """Starts the pulls of arrivals that blocks are free for, in order."""
+        """Starts the pulls of arrivals for which blocks are free, in order."""
         while self._waiting and (self._waiting[0].cancelled or self._allocate(self._waiting[0])):
             arrival = self._waiting.popleft()
             if not arrival.cancelled:
                 self._background.submit(self._pull(arrival))
 
     def forget(self, request_id: str) -> None:
-        """The request ended, was cancelled or failed. Its blocks come back when no byte lands in them any more."""
+        """Forgets a request that ended, was cancelled or failed. Its blocks become free once no byte is written to
+        them.
+        """
         arrival = self._arrivals.pop(request_id, None)
         if arrival is not None or request_id in self._adopted:
             self._adopted.discard(request_id)
-            self._batching.names.give_back(request_id)
+            self._batching.request_ids.release(request_id)
         if arrival is not None:
             arrival.cancelled = True
             self._background.loop.call_soon_threadsafe(_cancel, arrival)
 
     def close(self) -> None:
-        """Recomputes what has not arrived, or fails it when nobody generates. No pull is under way any more."""
+        """Recomputes requests that have not arrived, or fails them if nothing generates. Afterwards
+        no pull is active.
+        """
         closed = Cancelled("the handoff was closed")
         if not self._batching.manager.is_running():
             while self._arrivals:
                 request_id, arrival = self._arrivals.popitem()
-                self._batching.names.give_back(request_id)
+                self._batching.request_ids.release(request_id)
                 self._batching.outputs.fail_and_deliver(arrival.state, closed)
                 self._scheduler.finish_request(request_id)
         for arrival in [*self._pulling, *self._waiting]:
@@ -125,7 +133,7 @@ class Incoming:
         state, num_tokens = arrival.state, len(arrival.handoff.prompt)
         is_roomy = self._scheduler._try_to_meet_safety_margin()
         if not is_roomy and len(self._scheduler.active_requests) > len(self._arrivals):
-            return False  # leave what is left to those that generate, as the scheduler does
+            return False  # the remaining blocks are for generating requests, as in transformers' scheduler
         arrival.num_matched = self._cache.search_prefix_match(state.request_id, state.initial_tokens)
         state.position_offset = arrival.num_matched
         num_missing = num_tokens - arrival.num_matched
@@ -162,7 +170,7 @@ class Incoming:
         if ended or error is not None:
             self._scheduler.finish_request(request_id)
         if error is not None:
-            self._batching.names.give_back(request_id)  # from here on it is an ordinary request
+            self._batching.request_ids.release(request_id)  # from here on it is an ordinary request
             self.num_recomputed += 1
             _log.warning(
                 "recomputes request=%s ticket=%s error=%r", request_id, arrival.ticket.request_id, error
@@ -181,7 +189,7 @@ class Incoming:
         self._cache.mark_complete_blocks(arrival.state, {self._batching.allocator.layer_type: num_full})
         self.num_pulled += 1
 
-    # On the background thread.
+    # The following methods run on the background thread.
 
     async def _pull(self, arrival: _Arrival) -> None:
         error: Exception | None = None

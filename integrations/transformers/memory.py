@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a cache lies: on a CPU in memory that other processes of the host may map, elsewhere where it was."""
+"""Chooses where a cache is: on a CPU in memory that other processes of the host may map, elsewhere where it was."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvlink.layout import KVLayout
 
 
 def pool_of(cache: Any, allocator: Any, layout: KVLayout) -> BlockPool:
-    """The cache as a pool. REQUIRES that no batch runs.
+    """Returns the cache as a pool. Requires that no batch runs.
 
-    An empty cache on a CPU moves, so that peers may read it by shm too; one in use is lent where it is.
+    An empty cache on a CPU moves, so that peers may also read it by shm. One in use is exported where it is.
     """
     if cache.cache_tensor.device.type != "cpu" or _is_in_use(cache):
         return BlockPool.from_tensors([cache.cache_tensor], layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill side: a finished request keeps its blocks until the lease of its offer ends."""
+"""Implements the prefill side: a finished request keeps its blocks until the lease of its offer ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .batching import Batching, HeldBlocks
 from .handoff_message import Handoff, check_tokens, fingerprint
 from .support import request_types
 
-_MAX_NAME_BYTES = 400  # the ticket's has at most 512, with a number and a hash
+_MAX_NAME_BYTES = 400  # a ticket's request id has at most 512, with a number and a hash
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Prefill:
 
 
 class Outgoing:
-    """Requests that this process prefills for another."""
+    """The requests that this process prefills for another."""
 
     def __init__(self, batching: Batching, worker: Worker, held: HeldBlocks) -> None:
         self._batching = batching
@@ -41,7 +41,7 @@ class Outgoing:
     def prefill(
         self, prompt: Sequence[int], request_id: str | None, options: dict[str, Any]
     ) -> Future[Handoff]:
-        """See `KVLinkHandoff.prefill`."""
+        """Implements `KVLinkHandoff.prefill`."""
         self._batching.check_accepting()
         request_id = f"prefill-{next(self._numbers)}" if request_id is None else request_id
         prefill = _Prefill(tuple(map(int, prompt)))
@@ -50,35 +50,37 @@ class Outgoing:
             raise ConfigError(f"a prefill needs a token and a request id of at most {_MAX_NAME_BYTES} bytes")
         self._batching.check_fits(request_id, len(prefill.prompt))
         prefill.future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
-        self._batching.names.take(request_id)
+        self._batching.request_ids.reserve(request_id)
         self._prefills[request_id] = prefill
         try:
             added = self._batching.manager.add_request(
                 list(prefill.prompt), request_id, max_new_tokens=1, **options
             )
             if added is None:
-                raise ConfigError(f"the manager did not take request {request_id}")
+                raise ConfigError(f"the manager did not accept request {request_id}")
         except BaseException:
             self._forget(request_id)
             raise
         return prefill.future
 
-    # On the generation thread.
+    # The following methods run on the generation thread.
 
     def keep(self, request_id: str) -> bool:
-        """Offers the blocks of a request that is being freed. False: it is not handed over, they may go."""
+        """Offers the blocks of a request that is being freed. Returns False if it is not handed off, so they may be
+        freed.
+        """
         prefill = self._prefills.get(request_id)
         if prefill is None:
             return False
         state = self._batching.scheduler.active_requests.get(request_id)
         if state is not None and tuple(state.initial_tokens) != prefill.prompt:
-            return False  # a request of the manager's own has the same id
+            return False  # one of the manager's own requests has the same id
         if state is None:
             self._forget(request_id)
             prefill.future.set_exception(Cancelled(f"request {request_id} was cancelled"))
             return False
         if state.status != self._status.FINISHED or request_id not in self._batching.allocator.block_table:
-            return False  # preempted: it comes back
+            return False  # it was preempted and comes back
         table = self._held.take(request_id)
         try:
             prefill.outcome = self._offer(request_id, prefill.prompt, state, table)
@@ -88,7 +90,7 @@ class Outgoing:
         return True
 
     def deliver(self, output: Any) -> bool:
-        """Resolves the future that an output belongs to. False: it is another request's."""
+        """Resolves the future of an output. Returns False if the output belongs to another request."""
         prefill = self._prefills.get(output.request_id)
         if prefill is None or tuple(output.prompt_ids) != prefill.prompt:
             return False
@@ -101,11 +103,11 @@ class Outgoing:
         return True
 
     def ended(self, event: LeaseEvent) -> None:
-        """An offer ended: its blocks are transformers' again."""
+        """Returns the blocks of an offer that ended to transformers."""
         self._held.free(self._offered.pop(event.request_id))
 
     def close(self) -> None:
-        """Gives all blocks back. The worker is closed: nobody reads them any more."""
+        """Frees all blocks. The worker is closed, so nothing reads them."""
         while self._offered:
             self._held.free(self._offered.popitem()[1])
         while self._prefills:
@@ -115,7 +117,7 @@ class Outgoing:
 
     def _forget(self, request_id: str) -> None:
         self._prefills.pop(request_id, None)
-        self._batching.names.give_back(request_id)
+        self._batching.request_ids.release(request_id)
 
     def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handoff:
         first_token = state.to_generation_output().generated_tokens[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvlink needs of transformers, checked by feature and not by version, and how its cache lies in memory."""
+"""Checks what kvlink needs from transformers, by feature and not by version, and describes the layout of its cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
 
 RAN_WITH = "5.19.0 and 5.23.0"
-"""Versions of transformers that passed tests/integrations/test_transformers.py."""
+"""The releases of transformers that passed tests/integrations/test_transformers.py."""
 
 _REQUESTS = "transformers.generation.continuous_batching.requests"
 _FULL_ATTENTION = "full_attention"
@@ -40,7 +40,7 @@ _STATE = (
 
 
 def request_types() -> tuple[Any, Any]:
-    """RequestState and RequestStatus. Raises ConfigError when this transformers has no such thing."""
+    """Returns RequestState and RequestStatus. Raises ConfigError if this release of transformers lacks them."""
     try:
         requests = import_module(_REQUESTS)
         return requests.RequestState, requests.RequestStatus
@@ -49,21 +49,23 @@ def request_types() -> tuple[Any, Any]:
 
 
 def check_manager(manager: Any) -> None:
-    """Raises ConfigError for a manager that kvlink does not know how to drive."""
+    """Raises ConfigError for a manager that kvlink cannot drive."""
     _require("ContinuousBatchingManager", manager, _MANAGER)
     state, status = request_types()
     _require("RequestState", state(request_id="", initial_tokens=[0]), _STATE)
     _require("RequestStatus", status, "PENDING DECODING FINISHED")
     if manager.distributed_helper.tp_size > 1:
         raise ConfigError(
-            "handoffs of tensor-parallel models are not supported: run prefill and decode with TP 1"
+            "handoffs of tensor-parallel models are not supported; run prefill and decode with TP 1"
         )
     if manager.num_return_sequences != 1:
         raise ConfigError("handoffs need num_return_sequences=1")
 
 
 def full_attention_allocator(processor: Any) -> Any:
-    """The one allocator of the cache. Raises ConfigError, naming the attention types that kvlink cannot hand over."""
+    """Returns the only allocator of the cache. Raises ConfigError, naming the attention types that kvlink cannot hand
+    off.
+    """
     _require("ContinuousBatchProcessor", processor, _PROCESSOR)
     allocators: Mapping[str, Any] = processor.cache.cache_allocators
     if list(allocators) != [_FULL_ATTENTION]:
@@ -74,14 +76,14 @@ def full_attention_allocator(processor: Any) -> Any:
 
 
 def layout_of(allocator: Any, cache_tensor: Any, config: Any, model: str) -> KVLayout:
-    """The cache as kvlink sees it: per block, per layer, K of all tokens, then V of all tokens. Raises ConfigError."""
+    """Returns the cache's layout: per block, per layer, K of all tokens, then V of all tokens. Raises ConfigError."""
     dtype = allocator.cache_dtype
     layout = dense(
         Geometry(
             num_layers=len(allocator.layer_indices),
             total_heads=allocator.num_key_value_heads,
             row_bytes=allocator.head_dim * dtype.itemsize,
-            # Block ids count from the start of the tensor, which holds blocks that are never lent.
+            # Block ids count from the start of the tensor, which has blocks that are never exported.
             num_blocks=cache_tensor.numel() * cache_tensor.element_size() // allocator.bytes_per_block,
             block_tokens=allocator.tokens_per_page,
             dtype=str(dtype).removeprefix("torch."),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvlink in vLLM: `--kv-transfer-config '{"kv_connector":"KVLinkConnector","kv_role":"kv_both"}'`.
+"""Is the connector for vLLM: `--kv-transfer-config '{"kv_connector":"KVLinkConnector","kv_role":"kv_both"}'`.
 
-The entry point below makes the name known. Where plug-ins are off, `kv_connector_module_path` is this module.
+The entry point below registers the name. Where plug-ins are off, `kv_connector_module_path` is this module.
 
-`connector` is what vLLM loads; it splits into `scheduler` (in the engine's process, decides) and `worker` (beside the
-model, moves bytes). `handoff` is what rides on the router's message.
+vLLM loads `connector`, which consists of `scheduler` (in the engine's process, makes decisions) and `worker` (beside
+the model, moves bytes). `handoff` is what the router's message carries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["KVLinkConnector", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector, once vLLM asks for it: its module needs vLLM, this one does not."""
+    """Imports the connector when vLLM asks for it. Its module needs vLLM, this one does not."""
     if name == "KVLinkConnector":
         from .connector import KVLinkConnector
 
@@ -27,14 +27,14 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Makes the connector known by name. vLLM calls it in every process (entry point vllm.general_plugins)."""
+    """Registers the connector by name. vLLM calls it in every process (entry point vllm.general_plugins)."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from .dynamo import make_known
 
     if (
         "KVLinkConnector" not in KVConnectorFactory._registry
-    ):  # it may be called twice, registering twice raises
+    ):  # it may be called twice, and registering twice raises
         KVConnectorFactory.register_connector(
             "KVLinkConnector", "kvlink.integrations.vllm.connector", "KVLinkConnector"
         )

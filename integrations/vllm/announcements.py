@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of handoffs on their way through the coordinator: numbered offers there, claimed one after the other.
+"""Transfers parts of handoffs through the coordinator, as numbered offers that are claimed one after the other.
 
-Lives in the scheduler's process, on kvlink's control thread; the scheduler itself never waits.
+It runs in the scheduler's process, on kvlink's control thread. The scheduler itself never waits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
 from kvlink.tracing import TraceParent
 
 from .handoff import Owner
-from .parts import Part
+from .handoff_parts import Part
 
 _log = logging.getLogger("vllm.kvlink")
 
 _FIRST_S = 600.0
-"""A prefill server may have a queue. Its own router ends the wait much sooner when it dies."""
+"""The wait for the first part. A prefill server may have a queue; if it dies, its router ends the wait much sooner."""
 _CLAIM_S = 30.0
 _CLOSE_S = 2.0
 
 
 class Following:
-    """What one request's prefill server announces, as it comes. Read by the scheduler, fed by the control thread."""
+    """The parts that one request's prefill server announces. The scheduler reads them, the control thread adds them."""
 
     def __init__(self, name: str, trace: TraceParent | None) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Following:
         self._job: Future[None] | None = None
 
     def take(self) -> list[Part]:
-        """Those that came since the last call, in order."""
+        """Returns the parts that came since the last call, in order."""
         parts = []
         while self._parts:
             parts.append(self._parts.popleft())
@@ -51,17 +51,17 @@ class Following:
 
     @property
     def trace(self) -> TraceParent | None:
-        """What its claims belong to: the offer, once it is known; before that what asked for it."""
+        """Returns the trace of its claims: that of the offer once it is known, before that the request's."""
         offered_in = self._first.handoff.trace if self._first else None
         return offered_in or self._asked_in
 
     def stop(self) -> None:
-        """Nobody reads on. Idempotent."""
+        """Stops reading. Idempotent."""
         if self._job is not None:
             self._job.cancel()
 
     def _add(self, blob: bytes) -> bool:
-        """Whether more follow."""
+        """Adds a part. Returns whether more follow."""
         try:
             part = Part.from_bytes(blob)
         except KVLinkError as error:
@@ -69,14 +69,17 @@ class Following:
             return False
         self._first = self._first or part
         if not part.continues(self._first):
-            self.why_ended = "the prefill server began anew, under another lease"
+            self.why_ended = "the prefill server started over under another lease"
             return False
         self._parts.append(part)
         return not part.last
 
 
 class Announcements:
-    """Safe from any thread. `coordinator`: host:port. `gap_s`: how long the next part may take after one came."""
+    """Announces and follows parts. Safe from any thread.
+
+    `coordinator` is host:port. `gap_s` is the longest wait for the next part after one came.
+    """
 
     def __init__(self, coordinator: str, gap_s: float) -> None:
         self._coordinator = coordinator
@@ -86,29 +89,33 @@ class Announcements:
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Announcements | None:
-        """None: there is no coordinator."""
+        """Returns the announcements of a configuration, or None without a coordinator."""
         return cls(config.coordinator, config.timeout_s) if config.coordinator else None
 
     def announce(
         self, name: str, number: int, owner: Owner, ttl_s: float, part: bytes, trace: TraceParent | None
     ) -> Future[None]:
-        """Offers the `number`th part of `name` in the background, on behalf of a worker that has joined there."""
-        # Of one rank to one reader: servers talk here, whatever the number of their workers.
+        """Offers part number `number` of `name` in the background, on behalf of a worker that has joined the
+        coordinator.
+        """
+        # One rank announces to one reader: these are servers, whatever the number of their workers.
         offer = Offer(_numbered(name, number), owner.worker_id, owner.epoch, ttl_s, 0, 1, 1, part)
         return self._control.submit(self._offer(offer, trace))
 
     def follow(self, name: str, trace: TraceParent | None) -> Following:
-        """Claims the parts of `name`, one after the other, until the last or `stop`. `trace`: of who asks."""
+        """Claims the parts of `name`, one after the other, until the last or `stop`. `trace` is the trace of the
+        reader.
+        """
         following = Following(name, trace)
         following._job = self._control.submit(self._follow(following))
         return following
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection to the coordinator. Idempotent."""
         with contextlib.suppress(KVLinkError):
             self._control.run(self._close(), _CLOSE_S)
 
-    # On the control thread.
+    # The following methods run on the control thread.
 
     async def _offer(self, offer: Offer, trace: TraceParent | None) -> None:
         try:
@@ -130,7 +137,7 @@ class Announcements:
             following.why_ended = str(error)
         finally:
             if goes_on and not following.why_ended:
-                following.why_ended = "nobody follows it any more"
+                following.why_ended = "its follower has stopped"
 
     async def _claim(self, name: str, number: int) -> bytes:
         deadline = time.monotonic() + (self._gap_s if number else _FIRST_S)
@@ -141,7 +148,9 @@ class Announcements:
                     _numbered(name, number), min(max(left_s, 0.0), _CLAIM_S)
                 )
             except ValueError:
-                raise ConfigError(f"{name} is announced by several: the name is used twice") from None
+                raise ConfigError(
+                    f"{name} is announced by several servers; let the router choose a new name for each request"
+                ) from None
             except UnknownRequest:
                 if left_s <= _CLAIM_S:
                     raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV caches as a kvlink pool: where every layer lies, and which layers share a block table."""
+"""Describes vLLM's KV caches as a kvlink pool: the place of every layer, and which layers share a block table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """One rank's caches. Layers are numbered group by group: group g has layers `groups[g]`, half open."""
+    """The caches of one rank. Layers are numbered group by group: group g has the layers of the range `groups[g]`."""
 
     pool: BlockPool
     groups: tuple[tuple[int, int], ...]
     kernel_blocks: int
-    """Blocks of the pool that make one block of the scheduler."""
+    """The number of the pool's blocks that make one block of the scheduler."""
     token_unit: int
-    """Tokens of vLLM that are one of the pool's layout: those of a block, where only whole blocks can be moved."""
+    """How many tokens of vLLM are one of the pool's layout: those of a block, if only whole blocks can be moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This worker among its server's. `total_heads`: KV heads of the whole model, 1 for MLA."""
+    """The rank of this worker in its server. `total_heads` is the number of KV heads of the whole model, 1 for MLA."""
 
     tp_rank: int
     tp_size: int
@@ -45,8 +45,8 @@ def caches_of(
 ) -> Caches:
     """Describes the caches of the layers that are transferred.
 
-    tensors: by layer, [blocks, heads, tokens, K and V of one head], in any order of strides; `num_blocks` of the
-    scheduler may be cut into smaller ones of the kernels. Layers without a group share another's cache.
+    `tensors` has, by layer, tensors of [blocks, heads, tokens, K and V of one head], with strides in any order. The
+    scheduler's `num_blocks` may be cut into smaller ones of the kernels. Layers without a group share another's cache.
     Raises ConfigError, naming the layer, for caches that no single layout describes.
     """
     names = [name for group in layer_groups for name in group]
@@ -58,12 +58,12 @@ def caches_of(
                 f"layer {name} has cache {shape}, {names[0]} {first}: one layout cannot describe both"
             )
     if first.blocks % num_blocks:
-        raise ConfigError(f"{first.blocks} cache blocks are no multiple of the scheduler's {num_blocks}")
+        raise ConfigError(f"{first.blocks} cache blocks are not a multiple of the scheduler's {num_blocks}")
     storages, planes = _planes([tensors[name] for name in names])
     total = rank.total_heads
     held = heads_of(total, rank.tp_rank, rank.tp_size)
     if held[1] - held[0] != first.heads:
-        # The backend packs heads its own way: only ranks of the same degree understand it.
+        # The backend packs heads its own way, so only ranks of the same degree can read it.
         total = first.heads * rank.tp_size
         held = heads_of(total, rank.tp_rank, rank.tp_size)
     layout = KVLayout(
@@ -116,7 +116,7 @@ def _shape(name: str, tensor: torch.Tensor) -> _Shape:
         return _Shape(
             blocks, heads, tokens, content * item, block_stride, head_stride, token_stride, dtype, 1
         )
-    # The kernels for CPUs mix the tokens of one head's page as their vectors need it.
+    # The kernels for CPUs interleave the tokens of a head's page for their vectors.
     if tensor.stride(2) != content:
         raise ConfigError(
             f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}"
@@ -125,7 +125,7 @@ def _shape(name: str, tensor: torch.Tensor) -> _Shape:
 
 
 def _planes(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Plane, ...]]:
-    """Every allocation once, as bytes, and where the layers lie in them. Layers may lie upon each other."""
+    """Returns every allocation once, as bytes, and the place of each layer in them. Layers may overlap."""
     import torch
 
     regions: dict[int, int] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that vLLM loads (0.32, 0.33). It translates; `scheduler` and `worker` do the work."""
+"""Defines the class that vLLM loads (0.32, 0.33). It translates; `scheduler` and `worker` do the work."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .engine_config import (
     window_of,
 )
 from .handoff import RankInfo
+from .lease_slots import SlotGroups
 from .outgoing import Chunk
 from .scheduler import SchedulerSide
 from .settings import Settings
-from .slots import SlotGroups
 from .stats import KVLinkMetrics, KVLinkStats
 from .step_commands import StepCommands
 from .worker import WorkerSide
@@ -47,32 +47,34 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 @dataclass
 class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Of one step."""
+    """The metadata of one step."""
 
-    orders: StepCommands
+    commands: StepCommands
 
 
 @dataclass
 class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Of one rank."""
+    """The handshake of one rank."""
 
-    greeting: RankInfo
+    rank_info: RankInfo
 
 
 @dataclass
 class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Ranks that started anew, after sleep; and how many took the leases of requests that are computed."""
+    """The ranks that restarted after sleep, and how many workers took the leases of requests that are computed."""
 
-    greetings: dict[int, RankInfo] = field(default_factory=dict)
+    rank_infos: dict[int, RankInfo] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
-        """Of several ranks."""
-        return KVLinkWorkerMetadata(self.greetings | other.greetings, self.holders + other.holders)
+        """Combines the metadata of several ranks."""
+        return KVLinkWorkerMetadata(self.rank_infos | other.rank_infos, self.holders + other.holders)
 
 
 class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Prefill lends blocks, decode pulls them by one-sided reads. Raises ConfigError for what cannot be served."""
+    """Exports prefill's blocks, and pulls them for decode by one-sided reads. Raises ConfigError for what is not
+    supported.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -86,9 +88,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine_id = str(transfer.engine_id)
         self._rank = rank_of(vllm_config, role)
         self._scheduling: SchedulerSide | None = None
-        self._serving: WorkerSide | None = None
+        self._worker: WorkerSide | None = None
         self._tensors: dict[str, Any] = {}
-        self._greetings: dict[int, RankInfo] = {}
+        self._rank_infos: dict[int, RankInfo] = {}
         self._woken: dict[int, RankInfo] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = SchedulerSide(
@@ -104,16 +106,16 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
             )
 
-    # In the worker's process.
+    # The following methods run in the worker's process.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Lends the caches to peers, from now on."""
+        """Exports the caches to peers from now on."""
         self._tensors = kv_caches
         self.restore_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """As before `unregister_kv_caches`, as a new worker: what was offered before is gone."""
-        if self._serving is not None:
+        """Undoes `unregister_kv_caches` as a new worker: earlier offers are gone."""
+        if self._worker is not None:
             return
         groups = [group.layer_names for group in self._kv_cache_config.transfer_groups]
         config = self._vllm_config.model_config.hf_text_config
@@ -121,139 +123,143 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model += " groups=" + "+".join(str(len(names)) for names in groups)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
         options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
-        self._serving = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
-        self._woken = {self._rank.tp_rank: self._serving.greeting}
+        self._worker = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
+        self._woken = {self._rank.tp_rank: self._worker.rank_info}
 
     def unregister_kv_caches(self) -> None:
-        """Before sleep: nothing touches the caches any more. Idempotent."""
-        serving, self._serving = self._serving, None
+        """Prepares for sleep: afterwards nothing accesses the caches. Idempotent."""
+        serving, self._worker = self._worker, None
         if serving is not None:
             serving.close()
 
     def get_handshake_metadata(self) -> KVLinkHandshake | None:
-        """For the scheduler's side."""
-        return None if self._serving is None else KVLinkHandshake(self._serving.greeting)
+        """Returns the handshake for the scheduler's side."""
+        return None if self._worker is None else KVLinkHandshake(self._worker.rank_info)
 
     def bind_connector_metadata(self, connector_metadata: KVLinkMetadata) -> None:
-        """Before the step: pulls start now, not after the forward that vLLM starts them behind."""
+        """Carries out the commands before the step: pulls start now, not after the forward that vLLM starts them
+        behind.
+        """
         super().bind_connector_metadata(connector_metadata)
-        if self._serving is not None:
-            self._serving.carry_out(connector_metadata.orders)
+        if self._worker is not None:
+            self._worker.carry_out(connector_metadata.commands)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """They have started."""
+        """Does nothing: the loads have started already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is scheduled once all its layers are here."""
+        """Does nothing: a request is scheduled once all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Readers come for the blocks where they lie."""
+        """Does nothing: readers read the blocks in place."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved; but readers of a prompt that is still being computed may fetch what this step wrote."""
-        if self._serving is not None and self.has_connector_metadata():
-            written = self._get_connector_metadata().orders.written
+        """Saves nothing, but lets readers of a prompt that is still being computed read what this step wrote."""
+        if self._worker is not None and self.has_connector_metadata():
+            written = self._get_connector_metadata().commands.written
             if written:
-                self._serving.computed(written, when_launched_has_run(self._tensors))
+                self._worker.computed(written, when_launched_has_run(self._tensors))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What ended since the last step."""
-        if self._serving is None:
+        """Returns what ended since the last step."""
+        if self._worker is None:
             return KVConnectorTransferResults()
-        results = self._serving.results()
+        results = self._worker.results()
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """The same for callers of the older name."""
+        """Returns the same for callers of the older name."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> KVLinkWorkerMetadata | None:
-        """Only when there is something to say."""
+        """Returns the worker's metadata, or None if it is empty."""
         woken, self._woken = self._woken, {}
-        held = self._serving.take_held() if self._serving is not None else ()
+        held = self._worker.take_held() if self._worker is not None else ()
         return KVLinkWorkerMetadata(woken, Counter(held)) if woken or held else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
-        """Since the last step. In the scheduler's process: handoffs that were not used."""
+        """Returns the statistics since the last step; in the scheduler's process, those of unused handoffs."""
         if self._scheduling is not None:
             return KVLinkStats.of_unused(self._scheduling.take_counts())
-        data = self._serving.take_tally() if self._serving is not None else None
+        data = self._worker.take_stats() if self._worker is not None else None
         return None if data is None else KVLinkStats(data=data)
 
-    # In the scheduler's process.
+    # The following methods run in the scheduler's process.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVLinkHandshake]) -> None:
-        """Where this server's workers are, by rank."""
-        self._greet({rank: one.greeting for rank, one in metadata.items()})
+        """Stores the addresses of this server's workers, by rank."""
+        self._store_ranks({rank: one.rank_info for rank, one in metadata.items()})
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """A handoff restores every group that is transferred."""
+        """Returns all transferred groups, because a handoff restores every one."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
     def on_new_request(self, request: Any) -> None:
-        """Keeps its lease at the prefill server alive while it waits."""
+        """Keeps the request's lease at the prefill server alive while it waits."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The tokens that the prefill server has and we have not."""
+        """Returns the number of tokens that the prefill server has and this server has not."""
         return self._scheduler.num_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plans the load, or the lease of a request that will be handed over."""
+        """Plans the load, or the lease of a request that will be handed off."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
-        """For this step."""
+        """Returns the metadata of this step."""
         self._scheduler.scheduled(self._chunks(scheduler_output), scheduler_output.preempted_req_ids or ())
         return KVLinkMetadata(
-            self._scheduler.take_orders(idle=scheduler_output.total_num_scheduled_tokens == 0)
+            self._scheduler.take_commands(idle=scheduler_output.total_num_scheduled_tokens == 0)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers reported."""
+        """Handles what the workers reported."""
         self._scheduler.received(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
         self._scheduler.sent(connector_output.finished_sending or ())
-        said = connector_output.kv_connector_worker_meta
-        if isinstance(said, KVLinkWorkerMetadata):
-            self._greet(said.greetings)
-            self._scheduler.held(said.holders)
+        reported = connector_output.kv_connector_worker_meta
+        if isinstance(reported, KVLinkWorkerMetadata):
+            self._store_ranks(reported.rank_infos)
+            self._scheduler.held(reported.holders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of a model with one."""
+        """Calls `request_finished_all_groups` for a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks stay until they were fetched, and what tells the decode server how."""
+        """Returns whether the blocks stay until they were read, and the parameters for the decode server."""
         return self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
 
     def reset_cache(self) -> bool:
-        """From /reset_prefix_cache?reset_external=true. False: leases were open; they end with the next step."""
+        """Serves /reset_prefix_cache?reset_external=true. False means that leases were active; they end with the next
+        step.
+        """
         return self._scheduler.reset()
 
-    # In either.
+    # The following methods run in either process.
 
     def shutdown(self) -> None:
-        """Idempotent."""
+        """Closes both sides. Idempotent."""
         self.unregister_kv_caches()
         if self._scheduling is not None:
             self._scheduling.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLinkStats:
-        """From what crossed processes."""
+        """Restores statistics that crossed processes."""
         return KVLinkStats(data=data) if data is not None else KVLinkStats()
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVLinkMetrics:
-        """For /metrics."""
+        """Returns the metrics for /metrics."""
         return KVLinkMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
@@ -270,6 +276,6 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
 
-    def _greet(self, greetings: dict[int, RankInfo]) -> None:
-        self._greetings |= greetings
-        self._scheduler.set_ranks(greeting for _, greeting in sorted(self._greetings.items()))
+    def _store_ranks(self, rank_infos: dict[int, RankInfo]) -> None:
+        self._rank_infos |= rank_infos
+        self._scheduler.set_ranks(rank_info for _, rank_info in sorted(self._rank_infos.items()))

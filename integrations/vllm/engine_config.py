@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM's configuration the connector depends on, and what of it is refused at the start."""
+"""Reads what the connector needs from vLLM's configuration, and refuses unsupported parts of it at the start."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .settings import Settings
 from .windows import Window
 
 _SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Block n of a request holds its n-th tokens, for as long as they are read."""
+"""Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read."""
 
 
 def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
-    """This worker; in the scheduler's process any."""
+    """Returns the rank of this worker; in the scheduler's process any rank of the server."""
     size = vllm_config.parallel_config.tensor_parallel_size
     model = vllm_config.model_config
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
@@ -40,12 +40,12 @@ def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
 
 
 def number_of(vllm_config: Any, rank: Rank) -> int:
-    """This worker's place among all of the server, data-parallel ranks included, from 0 on."""
+    """Returns the rank among all workers of the server, data-parallel ranks included, from 0 on."""
     return int(vllm_config.parallel_config.data_parallel_index) * rank.tp_size + rank.tp_rank
 
 
 def check_parallelism(parallel: Any) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for parallelism that is not supported."""
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(
@@ -54,7 +54,7 @@ def check_parallelism(parallel: Any) -> None:
 
 
 def check_outputs(vllm_config: Any) -> None:
-    """What the prefill server would have to return beside the cache. Raises ConfigError."""
+    """Raises ConfigError for outputs that the prefill server would have to return besides the cache."""
     if getattr(vllm_config.aux_output_config, "enable_return_routed_experts", False):
         raise ConfigError(
             "KVLinkConnector does not carry the experts that prefill chose; remove --enable-return-routed-experts"
@@ -62,26 +62,26 @@ def check_outputs(vllm_config: Any) -> None:
 
 
 def check_groups(kv_cache_config: Any) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for cache groups that are not supported."""
     for group in kv_cache_config.transfer_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
             if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
                 raise ConfigError(
                     f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
-                    "and others): only attention whose cache has one row a token"
+                    "and others): it serves only attention whose cache has one row per token"
                 )
 
 
 def grows(group: Any) -> bool:
-    """Whether a request keeps this group's blocks until it ends: no window leaves any behind."""
+    """Returns whether a request keeps this group's blocks until it ends, because the group has no window."""
     return all(isinstance(spec, FullAttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec))
 
 
 def window_of(group: Any) -> Window | None:
-    """What the group's layers read; None: all tokens. The layers of one group have one window."""
+    """Returns the window of the group's layers, or None if they read all tokens. The layers of a group share it."""
     spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
     if isinstance(spec, SlidingWindowSpec):
-        # Blocks of a few tokens more are kept for draft models that compute them again.
+        # Blocks of a few more tokens are kept for draft models that compute them again.
         retained = int(getattr(spec, "extra_retained_tokens", 0))
         return Window(spec.sliding_window + retained, spec.block_size)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -90,7 +90,7 @@ def window_of(group: Any) -> Window | None:
 
 
 def at_this_host(settings: Settings) -> Settings:
-    """Peers on other hosts need an address of this one; vLLM's own setting serves where kvlink's is not given."""
+    """Sets the host address that peers on other hosts use. vLLM's setting applies if kvlink's is not given."""
     host = os.environ.get("VLLM_HOST_IP", "")
     if not host or os.environ.get("KVLINK_HOST") or settings.worker.host != "127.0.0.1":
         return settings
@@ -98,7 +98,7 @@ def at_this_host(settings: Settings) -> Settings:
 
 
 def when_launched_has_run(caches: Mapping[str, torch.Tensor]) -> Callable[[], bool]:
-    """Says whether the kernels have run that write these caches and are launched by now. On a CPU they have."""
+    """Returns a check whether the launched kernels that write these caches have run. On a CPU they always have."""
     device = next(iter(caches.values())).device
     if device.type == "cpu":
         return lambda: True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill server tells a decode server about one request, inside `kv_transfer_params`.
+"""Defines what a prefill server sends to a decode server about a request, inside `kv_transfer_params`.
 
-Routers pass the dict on and may turn numbers into floats: everything of ours is text.
+Routers pass the dict on and may turn numbers into floats, so everything of kvlink is text.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one rank's worker tells the scheduler's side at the start."""
+    """What the worker of one rank reports to the scheduler's side at the start."""
 
     owner: Owner
     block_tokens: int
-    """Tokens of vLLM in a block of the pool; `kernel_blocks` of its blocks make one of the scheduler."""
+    """The tokens of vLLM in a block of the pool. The scheduler's blocks have `kernel_blocks` of these."""
     kernel_blocks: int
 
 
@@ -53,23 +53,23 @@ class Handoff:
 
     request_id: str
     owners: tuple[Owner, ...]
-    """By tensor-parallel rank."""
+    """The workers by tensor-parallel rank."""
     seats: tuple[LeaseSeat, ...]
     groups: tuple[array[int], ...]
-    """Block ids of each cache group, from token 0 on; 0: no block, out of a sliding window."""
+    """The block ids of each cache group, from token 0 on. 0 means that a sliding window has no block there."""
     block_tokens: int
-    """Tokens in one of these blocks."""
+    """The tokens in one of these blocks."""
     num_tokens: int
     prompt: str
-    """`prompt_digest` of the tokens."""
+    """The `prompt_digest` of the tokens."""
     ttl_s: float
     trace: TraceParent | None = None
     """The span of its offer."""
 
     def tickets(self, group: int, token_unit: int, *, written: bool = True) -> list[Ticket]:
-        """One of each owner, for all blocks of one cache group. `token_unit`: as in Caches.
+        """Returns one ticket of each owner, for all blocks of one cache group. `token_unit` is that of Caches.
 
-        written: False makes their readers follow what the owners say to have written.
+        With `written` False, readers follow what the owners report as written.
         """
         num_tokens = len(self.groups[group]) * self.block_tokens // token_unit
         return [self._ticket(rank, group, num_tokens, written) for rank in range(len(self.owners))]
@@ -94,7 +94,7 @@ class Handoff:
         return keys.sign(ticket) if keys else ticket
 
     def to_params(self) -> dict[str, Any]:
-        """The value of KEY in `kv_transfer_params`."""
+        """Returns the value of KEY in `kv_transfer_params`."""
         return signed(
             {
                 "ticket": self._ticket(0, 0, self.num_tokens).to_text(),
@@ -122,7 +122,7 @@ def _keys() -> TicketKeys | None:
 
 
 def signed(params: Mapping[str, Any]) -> dict[str, Any]:
-    """With a signature, where this deployment has KVLINK_TICKET_KEYS."""
+    """Returns the parameters, with a signature if this deployment has KVLINK_TICKET_KEYS."""
     keys = _keys()
     return {**params, _SIGNATURE: keys.mark(_signed(params))} if keys else dict(params)
 
@@ -132,18 +132,19 @@ def _signed(params: Mapping[str, Any]) -> bytes:
 
 
 def check_signature(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what `signed` has not written, ValueError for what it cannot have."""
+    """Raises ConfigError if `signed` has not written the signature, ValueError if it cannot have."""
     keys = _keys()
     if keys and not isinstance(given, Mapping):
         raise ValueError("no object")
     if keys and not keys.marked(_signed(given), _text(given.get(_SIGNATURE, ""))):
         raise ConfigError(
-            f"kv_transfer_params are not signed by {keys!r}: changed, forged, or other KVLINK_TICKET_KEYS"
+            f"kv_transfer_params are not signed by {keys!r}: they were changed or forged, or the servers "
+            f"have different KVLINK_TICKET_KEYS"
         )
 
 
 def prompt_digest(tokens: Sequence[int], features: Sequence[str] = ()) -> str:
-    """Binds a handoff to its prompt: token ids, and names of what else went into the cache (images, adapters)."""
+    """Binds a handoff to its prompt: token ids, and names of other inputs of the cache (images, adapters)."""
     digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=_DIGEST_BYTES)
     for feature in features:
         digest.update(b"\0" + feature.encode())
@@ -151,26 +152,26 @@ def prompt_digest(tokens: Sequence[int], features: Sequence[str] = ()) -> str:
 
 
 def expanded(blocks: Sequence[int], ratio: int) -> array[int]:
-    """Block ids of the scheduler as those of a layout whose blocks are `ratio` times smaller. 0 stays no block."""
+    """Returns the scheduler's block ids for a layout whose blocks are `ratio` times smaller. 0 stays "no block"."""
     if ratio == 1:
         return array("I", blocks)
     return array("I", (block * ratio + part if block else 0 for block in blocks for part in range(ratio)))
 
 
 def _text_of(blocks: array[int]) -> str:
-    # Both ends are little-endian: CUDA and x86 know no other.
+    # Both ends are little-endian, as CUDA and x86 are.
     return base64.b64encode(blocks.tobytes()).decode()
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{type(value).__name__} where text belongs")
+        raise ValueError(f"{type(value).__name__} in place of text")
     return value
 
 
 def _list(value: Any, most: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"no list of at most {most}")
+        raise ValueError(f"not a list of at most {most}")
     return value
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side in the scheduler's process: requests whose prompts were prefilled elsewhere, or are being prefilled."""
+"""Implements decode's part of the scheduler's side, for requests that are prefilled elsewhere, finished or not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvlink.layout import num_seats
 from .announcements import Announcements, Following
 from .caches import Rank
 from .handoff import KEY, Handoff
-from .parts import STREAM, Part
+from .handoff_parts import STREAM, Part
 from .rejections import is_rejection
 from .remote_leases import RemoteLeases
-from .siblings import Siblings
+from .shared_leases import SharedLeases
 from .step_commands import Load, StepCommands
 from .traces import trace_of
 from .windows import Windows, loadable, needed_from
@@ -27,26 +27,26 @@ from .windows import Windows, loadable, needed_from
 _log = logging.getLogger("vllm.kvlink")
 
 Digest = Callable[[Any, int], str]
-"""Of a request's first tokens."""
+"""Returns the digest of a request's first tokens."""
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """`handoff` is None while it is awaited, and when `refused` says why there is none."""
+    """A request with its handoff. `handoff` is None while it is awaited, and if `refused` says why there is none."""
 
     handoff: Handoff | None = None
     num_tokens: int = 0
-    """That prefill computes or has computed."""
+    """The tokens that prefill computes or has computed."""
     refused: str = ""
     following: Following | None = None
     parts: list[Part] = field(default_factory=list)
-    """That the workers do not know of yet."""
-    told: bool = False
-    """The workers know of it."""
+    """The parts that the workers do not know yet."""
+    started: bool = False
+    """True once the workers know of the load."""
     settles: bool = False
-    """Its load ends the lease."""
+    """True if its load ends the lease."""
     ask_again: bool = False
-    """The router may come once more, with prefill's answer: the same handoff, under the same lease."""
+    """True if the router may come again with prefill's answer: the same handoff, under the same lease."""
 
     @property
     def awaited(self) -> bool:
@@ -54,10 +54,10 @@ class _Incoming:
 
 
 class Incoming:
-    """Requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
+    """The requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
 
-    own: any of this server's ranks. digest: as prefill made it. counts: what became of handoffs that were not used.
-    windows: of the cache groups that are transferred.
+    `own` is the RankInfo of any of this server's ranks. `digest` is prefill's digest function. `counts` counts handoffs
+    that were not used, by reason. `windows` are those of the cache groups that are transferred.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Incoming:
         self._counts = counts
         self._windows = windows
         self._remote = RemoteLeases()
-        self._siblings = Siblings()
+        self._shared_leases = SharedLeases()
         self._requests: dict[str, _Incoming] = {}
 
     def arrived(self, request: Any) -> None:
-        """It may wait for long before it is scheduled: its lease is kept alive meanwhile."""
+        """Registers a request and keeps its lease alive, as it may wait for long before it is scheduled."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
@@ -98,44 +98,46 @@ class Incoming:
             following = self._announcements.follow(name, trace_of(request))
             self._requests[request.request_id] = _Incoming(following=following, ask_again=True)
         else:
-            without = "; to follow a prefill that still runs this server needs KVLINK_COORDINATOR" * bool(
+            without = "; set KVLINK_COORDINATOR on this server to follow a prefill that still runs" * bool(
                 name
             )
-            self._compute_here(request, f"its prefill server handed over nothing{without}")
+            self._compute_here(request, f"its prefill server sent no handoff{without}")
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens to load beyond those computed, and whether in the background. None: not known yet."""
+        """Returns the tokens to load beyond those computed, and whether that runs in the background. None: not known
+        yet.
+        """
         incoming = self._requests.get(request.request_id)
         if incoming is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False
         if incoming.awaited and not self._begun(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
         if incoming.handoff is not None and not incoming.refused:
-            if self._siblings.must_wait(incoming.handoff, request.request_id):
+            if self._shared_leases.must_wait(incoming.handoff, request.request_id):
                 return None, False
-            if self._siblings.is_spent(incoming.handoff):
+            if self._shared_leases.is_spent(incoming.handoff):
                 self._leave_spent(request, incoming.handoff)
                 return 0, False
         count = max(self._num_tokens(request, incoming) - num_computed, 0)
         return count, count > 0
 
     def allocated(
-        self, request: Any, groups: tuple[array[int], ...], num_external: int, orders: StepCommands
+        self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
     ) -> None:
-        """Blocks exist now; `num_external` tokens of them are ours to load."""
+        """Starts the load of `num_external` tokens, for which blocks exist now."""
         params = request.kv_transfer_params
         incoming = self._requests.get(request.request_id)
         if incoming is None or not params.get("do_remote_prefill"):
             return
-        params["do_remote_prefill"] = False  # once: what follows a failure is computed here
+        params["do_remote_prefill"] = False  # once: after a failure the prompt is computed here
         if num_external == 0:
             self._release(request.request_id)
             return
         end = self._num_tokens(request, incoming)
-        incoming.told = True
+        incoming.started = True
         if incoming.handoff is not None and not incoming.refused:
-            incoming.settles = self._siblings.settles(incoming.handoff, request.request_id)
-        orders.loads.append(
+            incoming.settles = self._shared_leases.settles(incoming.handoff, request.request_id)
+        commands.loads.append(
             Load(
                 request.request_id,
                 incoming.handoff,
@@ -149,28 +151,28 @@ class Incoming:
             )
         )
 
-    def tell(self, orders: StepCommands) -> None:
-        """What prefill servers have said of loads that run."""
+    def forward_parts(self, commands: StepCommands) -> None:
+        """Passes on what prefill servers have announced about active loads."""
         for request_id, incoming in self._requests.items():
-            if incoming.following is None or not incoming.told:
+            if incoming.following is None or not incoming.started:
                 continue
             parts, incoming.parts = incoming.parts + incoming.following.take(), []
             if parts:
                 incoming.ask_again = not (parts[-1].last and parts[-1].sure)
-                orders.parts[request_id] = parts
+                commands.parts[request_id] = parts
             if incoming.following.why_ended:
-                orders.cut[request_id] = incoming.following.why_ended
+                commands.cut[request_id] = incoming.following.why_ended
 
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
-        """Loads that ended, well or not. Ranks that none of ours read from wait for nothing."""
+        """Handles loads that ended, well or not. Ranks that none of ours reads from are released."""
         for request_id in request_ids:
             incoming = self._pop(request_id)
             if incoming is None or incoming.handoff is None or incoming.refused:
                 continue
             handoff, well = incoming.handoff, request_id not in failed
             if well:
-                self._siblings.has_read(handoff)
-            last = self._siblings.leave(handoff, request_id)
+                self._shared_leases.has_read(handoff)
+            last = self._shared_leases.leave(handoff, request_id)
             if incoming.ask_again:
                 self._leave(handoff)
             elif incoming.settles and well:
@@ -178,28 +180,28 @@ class Incoming:
             elif last:
                 self._give_back(handoff, range(len(handoff.owners)), used=True)
 
-    def ended(self, request: Any, orders: StepCommands) -> None:
-        """The request is over, whatever it was doing."""
+    def ended(self, request: Any, commands: StepCommands) -> None:
+        """Handles the end of a request in any state."""
         request_id = request.request_id
         self._remote.forget(request_id)
         incoming = self._requests.get(request_id)
         if incoming is None:
             return
-        if incoming.told and incoming.following is not None:
-            orders.cut[request_id] = "the request has ended"
+        if incoming.started and incoming.following is not None:
+            commands.cut[request_id] = "the request has ended"
             self._release(request_id)
-        elif not incoming.told:
+        elif not incoming.started:
             self._release(request_id)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connections. Idempotent."""
         for incoming in self._requests.values():
             if incoming.following is not None:
                 incoming.following.stop()
         self._remote.close()
 
     def _rejected(self, request: Any) -> None:
-        """This server refused the request, or its client left, before it was admitted: nobody will read its blocks."""
+        """Releases the blocks of a request that this server refused, or whose client left before it was admitted."""
         params = request.kv_transfer_params
         params["do_remote_prefill"] = False
         if not params.get(KEY):
@@ -209,7 +211,7 @@ class Incoming:
         except ConfigError:
             self._counts["malformed"] += 1
             return
-        if not self._siblings.are_there(handoff) and not self._siblings.was_used(handoff):
+        if not self._shared_leases.are_there(handoff) and not self._shared_leases.was_used(handoff):
             self._counts["released"] += 1
             self._give_back(handoff, range(len(handoff.owners)), used=False)
 
@@ -230,9 +232,11 @@ class Incoming:
         incoming.handoff, incoming.num_tokens = handoff, num_tokens
         if request.prompt_token_ids is None or self._digest(request, num_tokens) != handoff.prompt:
             self._counts["another_prompt"] += 1
-            incoming.refused = "the handoff is of another prompt; the router may have mixed up two requests"
+            incoming.refused = (
+                "the handoff belongs to another prompt; the router may have mixed up two requests"
+            )
         else:
-            self._siblings.join(handoff, request.request_id)
+            self._shared_leases.join(handoff, request.request_id)
             self._remote.watch(request.request_id, handoff)
 
     def _compute_here(self, request: Any, why: str) -> None:
@@ -246,19 +250,19 @@ class Incoming:
         return loadable(self._windows, prompt, handed_off)
 
     def _unread(self, ranks: range) -> list[int]:
-        """Those of an owner that none of ours reads from: they hold what another one holds, too."""
+        """Returns the ranks of an owner that none of ours reads from: they hold the same data as another."""
         return [
             r for r in ranks if num_seats(Rank(r, len(ranks), self._own.total_heads), self._own.tp_size) == 0
         ]
 
     def _release(self, request_id: str) -> None:
-        """Unless the handoff is of another request, or others are under its lease: these may still read."""
+        """Releases the lease, unless the handoff belongs to another request, or others are under its lease."""
         incoming = self._pop(request_id)
         if incoming is None or incoming.handoff is None or incoming.refused:
             return
         handoff = incoming.handoff
-        read = self._siblings.was_read(handoff)
-        if not self._siblings.leave(handoff, request_id):
+        read = self._shared_leases.was_read(handoff)
+        if not self._shared_leases.leave(handoff, request_id):
             return
         self._counts["released"] += not read
         if incoming.ask_again:
@@ -267,17 +271,17 @@ class Incoming:
             self._give_back(handoff, range(len(handoff.owners)), used=read)
 
     def _give_back(self, handoff: Handoff, ranks: Iterable[int], *, used: bool) -> None:
-        """The lease ends: no other request is under it."""
-        self._siblings.spend(handoff, used=used)
+        """Ends a lease under which no other request is."""
+        self._shared_leases.spend(handoff, used=used)
         self._remote.release(handoff, ranks)
 
     def _leave_spent(self, request: Any, handoff: Handoff) -> None:
         self._pop(request.request_id)
-        self._siblings.leave(handoff, request.request_id)
+        self._shared_leases.leave(handoff, request.request_id)
         request.kv_transfer_params["do_remote_prefill"] = False
         self._counts["used_already"] += 1
         _log.info(
-            "request %s: its handoff (prefill request %s) was used here already; computing it here",
+            "request %s: its handoff (prefill request %s) was already used here; computing it here",
             request.request_id,
             handoff.request_id,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's side beside the model: pulls of what was prefilled elsewhere, at once or part by part."""
+"""Implements decode's part of the worker's side: it pulls what was prefilled elsewhere, at once or part by part."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
 
 from .caches import Caches
 from .handoff import Handoff, expanded
-from .parts import Part
+from .handoff_parts import Part
+from .rank_stats import RankStats, Transfer
 from .step_commands import Load
-from .tally import Tally, Transfer
 from .windows import gap_in
 
 _log = logging.getLogger("vllm.kvlink")
 
 _REASONS: dict[type[KVLinkError], str] = {StaleBlocks: "stale", PeerUnreachable: "unreachable"}
-"""Names that operators chart; the others go by their exception's."""
+"""The metric labels of some errors; the others have the name of their exception."""
 
 
 class Ended(NamedTuple):
-    """Request ids since the last look; `failed` are among `received`."""
+    """Request ids that ended since the last call; `failed` are among `received`."""
 
     received: set[str]
     failed: set[str]
@@ -39,22 +39,22 @@ class _Loading:
     load: Load
     started_ns: int
     post_ns: int = 0
-    """Nanoseconds that starting it took."""
+    """The nanoseconds that starting it took."""
     pulls: list[Pull] = field(default_factory=list)
     pulls_began_ns: list[int] = field(default_factory=list)
     pulled_to: list[int] = field(default_factory=list)
-    """By cache group, tokens that the pulls so far cover."""
+    """By cache group, the number of tokens that the pulls so far cover."""
     complete: bool = True
-    """No more parts come."""
+    """True once no more parts come."""
     error: KVLinkError | None = None
-    """It cannot succeed any more; pulls may still run."""
+    """The error because of which it cannot succeed; pulls may still run."""
     early_bytes: int = 0
-    """That were here when the last part was announced."""
+    """The bytes that were here when the last part was announced."""
     settles: bool = True
-    """False: the lease is left to the scheduler's side: others are under it, or the handoff may come once more."""
+    """False leaves the lease to the scheduler's side: others are under it, or the handoff may come once more."""
 
     def over(self) -> bool:
-        """Whether nothing runs, and nothing more is to be started."""
+        """Returns whether nothing runs, and nothing more will be started."""
         if not all(pull.done() for pull in self.pulls):
             return False
         if self.error is None:
@@ -62,7 +62,7 @@ class _Loading:
         return self.complete or self.error is not None
 
     def seconds(self) -> float:
-        """From the call until all was valid; in parts, the rest of the prefill is in between."""
+        """Returns the seconds from the call until all was valid; in parts, that includes the rest of the prefill."""
         ended_ns = [
             began_ns + pull.stats.total_us * 1e3
             for began_ns, pull in zip(self.pulls_began_ns, self.pulls, strict=True)
@@ -71,23 +71,23 @@ class _Loading:
 
 
 class Loads:
-    """The loads of one rank. Called around vLLM's steps; kvlink's own threads move the bytes.
+    """The loads of one rank. It is called around vLLM's steps; kvlink's own threads move the bytes.
 
-    block_tokens: tokens of vLLM in a block of the pool.
+    `block_tokens` is the number of vLLM's tokens in a block of the pool.
     """
 
-    def __init__(self, worker: Worker, caches: Caches, block_tokens: int, tally: Tally) -> None:
+    def __init__(self, worker: Worker, caches: Caches, block_tokens: int, stats: RankStats) -> None:
         self._worker = worker
         self._caches = caches
         self._block_tokens = block_tokens
-        self._tally = tally
+        self._stats = stats
         self._loading: dict[str, _Loading] = {}
 
     def __len__(self) -> int:
         return len(self._loading)
 
     def start(self, load: Load) -> None:
-        """Pulls what is to be pulled, or waits for `add`. Microseconds, but for a new peer: that connects behind."""
+        """Starts pulls, or waits for `add`. Takes microseconds; a new peer is connected in the background."""
         groups = len(self._caches.groups)
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
         loading.pulled_to = [load.first_token] * groups
@@ -100,7 +100,7 @@ class Loads:
             self._pull(loading, load.handoff, load.num_tokens, written=True)
 
     def add(self, request_id: str, part: Part) -> None:
-        """Pulls what a part has beyond those before. Parts of a load that has ended are nobody's."""
+        """Pulls what a part has beyond the previous ones. Ignores parts of a load that has ended."""
         loading = self._loading.get(request_id)
         if loading is None or loading.complete or loading.error is not None:
             return
@@ -112,21 +112,21 @@ class Loads:
         self._pull(loading, part.handoff, end, written=part.written)
 
     def cut(self, request_id: str, why: str) -> None:
-        """No more parts come: what is here is worth nothing, unless all of it was announced."""
+        """Ends the wait for parts. What is here is discarded, unless all of it was announced."""
         loading = self._loading.get(request_id)
         if loading is not None and not loading.complete and loading.error is None:
             loading.error = StaleBlocks(f"request {request_id}: {why}")
 
-    def wait(self, patience_s: float) -> None:
-        """Until all have ended, for seconds."""
-        deadline = time.monotonic() + patience_s
+    def wait(self, timeout_s: float) -> None:
+        """Waits until all have ended, for at most `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
         for loading in self._loading.values():
             for pull in loading.pulls:
                 with contextlib.suppress(KVLinkError):  # `take` reports it
                     pull.wait(max(deadline - time.monotonic(), 0))
 
     def take(self) -> Ended:
-        """Those that ended since the last look. Never waits."""
+        """Returns those that ended since the last call. Never waits."""
         received, failed = set(), set()
         for request_id in [name for name, loading in self._loading.items() if loading.over()]:
             loading = self._loading.pop(request_id)
@@ -139,7 +139,7 @@ class Loads:
         return Ended(received, failed)
 
     def _pull(self, loading: _Loading, handoff: Handoff, end: int, *, written: bool) -> None:
-        """One pull of each cache group that has tokens to load."""
+        """Starts one pull for each cache group that has tokens to load."""
         start = time.perf_counter_ns()
         try:
             ranges = [self._range(loading, handoff, group, end) for group in range(len(self._caches.groups))]
@@ -178,9 +178,9 @@ class Loads:
         )
 
     def _range(self, loading: _Loading, handoff: Handoff, group: int, end: int) -> tuple[int, int]:
-        """Tokens to load: those that are not here, and that neither side's sliding window has left behind.
+        """Returns the tokens to load: those not here that neither side's sliding window has left behind.
 
-        Raises StaleBlocks when prefill has no block any more for a token that is read here.
+        Raises StaleBlocks if prefill no longer has a block for a token that is read here.
         """
         load, theirs = loading.load, handoff.groups[group]
         if not theirs and not loading.complete:  # they come with a later part
@@ -191,7 +191,7 @@ class Loads:
         gap = gap_in(theirs, handoff.block_tokens, needed, end)
         if gap is not None:
             raise StaleBlocks(
-                f"prefill holds no block for token {gap} of cache group {group}, and tokens {needed} to {end} are "
+                f"prefill has no block for token {gap} of cache group {group}, and tokens {needed} to {end} are "
                 "needed: its sliding window has moved on, as it answered more than one token; have the router ask "
                 "prefill for max_tokens=1"
             )
@@ -201,8 +201,8 @@ class Loads:
         if loading.settles and (loading.load.in_parts or len(loading.pulls) > 1):
             loading.pulls[0].settle()
         paths = [path for pull in loading.pulls for path in pull.explain()]
-        self._tally.early_bytes += loading.early_bytes
-        self._tally.transfers.append(
+        self._stats.early_bytes += loading.early_bytes
+        self._stats.transfers.append(
             Transfer(
                 seconds=loading.seconds(),
                 noticed_s=(time.perf_counter_ns() - loading.started_ns) / 1e9,
@@ -213,11 +213,11 @@ class Loads:
             )
         )
         for path in paths:
-            if self._tally.is_new_path(path.worker_id, path.transport):
+            if self._stats.is_new_path(path.worker_id, path.transport):
                 _log.info("request %s came from %s", request_id, path)
 
     def _report(self, load: Load, error: KVLinkError) -> None:
-        self._tally.failures[_REASONS.get(type(error), type(error).__name__)] += 1
+        self._stats.failures[_REASONS.get(type(error), type(error).__name__)] += 1
         _log.warning(
             "request %s (prefill request %s): its KV cache was not loaded, and not used: %s",
             load.request_id,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill's side of handoffs in parts: each chunk's blocks are announced when it is scheduled, before it is computed.
-Those of the first follow once every worker holds the lease: who looks at a slot too early finds it stale.
+"""Implements prefill's side of handoffs in parts: it announces each chunk's blocks when the chunk is scheduled.
 
-Pure but for the announcing, which happens in the background. Blocks of sliding windows come last, with the answer:
-vLLM gives those that the window leaves behind to others while the prompt is still being computed.
+The first chunk's blocks follow once every worker holds the lease, because a reader that checks a slot too early finds
+it stale. Pure but for the announcing, which happens in the background. Blocks of sliding windows come last, with the
+answer: vLLM reuses those that the window leaves behind while the prompt is still being computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlink.tracing import TraceParent
 
 from .announcements import Announcements
 from .handoff import Handoff, RankInfo, expanded
-from .parts import STREAM, Part
+from .handoff_parts import STREAM, Part
 
 _MAX_NAME = 256
 
@@ -37,17 +37,17 @@ class Writes(Protocol):
         num_tokens: int,
         prompt: str,
     ) -> Handoff:
-        """`groups`: blocks of the pool, which hold `num_tokens`. `prompt`: digest of the whole prompt."""
+        """`groups` are blocks of the pool that hold `num_tokens`. `prompt` is the digest of the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step does for one request."""
+    """The work of one step for one request."""
 
     new_blocks: GroupIds
-    """Of the groups that are transferred, behind those it had; empty: it needs no more."""
+    """New blocks of the transferred groups, after those it had; empty if it needs no more."""
     num_tokens: int
-    """To be computed in this step."""
+    """The tokens to compute in this step."""
 
 
 @dataclass(slots=True)
@@ -58,27 +58,31 @@ class _Outgoing:
     blocks: GroupIds
     prompt: str
     num_blocks: int = 0
-    """Of the pool, full once all is computed that is scheduled; at the prompt's end also the one that is not."""
+    """The number of the pool's blocks that are full once all scheduled tokens are computed.
+
+    At the prompt's end it includes the block that is not full.
+    """
     ends: bool = False
-    """The prompt's last chunk is scheduled."""
+    """True once the prompt's last chunk is scheduled."""
     holders: int = 0
-    """Workers that hold the lease."""
+    """The number of workers that hold the lease."""
     complete: bool = False
-    """The last part is announced."""
+    """True once the last part is announced."""
     trace: TraceParent | None = None
-    """Of its offer, once there is one."""
+    """The trace of its offer, once there is one."""
     announced: list[Future[None]] = field(default_factory=list)
 
     def goes_well(self) -> bool:
-        """Whether the coordinator took a part, and refused none. The last ones may still be on their way."""
+        """Returns whether the coordinator took a part, and refused none. The last ones may still be in flight."""
         ended = [each for each in self.announced if each.done()]
         return bool(ended) and not any(each.cancelled() or each.exception() for each in ended)
 
 
 class Outgoing:
-    """Requests whose readers are told while they are computed.
+    """The requests whose blocks are announced while they are computed.
 
-    from_tokens: shorter prompts are not. grows: by group, whether its blocks stay until the prompt has ended.
+    Prompts shorter than `from_tokens` are not. `grows` says, by group, whether its blocks stay until the prompt has
+    ended.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Outgoing:
     def begin(
         self, request: Any, seats: tuple[LeaseSeat, ...], blocks: GroupIds, digest: Callable[[], str]
     ) -> None:
-        """A request is scheduled for the first time; its reader may be waiting for it."""
+        """Starts to announce a request that is scheduled for the first time; its reader may be waiting for it."""
         name = (request.kv_transfer_params or {}).get(STREAM)
         if self._announcements is None or not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
             return
@@ -108,14 +112,14 @@ class Outgoing:
         copied = tuple(map(list, blocks))
         self._requests[request.request_id] = _Outgoing(name, request, seats, copied, digest())
 
-    def give_up(self, request_id: str, own: RankInfo, why: str) -> None:
-        """It was preempted or aborted. Idempotent."""
+    def cancel(self, request_id: str, own: RankInfo, why: str) -> None:
+        """Stops announcing a request that was preempted or aborted. Idempotent."""
         out = self._requests.pop(request_id, None)
         if out is not None and not out.complete:
             self._send(out, own, Part.gone(why))
 
     def advance(self, chunks: Mapping[str, Chunk], own: Sequence[RankInfo], write: Writes) -> dict[str, int]:
-        """Announces what a step computes. Returns how many blocks of the pool are written once it has run."""
+        """Announces what a step computes. Returns how many of the pool's blocks are written once it has run."""
         written = {}
         for request_id in self._requests.keys() & chunks.keys():
             out, chunk = self._requests[request_id], chunks[request_id]
@@ -135,14 +139,14 @@ class Outgoing:
         return written
 
     def held(self, holders: Mapping[str, int], own: Sequence[RankInfo], write: Writes) -> None:
-        """So many more workers hold the leases of these requests."""
+        """Counts that so many more workers hold the leases of these requests."""
         for request_id in self._requests.keys() & holders.keys():
             out = self._requests[request_id]
             out.holders += holders[request_id]
             self._announce(out, own, write)
 
     def finish(self, request_id: str, own: RankInfo, handoff: Handoff) -> str:
-        """Announces what was left. Returns the name under which everything was announced; empty: not everything."""
+        """Announces the rest. Returns the name under which everything was announced, or "" if not everything was."""
         out = self._requests.pop(request_id, None)
         if out is None or not out.goes_well():
             return ""

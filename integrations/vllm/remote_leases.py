@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases at prefill servers whose requests wait here: renewed from arrival on, given back when nobody will read.
+"""Renews leases at prefill servers for requests that wait here, and releases them when nothing will read the blocks.
 
-Lives in the scheduler's process, on kvlink's control thread; the scheduler itself never waits.
+It runs in the scheduler's process, on kvlink's control thread. The scheduler itself never waits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _log = logging.getLogger("vllm.kvlink")
 
 _TICK_S = 1.0
 _AGAIN_S = 2.0
-"""A router whose decode request could not follow its prefill comes with prefill's answer by then: it has that."""
-_BATCH = 1024  # seats of one renewal, as the agent takes
+"""The delay of `leave`. A router whose decode request could not follow the prefill retries with its answer by then."""
+_BATCH = 1024  # seats in one renewal, the limit of the agent
 _CLOSE_S = 2.0
 
 
@@ -35,7 +35,7 @@ _CLOSE_S = 2.0
 class _Watched:
     handoff: Handoff
     due: float
-    """By time.monotonic()."""
+    """The time of the next renewal, by time.monotonic()."""
 
     @property
     def every_s(self) -> float:
@@ -43,7 +43,10 @@ class _Watched:
 
 
 class RemoteLeases:
-    """Safe from any thread. A renewal that fails is tried again at the next tick; the reader finds out what became."""
+    """Watches leases. Safe from any thread.
+
+    A renewal that fails is repeated at the next tick; the reader finds out if the lease is gone.
+    """
 
     def __init__(self) -> None:
         self._control = ControlThread.shared()
@@ -61,20 +64,20 @@ class RemoteLeases:
         self._watched[request_id] = _Watched(handoff, time.monotonic())
 
     def forget(self, request_id: str) -> None:
-        """The request is being read, or will not be. Idempotent."""
+        """Stops renewing: the request is being read, or will not be. Idempotent."""
         self._watched.pop(request_id, None)
 
     def release(self, handoff: Handoff, ranks: Iterable[int]) -> None:
-        """Nobody reads from these ranks: they get their blocks back, in the background."""
+        """Releases the leases of these ranks in the background, because nothing reads from them."""
         for owner in map(handoff.owners.__getitem__, ranks):
             self._in_background(self._release(owner, handoff))
 
     def leave(self, handoff: Handoff) -> None:
-        """As `release` of all ranks, but later, and not at all if the same handoff is watched until then."""
+        """Releases all ranks, but later, and not at all if the same handoff is watched by then."""
         self._left[handoff.seats] = time.monotonic() + _AGAIN_S, handoff
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops renewing. Idempotent."""
         self._ticking.cancel()
         with contextlib.suppress(KVLinkError):
             self._control.run(self._agents.close(), _CLOSE_S)
@@ -83,7 +86,7 @@ class RemoteLeases:
         with contextlib.suppress(KVLinkError):  # the process is ending
             self._control.submit(job)
 
-    # On the control thread.
+    # The following methods run on the control thread.
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -114,11 +117,11 @@ class RemoteLeases:
 
     async def _release(self, owner: Owner, handoff: Handoff) -> None:
         seat = handoff.seats[0]
-        # One reader in all: with its seat all others end.
+        # A lease has one reader in all: releasing its seat ends the others.
         order = SettleOrder(owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce ^ 1)
         try:
             await self._agents[owner.agent].settle(order)
-        except UnknownRequest:  # it has ended, or its owner has
+        except UnknownRequest:  # the lease has ended, or its owner has
             return
         except KVLinkError as error:
-            _log.warning("blocks not given back request=%s error=%s", handoff.request_id, error)
+            _log.warning("lease not released request=%s error=%s", handoff.request_id, error)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector in the engine's process: decides who hands over, who loads, and what the workers are told.
+"""Implements the scheduler's side, in the engine's process: it decides which requests are handed off or loaded.
 
-Called between steps; nothing here waits or does I/O. Requests and blocks are vLLM's own, used by their attributes.
+It is called between steps; nothing here waits or does I/O. Requests and blocks are vLLM's own, used by their
+attributes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from kvlink.ticket import LeaseSeat
 from .announcements import Announcements
 from .caches import Rank
 from .handoff import KEY, Handoff, RankInfo, expanded, prompt_digest
+from .handoff_parts import ANNOUNCED
 from .incoming import Incoming
+from .lease_slots import SlotGroups
 from .outgoing import Chunk, GroupIds, Outgoing
-from .parts import ANNOUNCED
-from .slots import SlotGroups
+from .sent_tickets import SentTickets
 from .step_commands import HandedOff, StepCommands
-from .tickets_out import TicketsOut
 from .traces import Traces
 from .windows import Windows, gap_in, needed_from
 
@@ -30,12 +31,12 @@ _log = logging.getLogger("vllm.kvlink")
 
 
 class SchedulerSide:
-    """Both roles in one: a request says which side of a handoff it is on.
+    """Combines both roles: a request says which side of a handoff it is on.
 
-    slots: lease slots of every worker. select: picks the groups that are transferred out of vLLM's block ids.
-    own: any of this server's ranks. may_send: False for a kv_consumer. announcements: None without a coordinator.
-    streaming_from: tokens from which on prompts are handed over in parts. grows: see Outgoing. windows: of the groups
-    that are transferred.
+    `slots` are the lease slots of every worker. `select` picks the transferred groups from vLLM's block ids. `own` is
+    the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
+    coordinator. Prompts of at least `streaming_from` tokens are handed off in parts. `grows` is that of Outgoing.
+    `windows` are those of the transferred groups.
     """
 
     def __init__(
@@ -60,31 +61,33 @@ class SchedulerSide:
         self._announcements = announcements
         self._ranks: tuple[RankInfo, ...] = ()
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
-        self._orders = StepCommands()
+        self._commands = StepCommands()
         self._traces = Traces()
-        self._out = TicketsOut()
+        self._sent = SentTickets()
         self.counts: Counter[str] = Counter()
-        """Handoffs that were not used, by reason, since they were last taken."""
+        """Handoffs that were not used since the last `take_counts`, by reason."""
         self._windows = windows
         self._incoming = Incoming(own, announcements, self._digest, self.counts, windows)
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
-        """The workers of this server, by tensor-parallel rank."""
+        """Stores the workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
 
-    # Decode.
+    # The following methods belong to decode.
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived, and may wait for long before it is scheduled."""
+        """Registers a request, which may wait for long before it is scheduled."""
         self._incoming.arrived(request)
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens to load beyond those computed, and whether in the background. None: ask again."""
+        """Returns the tokens to load beyond those computed, and whether that runs in the
+        background. None: ask again.
+        """
         return self._incoming.num_matched(request, num_computed)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
-        """Blocks exist now; `num_external` tokens of them are ours to load."""
+        """Starts the load of `num_external` tokens, for which blocks exist now."""
         params = request.kv_transfer_params
         if not params:
             return
@@ -92,43 +95,47 @@ class SchedulerSide:
         if params.get("do_remote_decode") and self._may_send:
             self._grant(request, groups)
         self._incoming.allocated(
-            request, tuple(array("I", group) for group in groups), num_external, self._orders
+            request, tuple(array("I", group) for group in groups), num_external, self._commands
         )
 
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
-        """Loads that ended, well or not."""
+        """Handles loads that ended, well or not."""
         self._incoming.received(request_ids, failed)
 
-    # Prefill.
+    # The following methods belong to prefill.
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
-        """What the step computes, and who lost their blocks to it. Before `take_orders`."""
+        """Handles what the step computes, and which requests lost their blocks to it. Call it
+        before `take_commands`.
+        """
         for request_id in preempted:
             seats = self._seats.get(request_id)
-            # Whoever is read while being computed loses the lease before others write into its blocks.
+            # A request that is read while it is computed loses its lease before others write into its blocks.
             if seats is not None and request_id in self._outgoing:
                 self._withdraw(request_id, seats, "preempted")
         if self._outgoing:
-            self._orders.written = self._outgoing.advance(chunks, self._ranks, self._handoff)
+            self._commands.written = self._outgoing.advance(chunks, self._ranks, self._handoff)
 
     def held(self, holders: Mapping[str, int]) -> None:
-        """How many workers took the leases of requests that are read while they are computed."""
+        """Handles how many workers took the leases of requests that are read while they are computed."""
         self._outgoing.held(holders, self._ranks, self._handoff)
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Leases that ended on every worker: their slots are free."""
+        """Frees the slots of leases that ended on every worker."""
         for request_id in request_ids:
             self._traces.forget(request_id)
-            self._out.ended(request_id)
+            self._sent.ended(request_id)
             seats = self._seats.pop(request_id, None)
             if seats is not None:
                 self._slots.give_back(seats)
 
     def finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks stay until `sent`, and what its reader is told. `complete`: not aborted."""
+        """Returns whether the request's blocks stay until `sent`, and its reader's parameters.
+        `complete`: not aborted.
+        """
         request_id = request.request_id
         params = request.kv_transfer_params or {}
-        self._incoming.ended(request, self._orders)
+        self._incoming.ended(request, self._commands)
         seats = self._seats.get(request_id)
         if seats is None:
             return False, None
@@ -142,9 +149,9 @@ class SchedulerSide:
             self._withdraw(request_id, seats, "its sliding window has moved on past the prompt")
             return False, None
         num_blocks = sum(block != 0 for group in own for block in group)
-        self._orders.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
+        self._commands.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
         handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
-        self._orders.retired += self._out.add(request_id, handoff.prompt)
+        self._commands.retired += self._sent.add(request_id, handoff.prompt)
         announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
@@ -161,8 +168,11 @@ class SchedulerSide:
         }
 
     def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:
-        """Whether every token that decode reads still has a block. vLLM gives the blocks that a window has left to
-        others: those of the prompt, too, after more than one token of the answer."""
+        """Returns whether every token that decode reads still has a block.
+
+        vLLM reuses the blocks that a window has left behind. After more than one token of the answer that includes
+        blocks of the prompt.
+        """
         needed = needed_from(self._windows, request.num_prompt_tokens, num_tokens)
         block_tokens = self._ranks[0].block_tokens
         gaps = (
@@ -175,38 +185,41 @@ class SchedulerSide:
         self.counts["window_passed"] += 1
         answered = request.num_computed_tokens + 1 - request.num_prompt_tokens
         _log.warning(
-            "request %s is not handed over: the sliding window has left token %d of its %d prompt tokens behind, which "
+            "request %s is not handed off: the sliding window has left token %d of its %d prompt tokens behind, which "
             "decode needs%s",
             request.request_id,
             gap,
             request.num_prompt_tokens,
-            f"; it answered {answered} tokens, have the router ask prefill for max_tokens=1" * (answered > 1),
+            f"; it answered {answered} tokens, so let the router ask prefill for max_tokens=1"
+            * (answered > 1),
         )
         return False
 
-    # Both.
+    # The following methods belong to both.
 
-    def take_orders(self, *, idle: bool = False) -> StepCommands:
-        """What the workers are told in this step. `idle`: it computes nothing."""
-        self._incoming.tell(self._orders)
-        orders, self._orders = self._orders, StepCommands()
-        orders.idle = idle
-        return orders
+    def take_commands(self, *, idle: bool = False) -> StepCommands:
+        """Returns the commands for the workers in this step. `idle` says that it computes nothing."""
+        self._incoming.forward_parts(self._commands)
+        commands, self._commands = self._commands, StepCommands()
+        commands.idle = idle
+        return commands
 
     def reset(self) -> bool:
-        """Ends the leases of all requests that were handed over, with the next step. False: there were some, and their
-        blocks come back once the workers have reported that."""
-        self._orders.retired += self._out.all()
-        return not len(self._out)
+        """Ends the leases of all requests that were handed off, with the next step.
+
+        Returns False if there were some; their blocks become free once the workers have reported the end.
+        """
+        self._commands.retired += self._sent.all()
+        return not len(self._sent)
 
     def take_counts(self) -> dict[str, int]:
-        """Handoffs that were not used since the last call, by reason."""
+        """Returns and resets the counts of handoffs that were not used, by reason."""
         counts = dict(self.counts)
         self.counts.clear()
         return counts
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connections. Idempotent."""
         self._incoming.close()
         if self._announcements is not None:
             self._announcements.close()
@@ -214,20 +227,23 @@ class SchedulerSide:
     def _grant(self, request: Any, groups: GroupIds) -> None:
         request_id = request.request_id
         before = self._seats.get(request_id)
-        if before is not None:  # preempted and scheduled again, maybe before we are told in `scheduled`
+        if before is not None:  # preempted and scheduled again, maybe before `scheduled` reports it
             if request_id not in self._outgoing:
                 return
             self._withdraw(request_id, before, "preempted")
         seats = self._slots.take()
         if seats is None:
             _log.warning(
-                "request %s is not handed over: every lease slot is taken (KVLINK_LEASE_SLOTS)", request_id
+                "request %s is not handed off: every lease slot is taken; raise KVLINK_LEASE_SLOTS",
+                request_id,
             )
             self.counts["no_lease_slot"] += 1
             return
         self._seats[request_id] = seats
-        self._orders.granted[request_id] = seats
-        if not request.num_preemptions:  # whom its reader followed before that cannot be followed again
+        self._commands.granted[request_id] = seats
+        if (
+            not request.num_preemptions
+        ):  # a reader that followed it before the preemption cannot follow it again
             self._outgoing.begin(
                 request, seats, groups, lambda: self._digest(request, request.num_prompt_tokens)
             )
@@ -236,9 +252,9 @@ class SchedulerSide:
         del self._seats[request_id]
         self._traces.forget(request_id)
         self._slots.give_back(seats)
-        self._outgoing.give_up(request_id, self._ranks[0], why)
-        if self._orders.granted.pop(request_id, None) is None:
-            self._orders.withdrawn.append(request_id)
+        self._outgoing.cancel(request_id, self._ranks[0], why)
+        if self._commands.granted.pop(request_id, None) is None:
+            self._commands.withdrawn.append(request_id)
 
     def _handoff(
         self,

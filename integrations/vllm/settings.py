@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the connector: `kv_connector_extra_config`, then KVLINK_* of the environment, then defaults."""
+"""Reads the connector's options: `kv_connector_extra_config`, then KVLINK_* of the environment, then defaults."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from kvlink.errors import ConfigError
 
 _log = logging.getLogger("vllm.kvlink")
 
-# Where neither says anything. Pulls do not run on the thread that calls us: it has a model to run.
+# The default if neither is given. Pulls do not run on the calling thread, which has a model to run.
 _DEFAULTS = {"lease_slots": 1 << 15, "inline_bytes": 0}
-# Of every process of the server, and only the workers' see this connector's options.
+# These belong to every process of the server, and only the workers' see this connector's options.
 _SECURITY = ("tls_ca", "tls_cert", "tls_key", "tls_hosts", "token_file", "ticket_keys", "insecure")
-_LOGGING = ("log", "log_json")  # vLLM's own affair
+_LOGGING = ("log", "log_json")  # vLLM configures its own logging
 _SEATS = 8
-_STREAMING_FROM = 2048  # vLLM's smallest default chunk: nothing overlaps in shorter prompts
+_STREAMING_FROM = 2048  # vLLM's smallest default chunk; in shorter prompts nothing overlaps
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`worker` configures the kvlink worker of each rank."""
+    """The connector's options. `worker` configures the kvlink worker of each rank."""
 
     worker: WorkerConfig
     seats: int = _SEATS
-    """Decode ranks that may read one prefill rank. Slots a request takes at the prefill server."""
+    """The number of decode ranks that may read one prefill rank, and of slots that a request takes at the prefill
+    server.
+    """
     streaming_from_tokens: int = _STREAMING_FROM
-    """Prompts this long are handed over chunk by chunk, where the router asks for it and there is a coordinator."""
+    """Prompts of at least this length are handed off chunk by chunk, if the router asks for it and there is a
+    coordinator.
+    """
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Reads `kv_connector_extra_config`: our own fields, and those of WorkerConfig but for security and logging.
+        """Reads `kv_connector_extra_config`: the connector's fields, and WorkerConfig's except security and logging.
 
         Raises ConfigError.
         """
@@ -60,7 +64,8 @@ def _check_security(extra: Mapping[str, Any]) -> None:
     misplaced = {s.name: s.env for s in CATALOGUE if s.name in _SECURITY and s.name in extra}
     if misplaced:
         raise ConfigError(
-            f"kv_connector_extra_config cannot set {', '.join(misplaced)}: vLLM's scheduler needs them, too, and has "
+            f"kv_connector_extra_config cannot set {', '.join(misplaced)}, because vLLM's scheduler also "
+            f"needs them and has "
             f"only the environment; set {', '.join(misplaced.values())} there"
         )
 

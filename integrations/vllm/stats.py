@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's numbers in vLLM's log line ("KV Transfer metrics: …") and in its /metrics."""
+"""Shows the connector's statistics in vLLM's log line ("KV Transfer metrics: …") and in its /metrics."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _OPS = [1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
 _HISTOGRAMS = {
     "transfer_s": (
         "vllm:kvlink_transfer_seconds",
-        "Load of a request: call until all of it was valid.",
+        "Time to load a request, from the call until all of it was valid.",
         _SECONDS,
     ),
     "noticed_s": (
         "vllm:kvlink_load_noticed_seconds",
-        "Load of a request: call until vLLM heard of it.",
+        "Time to load a request, from the call until vLLM was notified.",
         _SECONDS,
     ),
     "post_s": (
         "vllm:kvlink_post_seconds",
-        "What starting a load took of the worker's main thread.",
+        "Time of the worker's main thread to start a load.",
         _SECONDS,
     ),
     "num_bytes": ("vllm:kvlink_transfer_bytes", "Bytes of a load.", _BYTES),
-    "num_ops": ("vllm:kvlink_transfer_operations", "Reads that a load was merged into.", _OPS),
+    "num_ops": ("vllm:kvlink_transfer_operations", "Reads of a load after merging.", _OPS),
 }
 _COUNTERS = {
     "transports": ("vllm:kvlink_transfers_total", "Loads by the transport that carried them.", "transport"),
     "failures": (
         "vllm:kvlink_failed_loads_total",
-        "Loads refused or failed: no byte of them was used.",
+        "Loads that were refused or failed. None of their bytes was used.",
         "reason",
     ),
     "unused": (
@@ -54,17 +54,17 @@ _COUNTERS = {
 _TOTALS = {
     "expired": (
         "vllm:kvlink_expired_leases_total",
-        "Prefilled requests that nobody fetched within their lease.",
+        "Prefilled requests that no reader fetched within their lease.",
     ),
     "early_bytes": (
         "vllm:kvlink_early_bytes_total",
-        "Bytes of loads in parts that were here before the last part was announced.",
+        "Bytes of loads in parts that had arrived before the last part was announced.",
     ),
 }
 
 
 class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
-    """`data` as kvlink.integrations.vllm.tally.Tally.take makes it, or an empty one with `unused` filled in."""
+    """The statistics. `data` is the result of RankStats.take, or an empty one with `unused` filled in."""
 
     data: dict[str, Any]
 
@@ -75,7 +75,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of_unused(cls, counts: Mapping[str, int]) -> KVLinkStats | None:
-        """Of handoffs that were not used, by reason; None: there were none."""
+        """Returns the statistics of handoffs that were not used, by reason, or None if there were none."""
         if not counts:
             return None
         stats = cls()
@@ -83,7 +83,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
         return stats
 
     def reset(self) -> None:
-        """Nothing has happened."""
+        """Clears the statistics."""
         self.data = {
             **{name: [] for name in _SAMPLES},
             **{name: {} for name in _BY_NAME},
@@ -91,7 +91,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
         }
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds what another rank, or a later step, has seen. Gauges: of the rank that has most."""
+        """Adds those of another rank or a later step. A gauge takes the larger value."""
         for name in _SAMPLES:
             self.data[name].extend(other.data[name])
         for name in _BY_NAME:
@@ -103,11 +103,11 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def is_empty(self) -> bool:
-        """Gauges alone are worth no line in the log."""
+        """Returns whether only gauges are set, which are not worth a line in the log."""
         return not any(self.data[name] for name in (*_SAMPLES, *_BY_NAME, *_SUMS))
 
     def reduce(self) -> dict[str, int | float | str]:
-        """For the log."""
+        """Returns the values of the log line."""
         data = self.data
         row: dict[str, int | float | str] = {"Loads": len(data["transfer_s"])}
         if data["transfer_s"]:
@@ -134,7 +134,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Prometheus objects, one set of each engine of the process."""
+    """The Prometheus metrics, with labels for each engine of the process."""
 
     def __init__(
         self,
@@ -159,17 +159,17 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
         self._leases = self._gauge_cls(
             name="vllm:kvlink_active_leases",
-            documentation="Requests under a lease: being computed for others, or waiting for their readers.",
+            documentation="Requests under a lease that are computed for others or wait for their readers.",
             labelnames=names,
         )
         self._oldest = self._gauge_cls(
             name="vllm:kvlink_oldest_lease_seconds",
-            documentation="Age of the oldest of them.",
+            documentation="Age of the oldest lease.",
             labelnames=names,
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Takes in what `KVLinkStats.data` says."""
+        """Adds the values of `KVLinkStats.data`."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for key, histogram in self._histograms.items():
             for value in transfer_stats_data[key]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side tells the workers' side in one step. Values only; vLLM pickles them."""
+"""Defines the commands of the scheduler's side to the workers' side in one step. These are values that vLLM pickles."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from dataclasses import dataclass, field
 from kvlink.ticket import LeaseSeat
 
 from .handoff import Handoff
-from .parts import Part
+from .handoff_parts import Part
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Pull a request's blocks into ours. `refused`: do not, and report that it failed."""
+    """Pulls a request's blocks into this server's. With `refused`, it is not pulled and reported as failed."""
 
     request_id: str
     handoff: Handoff | None
     groups: tuple[array[int], ...]
-    """Our block ids of each cache group, from token 0 on; 0: no block."""
+    """This server's block ids of each cache group, from token 0 on. 0 means no block."""
     first_token: int
-    """Tokens before it are here already."""
+    """Tokens before this one are here already."""
     num_tokens: int
     refused: str = ""
     in_parts: bool = False
-    """What to pull comes by `StepCommands.parts`."""
+    """True if `StepCommands.parts` says what to pull."""
     settles: bool = True
-    """False: the lease stays, as other requests of this server are under it."""
+    """False keeps the lease, because other requests of this server are under it."""
     needed_from: tuple[int, ...] = ()
-    """By cache group, the first token that is read after the load; empty: all for which there are blocks of ours."""
+    """By cache group, the first token that is read after the load. If empty, all tokens with blocks are."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The ticket is out."""
+    """Says that a request's ticket is sent."""
 
     num_blocks: int
-    """Of the pool, that stay for its readers."""
+    """The number of the pool's blocks that stay for its readers."""
     ttl_s: float
-    """From now on."""
+    """The lease's duration from now on."""
 
 
 @dataclass(slots=True)
 class StepCommands:
-    """Carried out in this order: a slot that is withdrawn may be granted again."""
+    """The commands, in the order in which they are carried out: a slot that is withdrawn may be granted again."""
 
     withdrawn: list[str] = field(default_factory=list)
     """Requests whose leases end now; their blocks are free already."""
     granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)
-    """Requests that will be handed over: take a lease at these seats."""
+    """Requests that will be handed off, with the seats of the leases to take."""
     handed_off: dict[str, HandedOff] = field(default_factory=dict)
     retired: list[str] = field(default_factory=list)
-    """Requests that were handed over, whose leases end now, read or not. Their blocks stay until that is reported."""
+    """Requests that were handed off, whose leases end now, read or not. Their blocks stay until that is reported."""
     loads: list[Load] = field(default_factory=list)
     parts: dict[str, list[Part]] = field(default_factory=dict)
-    """Loads whose prefill server has said more."""
+    """Further parts of loads."""
     cut: dict[str, str] = field(default_factory=dict)
-    """Loads in parts that no more comes for, and why."""
+    """Loads in parts that end now, with the reasons."""
     written: dict[str, int] = field(default_factory=dict)
-    """After this step: requests that are read while they are computed, and how many of their blocks are written."""
+    """Requests that are read while they are computed, with their number of blocks written after this step."""
     idle: bool = False
-    """Nothing is computed in this step: the engine would sleep a millisecond behind it."""
+    """True if the step computes nothing, so that the engine would sleep a millisecond after it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spans of offers, which the scheduler's side writes without its workers, and the trace that each belongs to."""
+"""Records the spans of offers, which the scheduler's side writes without its workers, and the trace of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from kvlink import tracing
 from kvlink.tracing import HEADER, Kind, TraceParent
 
 TRACEPARENT = "kvlink_traceparent"
-"""In `kv_transfer_params`, from routers that know of it: vLLM passes headers on only while it traces itself."""
+"""The key in `kv_transfer_params`, for routers that know it. vLLM passes headers on only while it traces itself."""
 
 
 class Traces:
-    """Offers that were not `forget`ed. On the scheduler's thread."""
+    """The offers that were not removed by `forget`. Used on the scheduler's thread."""
 
     def __init__(self) -> None:
         tracing.start()
         self._offers: dict[str, TraceParent | None] = {}
 
     def of(self, request: Any, worker_id: str) -> TraceParent | None:
-        """What its readers belong to: the span of its offer, which ends when first asked for; the request's own while
-        nobody collects spans. `worker_id`: of the first rank."""
+        """Returns the parent of its readers' spans: the span of its offer, which ends at the first call.
+
+        While tracing is off, it is the request's own. `worker_id` is that of the first rank.
+        """
         request_id = request.request_id
         if request_id not in self._offers:
             trace = trace_of(request)
@@ -34,11 +36,11 @@ class Traces:
         return self._offers[request_id]
 
     def forget(self, request_id: str) -> None:
-        """The offer has ended. Idempotent."""
+        """Forgets an offer that has ended. Idempotent."""
         self._offers.pop(request_id, None)
 
 
 def trace_of(request: Any) -> TraceParent | None:
-    """That it had at the router, if anybody said so."""
+    """Returns the trace that the request had at the router, if known."""
     given = (request.kv_transfer_params or {}).get(TRACEPARENT) or (request.trace_headers or {}).get(HEADER)
     return TraceParent.parse(given) if isinstance(given, str) else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector beside the model: holds leases on what is prefilled here, and has `loads` pull the rest.
+"""Implements the worker's side, beside the model: holds leases on what is prefilled here; `loads` pulls the rest.
 
-Called by vLLM around each step. It posts and looks; kvlink's own threads move the bytes, whatever the step does.
+vLLM calls it around each step. It posts and polls; kvlink's own threads move the bytes, whatever the step does.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvlink.errors import KVLinkError
 from .caches import Caches
 from .handoff import Owner, RankInfo
 from .loads import Loads
+from .rank_stats import RankStats
 from .step_commands import HandedOff, StepCommands
-from .tally import Tally
 
 _log = logging.getLogger("vllm.kvlink")
 
-_UNTIL_HANDED_OVER_S = 86400.0
+_UNTIL_HANDED_OFF_S = 86400.0
 _IDLE_S = 0.001
-"""A load that ends this soon is noticed one step earlier. vLLM sleeps as long between steps that compute nothing."""
+"""A load that ends within this time is noticed one step earlier. vLLM sleeps as long between steps without work."""
 
 
 class Results(NamedTuple):
-    """Request ids since the last look; `failed` are among `received`."""
+    """Request ids since the last call; `failed` are among `received`."""
 
     sent: set[str]
     received: set[str]
@@ -36,88 +36,95 @@ class Results(NamedTuple):
 
 
 class WorkerSide:
-    """One rank's kvlink worker, and what it does for vLLM."""
+    """One rank's kvlink worker, with what it does for vLLM."""
 
     def __init__(self, worker_id: str, caches: Caches, config: WorkerConfig) -> None:
         self._caches = caches
         self._worker = Worker(caches.pool, worker_id, config=config)
-        self._held: set[str] = set()  # leases of requests that are not handed over yet
-        self._just_held: set[str] = set()  # of requests that are read while they are computed
-        self._out: set[str] = set()  # leases whose tickets are out
-        self._ended: set[str] = set()  # before we heard that their tickets were out
+        self._held: set[str] = set()  # leases of requests that are not handed off yet
+        self._just_held: set[str] = set()  # requests that are read while they are computed
+        self._out: set[str] = set()  # leases whose tickets are sent
+        self._ended: set[str] = set()  # leases that ended before their tickets were known to be sent
         self._sent: set[str] = set()
-        self._written: list[tuple[Callable[[], bool], dict[str, int]]] = []  # and whether it is by now
-        self._patience_s = 0.0
-        self._tally = Tally()
+        self._written: list[
+            tuple[Callable[[], bool], dict[str, int]]
+        ] = []  # with a check whether it is written by now
+        self._idle_wait_s = 0.0
+        self._stats = RankStats()
         card = self._worker.card
         owner = Owner(card.worker_id, card.epoch, card.agent)
-        self.greeting = RankInfo(owner, card.layout.block_tokens * caches.token_unit, caches.kernel_blocks)
-        self._loads = Loads(self._worker, caches, self.greeting.block_tokens, self._tally)
+        self.rank_info = RankInfo(owner, card.layout.block_tokens * caches.token_unit, caches.kernel_blocks)
+        self._loads = Loads(self._worker, caches, self.rank_info.block_tokens, self._stats)
         transports = [
-            f"{one.name}{f' (cannot lend: {one.refused})' if one.refused else ''}" for one in card.transports
+            f"{one.name}{f' (cannot export: {one.refused})' if one.refused else ''}"
+            for one in card.transports
         ]
         _log.info(
-            "kvlink worker %s at %s lends %r by %s", worker_id, card.agent, caches.pool, ", ".join(transports)
+            "kvlink worker %s at %s exports %r by %s",
+            worker_id,
+            card.agent,
+            caches.pool,
+            ", ".join(transports),
         )
 
-    def carry_out(self, orders: StepCommands) -> None:
-        """Before the step. Microseconds, but for the first pull from a new peer, which connects in the background."""
-        self._patience_s = _IDLE_S if orders.idle else 0.0
-        for request_id in orders.withdrawn:
+    def carry_out(self, commands: StepCommands) -> None:
+        """Carries out commands before the step. Takes microseconds; a new peer is connected in the background."""
+        self._idle_wait_s = _IDLE_S if commands.idle else 0.0
+        for request_id in commands.withdrawn:
             self._withdraw(request_id)
-        if orders.withdrawn:
+        if commands.withdrawn:
             self._collect_ended()  # a request that was preempted may be granted a lease again
-        for request_id, seats in orders.granted.items():
-            self._worker.offers.grant_at(request_id, seats, _UNTIL_HANDED_OVER_S)
+        for request_id, seats in commands.granted.items():
+            self._worker.offers.grant_at(request_id, seats, _UNTIL_HANDED_OFF_S)
             self._held.add(request_id)
-        self._just_held.update(orders.granted.keys() & orders.written.keys())
-        for request_id, handed_off in orders.handed_off.items():
+        self._just_held.update(commands.granted.keys() & commands.written.keys())
+        for request_id, handed_off in commands.handed_off.items():
             self._handoff(request_id, handed_off)
-        for request_id in orders.retired:
-            with contextlib.suppress(KVLinkError):  # it has ended: its event follows
+        for request_id in commands.retired:
+            with contextlib.suppress(KVLinkError):  # the lease has ended, and its event follows
                 self._worker.offers.abort(request_id)
-        for load in orders.loads:
+        for load in commands.loads:
             self._loads.start(load)
-        for request_id, parts in orders.parts.items():
+        for request_id, parts in commands.parts.items():
             for part in parts:
                 self._loads.add(request_id, part)
-        for request_id, why in orders.cut.items():
+        for request_id, why in commands.cut.items():
             self._loads.cut(request_id, why)
         self._publish()
 
     def computed(self, written: Mapping[str, int], is_done: Callable[[], bool]) -> None:
-        """The step's kernels are launched, and have run when `is_done` says so: readers of `written` may go on."""
+        """Lets readers of `written` continue once `is_done` says that the step's launched kernels have run."""
         self._written.append((is_done, dict(written)))
         self._publish()
 
     def results(self) -> Results:
-        """After the step. Waits only in a step that is idle, and then for a millisecond."""
+        """Returns what ended, after the step. Waits only in a step that is idle, and then for a millisecond."""
         if self._out or self._held or len(self._worker.offers):  # a server that only decodes has none
             self._collect_ended()
         self._publish()
-        if len(self._loads) and self._patience_s:
-            self._loads.wait(self._patience_s)
+        if len(self._loads) and self._idle_wait_s:
+            self._loads.wait(self._idle_wait_s)
         sent, self._sent = self._sent, set()
         received, failed = self._loads.take()
         return Results(sent, received, failed)
 
     def take_held(self) -> set[str]:
-        """Requests that are read while they are computed, whose leases were taken since the last call."""
+        """Returns requests that are read while they are computed, whose leases were taken since the last call."""
         held, self._just_held = self._just_held, set()
         return held
 
-    def take_tally(self) -> dict[str, Any] | None:
-        """Since the last call."""
+    def take_stats(self) -> dict[str, Any] | None:
+        """Returns the statistics since the last call."""
         if not len(self._worker.offers):
-            return self._tally.take(0, 0.0)
+            return self._stats.take(0, 0.0)
         counts = self._worker.lease_counts()
-        return self._tally.take(counts.active, counts.oldest_s)
+        return self._stats.take(counts.active, counts.oldest_s)
 
     def close(self) -> None:
-        """Ends pulls and leases. On return nothing touches the caches. Idempotent."""
+        """Ends pulls and leases. On return nothing accesses the caches. Idempotent."""
         self._worker.close()
 
-    # Leases.
+    # The following methods handle leases.
 
     def _withdraw(self, request_id: str) -> None:
         self._held.discard(request_id)
@@ -132,7 +139,7 @@ class WorkerSide:
             _log.warning("lease not withdrawn request=%s error=%s", request_id, error)
 
     def _handoff(self, request_id: str, handed_off: HandedOff) -> None:
-        """A fast reader may have settled before we hear that the ticket is out."""
+        """Hands off a request. A fast reader may have settled before this command arrives."""
         self._collect_ended()
         self._held.discard(request_id)
         if request_id in self._ended:
@@ -140,15 +147,15 @@ class WorkerSide:
             self._sent.add(request_id)
             return
         self._out.add(request_id)
-        with contextlib.suppress(KVLinkError):  # it ended since we looked: its event follows
+        with contextlib.suppress(KVLinkError):  # the lease ended just now, and its event follows
             self._worker.offers.hand_off(request_id, handed_off.num_blocks, handed_off.ttl_s)
 
     def _collect_ended(self) -> None:
         for event in self._worker.events():
             if event.how is LeaseEnd.EXPIRED:
-                self._tally.expired += 1
+                self._stats.expired += 1
                 _log.warning(
-                    "request %s: nobody fetched it within its lease (held %.1f s); its blocks are free again",
+                    "request %s: no reader fetched it within its lease (held %.1f s); its blocks are free again",
                     event.request_id,
                     event.held_s,
                 )
@@ -162,5 +169,5 @@ class WorkerSide:
         while self._written and self._written[0][0]():
             _, written = self._written.pop(0)
             for request_id, num_blocks in written.items():
-                with contextlib.suppress(KVLinkError):  # its reader went away
+                with contextlib.suppress(KVLinkError):  # its reader is gone
                     self._worker.offers.set_ready(request_id, num_blocks)

@@ -26,22 +26,22 @@ class Request:
 
 def test_the_later_of_two_is_refused_until_the_first_has_ended() -> None:
     rooms, first, second = LiveRooms(), Request(), Request()
-    assert rooms.claim(ROOM, first) == ""
-    assert rooms.claim(ROOM, first) == ""
-    assert "bootstrap_room 5" in rooms.claim(ROOM, second)
+    assert rooms.assign(ROOM, first) == ""
+    assert rooms.assign(ROOM, first) == ""
+    assert "bootstrap_room 5" in rooms.assign(ROOM, second)
     assert rooms.owner(ROOM) is first
     rooms.release(ROOM, second)
-    assert rooms.claim(ROOM, second) != ""
-    assert rooms.claim(ROOM + 1, second) == ""
+    assert rooms.assign(ROOM, second) != ""
+    assert rooms.assign(ROOM + 1, second) == ""
     rooms.release(ROOM, first)
-    assert rooms.claim(ROOM, second) == ""
+    assert rooms.assign(ROOM, second) == ""
 
 
 def test_an_owner_that_is_gone_has_given_its_room_back() -> None:
     rooms, first, second = LiveRooms(), Request(), Request()
-    rooms.claim(ROOM, first)
+    rooms.assign(ROOM, first)
     del first
-    assert rooms.claim(ROOM, second) == ""
+    assert rooms.assign(ROOM, second) == ""
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def same(decode: Server, prefill: Server, pairs: list[tuple[int, int]], layers: 
 
 def gone(server: Server) -> bool:
     """No lease is left, and every slot is free again."""
-    return len(server.scheduling._slots) == 15 and not server.scheduling._seats
+    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
 def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]) -> None:
@@ -56,7 +56,7 @@ def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]
     assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("layer.0", "layer.1"))
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
-    assert decode.ranks[0].take_tally()["transports"] == {"loopback": 1}  # type: ignore[index]
+    assert decode.ranks[0].take_stats()["transports"] == {"loopback": 1}  # type: ignore[index]
 
 
 def test_blocks_come_back_when_a_scrape_has_seen_their_end_first(servers: tuple[Server, Server]) -> None:
@@ -99,7 +99,7 @@ def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
     prefill.step_until(lambda: "r" in prefill.sent)
     assert decode.load(request("y", PROMPT, params), [8, 9, 10]) == (0, False)
     assert not decode.failed
-    assert decode.scheduling.take_counts() == {"used_already": 1}
+    assert decode.scheduler.take_counts() == {"used_already": 1}
 
 
 def test_a_second_use_by_another_server_is_refused(servers: tuple[Server, Server]) -> None:
@@ -112,7 +112,7 @@ def test_a_second_use_by_another_server_is_refused(servers: tuple[Server, Server
         another.load(request("y", PROMPT, params), [8, 9, 10])
         another.step_until(lambda: "y" in another.received)
         assert another.failed == {"y"}
-        assert another.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
+        assert another.ranks[0].take_stats()["failures"] == {"stale": 1}  # type: ignore[index]
 
 
 def test_an_expired_lease_is_refused() -> None:
@@ -122,7 +122,7 @@ def test_an_expired_lease_is_refused() -> None:
         decode.load(request("x", PROMPT, params), [5, 6, 7])
         decode.step_until(lambda: "x" in decode.received)
         assert decode.failed == {"x"}
-        assert prefill.ranks[0].take_tally()["expired"] == 1  # type: ignore[index]
+        assert prefill.ranks[0].take_stats()["expired"] == 1  # type: ignore[index]
 
 
 def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tuple[Server, Server]) -> None:
@@ -132,7 +132,7 @@ def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tupl
     decode.load(request("x", other, params), [5, 6, 7])
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
-    assert decode.scheduling.counts["another_prompt"] == 1
+    assert decode.scheduler.counts["another_prompt"] == 1
     decode.load(request("y", PROMPT, params), [8, 9, 10])
     decode.step_until(lambda: "y" in decode.received)
     assert decode.failed == {"x"}
@@ -165,7 +165,7 @@ def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, S
     assert decode.load(request("x", PROMPT, {"do_remote_prefill": True}), [5, 6, 7]) == (0, False)
     assert decode.load(request("y", PROMPT, None), [8, 9, 10]) == (0, False)
     decode.step()
-    assert decode.scheduling.counts["not_offered"] == 1
+    assert decode.scheduler.counts["not_offered"] == 1
     assert not decode.received
 
 
@@ -182,8 +182,8 @@ def test_a_decode_request_that_ends_early_gives_the_blocks_back(servers: tuple[S
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     rejected = request("x", PROMPT, params)
-    decode.scheduling.on_new_request(rejected)
-    assert decode.scheduling.finished(rejected, ([],), False) == (False, None)
+    decode.scheduler.on_new_request(rejected)
+    assert decode.scheduler.finished(rejected, ([],), False) == (False, None)
     prefill.step_until(lambda: "r" in prefill.sent)
 
 
@@ -193,14 +193,14 @@ def test_a_waiting_request_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> N
     with Server("p", lease_s=4.0) as prefill, Server("d") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
         waiting = request("x", PROMPT, params)
-        decode.scheduling.on_new_request(waiting)
+        decode.scheduler.on_new_request(waiting)
         end = time.monotonic() + 5
         while time.monotonic() < end:
             prefill.step()
             time.sleep(0.05)
         assert not prefill.sent
-        count, _ = decode.scheduling.num_matched(waiting, 0)
-        decode.scheduling.allocated(waiting, ([5, 6, 7],), count)
+        count, _ = decode.scheduler.num_matched(waiting, 0)
+        decode.scheduler.allocated(waiting, ([5, 6, 7],), count)
         decode.step_until(lambda: "x" in decode.received)
         assert not decode.failed
 

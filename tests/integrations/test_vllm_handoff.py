@@ -17,8 +17,8 @@ from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, StaleBlocks
 from kvlink.integrations.vllm import handoff
 from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, expanded, prompt_digest
-from kvlink.integrations.vllm.parts import Part
-from kvlink.integrations.vllm.slots import SlotGroups
+from kvlink.integrations.vllm.handoff_parts import Part
+from kvlink.integrations.vllm.lease_slots import SlotGroups
 from kvlink.ticket import MAX_SLOTS, SMALLEST_NONCE, LeaseSeat
 from kvlink.tracing import TraceParent
 

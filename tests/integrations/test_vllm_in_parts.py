@@ -19,8 +19,8 @@ from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm import announcements, remote_leases
+from kvlink.integrations.vllm.handoff_parts import ANNOUNCED, STREAM
 from kvlink.integrations.vllm.outgoing import Chunk
-from kvlink.integrations.vllm.parts import ANNOUNCED, STREAM
 
 PROMPT = list(range(100, 110))  # blocks of 4: two whole ones and a half
 PREFILL = ASK_PREFILL | {STREAM: "s"}
@@ -52,13 +52,13 @@ def same(decode: Server, prefill: Server, *pairs: tuple[int, int], layers: tuple
 
 
 def gone(server: Server) -> bool:
-    return len(server.scheduling._slots) == 15 and not server.scheduling._seats
+    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
 def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMPT) -> tuple[Any, Any]:
     """Prefill has computed 6 tokens of request r into blocks 3 and 9; decode loads x into 5, 6 and 7."""
     asks, waits = request("r", PROMPT, PREFILL), request("x", waits_for, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6)
     decode.load_when_announced(waits, [5, 6, 7])
@@ -69,7 +69,7 @@ def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMP
 def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs: int, ours: int) -> None:
     prefill, decode = new("p", theirs), new("d", ours)
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     assert decode.awaits(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6, writes=[3, 9])
@@ -85,15 +85,15 @@ def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs
     assert answer[ANNOUNCED] == "s"
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
-    tallies = [rank.take_tally() for rank in decode.ranks]
-    assert sum(tally["early_bytes"] for tally in tallies if tally) == decode.block("layer.0", 5).nbytes * 2
+    stats = [rank.take_stats() for rank in decode.ranks]
+    assert sum(tally["early_bytes"] for tally in stats if tally) == decode.block("layer.0", 5).nbytes * 2
 
 
 def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> None:
     """A chunk's blocks are announced before it runs."""
     prefill, decode = new("p"), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 4)
     decode.load_when_announced(waits, [5, 6, 7])
@@ -117,18 +117,18 @@ def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> N
     """Who looks at a slot that is not taken yet finds it stale."""
     prefill, decode = new("p", 2), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9, 1])
-    prefill.scheduling.scheduled({"r": Chunk((), 10)}, ())
-    orders = prefill.scheduling.take_orders()
+    prefill.scheduler.scheduled({"r": Chunk((), 10)}, ())
+    commands = prefill.scheduler.take_commands()
     for rank in prefill.ranks:
         time.sleep(0.05)
         assert decode.awaits(waits)
-        rank.carry_out(orders)
-        prefill.scheduling.held(Counter(rank.take_held()))
+        rank.carry_out(commands)
+        prefill.scheduler.held(Counter(rank.take_held()))
     decode.load_when_announced(waits, [5, 6, 7])
     for rank in prefill.ranks:
-        rank.computed(orders.written, lambda: True)
+        rank.computed(commands.written, lambda: True)
     decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
 
@@ -137,7 +137,7 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
     groups = (("full.0", "full.1"), ("window.0",))
     prefill, decode = new("p", groups=groups), new("d", groups=groups)
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9], [10, 11])
     prefill.compute(asks, 8, writes=[3, 9, 10, 11])
     decode.load_when_announced(waits, [5, 6, 7], [0, 0, 8])
@@ -158,14 +158,14 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
 def test_short_prompts_are_handed_off_by_the_answer(new: NewServer) -> None:
     prefill, decode = new("p", streaming_from=11), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9, 1])
     prefill.compute(asks, 10)
     answer = prefill.end(asks, [3, 9, 1])
     assert answer
     assert ANNOUNCED not in answer
     assert decode.awaits(waits)
-    decode.scheduling.finished(waits, ([],), False)
+    decode.scheduler.finished(waits, ([],), False)
     assert decode.load(request("y", PROMPT, answer), [5, 6, 7]) == (10, True)
     decode.step_until(lambda: "y" in decode.received)
     assert not decode.failed
@@ -176,8 +176,8 @@ def test_another_prompt_is_refused(new: NewServer) -> None:
     half_announced(prefill, decode, waits_for=[*PROMPT[:-1], 1])
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
-    assert decode.scheduling.take_counts() == {"another_prompt": 1}
-    assert decode.scheduling.take_counts() == {}
+    assert decode.scheduler.take_counts() == {"another_prompt": 1}
+    assert decode.scheduler.take_counts() == {}
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -189,7 +189,7 @@ def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bo
     if not at_once:
         prefill.step(preempted=["r"])
     asks.num_computed_tokens, asks.num_preemptions = 0, 1
-    prefill.scheduling.allocated(asks, ([2, 4, 10],), 0)
+    prefill.scheduler.allocated(asks, ([2, 4, 10],), 0)
     if at_once:
         prefill.step(preempted=["r"])
     decode.step_until(lambda: "x" in decode.received)
@@ -220,7 +220,7 @@ def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
     prefill, decode = new("p"), new("d")
     asks, waits = half_announced(prefill, decode)
     decode.step()
-    decode.scheduling.finished(waits, ([5, 6, 7],), False)
+    decode.scheduler.finished(waits, ([5, 6, 7],), False)
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
     prefill.compute(asks, 4, [1])
@@ -252,7 +252,7 @@ def test_the_answer_hands_over_what_decode_has_followed(
     answer = prefill.end(asks, [3, 9, 1])
     assert answer
     assert ANNOUNCED not in answer
-    decode.scheduling.finished(waits, ([5, 6, 7],), False)
+    decode.scheduler.finished(waits, ([5, 6, 7],), False)
     decode.step_until(lambda: "x" in decode.received)
     decode.load(request("y", PROMPT, answer), [8, 11, 12])
     decode.step_until(lambda: "y" in decode.received)
@@ -265,9 +265,9 @@ def test_the_answer_hands_over_what_decode_has_followed(
 def test_without_a_coordinator_it_is_computed_here(new: NewServer) -> None:
     decode = new("d", coordinator="")
     waits = request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
-    assert decode.scheduling.num_matched(waits, 0) == (0, False)
-    assert decode.scheduling.take_counts() == {"not_offered": 1}
+    decode.scheduler.on_new_request(waits)
+    assert decode.scheduler.num_matched(waits, 0) == (0, False)
+    assert decode.scheduler.take_counts() == {"not_offered": 1}
 
 
 def test_when_the_coordinator_dies_the_answer_still_hands_over(
@@ -277,14 +277,14 @@ def test_when_the_coordinator_dies_the_answer_still_hands_over(
     prefill, decode = new("p"), new("d")
     ControlThread.shared().run(coordinator.close())
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduling.on_new_request(waits)
+    decode.scheduler.on_new_request(waits)
     prefill.begin(asks, [3, 9, 1])
     prefill.compute(asks, 10)
     answer = prefill.end(asks, [3, 9, 1])
     assert answer
     assert ANNOUNCED not in answer
     eventually(lambda: not decode.awaits(waits))
-    assert decode.scheduling.num_matched(waits, 0) == (0, False)
+    assert decode.scheduler.num_matched(waits, 0) == (0, False)
     decode.load(request("y", PROMPT, answer), [5, 6, 7])
     decode.step_until(lambda: "y" in decode.received)
     assert not decode.failed

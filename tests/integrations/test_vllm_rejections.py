@@ -22,22 +22,22 @@ def servers() -> Iterator[tuple[Server, Server]]:
         yield prefill, decode
 
 
-@pytest.mark.parametrize("told", [True, None])
+@pytest.mark.parametrize("aborted", [True, None])
 def test_a_request_that_decode_refuses_gives_the_blocks_back(
-    servers: tuple[Server, Server], told: bool | None
+    servers: tuple[Server, Server], aborted: bool | None
 ) -> None:
     """vLLM's notice has a prompt of its own. Older ones do not say that it is aborted at once."""
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     notice = request("x", [0], params)
-    if told is not None:
-        notice.abort_immediately = told
-    decode.scheduling.on_new_request(notice)
-    assert decode.scheduling.finished(notice, ([],), False) == (False, None)
+    if aborted is not None:
+        notice.abort_immediately = aborted
+    decode.scheduler.on_new_request(notice)
+    assert decode.scheduler.finished(notice, ([],), False) == (False, None)
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
-    assert decode.scheduling.take_counts() == {"released": 1}
-    assert prefill.ranks[0].take_tally() is None, "nothing expired"
+    assert decode.scheduler.take_counts() == {"released": 1}
+    assert prefill.ranks[0].take_stats() is None, "nothing expired"
 
 
 def test_a_prompt_of_token_0_is_no_refusal(servers: tuple[Server, Server]) -> None:
@@ -48,7 +48,7 @@ def test_a_prompt_of_token_0_is_no_refusal(servers: tuple[Server, Server]) -> No
     assert decode.load(asks, [5]) == (1, True)
     decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
-    assert decode.scheduling.take_counts() == {}
+    assert decode.scheduler.take_counts() == {}
 
 
 @pytest.mark.parametrize("handed_off", [{KEY: {"ticket": "AAAA"}}, {}])
@@ -57,6 +57,6 @@ def test_a_refusal_without_a_handoff_is_no_error(
 ) -> None:
     notice = request("x", [0], {"do_remote_prefill": True} | handed_off)
     notice.abort_immediately = True
-    servers[1].scheduling.on_new_request(notice)
-    servers[1].scheduling.finished(notice, ([],), False)
-    assert servers[1].scheduling.take_counts() == ({"malformed": 1} if handed_off else {})
+    servers[1].scheduler.on_new_request(notice)
+    servers[1].scheduler.finished(notice, ([],), False)
+    assert servers[1].scheduler.take_counts() == ({"malformed": 1} if handed_off else {})

@@ -33,13 +33,13 @@ def handed_off(prefill: Server) -> dict[str, Any]:
 def arrive(decode: Server, params: dict[str, Any], *names: str) -> list[Any]:
     requests = [request(name, PROMPT, params) for name in names]
     for one in requests:
-        decode.scheduling.on_new_request(one)
+        decode.scheduler.on_new_request(one)
     return requests
 
 
 def start(decode: Server, asks: Any) -> None:
-    assert decode.scheduling.num_matched(asks, 0) == (10, True)
-    decode.scheduling.allocated(asks, (BLOCKS[asks.request_id],), 10)
+    assert decode.scheduler.num_matched(asks, 0) == (10, True)
+    decode.scheduler.allocated(asks, (BLOCKS[asks.request_id],), 10)
 
 
 def landed(decode: Server, prefill: Server, *names: str) -> None:
@@ -64,7 +64,7 @@ def test_both_read_and_the_last_gives_the_blocks_back(servers: tuple[Server, Ser
     start(decode, y)
     landed(decode, prefill, "y")
     ends(prefill)
-    assert decode.scheduling.take_counts() == {}
+    assert decode.scheduler.take_counts() == {}
 
 
 def test_they_may_read_at_once(servers: tuple[Server, Server]) -> None:
@@ -82,27 +82,27 @@ def test_one_that_reads_nothing_takes_nothing_from_the_others(
     prefill, decode = servers
     x, y = arrive(decode, handed_off(prefill), "x", "y")
     if how == "aborted":
-        decode.scheduling.finished(y, ([],), False)
+        decode.scheduler.finished(y, ([],), False)
     elif how == "cached":
-        decode.scheduling.allocated(y, (BLOCKS["y"],), 0)
+        decode.scheduler.allocated(y, (BLOCKS["y"],), 0)
     else:
         notice = request("n", [0], y.kv_transfer_params)
         notice.abort_immediately = True
-        decode.scheduling.on_new_request(notice)
-        decode.scheduling.finished(notice, ([],), False)
-        decode.scheduling.finished(y, ([],), False)
+        decode.scheduler.on_new_request(notice)
+        decode.scheduler.finished(notice, ([],), False)
+        decode.scheduler.finished(y, ([],), False)
     start(decode, x)
     landed(decode, prefill, "x")
     ends(prefill)
-    assert decode.scheduling.take_counts() == {}
+    assert decode.scheduler.take_counts() == {}
 
 
 def test_the_last_to_go_gives_them_back_unread(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     for asks in arrive(decode, handed_off(prefill), "x", "y"):
-        decode.scheduling.finished(asks, ([],), False)
+        decode.scheduler.finished(asks, ([],), False)
     ends(prefill)
-    assert decode.scheduling.take_counts() == {"released": 1}
+    assert decode.scheduler.take_counts() == {"released": 1}
 
 
 def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
@@ -116,21 +116,21 @@ def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
     [y] = arrive(decode, params, "y")
     assert decode.awaits(y)
     landed(decode, prefill, "x")
-    assert decode.scheduling.num_matched(y, 8) == (0, False)
-    assert decode.scheduling.take_counts() == {"used_already": 1}
-    decode.scheduling.finished(y, ([],), True)
+    assert decode.scheduler.num_matched(y, 8) == (0, False)
+    assert decode.scheduler.take_counts() == {"used_already": 1}
+    decode.scheduler.finished(y, ([],), True)
     ends(prefill)
-    assert decode.scheduling.take_counts() == {}
+    assert decode.scheduler.take_counts() == {}
 
 
 def test_a_load_that_fails_leaves_the_lease_to_the_others(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     x, y = arrive(decode, handed_off(prefill), "x", "y")
     start(decode, x)
-    orders = decode.scheduling.take_orders()
-    decode.scheduling._orders.loads = orders.loads
-    decode.scheduling.received({"x"}, {"x"})
-    decode.scheduling._orders.loads.clear()
+    commands = decode.scheduler.take_commands()
+    decode.scheduler._commands.loads = commands.loads
+    decode.scheduler.received({"x"}, {"x"})
+    decode.scheduler._commands.loads.clear()
     start(decode, y)
     landed(decode, prefill, "y")
     ends(prefill)
@@ -145,8 +145,8 @@ def test_what_was_used_is_not_given_back_once_more(servers: tuple[Server, Server
     landed(decode, prefill, "x")
     notice = request("n", [0], params)
     notice.abort_immediately = True
-    decode.scheduling.on_new_request(notice)
-    assert decode.scheduling.take_counts() == {}
+    decode.scheduler.on_new_request(notice)
+    assert decode.scheduler.take_counts() == {}
     ends(prefill)
 
 
@@ -177,10 +177,10 @@ def test_a_reset_ends_the_leases_that_nobody_has_read(servers: tuple[Server, Ser
     """Through the report, so that vLLM frees no block that may still be read; a reader that comes later is refused."""
     prefill, decode = servers
     params = handed_off(prefill)
-    assert prefill.scheduling.reset() is False, "blocks are still in use"
+    assert prefill.scheduler.reset() is False, "blocks are still in use"
     assert not prefill.sent
     ends(prefill)
-    assert prefill.scheduling.reset() is True
+    assert prefill.scheduler.reset() is True
     [x] = arrive(decode, params, "x")
     start(decode, x)
     decode.step_until(lambda: "x" in decode.received)

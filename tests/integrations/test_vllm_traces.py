@@ -14,7 +14,7 @@ from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm.handoff import Handoff
-from kvlink.integrations.vllm.parts import STREAM
+from kvlink.integrations.vllm.handoff_parts import STREAM
 from kvlink.integrations.vllm.traces import TRACEPARENT
 from kvlink.tracing import TraceParent
 
@@ -31,7 +31,7 @@ def test_one_trace(header: bool) -> None:
         decode.load(request("x", PROMPT, params), [5, 6, 7])
         decode.step_until(lambda: "x" in decode.received)
         prefill.step_until(lambda: "r" in prefill.sent)
-        assert not prefill.scheduling._traces._offers
+        assert not prefill.scheduler._traces._offers
         offer = collected.one("kvlink.offer")
         reads, settles = collected.named("kvlink.read"), collected.named("kvlink.settle")
     assert (offer.trace, offer.parent) == (TRACE_ID, SPAN_ID)
@@ -67,7 +67,7 @@ def test_parts_that_are_announced_are_in_the_trace(coordinator: Coordinator) -> 
         named = {STREAM: "s", TRACEPARENT: REQUEST}
         asks = request("r", PROMPT, ASK_PREFILL | named)
         waits = request("x", PROMPT, {"do_remote_prefill": True} | named)
-        decode.scheduling.on_new_request(waits)
+        decode.scheduler.on_new_request(waits)
         prefill.begin(asks, [3, 9])
         prefill.compute(asks, 6)
         decode.load_when_announced(waits, [5, 6, 7])

@@ -58,7 +58,7 @@ def answered(prefill: Server, num_tokens: int) -> tuple[bool, dict[str, Any] | N
     prefill.begin(asks, FULL, kept(22, 7))
     prefill.step()
     asks.num_computed_tokens = len(PROMPT) + num_tokens - 1
-    ended = prefill.scheduling.finished(asks, (FULL, kept(asks.num_computed_tokens, 7)), True)
+    ended = prefill.scheduler.finished(asks, (FULL, kept(asks.num_computed_tokens, 7)), True)
     prefill.step()
     return ended
 
@@ -69,7 +69,7 @@ def test_prefill_keeps_its_ticket_when_the_window_has_passed(num_tokens: int, ha
     with server("p") as prefill:
         stays, params = answered(prefill, num_tokens)
         assert (stays, params is not None) == (handed_off, handed_off)
-        assert prefill.scheduling.take_counts() == ({} if handed_off else {"window_passed": 1})
+        assert prefill.scheduler.take_counts() == ({} if handed_off else {"window_passed": 1})
         if not handed_off:
             assert gone(prefill)
 
@@ -84,7 +84,7 @@ def test_decode_refuses_what_an_older_prefill_hands_over(num_tokens: int) -> Non
         decode.load(request("x", PROMPT, params), OURS, kept(22, 1))
         decode.step_until(lambda: "x" in decode.received)
         assert decode.failed == {"x"}
-        assert decode.ranks[0].take_tally()["failures"] == {"stale": 1}  # type: ignore[index]
+        assert decode.ranks[0].take_stats()["failures"] == {"stale": 1}  # type: ignore[index]
         assert all(now.equal(then) for now, then in zip(decode.caches[0].values(), before, strict=True))
         prefill.step_until(lambda: "r" in prefill.sent)
 

@@ -15,9 +15,9 @@ from waiting import eventually
 from kvlink import WorkerConfig
 from kvlink.integrations.vllm.announcements import Announcements
 from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.lease_slots import SlotGroups
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import SchedulerSide
-from kvlink.integrations.vllm.slots import SlotGroups
 from kvlink.integrations.vllm.windows import Window
 from kvlink.integrations.vllm.worker import WorkerSide
 
@@ -56,7 +56,7 @@ class Server:
             coordinator=self.coordinator,
         )
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
-        self.scheduling = SchedulerSide(
+        self.scheduler = SchedulerSide(
             self.name,
             SlotGroups(64, 4),
             lambda blocks: tuple(blocks),
@@ -83,10 +83,10 @@ class Server:
             )
             for rank, tensors in enumerate(self.caches)
         ]
-        self.scheduling.set_ranks(rank.greeting for rank in self.ranks)
+        self.scheduler.set_ranks(rank.rank_info for rank in self.ranks)
 
     def close(self) -> None:
-        self.scheduling.close()
+        self.scheduler.close()
         for rank in self.ranks:
             rank.close()
 
@@ -113,14 +113,14 @@ class Server:
         compute: Callable[[], None] = lambda: None,
     ) -> None:
         """One step of the engine. `compute`: what the model does in it."""
-        self.scheduling.scheduled(chunks or {}, preempted)
-        orders = self.scheduling.take_orders(idle=not chunks)
+        self.scheduler.scheduled(chunks or {}, preempted)
+        commands = self.scheduler.take_commands(idle=not chunks)
         for rank in self.ranks:
-            rank.carry_out(orders)
+            rank.carry_out(commands)
         compute()
-        for rank in self.ranks if orders.written else ():
-            rank.computed(orders.written, lambda: True)
-        self.scheduling.held(Counter(name for rank in self.ranks for name in rank.take_held()))
+        for rank in self.ranks if commands.written else ():
+            rank.computed(commands.written, lambda: True)
+        self.scheduler.held(Counter(name for rank in self.ranks for name in rank.take_held()))
         results = [rank.results() for rank in self.ranks]
         self.failed.update(*(result.failed for result in results))
         self._count("sent", [result.sent for result in results])
@@ -136,9 +136,9 @@ class Server:
             del counts[request_id]
         getattr(self, name).update(done)
         if done and name == "sent":
-            self.scheduling.sent(done)
+            self.scheduler.sent(done)
         if done and name == "received":
-            self.scheduling.received(done, self.failed)
+            self.scheduler.received(done, self.failed)
 
     def step_until(self, done: Callable[[], object]) -> None:
         """Steps, some milliseconds apart as an idle engine's are."""
@@ -157,20 +157,20 @@ class Server:
         self, request: Any, *groups: list[int], complete: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
         """Arrives, is scheduled and computed, and ends after its first token."""
-        self.scheduling.on_new_request(request)
-        assert self.scheduling.num_matched(request, 0) == (0, False)
-        self.scheduling.allocated(request, groups, 0)
+        self.scheduler.on_new_request(request)
+        assert self.scheduler.num_matched(request, 0) == (0, False)
+        self.scheduler.allocated(request, groups, 0)
         self.step()
         request.num_computed_tokens = request.num_prompt_tokens
-        ended = self.scheduling.finished(request, groups, complete)
+        ended = self.scheduler.finished(request, groups, complete)
         self.step()
         return ended
 
     def begin(self, request: Any, *groups: list[int]) -> None:
         """Arrives and is scheduled; its first blocks exist."""
-        self.scheduling.on_new_request(request)
-        assert self.scheduling.num_matched(request, 0) == (0, False)
-        self.scheduling.allocated(request, groups, 0)
+        self.scheduler.on_new_request(request)
+        assert self.scheduler.num_matched(request, 0) == (0, False)
+        self.scheduler.allocated(request, groups, 0)
 
     def compute(
         self, request: Any, num_tokens: int, *new_blocks: list[int], writes: Iterable[int] = ()
@@ -188,28 +188,28 @@ class Server:
 
     def end(self, request: Any, *groups: list[int], complete: bool = True) -> dict[str, Any] | None:
         """Has its first token, or is aborted."""
-        _, params = self.scheduling.finished(request, groups, complete)
+        _, params = self.scheduler.finished(request, groups, complete)
         self.step()
         return params
 
     def awaits(self, request: Any) -> bool:
         """Whether it is not known yet how much there is to load."""
-        return self.scheduling.num_matched(request, 0) == (None, False)
+        return self.scheduler.num_matched(request, 0) == (None, False)
 
     def load_when_announced(self, request: Any, *groups: list[int]) -> int:
         """Is asked about until its prefill has begun, and is given blocks."""
         self.step_until(lambda: not self.awaits(request))
-        count, _ = self.scheduling.num_matched(request, 0)
+        count, _ = self.scheduler.num_matched(request, 0)
         assert count is not None
-        self.scheduling.allocated(request, groups, count)
+        self.scheduler.allocated(request, groups, count)
         return count
 
     def load(self, request: Any, *groups: list[int], computed: int = 0) -> tuple[int, bool]:
         """Arrives and is given blocks; `step_until` waits for what was asked for."""
-        self.scheduling.on_new_request(request)
-        count, in_background = self.scheduling.num_matched(request, computed)
+        self.scheduler.on_new_request(request)
+        count, in_background = self.scheduler.num_matched(request, computed)
         assert count is not None
-        self.scheduling.allocated(request, groups, count)
+        self.scheduler.allocated(request, groups, count)
         return count, in_background
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lease slots of the workers are free. The scheduler chooses them, so that it can write tickets by itself."""
+"""Tracks which lease slots of the workers are free. The scheduler chooses them, so that it can write tickets itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from kvlink.ticket import SMALLEST_NONCE, LeaseSeat
 
 
 class SlotGroups:
-    """Groups of `seats` slots each, the longest unused first: a late write of an earlier reader has long arrived."""
+    """Groups of `seats` slots each. Takes the longest unused first, so that late writes of an earlier reader have
+    arrived.
+    """
 
     def __init__(self, num_slots: int, seats: int) -> None:
         self._seats = seats
@@ -20,14 +22,14 @@ class SlotGroups:
         return len(self._free)
 
     def take(self) -> tuple[LeaseSeat, ...] | None:
-        """Seats with fresh nonces, or None when every slot is taken."""
+        """Returns seats with fresh nonces, or None if every slot is taken."""
         if not self._free:
             return None
         first = self._free.popleft()
         return tuple(LeaseSeat(first + index, _nonce(), _nonce()) for index in range(self._seats))
 
     def give_back(self, seats: tuple[LeaseSeat, ...]) -> None:
-        """The leases of these seats have ended on every worker."""
+        """Frees the slots of leases that have ended on every worker."""
         self._free.append(seats[0].slot)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank did since it was last asked. Values only."""
+"""Counts what one rank did since the last report. Values only."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ class Transfer:
     """One request that was loaded."""
 
     seconds: float
-    """From the call until all was valid."""
+    """The time from the call until all was valid."""
     noticed_s: float
-    """From the call until vLLM asked and heard of it."""
+    """The time from the call until vLLM was notified."""
     post_s: float
-    """That the call took of the worker's main thread."""
+    """The time that the call took of the worker's main thread."""
     num_bytes: int
     num_ops: int
     transports: list[str]
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts and samples; `take` starts anew."""
+class RankStats:
+    """Counts and samples, which `take` resets."""
 
     transfers: list[Transfer] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """Loads that failed, by reason: stale, unreachable, or the name of the exception."""
     expired: int = 0
-    """Requests of ours that nobody fetched within their lease."""
+    """Requests of this rank that no reader fetched within their lease."""
     early_bytes: int = 0
-    """Of loads in parts: what was here before the prefill's last chunk began."""
+    """The bytes of loads in parts that were here before the prefill's last chunk began."""
     _leases: int = 0
     _paths: set[tuple[str, str]] = field(default_factory=set)
 
     def is_new_path(self, worker_id: str, transport: str) -> bool:
-        """Whether this is the first transfer from a peer by this transport: worth a line in the log."""
+        """Returns whether this is the first transfer from a peer by this transport, which is logged."""
         path = (worker_id, transport)
         if path in self._paths:
             return False
@@ -46,10 +46,10 @@ class Tally:
         return True
 
     def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
-        """Plain data for vLLM's statistics; None when nothing happened."""
+        """Returns plain data for vLLM's statistics, or None if nothing happened."""
         if not (self.transfers or self.failures or self.expired or leases or self._leases):
             return None
-        self._leases = leases  # when it falls to nothing, that is told once
+        self._leases = leases  # a change to 0 is reported once
         transfers, self.transfers = self.transfers, []
         failures, self.failures = self.failures, Counter()
         expired, self.expired = self.expired, 0

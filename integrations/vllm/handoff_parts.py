@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handoff in parts: what a prefill server says of a prompt that it is still computing, chunk by chunk."""
+"""Defines the parts of a handoff: what a prefill server announces of a prompt that it still
+computes, chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,31 @@ from kvlink.errors import ConfigError, StaleBlocks, StaleReason
 from .handoff import KEY, Handoff, check_signature, signed
 
 STREAM = "kvlink_stream"
-"""In `kv_transfer_params` of both sides: the name under which prefill announces parts and decode claims them."""
+"""In `kv_transfer_params` of both sides, the name under which prefill announces parts and decode claims them."""
 ANNOUNCED = "kvlink_announced"
-"""In prefill's answer: that name, if decode was told everything under it."""
+"""In prefill's answer, that name if everything was announced to decode under it."""
 _GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All that has blocks by now, from token 0 on. Parts of one handoff differ in nothing else."""
+    """Everything that has blocks by now, from token 0 on. Parts of one handoff differ in nothing else."""
 
     handoff: Handoff
-    """`num_tokens`: of these blocks; `prompt`: of the whole prompt. Groups that come last have no blocks yet."""
+    """`num_tokens` counts these blocks' tokens; `prompt` is that of the whole prompt. Groups that come last have no
+    blocks yet.
+    """
     num_tokens: int
-    """Of the whole prompt."""
+    """The number of tokens in the whole prompt."""
     last: bool
-    """Nothing follows."""
+    """True if no part follows."""
     written: bool
-    """False: being computed; the lease's slot says how many blocks are written."""
+    """False while the blocks are computed; the lease's slot says how many are written."""
     sure: bool = False
-    """Prefill's answer will say ANNOUNCED: it knows that the coordinator has taken a part, and of none refused."""
+    """True if prefill's answer will say ANNOUNCED: the coordinator has taken a part, and refused none."""
 
     def to_bytes(self) -> bytes:
-        """What the coordinator carries."""
+        """Returns the bytes that the coordinator carries."""
         part = {
             KEY: self.handoff.to_params(),
             "num_tokens": self.num_tokens,
@@ -45,32 +49,36 @@ class Part:
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Part:
-        """Parses foreign bytes. Raises StaleBlocks for `gone`, ConfigError for what neither can have written."""
+        """Parses bytes of a peer. Raises StaleBlocks for `gone`, ConfigError for what neither
+        method can have written.
+        """
         try:
             given = json.loads(blob)
             check_signature(given)
             if _GONE in given:
                 raise StaleBlocks(
-                    f"the prefill server gave the request up: {str(given[_GONE])[:80]}", StaleReason.ABORTED
+                    f"the prefill server aborted the request: {str(given[_GONE])[:80]}", StaleReason.ABORTED
                 )
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
             sure = given.get("sure", False)
             handoff = Handoff.from_params(given)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"no part of a handoff: {error!r}") from None
+            raise ConfigError(f"a part of a handoff is malformed: {error!r}") from None
         if type(num_tokens) is not int or not all(isinstance(one, bool) for one in (last, written, sure)):
-            raise ConfigError("no part of a handoff: fields of another type")
+            raise ConfigError("a part of a handoff is malformed: a field has another type")
         if not handoff.num_tokens <= num_tokens < 2**31 or (last and handoff.num_tokens != num_tokens):
-            raise ConfigError(f"no part of a handoff: {handoff.num_tokens} of {num_tokens} tokens, {last=}")
+            raise ConfigError(
+                f"a part of a handoff is malformed: {handoff.num_tokens} of {num_tokens} tokens, {last=}"
+            )
         return cls(handoff, num_tokens, last, written, sure)
 
     @staticmethod
     def gone(why: str) -> bytes:
-        """In a part's place: no more of them come."""
+        """Returns the message that stands for a part and says that no more of them come."""
         return json.dumps(signed({_GONE: why})).encode()
 
     def continues(self, first: Part) -> bool:
-        """Whether both are of one handoff: after a preemption prefill begins anew, under another lease."""
+        """Returns whether both belong to one handoff. After a preemption, prefill starts over under another lease."""
         ours, theirs = self.handoff, first.handoff
         return (
             ours.seats == theirs.seats

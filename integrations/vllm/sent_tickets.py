@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose tickets are out, and which of them no reader will come for."""
+"""Tracks requests whose tickets are sent, and finds those that no reader will come for."""
 
 from __future__ import annotations
 
 import re
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
-"""vLLM names the requests that it makes of one with n above 1 after it: 0_name, 1_name, …"""
+"""vLLM names the requests that it makes from one with n above 1 after it: 0_name, 1_name, …"""
 
 
-class TicketsOut:
-    """Of one server, from the handoff until every worker has reported the lease's end."""
+class SentTickets:
+    """The requests of one server, from the handoff until every worker has reported the lease's end."""
 
     def __init__(self) -> None:
         self._family_of: dict[str, tuple[str, str] | None] = {}
@@ -20,8 +20,10 @@ class TicketsOut:
         return len(self._family_of)
 
     def add(self, request_id: str, prompt: str) -> list[str]:
-        """A request is handed over. Returns those that it replaces: children of one request with n above 1, whose
-        answer carries the ticket of the last one alone. `prompt`: its digest."""
+        """Adds a request that is handed off. Returns those that it replaces. `prompt` is the digest of its prompt.
+
+        These are children of one request with n above 1, whose answer carries only the last one's ticket.
+        """
         child = _CHILD.fullmatch(request_id)
         family = (child[1], prompt) if child else None
         self._family_of[request_id] = family
@@ -32,11 +34,11 @@ class TicketsOut:
         return [earlier] if earlier is not None else []
 
     def ended(self, request_id: str) -> None:
-        """Its lease has ended on every worker. Idempotent."""
+        """Removes a request whose lease has ended on every worker. Idempotent."""
         family = self._family_of.pop(request_id, None)
         if family is not None and self._newest.get(family) == request_id:
             del self._newest[family]
 
     def all(self) -> list[str]:
-        """Every one."""
+        """Returns all requests."""
         return list(self._family_of)

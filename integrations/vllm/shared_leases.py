@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of one server that come with the same handoff: n above 1, several prompts, a retry. They share its lease.
+"""Tracks requests of one server with the same handoff, which share its lease: n above 1, several prompts, a retry.
 
-Each reads as if it were alone, and the last to end gives the blocks back. Pure; on the scheduler's thread.
+Each reads independently, and the last to end releases the blocks. Pure; used on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .handoff import Handoff
 _SPENT = 4096
 
 Key = tuple[str, int, int, int]
-"""Worker, epoch, slot and nonce of a handoff's first seat: of one lease."""
+"""Identifies a lease: worker, epoch, slot and nonce of a handoff's first seat."""
 
 
 def key_of(handoff: Handoff) -> Key:
-    """The lease that a handoff is under."""
+    """Returns the key of a handoff's lease."""
     owner, seat = handoff.owners[0], handoff.seats[0]
     return owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce
 
@@ -27,40 +27,42 @@ def key_of(handoff: Handoff) -> Key:
 class _Shared:
     live: set[str] = field(default_factory=set)
     settled_by: str = ""
-    """The request whose load ends the lease: it was alone when it began."""
+    """The request whose load ends the lease: it was alone when the load began."""
     read: bool = False
 
 
-class Siblings:
-    """Who is under which lease, and which leases this server has ended."""
+class SharedLeases:
+    """The requests under each lease, and the leases that this server has ended."""
 
     def __init__(self) -> None:
         self._shared: dict[Key, _Shared] = {}
-        self._spent: OrderedDict[Key, bool] = OrderedDict()  # and whether a load was begun under it
+        self._spent: OrderedDict[Key, bool] = (
+            OrderedDict()
+        )  # the value says whether a load was begun under it
 
     def join(self, handoff: Handoff, request_id: str) -> None:
-        """A request has come with this handoff."""
+        """Adds a request that came with this handoff."""
         self._shared.setdefault(key_of(handoff), _Shared()).live.add(request_id)
 
     def are_there(self, handoff: Handoff) -> bool:
-        """Whether a request is under this lease."""
+        """Returns whether a request is under this lease."""
         return key_of(handoff) in self._shared
 
     def is_spent(self, handoff: Handoff) -> bool:
-        """Whether this server has ended the lease: nothing can be read under it any more."""
+        """Returns whether this server has ended the lease, so that nothing can be read under it."""
         return key_of(handoff) in self._spent
 
     def was_used(self, handoff: Handoff) -> bool:
-        """Whether this server has ended the lease after a load, well or not."""
+        """Returns whether this server has ended the lease after a load, well or not."""
         return self._spent.get(key_of(handoff), False)
 
     def must_wait(self, handoff: Handoff, request_id: str) -> bool:
-        """Whether another one's load is under way that ends the lease, which would make this one's stale."""
+        """Returns whether another request's load will end the lease, which would make this one's stale."""
         shared = self._shared.get(key_of(handoff))
         return shared is not None and shared.settled_by not in ("", request_id)
 
     def settles(self, handoff: Handoff, request_id: str) -> bool:
-        """Whether a load that begins now ends the lease: nobody else is under it."""
+        """Returns whether a load that begins now ends the lease, because no other request is under it."""
         shared = self._shared[key_of(handoff)]
         if shared.live != {request_id}:
             return False
@@ -68,17 +70,19 @@ class Siblings:
         return True
 
     def has_read(self, handoff: Handoff) -> None:
-        """A load under this lease went well."""
+        """Records that a load under this lease succeeded."""
         if (shared := self._shared.get(key_of(handoff))) is not None:
             shared.read = True
 
     def was_read(self, handoff: Handoff) -> bool:
-        """Whether one did, of those that are under it."""
+        """Returns whether a load of the requests under this lease succeeded."""
         shared = self._shared.get(key_of(handoff))
         return shared is not None and shared.read
 
     def leave(self, handoff: Handoff, request_id: str) -> bool:
-        """A request has ended. Whether it was the last under its lease. Idempotent: False then."""
+        """Removes a request. Returns whether it was the last under its lease; False if it was not
+        under it. Idempotent.
+        """
         key = key_of(handoff)
         shared = self._shared.get(key)
         if shared is None or request_id not in shared.live:
@@ -92,7 +96,7 @@ class Siblings:
         return True
 
     def spend(self, handoff: Handoff, *, used: bool) -> None:
-        """The lease ends. `used`: a load was begun under it."""
+        """Records that the lease ends. `used` says that a load was begun under it."""
         self._spent[key_of(handoff)] = used
         while len(self._spent) > _SPENT:
             self._spent.popitem(last=False)
