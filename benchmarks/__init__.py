@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink bench`: what a path does, beside what the machine could do. Installed as `kvlink.benchmarks`.
+"""Implements `kvlink bench`, which measures paths next to what the machine can do. Installed as `kvlink.benchmarks`.
 
-Each module has `rows(…)`, which measures and yields one mapping a row (or `parts(…)`, several of these); every byte
-moved is verified.
+Each module has `rows(…)`, which measures and yields one mapping per row (or `parts(…)`, several of these). Every byte
+that is moved is verified.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
-Transport = Annotated[str, typer.Option(help="One or more names with commas, or all.")]
-Iters = Annotated[int | None, typer.Option(min=1, help="Pulls measured; without it what fits the size.")]
+Transport = Annotated[str, typer.Option(help="Measure these transports: names separated by commas, or all.")]
+Iters = Annotated[int | None, typer.Option(min=1, help="Measure so many pulls; by default by size.")]
 BlockOrder = Annotated[
     str,
     typer.Option(
-        help="Of the block ids: random; runs:K, of K blocks; allocator:N:M, as a paged allocator hands them out after "
-        "a trace, N requests at a time, has had the whole pool M times. [N 16, M 5]"
+        help="Choose block ids in this order: random; runs:K, runs of K blocks; allocator:N:M, like a paged "
+        "allocator whose whole pool a trace has used M times, N requests at a time. [N 16, M 5]"
     ),
 ]
 
@@ -41,32 +41,36 @@ BlockOrder = Annotated[
 def measure_pull(
     transport: Transport = "all",
     block_bytes: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be repeated. [16384, 65536]")
+        list[int] | None,
+        typer.Option(min=1, help="Use blocks of so many bytes; may be repeated. [16384, 65536]"),
     ] = None,
     blocks: Annotated[
-        int | None, typer.Option(min=1, help="Blocks a pull. [4096, and single ones of 16384 bytes]")
+        int | None, typer.Option(min=1, help="Pull so many blocks at a time. [4096, and 1 of 16384 bytes]")
     ] = None,
     iters: Iters = None,
     order: BlockOrder = "random",
     trace: Annotated[
-        str, typer.Option(help="That the allocator saw: a file, or a published one's name. [azure-2023-conv]")
+        str,
+        typer.Option(
+            help="Replay this trace for --order allocator: a file, or the name of a published one. [azure-2023-conv]"
+        ),
     ] = "",
     path: Annotated[
         str,
         typer.Option(
-            help="Instead: of GPU memory by RDMA. gpudirect, bounce, or both with a comma, side by side; modelled "
-            "where there is no GPU or no NIC."
+            help="Measure GPU memory over RDMA instead: gpudirect, bounce, or both with a comma. Rows are "
+            "modelled where there is no GPU or no NIC."
         ),
     ] = "",
-    gbps: Annotated[float, typer.Option(min=0.1, help="Gb/s of the NIC that is modelled.")] = 400.0,
+    gbps: Annotated[float, typer.Option(min=0.1, help="Model a NIC of this many Gb/s.")] = 400.0,
     as_json: Json = False,
 ) -> None:
-    """Pull blocks between two processes, beside the physical limit of the same path."""
+    """Pull blocks between two processes, and compare with the physical limit of the same path."""
     from .measurements import pull as bench
 
     shapes = bench.shapes(block_bytes, blocks)
     if trace and not order.startswith("allocator"):
-        raise typer.BadParameter("it is for --order allocator", param_hint="--trace")
+        raise typer.BadParameter("--trace needs --order allocator", param_hint="--trace")
     if path:
         from .measurements import gpudirect_paths
 
@@ -81,14 +85,16 @@ def measure_pull(
 
 @app.command("gpu")
 def measure_gpu(
-    gpus: Annotated[str, typer.Option(help="CUDA's numbers: the owner's GPU and the reader's.")] = "0,0",
-    transport: Annotated[str, typer.Option(help="cuda, or one that stages in host memory (tcp).")] = "cuda",
+    gpus: Annotated[str, typer.Option(help="Use these GPUs of owner and reader.")] = "0,0",
+    transport: Annotated[
+        str, typer.Option(help="Measure cuda, or a transport that stages in host memory (tcp).")
+    ] = "cuda",
     iters: Iters = None,
     as_json: Json = False,
 ) -> None:
-    """Pull blocks from GPU to GPU between two processes, beside one device-to-device copy of the same bytes.
+    """Pull blocks from GPU to GPU between two processes, and compare with one device-to-device copy of the same bytes.
 
-    Then the bounce buffer's copies, beside plain ones of pinned memory.
+    Then measure the bounce buffer's copies, and compare with plain copies of pinned memory.
     """
     from .measurements import gpu as bench
 
@@ -100,53 +106,55 @@ def measure_gpu(
 
 @app.command("migrate")
 def measure_migrate(
-    model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-8b",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 4096,
+    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-8b",
+    tokens: Annotated[int, typer.Option(min=1, help="Move a request of this many tokens.")] = 4096,
     transport: Transport = "all",
     tp: Annotated[
         str,
         typer.Option(
-            help="Tensor-parallel degree: one rank's share moves. Or a pair, 2:4: all ranks of a prefill of TP 2 hand "
-            "over to all of a decode of TP 4. Several with commas."
+            help="Move one rank's share at this tensor-parallel degree; or, with a pair such as 2:4, from all "
+            "ranks of a prefill of TP 2 to all of a decode of TP 4. Separate several by commas."
         ),
     ] = "1",
     model_config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
+        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,
     trace: Annotated[
         str,
         typer.Option(
-            help="Prompt lengths of a trace instead of --tokens: a file, or a published one's name."
+            help="Use the prompt lengths of this trace instead of --tokens: a file, or the name of a published one."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Of the trace, in its order; or at --rate.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Move so many requests of the trace.")] = 100,
     rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Poisson arrivals a second, instead of one after the other."),
+        float | None, typer.Option(min=0.001, help="Let requests arrive at this Poisson rate per second.")
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(min=0.001, help="The trace's own times, as many times as fast.")
+        float | None, typer.Option(min=0.001, help="Use the trace's own times, sped up by this factor.")
     ] = None,
     order: BlockOrder = "random",
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Use blocks of this many tokens.")] = 16,
     layout: Annotated[
         str,
         typer.Option(
-            help="Of a block: NHD, a token's heads adjoin; HND, a head's tokens do, longer pieces at 2:4."
+            help="Use this layout of a block: NHD (a token's heads are contiguous), or HND (a head's tokens "
+            "are, so pieces at 2:4 are longer)."
         ),
     ] = "NHD",
     prefill_ms: Annotated[
-        float, typer.Option(min=0, help="Of a request; 0: say nothing of shares of the time to first token.")
+        float,
+        typer.Option(min=0, help="Assume this prefill time; 0 omits shares of the time to first token."),
     ] = 0.0,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Requests under way at a time. [1, with --rate or --speed 16]")
+        int | None,
+        typer.Option(min=1, help="Move so many requests at a time. [1, with --rate or --speed 16]"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Migrate a request of a named model; every phase on its own, and what is not the read of the bytes (overhead).
+    """Migrate a request of a named model; show every phase, and the overhead beyond the read of the bytes.
 
-    With --rate or --speed requests come when they come, and their time counts from then on: waiting for a slot is
-    part of it (late; more than 1 ms of it: started late).
+    With --rate or --speed, requests arrive at given times, and a request's time counts from its arrival. It includes
+    the wait for a slot (late; more than 1 ms of it: started late).
     """
     from .measurements import migrate as bench
     from .workloads.arrivals import workload
@@ -177,7 +185,7 @@ def measure_migrate(
 
 @app.command("plan")
 def measure_plan(as_json: Json = False) -> None:
-    """Plan transfers: CPU time a descriptor."""
+    """Plan transfers, and show the CPU time per descriptor."""
     from .measurements import plan as bench
 
     rows = show_rows(bench.rows(), as_json, "bench plan")
@@ -186,14 +194,17 @@ def measure_plan(as_json: Json = False) -> None:
 
 @app.command("control")
 def measure_control(
-    workers: Annotated[int, typer.Option(min=1, help="Processes that load it.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Load the coordinators with this many processes.")] = 2,
     store: Annotated[
-        str, typer.Option(help="memory: one coordinator; etcd: several over three members, and their losses.")
+        str,
+        typer.Option(
+            help="Use memory with one coordinator, or etcd with several, three members, and losses."
+        ),
     ] = "memory",
-    replicas: Annotated[str, typer.Option(help="With etcd: how many coordinators.")] = "1,2,3",
+    replicas: Annotated[str, typer.Option(help="Run this many coordinators with etcd.")] = "1,2,3",
     as_json: Json = False,
 ) -> None:
-    """Offer and claim through coordinators: latency, handoffs a second, and what losses cost."""
+    """Offer and claim through coordinators: latency, handoffs per second, and the cost of losses."""
     from .measurements import control
     from .measurements import coordinator_replicas as several
 
@@ -207,18 +218,16 @@ def measure_control(
 @app.command("scale")
 def measure_scale(
     workers: Annotated[
-        str, typer.Option(help="How many, with commas for a curve.")
+        str, typer.Option(help="Simulate so many workers; several numbers with commas give a curve.")
     ] = "125,250,500,1000,2000",
-    tickets: Annotated[int, typer.Option(min=1, help="Live tickets of a worker.")] = 10,
-    store: Annotated[str, typer.Option(help="memory or etcd.")] = "memory",
-    processes: Annotated[int, typer.Option(min=1, help="That simulate workers.")] = 1,
-    lease_s: Annotated[
-        float, typer.Option(min=1, help="Of the coordinator; beats come three times as often.")
-    ] = 10.0,
-    idle_s: Annotated[float, typer.Option(min=0.1, help="How long idle workers are measured.")] = 10.0,
+    tickets: Annotated[int, typer.Option(min=1, help="Keep this many live tickets per worker.")] = 10,
+    store: Annotated[str, typer.Option(help="Use this store: memory or etcd.")] = "memory",
+    processes: Annotated[int, typer.Option(min=1, help="Simulate the workers in this many processes.")] = 1,
+    lease_s: Annotated[float, typer.Option(min=1, help="Use this lease, with three heartbeats each.")] = 10.0,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="Measure idle workers for so many seconds.")] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Simulate large fleets: what workers, tickets, a restart and watchers cost, and how each cost grows.
+    """Simulate large fleets: the cost of workers, tickets, a restart and watchers, and how each cost grows.
 
     Rows of a growth give the exponent of a cost: 1 is linear in the number of workers.
     """
@@ -233,21 +242,27 @@ def measure_scale(
 
 @app.command("peers")
 def measure_peers(
-    path: Annotated[str, typer.Option(help="host, tcp, or both with a comma.")] = "host,tcp",
+    path: Annotated[str, typer.Option(help="Compare on host, tcp, or both with a comma.")] = "host,tcp",
     block_bytes: Annotated[
-        list[int] | None, typer.Option(min=8, help="May be repeated. [4096, 16384, 65536]")
+        list[int] | None,
+        typer.Option(min=8, help="Use blocks of so many bytes; may be repeated. [4096, 16384, 65536]"),
     ] = None,
     blocks: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be repeated. [256, 4096, and single ones of 16384]")
+        list[int] | None,
+        typer.Option(min=1, help="Move so many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Of each one's turns at each shape.")] = 3.0,
-    environments: Annotated[Path, typer.Option(help="Where `make peers` put them.")] = Path("build/peers"),
-    log: Annotated[Path, typer.Option(help="Takes what the peers print.")] = Path("build/peers/log"),
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Give each library so many seconds at each shape.")
+    ] = 3.0,
+    environments: Annotated[Path, typer.Option(help="Find what `make peers` made here.")] = Path(
+        "build/peers"
+    ),
+    log: Annotated[Path, typer.Option(help="Write output of the peers here.")] = Path("build/peers/log"),
     as_json: Json = False,
 ) -> None:
-    """Let other transfer libraries move the same blocks, in alternation with kvlink and with bare copies.
+    """Let other transfer libraries move the same blocks, in turns with kvlink and with bare copies.
 
-    Columns "times X": how many times as long as kvlink over X. Settings, versions and intervals: --json.
+    Columns "times X" say how many times as long as kvlink over X it took. --json has settings, versions and intervals.
     """
     from .peers import run
 
@@ -263,7 +278,7 @@ def measure_peers(
 
 
 def names_of(transport: str) -> list[str]:
-    """The transports meant: "all" is every one that works here and KVLINK_TRANSPORTS allows."""
+    """Returns the transports of an option; "all" means every one that works here and KVLINK_TRANSPORTS allows."""
     from kvlink.transfer.engine import host_transports
 
     here = host_transports()
@@ -274,8 +289,8 @@ def names_of(transport: str) -> list[str]:
 
 
 def _numbers(listed: str, option: str) -> list[int]:
-    """Raises BadParameter when there is anything else among them."""
+    """Parses numbers separated by commas. Raises BadParameter for anything else."""
     counts = [int(count) if count.isdecimal() else 0 for count in listed.split(",")]
     if min(counts) < 1:
-        raise typer.BadParameter("numbers with commas, as in 1,2,3", param_hint=option)
+        raise typer.BadParameter("write numbers separated by commas, as in 1,2,3", param_hint=option)
     return counts

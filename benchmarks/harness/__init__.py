@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements share: processes, contents, baselines of the machine, quantiles and the record of a run."""
+"""Holds what measurements share: processes, contents, baselines, quantiles and the record of a run."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine does on the same path without kvlink. csrc/bench/baselines.h does the work and takes the time."""
+"""Measures what the machine does on the same path without kvlink.
+
+The code in csrc/bench/baselines.h does the work and takes the time.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ Copy = Callable[[npt.NDArray[np.uint64]], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class Baseline:
     """One bare way of moving blocks."""
 
     name: str
     run: Callable[[Ids, Ids], float]
-    """(blocks at the owner, blocks here) -> microseconds."""
+    """Takes blocks at the owner and blocks here; returns microseconds."""
     keeper: Any = None
 
 
@@ -43,16 +46,16 @@ class Reference:
 
     name: str
     run: Callable[[], float]
-    """Microseconds for as many bytes as one transfer has."""
+    """Returns the microseconds for as many bytes as one transfer has."""
 
 
-def num_floors(transport: str) -> int:
-    """How many `floors_of` gives."""
+def num_baselines(transport: str) -> int:
+    """Returns how many baselines `baselines_of` returns."""
     return {"shm": 2, "loopback": 2, "verbs": 0}.get(transport.removeprefix("fault+"), 1)
 
 
 def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> list[Reference]:
-    """Those of one transport that are installed. Raises ConfigError for KVLINK_NICS that cannot be had."""
+    """Returns the installed ones for a transport. Raises ConfigError if KVLINK_NICS does not fit this machine."""
     if transport.removeprefix("fault+") != "verbs" or not shutil.which("ib_read_bw"):
         return []
     ports, _ = select_ports(MemoryPlace(), WorkerConfig.from_env().nics)
@@ -68,25 +71,25 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     return [Reference("ib_read_bw", stream)]
 
 
-def floors_of(transport: str, owner: OwnerSide, pool: BlockPool) -> list[Floor]:
-    """Those of one transport; the fastest is its limit."""
+def baselines_of(transport: str, owner: OwnerSide, pool: BlockPool) -> list[Baseline]:
+    """Returns the baselines of a transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     if name == "verbs":
         return []
     memory = memory_of(name, owner)
     copies = copies_from(name, owner)
-    return [Floor(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
+    return [Baseline(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
 
 
 class Memory(NamedTuple):
-    """An owner's pool: where it begins for who copies, and what keeps it there."""
+    """An owner's pool: the address that a copier uses, and a reference that keeps the memory."""
 
     base: int
     keeper: Any = None
 
 
 def memory_of(name: str, owner: OwnerSide) -> Memory:
-    """An owner's pool by any path but verbs."""
+    """Returns the memory of an owner's pool for any path except verbs."""
     found = owner.call("memory")
     if name != "shm":
         return Memory(found["address"])
@@ -95,7 +98,7 @@ def memory_of(name: str, owner: OwnerSide) -> Memory:
 
 
 def copies_from(name: str, owner: OwnerSide) -> dict[str, Copy]:
-    """What copies from there, by name: for one thread at a time."""
+    """Returns the copiers from an owner's pool by name. Each is for one thread at a time."""
     if name == "tcp":
         return {"socket stream": _core.BaselineSink(owner.call("listen")["port"]).read}
     if name == "cma":

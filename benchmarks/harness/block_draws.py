@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a transfer takes: fresh ones each time, out of a pool several times larger than it."""
+"""Draws the blocks of a transfer: fresh ones each time, from a pool several times larger than the transfer."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from .contents import Ids
 
 
 class Fragmentation(Protocol):
-    """How the blocks of a list follow each other."""
+    """The order in which the blocks of a list follow each other."""
 
     @property
     def run(self) -> int:
-        """How many adjoin, at least."""
+        """Returns the least number of contiguous blocks in a run."""
 
     def whole_runs(self, least: int) -> int:
-        """The next number of blocks, from `least` on, that fits it."""
+        """Returns the smallest number of blocks, at least `least`, that consists of whole runs."""
 
     def lists_in(self, pool_blocks: int, blocks: int) -> int:
-        """How many lists `draw` can make."""
+        """Returns how many lists `draw` can make."""
 
     def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
-        """`num` lists of `blocks` ids, all different."""
+        """Returns `num` lists of `blocks` ids, all different."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How blocks follow each other: in runs of `run` adjoining blocks that lie at random."""
+    """Blocks in runs of `run` contiguous ones, at random places."""
 
     run: int = 1
 
     @classmethod
     def parse(cls, text: str, blocks: int) -> Order:
-        """Reads "random" or "runs:K", of at most `blocks`. Raises ConfigError."""
+        """Parses "random" or "runs:K", with at most `blocks` per run. Raises ConfigError."""
         if text == "random":
             return cls(1)
         kind, _, run = text.partition(":")
         if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
             raise ConfigError(
-                f"order {text!r}: write random, runs:K for runs of K blocks, or allocator:N for what an allocator "
-                "gives after a trace of N requests at a time"
+                f"order {text!r} is not known; write random, runs:K for runs of K blocks, or allocator:N "
+                f"for the order of "
+                "an allocator after a trace of N requests at a time"
             )
         return cls(min(int(run), blocks))
 
     def whole_runs(self, least: int) -> int:
-        """The next number of blocks, from `least` on, that whole runs fill."""
+        """Returns the smallest number of blocks, at least `least`, that whole runs fill."""
         return -(-least // self.run) * self.run
 
     def lists_in(self, pool_blocks: int, blocks: int) -> int:
-        """How many lists `draw` can make."""
+        """Returns how many lists `draw` can make."""
         return pool_blocks // self.run // -(-blocks // self.run)
 
     def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
-        """`num` lists of `blocks` ids, all different."""
+        """Returns `num` lists of `blocks` ids, all different."""
         runs_each = -(-blocks // self.run)
         runs = rng.permutation(pool_blocks // self.run)[: num * runs_each].astype(np.uint32)
         ids = runs[:, np.newaxis] * np.uint32(self.run) + np.arange(self.run, dtype=np.uint32)
@@ -69,7 +70,7 @@ class Order:
 def pieces_of(
     from_ids: Ids, to_ids: Ids, block_bytes: int, from_base: int, to_base: int
 ) -> npt.NDArray[np.uint64]:
-    """Rows of (address from, address to, bytes), blocks that adjoin at both ends merged."""
+    """Returns rows of (from address, to address, bytes). Blocks that are contiguous at both ends are merged."""
     starts = np.flatnonzero(np.concatenate(([True], (np.diff(from_ids) != 1) | (np.diff(to_ids) != 1))))
     counts = np.diff(np.append(starts, len(from_ids)))
     size = np.uint64(block_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random bytes that two processes know from one seed, so that a reader can compare every byte it pulled."""
+"""Makes random bytes that two processes derive from one seed, so that a reader can compare every byte it pulled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Ids = npt.NDArray[np.uint32]
 
 _WORD = np.dtype(np.uint64)
 _POISON = 0xDEADBEEF_DEADBEEF
-_CHUNK_BYTES = 4 << 20  # compared at a time: what a core's cache holds
+_CHUNK_BYTES = 4 << 20  # the unit of comparison, which fits a core's cache
 
 
 class Contents:
-    """Of a pool laid out by `dense` in Order.NHD or HND and Regions.ONE: plane after plane, block after block.
+    """The contents of a pool with the layout of `dense` in Order.NHD or HND and Regions.ONE: plane by plane, block by
+    block.
 
-    Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads have the same words at
-    every rank of a model.
+    Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads have the same words at every
+    rank of a model.
     """
 
     def __init__(self, layout: KVLayout, seed: int) -> None:
@@ -45,15 +46,15 @@ class Contents:
                 np.bitwise_xor(self._base, key, out=block)
 
     def poison(self, pool: BlockPool, ids: Ids) -> None:
-        """Overwrites blocks with what no pull brings."""
+        """Overwrites blocks with bytes that no pull brings."""
         for blocks in self._words(pool):
             for block in ids:
                 blocks[block] = _POISON
 
     def equal(self, pool: BlockPool, ids: Ids, owner_ids: Ids, num_tokens: int | None = None) -> bool:
-        """Whether blocks `ids` of `pool` hold what `owner_ids` hold at the owner: every byte of every plane.
+        """Returns whether blocks `ids` of `pool` hold what `owner_ids` hold at the owner: every byte of every plane.
 
-        num_tokens: all that the blocks hold when not given; the last block may be partial.
+        `num_tokens` None means all that the blocks hold; the last block may be partial.
         """
         block_tokens = self._layout.block_tokens
         tokens = num_tokens if num_tokens is not None else len(ids) * block_tokens
@@ -71,14 +72,14 @@ class Contents:
         )
 
     def _of_rank(self, whole: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """The words of a block of all heads, tokens outermost, as this rank has them."""
+        """Returns this rank's part of a block's words of all heads, with tokens outermost."""
         layout = self._layout
         rows = whole.reshape(layout.block_tokens, layout.total_heads, -1)
         held = rows[:, layout.first_head : layout.first_head + layout.num_heads]
         return (held.swapaxes(0, 1) if self._heads_apart else held).ravel()
 
     def _first(self, blocks: npt.NDArray[np.uint64], tokens: int) -> npt.NDArray[np.uint64]:
-        """What the first `tokens` of each block hold."""
+        """Returns the words of the first `tokens` of each block."""
         if tokens == self._layout.block_tokens:
             return blocks
         if self._heads_apart:

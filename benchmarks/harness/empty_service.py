@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gRPC service that does nothing: the limit of unary calls to any service in Python."""
+"""Runs a gRPC service that does nothing, which is the limit for unary calls to any service in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 _SERVICE, _CALL = "kvlink.Empty", "Call"
-_REQUEST = bytes(1_100)  # a ticket's
+_REQUEST = bytes(1_100)  # the size of a ticket
 
 
 async def serve() -> str:
@@ -31,7 +31,7 @@ async def serve() -> str:
 
 
 def loader(pipe: Connection, index: int, address: str, in_flight: int, count: int) -> None:
-    """A load process that makes two calls a handoff, one after the other, with `in_flight` handoffs at a time."""
+    """Runs a load process that makes two consecutive calls per handoff, with `in_flight` handoffs at a time."""
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -53,4 +53,4 @@ def loader(pipe: Connection, index: int, address: str, in_flight: int, count: in
     asyncio.run(run())
 
 
-_kept: list[grpc.aio.Server] = []  # a server without an owner is stopped
+_kept: list[grpc.aio.Server] = []  # a server without a reference is stopped

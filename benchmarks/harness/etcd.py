@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real etcd on free loopback ports, one to several members, that may be killed, stopped and restarted."""
+"""Runs a real etcd on free loopback ports, with one or several members that can be killed, stopped and restarted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _READY_WITHIN_S = 60.0
 
 
 class EtcdCluster:
-    """Members keep their ports and data over restarts. Raises ConfigError where there is no etcd.
+    """A cluster of members that keep their ports and data over restarts. Raises ConfigError if etcd is not installed.
 
-    `folder` holds the data, on a disk as fast as the figures shall be; without it, /tmp does. With `tls` clients
-    have to show a certificate of its CA. `options`: more of etcd's own, without the dashes.
+    `folder` holds the data; it should be on a disk as fast as the figures assume. Without it, /tmp does. With `tls`,
+    clients must show a certificate of its CA. `options` are further ones of etcd, without the dashes.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EtcdCluster:
         options: Mapping[str, str] | None = None,
     ) -> None:
         if shutil.which("etcd") is None:
-            raise ConfigError("there is no etcd on this machine: apt-get install etcd-server")
+            raise ConfigError("etcd is not installed; run apt-get install etcd-server")
         self._tls = tls
         self._options = dict(options or {})
         self._folder = Path(tempfile.mkdtemp("kvlink-etcd", dir=folder))
@@ -61,16 +61,16 @@ class EtcdCluster:
 
     @property
     def addresses(self) -> str:
-        """Of all members, for clients."""
+        """Returns the client addresses of all members."""
         return ",".join(f"127.0.0.1:{port}" for port in self._clients)
 
     @property
     def pids(self) -> list[int]:
-        """Of the members that run."""
+        """Returns the process ids of the running members."""
         return [member.pid for member in self._members if member is not None]
 
     def start(self, number: int) -> None:
-        """Returns before the member answers."""
+        """Starts a member. Returns before it answers."""
         client, peer = self._client_url(number), f"http://127.0.0.1:{self._peers[number]}"
         options = {
             "name": f"m{number}",
@@ -92,17 +92,17 @@ class EtcdCluster:
             self._members[number] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def wait(self) -> None:
-        """Until every member that runs knows a leader."""
+        """Waits until every running member knows a leader."""
         deadline = time.monotonic() + _READY_WITHIN_S
         for number, member in enumerate(self._members):
             while member is not None and not self._is_healthy(number):
                 if member.poll() is not None or time.monotonic() > deadline:
-                    said = (self._folder / f"m{number}.log").read_text()[-2_000:]
-                    raise ConfigError(f"etcd did not come up: {said}")
+                    output = (self._folder / f"m{number}.log").read_text()[-2_000:]
+                    raise ConfigError(f"etcd did not start: {output}")
                 time.sleep(0.02)
 
     def leader(self) -> int:
-        """The number of the member that leads."""
+        """Returns the number of the leading member."""
         for number, member in enumerate(self._members):
             if member is not None:
                 status = json.loads(self._ask(number, "v3/maintenance/status", b"{}"))
@@ -111,33 +111,33 @@ class EtcdCluster:
         raise ConfigError("etcd has no leader")
 
     def send(self, number: int, what: signal.Signals) -> None:
-        """Signals one member."""
+        """Sends a signal to one member."""
         member = self._members[number]
         if member is not None:
             os.kill(member.pid, what)
 
     def kill(self, number: int) -> None:
-        """Idempotent."""
+        """Kills one member. Idempotent."""
         member, self._members[number] = self._members[number], None
         if member is not None:
             member.kill()
             member.wait()
 
     def wipe(self) -> None:
-        """Kills all, deletes their data and starts them again."""
+        """Kills all members, deletes their data and starts them again."""
         for number in range(len(self._members)):
             self.kill(number)
             shutil.rmtree(self._data(number))
         self._start_all()
 
     def save(self) -> Path:
-        """Takes a snapshot, by etcdctl."""
+        """Takes a snapshot by etcdctl and returns its path."""
         path = self._folder / f"snapshot-{time.monotonic_ns()}"
         self.control("snapshot", "save", str(path))
         return path
 
     def restore(self, snapshot: Path) -> None:
-        """Kills all and starts them with what a snapshot holds."""
+        """Kills all members and starts them with the content of a snapshot."""
         for number, peer in enumerate(self._peers):
             self.kill(number)
             shutil.rmtree(self._data(number))
@@ -159,7 +159,7 @@ class EtcdCluster:
         return subprocess.run(line, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def close(self) -> None:
-        """Kills all and deletes their data. Idempotent."""
+        """Kills all members and deletes their data. Idempotent."""
         for number in range(len(self._members)):
             self.kill(number)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on a GPU with known contents, filled by torch."""
+"""Makes pools on a GPU with known contents, filled by torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .contents import Contents
 
 
 def filled(layout: KVLayout, gpu: int, seed: int) -> BlockPool:
-    """A pool on a GPU with the bytes that Contents has of `seed`. Raises ConfigError without torch."""
+    """Returns a pool on a GPU with the bytes of Contents for `seed`. Raises ConfigError without torch."""
     torch = torch_with_gpu()
     on_host = BlockPool.allocate(layout)
     Contents(layout, seed).fill(on_host)
@@ -24,11 +24,13 @@ def filled(layout: KVLayout, gpu: int, seed: int) -> BlockPool:
 
 
 def torch_with_gpu() -> Any:
-    """The module. Raises ConfigError without torch or without a GPU."""
+    """Returns the torch module. Raises ConfigError without torch or without a GPU."""
     try:
         import torch
     except ImportError:
-        raise ConfigError("bench gpu compares on the GPU with torch: pip install torch") from None
+        raise ConfigError("bench gpu compares on the GPU with torch; run pip install torch") from None
     if not torch.cuda.is_available():
-        raise ConfigError("torch sees no GPU here; run on a machine with one, with a CUDA build of torch")
+        raise ConfigError(
+            "torch sees no GPU here; run on a machine with a GPU, and install a CUDA build of torch"
+        )
     return torch

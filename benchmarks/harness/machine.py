@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was measured on; every results file begins with it."""
+"""Describes the machine of a measurement; every results file begins with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, system, versions, and how busy others keep it now."""
+    """Returns the machine, system, versions, and how busy other processes keep it now."""
     return {
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -41,19 +41,22 @@ def describe() -> dict[str, Any]:
 
 
 class OtherLoad:
-    """CPU time that processes other than this one and its children had since this was made."""
+    """Measures the CPU time of processes other than this one and its children since its construction."""
 
     def __init__(self) -> None:
         self._start = _times()
 
     def share(self, running_s: float = 0.0) -> float:
-        """Of all the CPU time there was. `running_s`: CPU time meanwhile of children that were not yet waited for."""
+        """Returns their share of all CPU time.
+
+        `running_s` is the CPU time meanwhile of children that were not yet waited for.
+        """
         busy, whole, ours = (now - then for now, then in zip(_times(), self._start, strict=True))
         return max(0.0, busy - ours - running_s) / whole if whole else 0.0
 
 
 def _times() -> tuple[float, float, float]:
-    """Busy and whole seconds of all CPUs, time stolen by the host included in both; seconds of our own."""
+    """Returns the busy and the total seconds of all CPUs, both with time stolen by the host, and our own seconds."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     per_s = os.sysconf("SC_CLK_TCK")
     ours = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -68,7 +71,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this package is run from; empty where it is installed elsewhere."""
+    """Returns the commit of the checkout that holds this package, or "" for an installed package."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill side of a benchmark: a real Worker whose blocks hold known bytes.
+"""Runs the prefill side of a benchmark: a real Worker whose blocks hold known bytes.
 
-`python -m kvlink.benchmarks.harness.owner FD` runs one in a process of its own, which answers JSON messages on the
+`python -m kvlink.benchmarks.harness.owner FD` runs one in its own process, which answers JSON messages on the
 descriptor until its parent is gone.
 """
 
@@ -27,23 +27,23 @@ from .contents import Contents
 Answer = dict[str, Any]
 
 
-def lent_pool(layout: KVLayout) -> BlockPool:
-    """Of memory as numpy allocates it, in large pages where the system gives them to those who ask."""
+def external_pool(layout: KVLayout) -> BlockPool:
+    """Returns a pool of memory that numpy allocates, in huge pages where the system gives them on request."""
     return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
 
 
-def _filled(layout: KVLayout, seed: int, lent: bool, gpu: int | None) -> BlockPool:
+def _filled(layout: KVLayout, seed: int, external: bool, gpu: int | None) -> BlockPool:
     if gpu is not None:
         from .gpu_pool import filled
 
         return filled(layout, gpu, seed)
-    pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
+    pool = external_pool(layout) if external else BlockPool.allocate(layout)
     Contents(layout, seed).fill(pool)
     return pool
 
 
 class Owner:
-    """Fills a pool from a seed and offers what it is asked to."""
+    """Fills a pool from a seed, and offers blocks on request."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Owner:
         seed: int,
         transport: str,
         coordinator: str,
-        lent: bool = False,
+        external: bool = False,
         order: str = Order.NHD.name,
         gpu: int | None = None,
     ) -> None:
         layout = dense(Geometry(**geometry), Order[order])
-        self._pool = _filled(layout, seed, lent, gpu)
+        self._pool = _filled(layout, seed, external, gpu)
         name = f"bench-owner-{layout.tp_rank}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: BaselineSource | None = None
@@ -65,8 +65,8 @@ class Owner:
     def offer(
         self, requests: dict[str, Sequence[int]], num_tokens: int | None, publish: bool, readers: int = 1
     ) -> Answer:
-        """Offers each request's blocks. Answers tickets as text and the time of each `offer` call."""
-        self._worker.events()  # takes note of what ended
+        """Offers each request's blocks. Returns tickets as text and the time of each `offer` call."""
+        self._worker.events()  # processes leases that ended
         tickets, took_us = [], []
         for request_id, ids in requests.items():
             start = time.perf_counter_ns()
@@ -78,22 +78,22 @@ class Owner:
         return {"tickets": tickets, "offer_us": took_us}
 
     def hold(self, request_id: str, ids: Sequence[int], num_tokens: int, readers: int = 1) -> Answer:
-        """Takes note of a request that `offer_held` is to offer."""
+        """Prepares a request for `offer_held`."""
         self._held[request_id] = (ids, num_tokens, readers)
         return {}
 
     def offer_held(self, request_id: str) -> Answer:
-        """Publishes an offer that was prepared, so that no more than its name has to be sent when it is due."""
+        """Publishes a prepared offer, so that only its name has to be sent when it is due."""
         ids, num_tokens, readers = self._held.pop(request_id)
         return self.offer({request_id: ids}, num_tokens, True, readers)
 
     def release(self, request_id: str) -> Answer:
-        """Takes the blocks of an offer back that nobody read here."""
+        """Ends an offer that no reader read."""
         self._worker.abort(request_id)
         return {}
 
     def memory(self) -> Answer:
-        """Where the pool lies, for bare reads of it."""
+        """Returns where the pool is, for bare reads of it."""
         region = self._pool.regions[0]
         return {"address": region.address, "memfd": baseline_memfd(region.memory) if region.memory else -1}
 
@@ -105,19 +105,19 @@ class Owner:
         return {"port": self._source.port}
 
     def leases(self) -> Answer:
-        """Counts of this worker's offers."""
+        """Returns the counts of this worker's offers."""
         self._worker.events()
         return self._worker.lease_counts()._asdict()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the worker. Idempotent."""
         if self._source is not None:
             self._source.close()
         self._worker.close()
 
 
 def serve(pipe: Connection) -> None:
-    """The first message makes the Owner, the others call it."""
+    """Serves messages: the first one makes the Owner, the others call it."""
     owner: Owner | None = None
     try:
         while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perftest measures between two devices of this machine: the yardstick for `kvlink bench`."""
+"""Runs perftest between two devices of this machine, as the reference for `kvlink bench`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _FIGURE = re.compile(r'^"?([\w.]+)"? ?: ([\d.]+),?$', re.MULTILINE)
 
 
 class PerftestError(Exception):
-    """perftest ended without a figure; what both ends said."""
+    """perftest ended without a figure. The text has the output of both ends."""
 
 
 def read_bandwidth(owner: str, reader: str, size: int, iterations: int, qps: int = 1) -> float:
-    """MiB/s at which device `reader` reads `size` bytes at a time from device `owner`, on average. PerftestError."""
+    """Returns the average MiB/s at which `reader` reads `size` bytes at a time from `owner`. Raises PerftestError."""
     return _measure("ib_read_bw", owner, reader, size, iterations, "--qp", str(qps))["BW_average"]
 
 
 def read_latency(owner: str, reader: str, size: int, iterations: int) -> float:
-    """The median in µs of reads of `size` bytes, one after the other. PerftestError."""
+    """Returns the median µs of consecutive reads of `size` bytes. Raises PerftestError."""
     return _measure("ib_read_lat", owner, reader, size, iterations)["t_typical"]
 
 
 def gid_index(device: str, port: int = 1) -> int:
-    """Of its first RoCE v2 GID that is an IPv4 address; 0 where it has none, as on InfiniBand."""
+    """Returns the index of the device's first RoCE v2 GID that is an IPv4 address, or 0 without
+    one, as on InfiniBand.
+    """
     folder = Path(f"/sys/class/infiniband/{device}/ports/{port}")
     for number in sorted(int(path.name) for path in (folder / "gids").iterdir()):
         if "0000:0000:0000:0000:0000:ffff" in (folder / f"gids/{number}").read_text() and _is_v2(
@@ -43,7 +45,7 @@ def gid_index(device: str, port: int = 1) -> int:
 def _is_v2(port: Path, number: int) -> bool:
     try:
         return "v2" in (port / f"gid_attrs/types/{number}").read_text()
-    except OSError:  # the kernel's answer for an empty entry
+    except OSError:  # the kernel answers so for an empty entry
         return False
 
 
@@ -79,7 +81,7 @@ def _free_port() -> int:
 
 
 def _wait_for(server: subprocess.Popen[str], port: int) -> None:
-    """Until it listens, or has ended. To connect would be taken for the client."""
+    """Waits until the server listens or has ended. A connection would be taken for the client."""
     listening = re.compile(rf":{port:04X} [0-9A-F]+:0000 0A ")
     deadline = time.monotonic() + _TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of a benchmark: started, asked, ended."""
+"""Starts, calls and ends the other processes of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BenchError(KVLinkError):
 
 
 class OwnerSide(Protocol):
-    """An Owner, here or elsewhere."""
+    """An Owner in this process or another."""
 
     pid: int
 
@@ -36,10 +36,10 @@ class OwnerSide(Protocol):
         """Calls a method of the Owner. Raises BenchError."""
 
     def cpu_ns(self) -> int:
-        """CPU time of its process so far; always 0 when that is this process."""
+        """Returns the CPU time of its process so far; always 0 if that is this process."""
 
 
-class _Here:
+class _LocalOwner:
     def __init__(self, owner: Owner) -> None:
         self.pid = os.getpid()
         self._owner = owner
@@ -52,7 +52,7 @@ class _Here:
         return 0
 
 
-class _Elsewhere:
+class _OwnerProcess:
     def __init__(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
@@ -74,13 +74,13 @@ class _Elsewhere:
                 raise BenchError(f"the owner process {self.pid} did not answer within {_ANSWER_S:g} s")
             reply: dict[str, Any] = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise BenchError(f"the owner process {self.pid} is gone; its messages are above") from None
+            raise BenchError(f"the owner process {self.pid} ended; see its messages above") from None
         if "error" in reply:
-            raise BenchError(f"the owner process: {reply['error']}")
+            raise BenchError(f"the owner process failed: {reply['error']}")
         return reply
 
     def cpu_ns(self) -> int:
-        # What clock_getcpuclockid answers on Linux: the clock of all threads of that process.
+        # The result of clock_getcpuclockid on Linux: the clock of all threads of that process.
         return time.clock_gettime_ns((~self.pid << 3) | 2)
 
     def close(self) -> None:
@@ -100,31 +100,31 @@ def owner_process(
     coordinator: str = "",
     *,
     here: bool = False,
-    lent: bool = False,
+    external: bool = False,
     order: Order = Order.NHD,
     gpu: int | None = None,
 ) -> Iterator[OwnerSide]:
-    """Runs an Owner in a child process, or (`here`) in this one. `transport` may name a fault wrapper.
+    """Runs an Owner in a child process, or with `here` in this one. `transport` may name a fault wrapper.
 
-    `lent`: its pool is memory that kvlink did not allocate. `order`: of its axes. `gpu`: that it is on.
+    `external` makes its pool of memory that kvlink did not allocate. `order` is that of its axes, `gpu` its GPU.
     """
     arguments = {
         "geometry": asdict(geometry),
         "seed": seed,
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,
-        "lent": lent,
+        "external": external,
         "order": order.name,
         "gpu": gpu,
     }
     if here:
         owner = Owner(**arguments)  # type: ignore[arg-type]
         try:
-            yield _Here(owner)
+            yield _LocalOwner(owner)
         finally:
             owner.close()
         return
-    child = _Elsewhere()
+    child = _OwnerProcess()
     try:
         child.ask(arguments)
         yield child

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure a median is, and any other quantile."""
+"""Computes quantiles, and how certain they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
-_TAIL = 0.025  # at either end: 95 % in between
+_TAIL = 0.025  # at either end, with 95 % in between
 
 
 def median_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float]:
-    """Between which two of the values the true median lies with 95 % confidence; no distribution is assumed.
+    """Returns the two values between which the true median is with 95 % confidence, for any distribution.
 
-    The number of values below the median is binomial; `z` is in its standard deviations. Fewer than six values: all.
+    The number of values below the median is binomial; `z` is in its standard deviations. For fewer than six values it
+    returns the smallest and the largest.
     """
     ranked = sorted(values)
     middle, reach = len(ranked) / 2, z * math.sqrt(len(ranked)) / 2
@@ -27,12 +28,14 @@ def median_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, fl
 
 
 def quantile_interval(values: Sequence[float], share: float) -> tuple[float | None, float | None]:
-    """Between which two of the values the true quantile lies with 95 % confidence, by the exact binomial.
+    """Returns the two values between which the true quantile is with 95 % confidence, by the exact binomial.
 
-    None: so few values say nothing of that side (of p99.9, fewer than 3,688 never bound it from above).
+    None means that there are too few values to bound that side (p99.9 with fewer than 3,688 is unbounded above).
     """
     ranked, count = sorted(values), len(values)
-    below = np.cumsum(_binomial(count, share))  # [k]: that at most k values lie below the quantile
+    below = np.cumsum(
+        _binomial(count, share)
+    )  # [k]: the probability that at most k values are below the quantile
     low = int(np.searchsorted(below, _TAIL, side="right"))
     high = int(np.searchsorted(below, 1 - _TAIL))
     return ranked[low - 1] if low else None, ranked[high] if high < count else None
@@ -49,7 +52,7 @@ def _binomial(count: int, share: float) -> npt.NDArray[np.float64]:
 
 
 def quantiles_us(us: Sequence[float]) -> dict[str, float | None]:
-    """p50_us, p50_low_us, p50_high_us and so on to p999: values that were seen; None where there is no saying."""
+    """Returns p50_us, p50_low_us, p50_high_us and so on to p999, all of them measured values, or None if unknown."""
     row: dict[str, float | None] = {}
     for name, share in QUANTILES.items():
         low, high = quantile_interval(us, share)
@@ -59,7 +62,7 @@ def quantiles_us(us: Sequence[float]) -> dict[str, float | None]:
 
 
 def without_intervals(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
-    """A row with quantiles_us as it fits a screen."""
+    """Returns a row of quantiles_us without intervals, so that it fits a screen."""
     return {
         name: value
         for name, value in row.items()
@@ -68,7 +71,7 @@ def without_intervals(row: Mapping[str, Any], leave_out: Collection[str]) -> dic
 
 
 def with_median_interval(row: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
-    """As without_intervals, but with that of the median, as one text."""
+    """Returns a row like without_intervals, with the interval of the median as one text."""
     ends = [row["p50_low_us"], row["p50_high_us"]]
     between = "–".join("" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends)
     return without_intervals(row, leave_out) | {"p50_us_95": between}

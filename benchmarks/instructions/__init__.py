@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regression gate: instructions that plan, post and settle take on fixed inputs, against a committed baseline."""
+"""Is the regression gate: instructions to plan, post and settle on fixed inputs, compared with a committed baseline."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvlink.benchmarks.instructions.gate [--update]`: exit code 1 when a count left its baseline.
+"""Compares instruction counts: `python -m kvlink.benchmarks.instructions.gate [--update]` exits with 1 on a change.
 
-Callgrind counts within one function and what it calls, so the same build gives the same count every time, on a busy
-machine too. Compilers differ: the baseline has an entry for each that it was made with.
+Callgrind counts within one function and its callees, so the same build gives the same count every time, also on a busy
+machine. Compilers differ, so the baseline has an entry for each that it was made with.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvlink.errors import ConfigError, KVLinkError
 
 BASELINE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.01
-"""Libraries that are called (malloc, memcpy) may differ a little between machines."""
+"""Library code that is called (malloc, memcpy) may differ a little between machines."""
 
 _TIMEOUT_S = 300.0
 _COMPILER = re.compile(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+")
 
 
 class Case(NamedTuple):
-    """Counted while within `function` of work.py's `work`."""
+    """One count, taken while within `function` of work.py's `work`."""
 
     work: str
     function: str
@@ -47,7 +47,7 @@ CASES = {
 
 
 class Change(NamedTuple):
-    """One count beside its baseline."""
+    """One count next to its baseline."""
 
     name: str
     counted: int
@@ -55,12 +55,14 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of the baseline."""
+        """Returns the count divided by the baseline."""
         return self.counted / self.baseline
 
     @property
     def holds(self) -> bool:
-        """Fewer instructions are to be taken into the baseline too, or the next loss would hide behind them."""
+        """Returns whether the count is within TOLERANCE. A lower one must update the baseline, or it would hide the
+        next loss.
+        """
         return abs(self.ratio - 1) <= TOLERANCE
 
 
@@ -69,14 +71,14 @@ class GateError(KVLinkError):
 
 
 def count(case: Case) -> int:
-    """Instructions of one round. Raises GateError."""
+    """Returns the instructions of one round. Raises GateError."""
     work = Path(__file__).with_name("work.py")
     command = [
         "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--toggle-collect={case.function}",
         sys.executable, str(work), str(_core.__file__), case.work, str(case.rounds),
     ]  # fmt: skip
     if not shutil.which(command[0]):
-        raise GateError("valgrind is not installed: apt-get install valgrind")
+        raise GateError("valgrind is not installed; run apt-get install valgrind")
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
         env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -85,31 +87,29 @@ def count(case: Case) -> int:
     if done.returncode or not found:
         raise GateError(f"{' '.join(command)}:\n{done.stderr}")
     if not int(found[1]):
-        raise GateError(
-            f"{case.function} was never called: rename it in gate.py as it is called in csrc/ now"
-        )
+        raise GateError(f"{case.function} was never called; write its current name in csrc/ into gate.py")
     return round(int(found[1]) / case.rounds)
 
 
 def compare(counts: Mapping[str, int], baseline: Mapping[str, int]) -> list[Change]:
-    """Raises ConfigError for a baseline of other cases."""
+    """Returns the changes. Raises ConfigError for a baseline of other cases."""
     if set(counts) != set(baseline):
         raise ConfigError(
-            f"the baseline counts {sorted(baseline)}, not {sorted(counts)}: make it anew with --update"
+            f"the baseline counts {sorted(baseline)}, not {sorted(counts)}; update it with --update"
         )
     return [Change(name, counted, baseline[name]) for name, counted in counts.items()]
 
 
 def compiler() -> str:
-    """As the extension module names it."""
+    """Returns the compiler's name, as the extension module reports it."""
     found = _COMPILER.search(Path(str(_core.__file__)).read_bytes())
     return found[0].decode() if found else "unknown"
 
 
 def main() -> int:
-    """Counts, compares, says which."""
+    """Counts, compares, and prints the changes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--update", action="store_true", help="write the counts into the baseline")
+    parser.add_argument("--update", action="store_true", help="Write the counts into the baseline.")
     update = parser.parse_args().update
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         counts = dict(zip(CASES, threads.map(count, CASES.values()), strict=True))
@@ -122,7 +122,7 @@ def main() -> int:
         return 0
     changes = compare(counts, known[compiler()])
     for change in changes:
-        says = "" if change.holds else "  <- changed: mend it, or take it into the baseline with --update"
+        says = "" if change.holds else "  <- changed: fix it, or write it into the baseline with --update"
         print(f"{change.name:8} {change.counted:>12,} instructions, {change.ratio:.4f} of the baseline{says}")
     return 0 if all(change.holds for change in changes) else 1
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python work.py CORE CASE ROUNDS`: does one piece of the data plane's work ROUNDS times, on inputs that never change.
+"""Does one piece of the data plane's work: `python work.py CORE CASE ROUNDS` does it ROUNDS times on fixed inputs.
 
-Runs under valgrind, so it imports the extension module by its path and nothing else of kvlink.
+It runs under valgrind, so it imports the extension module by its path and nothing else of kvlink.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SLOTS, _TTL_S = 64, 3600.0
 
 
 def load(path: str) -> Any:
-    """The extension module, without the package around it."""
+    """Loads the extension module without the package around it."""
     loader = ExtensionFileLoader("kvlink._core", path)
     spec = spec_from_loader("kvlink._core", loader)
     assert spec is not None
@@ -32,7 +32,7 @@ def load(path: str) -> Any:
 
 
 def planning(core: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Fills a plan of random blocks, or a given one again."""
+    """Fills a new plan with random blocks, or refills a given one."""
     pool_bytes = _PLANES * _POOL_BLOCKS * _BLOCK_BYTES
     planes = [(0, plane // 2, plane * _POOL_BLOCKS * _BLOCK_BYTES) for plane in range(_PLANES)]
     layout = core.Layout(
@@ -45,7 +45,7 @@ def planning(core: Any) -> tuple[Callable[[Any], Any], Any]:
 
 
 def plan(core: Any, rounds: int) -> None:
-    """40,960 descriptors each time."""
+    """Plans 40,960 descriptors in each round."""
     fill, made = planning(core)
     for _ in range(rounds - 1):
         fill(made)
@@ -58,7 +58,7 @@ def post(core: Any, rounds: int) -> None:
 
 
 def settle(core: Any, rounds: int) -> None:
-    """Grants a lease, settles it, and takes note of its end."""
+    """Grants a lease, settles it, and processes its end."""
     engine = core.Engine(1, ["loopback"], "127.0.0.1", 0, "", _SLOTS, 1, 0, 1, [])
     engine.add_pool_region(core.HostMemory(1 << 12))
     engine.start()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module for each thing that `kvlink bench` measures."""
+"""Has one module for each measurement of `kvlink bench`."""

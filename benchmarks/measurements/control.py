@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control plane costs: latency of a cold claim, and handoffs a second through one coordinator core.
+"""Measures the control plane: latency of a cold claim, and handoffs per second through one coordinator core.
 
-A handoff here is one offer plus one claim of it by another process. Settling is a one-sided write and not
-the coordinator's work. All processes share this host, so their monotonic clocks are one.
+A handoff here is one offer and one claim of it by another process. Settling is a one-sided write and not the
+coordinator's work. All processes share this host, so their monotonic clocks are the same.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvlink.types import HostIdentity, WorkerCard
 from ..harness import empty_service
 
 _SPAWN = multiprocessing.get_context("spawn")
-_TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
+_TICKET_BYTES = 1_100  # the ticket of 4,096 tokens in blocks of 16
 _LATENCY_ROUNDS = 1_000
 _UNARY_HANDOFFS = 8_000
-_UNARY_IN_FLIGHT = 16  # a process
+_UNARY_IN_FLIGHT = 16  # per process
 _STREAM_HANDOFFS = 120_000
-_STREAM_IN_FLIGHT = 1_024  # a process, in two halves that overlap
+_STREAM_IN_FLIGHT = 1_024  # per process, in two halves that overlap
 _TTL_S = 60.0
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ Loader = Callable[..., None]
 
 
 def rows(workers: int = 2) -> Iterator[Row]:
-    """Runs with `workers` load processes (at least 2: nobody claims what it offered itself)."""
+    """Measures with `workers` load processes: at least 2, because no process claims its own offers."""
     workers = max(2, workers)
     with _serving(_coordinator) as (address, pid):
         yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
@@ -59,11 +59,11 @@ def rows(workers: int = 2) -> Iterator[Row]:
         yield {"what": "limit: as unary, of a gRPC service that does nothing", **row}
 
 
-# Load: each process offers its own requests and claims those of the next one -------------------------------
+# Each load process offers its own requests and claims those of the next one.
 
 
 async def unary(client: CoordinatorClient, me: int, other: int, count: int, run: str = "unary") -> None:
-    """One call each. `run` tells requests of one run from those of another."""
+    """Makes one call per request. `run` distinguishes the requests of one run from another's."""
 
     async def lane(first: int) -> None:
         for number in range(first, count, _UNARY_IN_FLIGHT):
@@ -74,7 +74,7 @@ async def unary(client: CoordinatorClient, me: int, other: int, count: int, run:
 
 
 async def stream(client: CoordinatorClient, me: int, other: int, count: int) -> None:
-    """Many a message."""
+    """Sends many requests per message."""
     async with client.handoffs() as handoffs:
 
         async def half(first: int) -> None:
@@ -102,11 +102,11 @@ def _offer(worker: int, number: int, run: str = "") -> Offer:
 
 def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> None:
     if tickets != [_offer(worker, number, run).ticket]:
-        raise AssertionError(f"request {number} of worker {worker} brought other tickets than its own")
+        raise AssertionError(f"request {number} of worker {worker} returned the tickets of another")
 
 
 def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
-    """`target` makes `count` handoffs in each of as many processes as there are workers."""
+    """Lets `target` make `count` handoffs in each of `workers` processes, and measures the throughput."""
     with in_processes(target, workers, *args) as pipes:
         one_from_each(pipes)
         busy_s = cpu_s(coordinator)
@@ -128,7 +128,7 @@ def _throughput(coordinator: int, workers: int, count: int, target: Loader, *arg
 def loader(
     pipe: Connection, index: int, addresses: Sequence[str], load: Load, workers: int, count: int
 ) -> None:
-    """Load process `index` of `workers`: joins when started, loads when told to, answers when it did so."""
+    """Runs load process `index` of `workers`: joins at the start, loads on request, and answers when done."""
 
     async def run() -> None:
         async with CoordinatorClient(addresses[index % len(addresses)], timeout_s=30.0) as client:
@@ -143,7 +143,7 @@ def loader(
     asyncio.run(run())
 
 
-# Latency: one process offers, another claims ------------------------------------------------------------------
+# Latency: one process offers, another one claims.
 
 
 def _latency(address: str, prefill: _Prefill, run: str) -> Row:
@@ -203,7 +203,7 @@ def _claimer(pipe: Connection, _: int, address: str, run: str) -> None:
     asyncio.run(serve())
 
 
-# Processes --------------------------------------------------------------------------------------------------
+# Processes.
 
 
 async def _coordinator() -> str:
@@ -213,7 +213,7 @@ async def _coordinator() -> str:
 
 @contextmanager
 def _serving(service: Callable[[], Awaitable[str]]) -> Iterator[tuple[str, int]]:
-    """Its address and process id; alone on a core if there are two."""
+    """Yields a service's address and process id. It has a core of its own if there are two."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_serve, args=(theirs, service), daemon=True)
     process.start()
@@ -238,7 +238,7 @@ def _serve(pipe: Connection, service: Callable[[], Awaitable[str]]) -> None:
 
 @contextmanager
 def in_processes(target: Callable[..., None], count: int, *args: object) -> Iterator[list[Connection]]:
-    """Children keep off the coordinator's core where there is another, and end when told None or killed."""
+    """Runs children off the coordinator's core where possible. They end when they receive None or are killed."""
     pipes: list[Connection] = []
     processes: list[SpawnProcess] = []
     for index in range(count):
@@ -267,17 +267,17 @@ def _off_core(target: Callable[..., None], *args: object) -> None:
 
 
 def one_from_each(pipes: list[Connection]) -> list[Any]:
-    """What each process says next."""
+    """Returns the next message of each process."""
     return [pipe.recv() for pipe in pipes]
 
 
 def cpu_s(pid: int) -> float:
-    """Of all threads of a process: the clock that clock_getcpuclockid names on Linux."""
+    """Returns the CPU seconds of all threads of a process, by the clock of clock_getcpuclockid on Linux."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def card(index: int) -> WorkerCard:
-    """Of load process `index`."""
+    """Returns the card of load process `index`."""
     layout = KVLayout(
         model="bench",
         dtype="bfloat16",

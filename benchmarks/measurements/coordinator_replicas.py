@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several coordinators over one etcd: handoffs a second, and how long a handoff takes when something dies.
+"""Measures several coordinators over one etcd: handoffs per second, and the time of a handoff when something dies.
 
-All of it runs on this one host: coordinators, etcd members and load share its cores, so rows give CPU time, too.
+All of it runs on this host: coordinators, etcd members and load share its cores, so rows also give CPU time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEFORE_KILL_S = 0.3
 
 
 class Replica:
-    """`kvlink coordinator` as an operator runs it. Keeps its port over restarts."""
+    """A process of `kvlink coordinator`, as an operator runs it. It keeps its port over restarts."""
 
     def __init__(self, store: str, lease_s: float = 600.0) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class Replica:
         self.start()
 
     def start(self) -> None:
-        """Returns when it listens. Raises ConfigError when it does not come up."""
+        """Returns once it listens. Raises ConfigError if it does not start."""
         host, _, port = self.address.rpartition(":")
         options = ["--host", host, "--port", port, "--store", self._store]
         options += ["--lease-s", str(self._lease_s)]
@@ -53,7 +53,7 @@ class Replica:
             raise ConfigError("the coordinator did not start")
 
     def kill(self) -> None:
-        """Without a word. Idempotent."""
+        """Kills the process without notice. Idempotent."""
         self.process.kill()
         self.process.communicate()
 
@@ -61,7 +61,7 @@ class Replica:
 
 
 def rows(replicas: Sequence[int]) -> Iterator[Row]:
-    """Throughput for each number of coordinators, then what losses cost with the largest."""
+    """Measures throughput for each number of coordinators, then the cost of losses with the largest number."""
     with closing(EtcdCluster(_MEMBERS)) as etcd:
         for count in replicas:
             yield from _throughput(etcd, count)
@@ -105,7 +105,7 @@ def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: i
     }
 
 
-# Losses -----------------------------------------------------------------------------------------------------
+# Losses.
 
 
 def _losses(etcd: EtcdCluster, count: int) -> Iterator[Row]:
@@ -139,11 +139,11 @@ def _losses(etcd: EtcdCluster, count: int) -> Iterator[Row]:
 
 
 Lose = Callable[[str], Callable[[], None]]
-"""Takes the address in use, kills, and returns what brings it back."""
+"""Takes the address in use, kills, and returns a function that restores it."""
 
 
 async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list[float]:
-    """How long the first handoff takes that begins when something dies."""
+    """Returns how long the first handoff takes that begins when something dies."""
     taken_s = []
     async with CoordinatorClient(addresses, timeout_s=30.0) as client:
         await client.join(card(0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pull between two processes with pools on GPUs, in alternation with what the driver does by itself.
+"""Measures a pull between two processes with pools on GPUs, in turns with copies of the driver.
 
-The limit is one device-to-device copy of as many bytes, within the reader's GPU; beside it one copy of the driver's a
-block, as a connector without a kernel has it. Timed of kvlink is what a Python caller sees, as in pull.py.
+The limit is one device-to-device copy of as many bytes, within the reader's GPU. Another row is one driver copy per
+block, like a connector without a kernel does. The time of kvlink is what a Python caller sees, as in pull.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..harness.quantiles import quantiles_us
 
 
 class Shape(NamedTuple):
-    """`blocks` blocks of `planes` planes: so many pieces of `piece_bytes`, anywhere in the pool."""
+    """The shape of a pull: `blocks` blocks of `planes` planes are pieces of `piece_bytes`, anywhere in the pool."""
 
     piece_bytes: int
     planes: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(32 << 10, 64, 256), Shape(4 << 10, 160, 256), Shape(16 << 10, 1, 1))
-"""Of the rows that the bars are about: 4,096 tokens of Llama 3.1 8B, of 70B at TP 8, and one block."""
+"""The rows that the performance bars refer to: 4,096 tokens of Llama 3.1 8B, of 70B at TP 8, and one block."""
 
 _ITERS, _SMALL_ITERS = 50, 1000
 _SMALL_BYTES = 1 << 20
@@ -49,9 +49,9 @@ _SEED = 20_251_122
 def rows(
     gpus: Sequence[int], transport: str, iters: int | None, shapes: Sequence[Shape] = SHAPES
 ) -> Iterator[dict[str, Any]]:
-    """One of each shape. gpus: the owner's and the reader's, by CUDA's numbers.
+    """Yields one row per shape. `gpus` are the owner's and the reader's, by CUDA's numbers.
 
-    Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError, TransferError.
+    Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError and TransferError.
     """
     for shape in shapes:
         with _opened(gpus, transport, shape) as bench:
@@ -60,8 +60,11 @@ def rows(
 
 
 def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
-    """Slots of the bounce buffer gathered from, and scattered to, random places of the GPU's memory, a few under way at
-    a time as tcp has them; beside copies of the same pinned memory as a whole. Raises TransportUnavailable."""
+    """Measures slots of the bounce buffer, gathered from and scattered to random places of the GPU's memory.
+
+    A few are in flight at a time, as with tcp. They are compared with copies of the same pinned memory as a whole.
+    Raises TransportUnavailable.
+    """
     memory, image = _core.CudaMemory(_BOUNCED_BYTES, gpu), compiled_for(gpu)
     for direction, to_device in (("to the GPU", True), ("from the GPU", False)):
         for piece_bytes in _BOUNCED_PIECES:
@@ -80,10 +83,10 @@ def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
 
 
 def pair_of(text: str) -> tuple[int, int]:
-    """Of "0,1": the owner's GPU and the reader's. Raises ConfigError."""
+    """Parses "0,1", the owner's GPU and the reader's. Raises ConfigError."""
     numbers = [int(number) if number.strip().isdecimal() else -1 for number in text.split(",")]
     if len(numbers) != 2 or min(numbers) < 0:
-        raise ConfigError(f"--gpus {text!r}: two of CUDA's numbers, as in 0,1")
+        raise ConfigError(f"--gpus {text!r} is not known; write two of CUDA's numbers, as in 0,1")
     return numbers[0], numbers[1]
 
 
@@ -97,7 +100,7 @@ class _Bench:
         self._transport = ""
 
     def row(self, iters: int) -> dict[str, Any]:
-        """Alternates between kvlink and the driver, pull by pull; every tenth pull is compared, byte by byte."""
+        """Alternates between kvlink and the driver, pull by pull. Every tenth pull is compared byte by byte."""
         piece_bytes, planes, blocks = self._shape
         num_bytes = piece_bytes * planes * blocks
         self._pull(compare=True)
@@ -151,11 +154,11 @@ class _Bench:
         wanted = self._blocks_of(self._wanted)
         there = wanted[:, owner_ids.astype(np.int64)]
         if compare and not torch_with_gpu().equal(here[:, ids.astype(np.int64)], there):
-            raise BenchError("what was pulled is not what the owner has")
+            raise BenchError("the pulled bytes differ from the owner's")
         return took_us
 
     def _copy(self, blocks: Any, size: int) -> float:
-        """Of the pool's first half to its second, by the driver."""
+        """Copies the pool's first half to its second by the driver, and returns the time."""
         region = self._worker.pool.regions[0]
         half = region.num_bytes // 2
         return (
@@ -164,7 +167,7 @@ class _Bench:
         )
 
     def _cpu_us(self, pulls: int) -> float:
-        """CPU time of both processes of one pull, plan, post, wait and settle included."""
+        """Returns the CPU time of both processes per pull, with plan, post, wait and settle."""
         spent = 0
         for _ in range(pulls):
             _, ids, ticket = self._offered()

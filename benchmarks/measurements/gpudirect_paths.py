@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls of GPU memory by RDMA on two ways, side by side: GPUDirect, and bounced through pinned host memory.
+"""Measures pulls of GPU memory by RDMA in two ways: GPUDirect, and bounced through pinned host memory.
 
-Measured where there are a GPU, torch and an RDMA device; elsewhere modelled, as `kvlink predict` does, and the rows
-say so.
+They are measured where there are a GPU, torch and an RDMA device. Elsewhere they are modelled, as `kvlink predict`
+does, and the rows say so.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from ..prediction.path import Request
 from . import gpu
 
 PATHS = {"gpudirect": "dma-buf,peermem", "bounce": "bounce"}
-"""What KVLINK_GPUDIRECT is while each is measured."""
+"""The value of KVLINK_GPUDIRECT while each path is measured."""
 
 _HOST_COPIES = {"gpudirect": 0, "bounce": 2}
 Row = dict[str, Any]
 
 
 def paths_of(text: str) -> list[str]:
-    """Of "gpudirect,bounce". Raises ConfigError."""
+    """Parses "gpudirect,bounce". Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in PATHS]
     if unknown:
-        raise ConfigError(f"--path {text!r}: {' or '.join(PATHS)}, or both with a comma")
+        raise ConfigError(
+            f"--path {text!r} is not known; write {' or '.join(PATHS)}, or both separated by a comma"
+        )
     return names
 
 
 def rows(
     names: Sequence[str], shapes: Sequence[tuple[int, int]], gbps: float, iters: int | None
 ) -> Iterator[Row]:
-    """One of each path and shape. `gbps`: of the NIC that is modelled where there is none.
+    """Yields one row per path and shape. `gbps` is the rate of the modelled NIC where there is none.
 
-    Raises as gpu.rows does.
+    Raises the errors of gpu.rows.
     """
     for shape in shapes:
         fastest_us = None
@@ -85,7 +87,7 @@ def _can_measure() -> bool:
 
 @contextmanager
 def _only(ways: str) -> Iterator[None]:
-    """Both ends read it from the environment."""
+    """Sets the ways of GPUDirect in the environment, which both ends read."""
     before = os.environ.get("KVLINK_GPUDIRECT")
     os.environ["KVLINK_GPUDIRECT"] = ways
     try:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handoff of a whole request between two processes, through a coordinator, phase by phase.
+"""Measures the handoff of a whole request between two processes, through a coordinator, phase by phase.
 
-offer: the prefill worker's call. claim: what the decode worker's call, which knows only the request id, takes
-besides the transfer. plan, validate, settle: as the pull counts them. post: handing the reads to the transport, the
-lanes' times added up; wire: the rest of the read. whole: offer, then from the decode worker's call until it has the
-blocks; nothing is flushed, since the pool is in host memory. overhead: what of each request's whole is not wire.
-limit: bare calls that move the pieces of another such request, after each one that comes alone.
+- offer: the prefill worker's call
+- claim: the decode worker's call, which knows only the request id, without the transfer
+- plan, validate, settle: as the pull counts them
+- post: the time to give the reads to the transport, summed over the lanes
+- wire: the rest of the read
+- whole: offer, then from the decode worker's call until it has the blocks; nothing is flushed, since the pool is in
+  host memory
+- overhead: the part of each request's whole that is not wire
+- limit: bare calls that move the pieces of another such request, after each one that comes alone
 
-At a TP pair every rank of prefill is a process that offers, every rank of decode a worker that pulls from all those
+At a TP pair every rank of prefill is a process that offers, and every rank of decode a worker that pulls from all those
 that have heads of its own; they share this machine. offer is then the slowest rank's, whole lasts until the last rank
-has its blocks, the phases in between are of the rank whose transfers took longest.
+has its blocks, and the phases in between are those of the rank whose transfers took longest.
 
-Requests come one after the other, or as soon as one of several slots is free, or at times of their own (arrivals.py).
-In the last case there is a phase late, until a slot was free, and whole counts from the intended arrival: late, telling
-the prefill process to offer, and all the rest.
+Requests come one after the other, or as soon as one of several slots is free, or at given times (arrivals.py). In the
+last case the phase late lasts until a slot was free, and whole counts from the intended arrival: late, the message to
+the prefill process, and all the rest.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
 from ..workloads.fragmentation import order_of
 from ..workloads.models import BLOCK_TOKENS
 from .rank_handoffs import SEED, Bench, Row
-from .rank_shares import Floors, Owner, floors_between
+from .rank_shares import Baselines, Owner, baselines_between
 
 _POOL_REQUESTS = 4
-_SLOTS = 16  # requests under way at a time in an open loop, where nothing else is asked for
+_SLOTS = 16  # requests in flight at a time in an open loop by default
 _RUN_BYTES = 8 << 30
 _LEAST_ITERS, _MOST_ITERS = 10, 200
 
@@ -54,17 +58,17 @@ def rows(
     slots: int | None = None,
     layout: str = "NHD",
 ) -> Iterator[Row]:
-    """One row a phase, then the overhead and the limit. `tokens`: of every request, or of one after the other, those
-    without room left out.
+    """Yields one row per phase, then the overhead and the limit.
 
-    `tp`: as Degrees reads it. `iters` None: what fits the size. `arrivals`: of each of `tokens`. `order`, `trace`: as
-    order_of reads them. `prefill_ms`: of a request, before its move; 0: say nothing of TTFT. `slots`: requests under
-    way at a time, if there is room for as many; None: one, or 16 with `arrivals`. `layout`: one of LAYOUTS, at both
-    ends. Raises ConfigError, BenchError, TransferError.
+    `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` is
+    parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` and `trace`
+    are parsed by order_of. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of TTFT.
+    `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is one of
+    LAYOUTS, at both ends. Raises ConfigError, BenchError and TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
-        raise ConfigError(f"layout {layout!r}: write {' or '.join(LAYOUTS)}")
+        raise ConfigError(f"layout {layout!r} is not known; write {' or '.join(LAYOUTS)}")
     cache = Cache(model, Degrees.parse(tp), block_tokens, LAYOUTS[layout])
     kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
@@ -73,9 +77,9 @@ def rows(
     room = max(1, cache.most_blocks() // largest)
     slots = min(room, slots or (_SLOTS if arrivals else 1))
     num_blocks = largest * max(slots, min(room, _POOL_REQUESTS))
-    with _opened(cache, num_blocks, transport) as (owners, workers, floors):
+    with _opened(cache, num_blocks, transport) as (owners, workers, baselines):
         bench = Bench(owners, workers, cache, lengths, blocks)
-        bench.run(2, floors)  # connects and warms up
+        bench.run(2, baselines)  # connects and warms up
         bench.forget()
         common: Row = {
             "model": model, "tp": tp, "block_tokens": block_tokens, "transport": transport, "order": order,
@@ -94,15 +98,15 @@ def rows(
         elif slots > 1:
             common |= bench.run_together(max(iters, slots), largest, slots)
         else:
-            bench.run(iters, floors)
+            bench.run(iters, baselines)
         yield from bench.rows(common, prefill_ms * 1e3)
 
 
 @contextmanager
 def _opened(
     cache: Cache, num_blocks: int, transport: str
-) -> Iterator[tuple[list[Owner], list[Worker], Floors]]:
-    """All ranks of both sides, the last worker's pool the last to go."""
+) -> Iterator[tuple[list[Owner], list[Worker], Baselines]]:
+    """Opens all ranks of both sides. The last worker's pool is closed last."""
     with ExitStack() as stack:
         coordinator = stack.enter_context(coordinator_process())
         here = transport.endswith("loopback")
@@ -127,7 +131,7 @@ def _opened(
             for geometry in cache.decode(num_blocks)
         ]
         pools = [worker.pool for worker in workers]
-        yield owners, workers, stack.enter_context(floors_between(transport, owners, pools))
+        yield owners, workers, stack.enter_context(baselines_between(transport, owners, pools))
 
 
 _LONG = {
@@ -137,5 +141,5 @@ _LONG = {
 
 
 def brief(row: Row) -> Row:
-    """A row as it fits a screen."""
+    """Returns a row that fits a screen."""
     return with_median_interval(row, _LONG)

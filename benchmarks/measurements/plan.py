@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of planning. No byte moves: the addresses are made up.
+"""Measures the CPU time of planning. No byte moves, and the addresses are made up.
 
-A descriptor is one block of one plane, or one row where the two ends nest tokens and heads differently.
+A descriptor is one block of one plane, or one row if the two ends nest tokens and heads differently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_ADDRESS = 1 << 40
 
 
 class Case(NamedTuple):
-    """`num_blocks` of the reader's blocks, in random order at both ends unless `sequential`."""
+    """One planning task: `num_blocks` of the reader's blocks, in random order at both ends unless `sequential`."""
 
     name: str
     owner: KVLayout
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 PROMISED = Case(
     "nhd, one rank of 8", dense(ONE_RANK, Order.NHD, LAYERS), dense(ONE_RANK, Order.NHD, LAYERS), 256
 )
-"""Llama 3.1 70B at TP 8, 4,096 tokens: 40,960 reads of 4 KiB."""
+"""The case of the promise: Llama 3.1 70B at TP 8, 4,096 tokens, which are 40,960 reads of 4 KiB."""
 
 _MOST_MS = 5.0  # for planning and posting it
 
@@ -69,17 +69,20 @@ CASES = (
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """One row a case. `ns_per_descriptor` is CPU time, the median over repeats that refill one plan;
-    `posted_ns_per_descriptor` is what checking, chaining and posting the plan as RDMA reads adds, without a NIC.
+    """Yields one row per case.
 
-    `fresh_ns_per_descriptor` pays for a new plan's memory each time, as the first pulls of a process do.
+    `ns_per_descriptor` is CPU time, the median over repeats that refill one plan. `posted_ns_per_descriptor` is the
+    extra time to check, chain and post the plan as RDMA reads, without a NIC. `fresh_ns_per_descriptor` includes a new
+    plan's memory each time, like the first pulls of a process.
     """
     for case in CASES:
         yield _row(case)
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The promise about PROMISED, of its row: with a plan's fresh memory, and nothing where posting was not timed."""
+    """Judges the promise about PROMISED from its row, with a plan's fresh memory. Yields nothing if posting was not
+    timed.
+    """
     for row in rows:
         if row["layout"] == PROMISED.name and row["posted_ns_per_descriptor"] is not None:
             ns = row["fresh_ns_per_descriptor"] + row["posted_ns_per_descriptor"]
@@ -118,7 +121,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 
 def _posted_ns(plan: _core.Plan, descriptors: int) -> float | None:
-    """None: kvlink was built without verbs."""
+    """Returns the nanoseconds to post, or None if kvlink was built without verbs."""
     return round(_core.post_ns(plan, REPEATS) / descriptors, 2) if hasattr(_core, "post_ns") else None
 
 
@@ -143,7 +146,9 @@ def _blocks(case: Case) -> tuple[array[int], array[int], int]:
 
 
 def _cpu_ns(call: Callable[[], None]) -> list[float]:
-    """CPU nanoseconds a call. A sample spans several calls: the clock costs as much as a small plan."""
+    """Returns CPU nanoseconds per call. A sample spans several calls, as reading the clock costs as much as a small
+    plan.
+    """
     calls = 10
     samples = []
     for _ in range(REPEATS):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pull between two processes, beside the physical limit of the same path, measured in alternation with it.
+"""Measures a pull between two processes, in turns with the physical limit of the same path.
 
-Timed of kvlink is what a Python caller sees, ticket in hand and connection warm: from `worker.pull` until
-`wait` returns, so plan, read, validate and settle. Timed of the limit is the bare copy alone.
+The time of kvlink is what a Python caller sees with a ticket and a warm connection: from `worker.pull` until `wait`
+returns, so plan, read, validate and settle. The time of the limit is that of the bare copy alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
 
-from ..harness.baselines import Floor, floors_of, num_floors, references_of
+from ..harness.baselines import Baseline, baselines_of, num_baselines, references_of
 from ..harness.block_draws import Fragmentation
 from ..harness.contents import Contents, Ids
 from ..harness.processes import BenchError, OwnerSide, owner_process
@@ -30,22 +30,22 @@ from ..workloads.fragmentation import order_of
 
 _BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
 SHAPES = (*((size, _BLOCKS) for size in _BLOCK_BYTES), (16 << 10, 1))
-"""(block_bytes, blocks) of the rows that the bars are about."""
+"""The (block_bytes, blocks) of the rows that the performance bars refer to."""
 
-_SMALL_BYTES = 1 << 20  # pulls up to this are prepared in batches, and every one is verified
+_SMALL_BYTES = 1 << 20  # pulls up to this size are prepared in batches, and every one is verified
 _BATCH = 32
 _SMALL_ITERS, _LARGE_ITERS = 2000, 100
 _VERIFY_EVERY = 8  # of large pulls, besides the first and the last
 _CPU_ROUNDS = 4
 _BARE_READS = 500
-_CPU_TAIL_S = 0.002  # the owner may still take note of a settle
+_CPU_TAIL_S = 0.002  # the owner may still process a settle
 _MOST_BYTES = 512 << 20
 _LEAST_SECTION_BYTES = 64 << 20  # beyond the caches of a core
 _SEED = 20_250_101
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: int | None) -> list[tuple[int, int]]:
-    """(block_bytes, blocks) of each row; without any wish SHAPES."""
+    """Returns the (block_bytes, blocks) of each row, or SHAPES by default."""
     if not block_bytes and blocks is None:
         return list(SHAPES)
     return [(size, blocks or _BLOCKS) for size in block_bytes or _BLOCK_BYTES]
@@ -59,9 +59,9 @@ def rows(
     order: str = "random",
     trace: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """One row. `iters` None: what fits the size. `order`, `trace`: as order_of reads them.
+    """Yields one row. `iters` None fits the size. `order` and `trace` are parsed by order_of.
 
-    Raises ConfigError, BenchError, TransferError.
+    Raises ConfigError, BenchError and TransferError.
     """
     num_bytes = blocks * block_bytes
     if num_bytes > _MOST_BYTES:
@@ -97,19 +97,19 @@ _LONG = {"bytes", "p90_us", "p999_us", "gb_per_s"}
 
 
 def brief(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it fits a screen."""
+    """Returns a row that fits a screen."""
     return with_median_interval(row, _LONG)
 
 
-class _Way(NamedTuple):
-    """One way of moving the blocks: kvlink's is the first, the others are floors."""
+class _Mover(NamedTuple):
+    """One way of moving the blocks. kvlink's is the first, the others are baselines."""
 
     name: str
     run: Callable[[_Draw], float]
 
 
 class _Draw(NamedTuple):
-    """One transfer ahead."""
+    """A prepared transfer."""
 
     owner_ids: Ids
     ids: Ids
@@ -117,15 +117,15 @@ class _Draw(NamedTuple):
 
 
 class _Bench:
-    """Each way moves blocks from anywhere in the owner's pool to its own section of the reader's."""
+    """Lets each mover move blocks from anywhere in the owner's pool to its own section of the reader's."""
 
     def __init__(
-        self, owner: OwnerSide, worker: Worker, ways: Sequence[_Way], order: Fragmentation, blocks: int
+        self, owner: OwnerSide, worker: Worker, ways: Sequence[_Mover], order: Fragmentation, blocks: int
     ) -> None:
         self._owner, self._worker, self._ways = owner, worker, ways
         self._order, self._blocks = order, blocks
         self._contents = Contents(worker.pool.layout, _SEED)
-        self._owner_blocks = worker.pool.layout.num_blocks  # both pools are alike
+        self._owner_blocks = worker.pool.layout.num_blocks  # both pools have the same size
         self._section = self._owner_blocks // len(ways)
         self._rng = np.random.default_rng(_SEED)
         self._requests = map("pull-{}".format, count())
@@ -133,12 +133,12 @@ class _Bench:
         self._read_us: list[float] = []
         self._lanes = 1
         self._references: dict[str, list[float]] = {}
-        self._bare_us: list[float] = []  # beside them
-        self._turn = 0  # who goes first changes each time
+        self._bare_us: list[float] = []  # bare reads between them
+        self._turn = 0  # another one goes first each time
         self.verified = self.wrong = 0
 
     def fitting(self, batch: int) -> int:
-        """As many transfers, at most `batch`, as can be prepared at a time."""
+        """Returns how many transfers, at most `batch`, can be prepared at a time."""
         return min(batch, self._order.lists_in(self._section, self._blocks))
 
     def warm_up(self, batch: int) -> None:
@@ -155,13 +155,13 @@ class _Bench:
         self.verified = 0
 
     def measure(self, iters: int, batch: int, verify_every: int) -> None:
-        """Alternates between the ways, transfer by transfer."""
+        """Alternates between the movers, transfer by transfer."""
         for number, at in enumerate(range(0, iters, batch)):
             size = min(batch, iters - at)
             self._round(size, check=number % verify_every == 0 or at + size == iters)
 
     def refer(self, block_bytes: int, blocks: int, transport: str) -> None:
-        """Lets the other programs measure, over as many lanes as the pulls of this size have."""
+        """Lets the other programs measure, over as many lanes as pulls of this size have."""
         lanes = self._lanes if blocks * block_bytes > _SMALL_BYTES else 1
         for reference in references_of(transport, block_bytes, blocks, lanes):
             self._references.setdefault(reference.name, []).append(reference.run())
@@ -169,7 +169,7 @@ class _Bench:
                 self._bare_us.append(self._bare_read_us())
 
     def cpu_s_per_pull(self, batch: int) -> float:
-        """CPU time of both processes, of pulls alone, one after the other."""
+        """Returns the CPU time of both processes per pull, for consecutive pulls alone."""
         spent = 0
         for _ in range(_CPU_ROUNDS):
             draws = self._draw(0, batch)
@@ -182,10 +182,10 @@ class _Bench:
         return spent / 1e9 / (_CPU_ROUNDS * batch)
 
     def times(self, num_bytes: int, alone: bool) -> dict[str, Any]:
-        """Of kvlink, and of what is fastest without it."""
-        ours, *floors = self._us
+        """Returns the times of kvlink, and of the fastest baseline."""
+        ours, *baselines = self._us
         p50 = float(np.median(ours))
-        others = dict(zip([way.name for way in self._ways[1:]], floors, strict=True)) | self._references
+        others = dict(zip([way.name for way in self._ways[1:]], baselines, strict=True)) | self._references
         nothing = (float("nan"), "perftest is not installed")
         limit_us, limit = min(((float(np.median(us)), name) for name, us in others.items()), default=nothing)
         gib = num_bytes / 2**30
@@ -205,7 +205,7 @@ class _Bench:
         }
 
     def _bare_read_us(self) -> float:
-        """Of one block by our transport alone: what ib_read_lat measures, without plan, lease and Python."""
+        """Returns the time of the transport to read one block without plan, lease and Python, like ib_read_lat."""
         (peer,) = self._worker.peers()
         to, size = self._worker.pool.regions[0].address, self._worker.pool.layout.block_bytes
         offsets = (index % self._owner_blocks * size for index in range(_BARE_READS))
@@ -228,7 +228,7 @@ class _Bench:
             self.wrong += sum(not self._landed(draw) for draw in plans[0])
             for way, draws in zip(self._ways[1:], plans[1:], strict=True):
                 if not all(map(self._landed, draws)):
-                    raise BenchError(f"{way.name} did not copy what it was asked to; the limit means nothing")
+                    raise BenchError(f"{way.name} copied wrong bytes, so the limit is invalid; report this")
 
     def _pull(self, draw: _Draw) -> float:
         assert draw.ticket is not None
@@ -262,22 +262,25 @@ def _measured_by_itself(_: _Draw) -> float:
     raise AssertionError("kvlink's own transfers go through _Bench._pull")
 
 
-def _way(floor: Floor, thread: Executor | None) -> _Way:
-    """On `thread`, the caller asleep: a copy that finds another CPU than the caller's loses up to 15 % on a
-    virtual machine, whoever makes it. Our large pulls run on such a thread, or on the caller's while it waits."""
+def _mover_of(baseline: Baseline, thread: Executor | None) -> _Mover:
+    """Returns the mover of a baseline. It runs on `thread` while the caller sleeps, if there is one.
+
+    A copy that runs on another CPU than the caller's loses up to 15 % on a virtual machine, for any library. Large
+    pulls of kvlink run on such a thread too, or on the caller's while it waits.
+    """
 
     def run(draw: _Draw) -> float:
         if thread is None:
-            return floor.run(draw.owner_ids, draw.ids)
-        return thread.submit(floor.run, draw.owner_ids, draw.ids).result()
+            return baseline.run(draw.owner_ids, draw.ids)
+        return thread.submit(baseline.run, draw.owner_ids, draw.ids).result()
 
-    return _Way(floor.name, run)
+    return _Mover(baseline.name, run)
 
 
 @contextmanager
 def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation) -> Iterator[_Bench]:
     plain = transport.removeprefix("fault+")
-    num_ways = 1 + num_floors(transport)
+    num_ways = 1 + num_baselines(transport)
     section = order.whole_runs(max(2 * blocks, -(-_LEAST_SECTION_BYTES // block_bytes)))
     geometry = Geometry(
         num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=section * num_ways, block_tokens=1,
@@ -290,7 +293,7 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation)
         ThreadPoolExecutor(1) as threads,
     ):
         thread = threads if blocks * block_bytes > _SMALL_BYTES else None
-        floors = floors_of(transport, owner, worker.pool)
-        ways = [_Way("kvlink", _measured_by_itself), *(_way(floor, thread) for floor in floors)]
+        baselines = baselines_of(transport, owner, worker.pool)
+        ways = [_Mover("kvlink", _measured_by_itself), *(_mover_of(each, thread) for each in baselines)]
         assert len(ways) == num_ways
         yield _Bench(owner, worker, ways, order, blocks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handoffs of requests between all ranks of two sides: made, timed phase by phase, every byte compared."""
+"""Makes handoffs of requests between all ranks of two sides, times each phase, and compares every byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..harness.processes import BenchError
 from ..harness.quantiles import quantiles_us
 from ..workloads.arrivals import LATE_US, Served, open_loop
 from ..workloads.block_budget import Cache
-from .rank_shares import Floors, Owner, Request
+from .rank_shares import Baselines, Owner, Request
 
 Row = dict[str, Any]
 
@@ -30,13 +30,13 @@ PHASES = ("offer", "claim", "plan", "post", "wire", "validate", "settle", "whole
 OVERHEAD, LIMIT = "overhead", "limit"
 
 SEED = 20_250_102
-"""Of the contents at both sides."""
+"""The seed of the contents at both sides."""
 
 _VERIFY_EVERY = 4  # besides the first and the last
 
 
 class _Handoff(NamedTuple):
-    """One that was made. `us`: phase by phase."""
+    """A completed handoff, with the time of each phase in `us`."""
 
     tokens: int
     num_bytes: int
@@ -45,7 +45,7 @@ class _Handoff(NamedTuple):
 
 
 class Bench:
-    """One thread, but for requests that are under way together."""
+    """Makes handoffs, on one thread except for requests in flight together."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Bench:
         self._owners = [(owner.side, num_seats(owner.layout, len(workers))) for owner in owners]
         self._workers, self._cache = workers, cache
         self._lengths, self._order = lengths, order
-        self._asking = threading.Lock()  # for one answer at a time of the owners
+        self._asking = threading.Lock()  # one request to the owners at a time
         self._contents = [Contents(worker.pool.layout, SEED) for worker in workers]
         self._num_blocks = workers[0].pool.layout.num_blocks
         self._rng = np.random.default_rng(SEED)
@@ -66,14 +66,14 @@ class Bench:
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was measured so far."""
+        """Drops the measurements so far."""
         self._made: list[_Handoff] = []
         self._late_us: list[float] = []
         self._limits_us: dict[str, list[float]] = {}
         self._verified = self._wrong = self._cpu_ns = 0
 
-    def run(self, iters: int, floors: Floors) -> None:
-        """Hands over fresh requests, one after the other, in alternation with bare calls."""
+    def run(self, iters: int, baselines: Baselines) -> None:
+        """Hands off fresh requests, one after the other, in turns with bare calls."""
         for number, tokens in enumerate(islice(cycle(self._lengths), iters)):
             check = number % _VERIFY_EVERY == 0 or number == iters - 1
             request = self._request(tokens, self._num_blocks)
@@ -83,19 +83,21 @@ class Bench:
                 self._made.append(self._handoff(request))
             if check:
                 self._verify(request)
-            for name in floors.names:
-                self._limit(floors, name, tokens, check)
+            for name in baselines.names:
+                self._limit(baselines, name, tokens, check)
 
-    def _limit(self, floors: Floors, name: str, tokens: int, check: bool) -> None:
+    def _limit(self, baselines: Baselines, name: str, tokens: int, check: bool) -> None:
         request = self._draw(tokens, self._num_blocks)
         if check:
             self._poison(request.ids)
-        self._limits_us.setdefault(name, []).append(floors.run(name, request))
+        self._limits_us.setdefault(name, []).append(baselines.run(name, request))
         if check and not self._landed(request):
-            raise BenchError(f"{name} did not copy what it was asked to; the limit means nothing")
+            raise BenchError(
+                f"{name} copied other bytes than requested, so the limit is invalid; report this"
+            )
 
     def run_open(self, at_s: Sequence[float], largest: int, slots: int) -> Row:
-        """Hands each request over when it comes."""
+        """Hands off each request at its arrival."""
         served, made = self._run_in_slots(at_s, self._lengths, largest, slots)
         for index, done in sorted(made.items()):
             self._made.append(done._replace(us=(*done.us[:-1], served[index].took_us)))
@@ -108,7 +110,7 @@ class Bench:
         }
 
     def run_together(self, iters: int, largest: int, slots: int) -> Row:
-        """Hands fresh requests over, a slot's next one as soon as its last is there."""
+        """Hands off fresh requests, a slot's next one as soon as its last one is complete."""
         lengths = list(islice(cycle(self._lengths), iters))
         served, made = self._run_in_slots([0.0] * iters, lengths, largest, slots)
         self._made += made.values()
@@ -118,8 +120,9 @@ class Bench:
     def _run_in_slots(
         self, at_s: Sequence[float], lengths: Sequence[int], largest: int, slots: int
     ) -> tuple[list[Served], dict[int, _Handoff]]:
-        """What became of each request, and those that were made by their index. A slot has `largest` blocks; its last
-        request is verified.
+        """Returns the result of each request, and the completed handoffs by index.
+
+        A slot has `largest` blocks; its last request is verified.
         """
         requests = [self._request(tokens, largest) for tokens in lengths]
         self._poison(np.arange(self._num_blocks, dtype=np.uint32))
@@ -135,14 +138,14 @@ class Bench:
         with self._counted():
             served = open_loop(at_s, serve, slots)
         if not made:
-            raise BenchError(f"none of {len(served)} requests was handed over: {served[0].error}")
+            raise BenchError(f"none of {len(served)} requests was handed off: {served[0].error}")
         for request in last.values():
             self._verify(request)
         return served, made
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Adds the CPU time of both sides, all threads of them."""
+        """Adds the CPU time of all threads of both sides."""
         start = self._all_cpu_ns()
         yield
         self._cpu_ns += self._all_cpu_ns() - start
@@ -151,8 +154,10 @@ class Bench:
         return time.process_time_ns() + sum(owner.cpu_ns() for owner, _ in self._owners)
 
     def rows(self, common: Row, prefill_us: float) -> Iterator[Row]:
-        """What was measured. Tokens, bytes and operations are those of the median request; CPU time is of them all,
-        without the coordinator's.
+        """Yields the measured rows.
+
+        Tokens, bytes and operations are those of the median request. CPU time is that of all requests, without the
+        coordinator's.
         """
         gib = sum(each.num_bytes for each in self._made) / 2**30
         common = common | {"cpu_s_per_gib": self._cpu_ns / 1e9 / gib}
@@ -179,13 +184,15 @@ class Bench:
             }
 
     def _draw(self, tokens: int, within: int, request_id: str = "") -> Request:
-        """Into some of the first `within` blocks."""
+        """Draws a request into some of the first `within` blocks."""
         num = self._cache.blocks(tokens)
         [owner_ids], [ids] = (self._order.draw(self._rng, of, 1, num) for of in (self._num_blocks, within))
         return Request(request_id, owner_ids, ids, tokens)
 
     def _request(self, tokens: int, within: int) -> Request:
-        """The owners know their part. A claim waits for every rank's offer, and so does one that nobody reads."""
+        """Makes a request and tells the owners their parts. A claim waits for every rank's offer, even one without a
+        reader.
+        """
         request = self._draw(tokens, within, next(self._names))
         for owner, seats in self._owners:
             owner.call(
@@ -232,7 +239,7 @@ class Bench:
         self._wrong += not self._landed(request)
 
     def _landed(self, request: Request) -> bool:
-        """Every byte, at every rank of decode."""
+        """Returns whether every byte is right at every rank of decode."""
         return all(
             contents.equal(worker.pool, request.ids, request.owner_ids, request.tokens)
             for worker, contents in zip(self._workers, self._contents, strict=True)

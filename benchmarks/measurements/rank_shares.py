@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of decode takes from each rank of prefill, moved by bare calls: the limit of a migration.
+"""Moves what each rank of decode takes from each rank of prefill by bare calls, which is the limit of a migration.
 
-The pieces are worked out here, without the planner, and moved by csrc/bench/baselines.h, without the transports. Every
+The pieces are computed here, without the planner, and moved by csrc/bench/baselines.h, without the transports. Every
 two ranks that share heads have a thread, and over sockets a stream. The time is from the first call until the last has
 returned.
 """
@@ -26,7 +26,7 @@ from ..harness.contents import Ids
 from ..harness.processes import OwnerSide
 
 Pieces = npt.NDArray[np.uint64]
-"""Rows of from, to and bytes."""
+"""Rows of from address, to address and bytes."""
 
 
 class Owner(NamedTuple):
@@ -37,7 +37,7 @@ class Owner(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Its blocks at every rank of prefill, and at every rank of decode."""
+    """A request's blocks at every rank of prefill, and at every rank of decode."""
 
     request_id: str
     owner_ids: Ids
@@ -46,14 +46,14 @@ class Request(NamedTuple):
 
 
 class End(NamedTuple):
-    """A rank's layout, the request's blocks there, and where its pool begins."""
+    """A rank's layout, the request's blocks there, and the address of its pool."""
 
     layout: KVLayout
     ids: Ids
     base: int
 
     def addresses(self, token: npt.NDArray[np.int64], head: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of rows, plane by plane."""
+        """Returns the addresses of rows, plane by plane."""
         block, within = np.divmod(token, self.layout.block_tokens)
         row = self.ids[block].astype(np.int64) * self.layout.block_stride + within * self.layout.token_stride
         row += (head - self.layout.first_head) * self.layout.head_stride
@@ -63,17 +63,18 @@ class End(NamedTuple):
 
 
 def pieces_of(owner: End, reader: End, heads: tuple[int, int], tokens: int) -> Pieces:
-    """`heads` of the model, of a request's first `tokens`; what adjoins at both ends is one piece.
+    """Returns the pieces of `heads` of the model, for a request's first `tokens`. Pieces contiguous at both ends are
+    merged.
 
-    REQUIRES equal block sizes and orders of axes.
+    Requires equal block sizes and orders of axes.
     """
     layout, num_heads = reader.layout, heads[1] - heads[0]
     token = np.arange(tokens)
-    if layout.head_stride > layout.token_stride:  # a head's tokens adjoin
+    if layout.head_stride > layout.token_stride:  # a head's tokens are contiguous
         firsts = token[:: layout.block_tokens]
         sizes = np.repeat(np.minimum(layout.block_tokens, tokens - firsts) * layout.row_bytes, num_heads)
         token, head = np.repeat(firsts, num_heads), np.tile(np.arange(*heads), len(firsts))
-    else:  # a token's heads do
+    else:  # a token's heads are contiguous
         head, sizes = np.full(tokens, heads[0]), np.full(tokens, num_heads * layout.row_bytes)
     sizes = np.tile(sizes, len(layout.planes))
     starts, ends = owner.addresses(token, head), reader.addresses(token, head)
@@ -84,7 +85,7 @@ def pieces_of(owner: End, reader: End, heads: tuple[int, int], tokens: int) -> P
 
 
 class _Copies:
-    """By one rank of decode, out of one rank of prefill's memory."""
+    """Copies by one rank of decode from the memory of one rank of prefill."""
 
     def __init__(
         self,
@@ -98,29 +99,31 @@ class _Copies:
         self._pool, self._heads = pool, heads
 
     def prepare(self, request: Request) -> Callable[[], int]:
-        """Gives what then runs, and returns ns."""
+        """Returns a function that then copies, and returns ns."""
         owner = End(self._owner.layout, request.owner_ids, self._memory.base)
         reader = End(self._pool.layout, request.ids, self._pool.regions[0].address)
         return partial(self._copy, pieces_of(owner, reader, self._heads, request.tokens))
 
 
-class Floors:
-    """The bare ways of one path, by name; none where nothing bare can be had (verbs)."""
+class Baselines:
+    """The bare ways of one path, by name. It is empty if there are none (verbs)."""
 
     def __init__(self, ways: Mapping[str, Sequence[_Copies]], threads: ThreadPoolExecutor) -> None:
         self._ways, self._threads = ways, threads
         self.names = list(ways)
 
     def run(self, name: str, request: Request) -> float:
-        """Microseconds, lists made before."""
+        """Returns the microseconds of the copies; their lists are made before."""
         prepared = [each.prepare(request) for each in self._ways[name]]
         spans = list(self._threads.map(_span, prepared))
         return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1000
 
 
 @contextmanager
-def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[BlockPool]) -> Iterator[Floors]:
-    """Of all ranks of prefill and of decode."""
+def baselines_between(
+    transport: str, owners: Sequence[Owner], pools: Sequence[BlockPool]
+) -> Iterator[Baselines]:
+    """Opens the baselines between all ranks of prefill and of decode."""
     name = transport.removeprefix("fault+")
     ways: dict[str, list[_Copies]] = {}
     for owner in owners if name != "verbs" else ():
@@ -130,7 +133,7 @@ def floors_between(transport: str, owners: Sequence[Owner], pools: Sequence[Bloc
                 for way, copy in copies_from(name, owner.side).items():
                     ways.setdefault(way, []).append(_Copies(owner, memory, copy, pool, found.heads))
     with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
-        yield Floors(ways, threads)
+        yield Baselines(ways, threads)
 
 
 def _span(bare: Callable[[], int]) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvlink promises against other libraries, judged from the rows of a contest."""
+"""Judges kvlink's promises against other libraries, from the rows of a contest."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ALLOCATED = {(mode.peer, mode.name) for mode in MODES if mode.allocates}
 
 
 class Bar(NamedTuple):
-    """`got` must be at least `needs` (factor) or at most (share, or ms).
+    """A promise: `got` must be at least `needs` (factor) or at most (share, or ms).
 
-    `possible`: what the bare calls of the same run would have got, so that one sees which bars the machine itself
-    rules out. `of_limit`: how near to them kvlink is; CPU time over 1 where making their lists costs more than kvlink.
+    `possible` is what the bare calls of the same run would have got, which shows the bars that the machine itself rules
+    out. `of_limit` is how near to them kvlink is; CPU time is over 1 if making their lists costs more than kvlink.
     """
 
     bar: str
@@ -41,16 +41,16 @@ class Bar(NamedTuple):
 
 
 def least_factor(transport: str, block_bytes: int) -> float:
-    """How many times as fast as the best mode of the best peer on the same path."""
+    """Returns how many times as fast kvlink must be as the best mode of the best peer on the same path."""
     if transport == "cma":
         return 1.5 if block_bytes == 16_384 else 2.0
     return {"shm": 4.0, "tcp": 5.0}[transport]
 
 
 def bars(rows: Iterable[Row]) -> Iterator[Bar]:
-    """For each shape and path where a peer ran. Speed of many blocks, latency of one, and CPU time of many.
+    """Yields the bars of each shape and path where a peer ran: speed and CPU time of many blocks, latency of one.
 
-    cma is for memory that somebody else allocated: peers that moved memory of their own are no measure of it.
+    cma is for memory that another library allocated, so peers that moved their own memory are not compared with it.
     """
     measured = [row for row in rows if "p50_us" in row]
     measured.sort(key=_where)
@@ -93,7 +93,9 @@ def _at_most(most: float, bar: str, by: str, row: Row, peer: Row, bare: Sequence
 def _beside(
     row: Row, peer: Row, bare: Sequence[Row], by: str
 ) -> tuple[float, float | None, float | None, str]:
-    """kvlink's share of the peer's, the limit's share of it and of kvlink's, and what the limit is."""
+    """Returns kvlink's share of the peer's value, the limit's share of it and of kvlink's, and the
+    name of the limit.
+    """
     limit = min((each for each in bare if _limits(each, row)), key=lambda each: float(each[by]), default=None)
     if limit is None:
         return row[by] / peer[by], None, None, ""
@@ -101,7 +103,7 @@ def _beside(
 
 
 def _limits(bare: Row, row: Row) -> bool:
-    """Of two transports on one path, each has its own bare calls."""
+    """Returns whether `bare` limits `row`. Of two transports on one path, each has its own bare calls."""
     return bool((bare["mode"] == "process_vm_readv") == (row["mode"] == _OF_OTHERS_MEMORY))
 
 
@@ -110,7 +112,9 @@ def _what(row: Row, peer: Row) -> tuple[str, int, int, str]:
 
 
 def _best(peers: Sequence[Row], by: str) -> list[Row]:
-    """Of all; where that is UCX by itself, without metadata or handles of its transfers, then also of the others."""
+    """Returns the best of all peers. If it is UCX alone, without metadata or handles, then also the
+    best of the others.
+    """
     ranked = sorted(peers, key=lambda peer: float(peer[by]))
     libraries = [peer for peer in ranked if peer["peer"] != _UCX]
     return ranked[:1] if ranked[:1] == libraries[:1] else [*ranked[:1], *libraries[:1]]

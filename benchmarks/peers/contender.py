@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every way of moving blocks is to a contest."""
+"""Defines the interface of a way of moving blocks in a contest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ..harness.contents import Ids
 KVLINK, BARE = "kvlink", "bare"
 
 
-class Who(NamedTuple):
-    """`peer` is a library, or BARE. `settings` are those that are not its defaults, and who recommends them."""
+class ContenderInfo(NamedTuple):
+    """The identity of a contender. `peer` is a library, or BARE. `settings` are those that are not its defaults, and
+    their source.
+    """
 
     peer: str
     mode: str
@@ -30,29 +32,29 @@ class Draw(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Times of all transfers but the first; CPU time of both processes over the same ones."""
+    """The times of all transfers except the first, and the CPU time of both processes over the same transfers."""
 
     us: list[float]
     cpu_ns: int
 
 
 class Contender(Protocol):
-    """Its own memory, of as many blocks as everybody's, with random contents. One thread."""
+    """A way of moving blocks, with its own memory of equal size and random contents. It is used by one thread."""
 
-    who: Who
+    info: ContenderInfo
 
     @property
     def order(self) -> Fragmentation:
-        """How its blocks may follow each other; the bare socket stream is given one run."""
+        """Returns how its blocks may follow each other; the bare socket stream gets one run."""
 
     def prepare(self, draws: Sequence[Draw]) -> None:
-        """Poisons the destination and makes ready what may be ready before the blocks are wanted."""
+        """Poisons the destination, and prepares what is possible before the blocks are wanted."""
 
     def move(self) -> Moved:
         """Runs the transfers one after the other. The first, of a single block, only warms up."""
 
     def wrong(self) -> int:
-        """How many of them did not bring every byte."""
+        """Returns how many of them did not bring every byte."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends its processes. Idempotent."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everybody moves blocks of one shape on one path, turn by turn, in an order drawn anew each round.
+"""Lets all contenders move blocks of one shape on one path in turns, in a new random order in each round.
 
-The blocks of every transfer are fresh and random, at both ends, out of a memory larger than the caches. A turn poisons
+The blocks of every transfer are fresh and random, at both ends, from a memory larger than the caches. A turn poisons
 the destination, moves one block to warm up, then several transfers that are timed, then compares every byte. Peers are
-stopped while it is not their turn: an idle NIXL agent keeps a core busy.
+stopped while it is not their turn, because an idle NIXL agent keeps a core busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvlink.transfer.engine import host_transports
 
 from ..harness.machine import OtherLoad
 from ..harness.quantiles import median_interval, quantiles_us
-from .contender import KVLINK, Contender, Draw, Who
+from .contender import KVLINK, Contender, ContenderInfo, Draw
 from .here import Kvlink
 from .modes import HOST, MODES, TCP
 from .pair import Pair
@@ -31,34 +31,34 @@ from .pair import Pair
 TRANSPORTS = {HOST: ("shm", "cma"), TCP: ("tcp",)}
 
 QUANTILES = (0, 1, *range(5, 100, 5), 99, 99.9, 100)
-"""Of the times in a row: enough to draw their distribution."""
+"""The quantiles of the times in a row, enough to draw their distribution."""
 
 _SEED = 20_251_121
-_LEAST_MEMORY_BYTES = 64 << 20  # twice the last-level cache of the machines this is run on
+_LEAST_MEMORY_BYTES = 64 << 20  # twice the last-level cache of the machines that run this
 _TURN_BYTES = 64 << 20
 _MOST_TRANSFERS = 64
 _LEAST_TURNS = 3
 
 
 class Shape(NamedTuple):
-    """Of one transfer."""
+    """The shape of one transfer."""
 
     block_bytes: int
     blocks: int
 
     @property
     def num_bytes(self) -> int:
-        """Of one transfer."""
+        """Returns the size of one transfer."""
         return self.block_bytes * self.blocks
 
     @property
     def transfers(self) -> int:
-        """Timed in one turn."""
+        """Returns the number of timed transfers in one turn."""
         return max(1, min(_TURN_BYTES // self.num_bytes, _MOST_TRANSFERS))
 
     @property
     def memory_blocks(self) -> int:
-        """Of each end: enough that no block is used twice in a turn."""
+        """Returns the number of blocks at each end, enough that no block is used twice in a turn."""
         return max(_LEAST_MEMORY_BYTES // self.block_bytes, (1 + self.transfers) * self.blocks)
 
 
@@ -75,7 +75,9 @@ class _Score:
 def rows(
     path: str, shape: Shape, seconds: float, environments: Path, log: IO[str]
 ) -> Iterator[dict[str, Any]]:
-    """One row a contender, of `seconds` of each one's turns; also one for whoever cannot run. Peers write to `log`."""
+    """Yields one row per contender, from `seconds` of turns each, also for those that cannot run.
+    Peers write to `log`.
+    """
     others = OtherLoad()
     with ExitStack() as stack:
         there, absent = _gather(path, shape, environments, log, stack)
@@ -88,28 +90,28 @@ def rows(
             for number in rng.permutation(active):
                 contender, score = there[number], scores[number]
                 _guarded(_turn, contender, score, _draws(contender, rng, shape))
-        measured = [_row(c.who, shape, score) for c, score in zip(there, scores, strict=True)]
-    busy = others.share()  # now that all of our processes have ended
+        measured = [_row(c.info, shape, score) for c, score in zip(there, scores, strict=True)]
+    busy = others.share()  # all child processes have ended
     ours = {row["mode"]: row["p50_us"] for row in measured if row["peer"] == KVLINK and "p50_us" in row}
     for row in measured:
         times = {f"times_{mode}": row["p50_us"] / us for mode, us in ours.items() if "p50_us" in row}
         yield row | times | {"other_load": busy}
-    yield from (_row(who, shape, _Score(why_not=why_not)) for who, why_not in absent)
+    yield from (_row(info, shape, _Score(why_not=why_not)) for info, why_not in absent)
 
 
 def _gather(
     path: str, shape: Shape, environments: Path, log: IO[str], stack: ExitStack
-) -> tuple[list[Contender], list[tuple[Who, str]]]:
+) -> tuple[list[Contender], list[tuple[ContenderInfo, str]]]:
     there: list[Contender] = []
-    absent: list[tuple[Who, str]] = []
-    for who, make in _candidates(path, shape, environments, log):
+    absent: list[tuple[ContenderInfo, str]] = []
+    for info, make in _candidates(path, shape, environments, log):
         if isinstance(make, str):
-            absent.append((who, make))
+            absent.append((info, make))
             continue
         try:
             contender = make()
         except (KVLinkError, OSError) as error:
-            absent.append((who, str(error)))
+            absent.append((info, str(error)))
             continue
         stack.callback(contender.close)
         there.append(contender)
@@ -121,24 +123,24 @@ def _gather(
 
 def _candidates(
     path: str, shape: Shape, environments: Path, log: IO[str]
-) -> Iterator[tuple[Who, Callable[[], Contender] | str]]:
-    """Who should be there, and how to begin or why not."""
+) -> Iterator[tuple[ContenderInfo, Callable[[], Contender] | str]]:
+    """Yields the contenders, with a function that starts each, or why it cannot run."""
     memory = (shape.block_bytes, shape.memory_blocks, _SEED)
     refused = host_transports()
     for transport in TRANSPORTS[path]:
-        who = Who(KVLINK, transport, path, "", "its defaults")
-        yield who, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)
+        info = ContenderInfo(KVLINK, transport, path, "", "its defaults")
+        yield info, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)
     for mode in (mode for mode in MODES if mode.path == path):
-        who = Who(mode.peer, mode.name, path, "", mode.settings)
+        info = ContenderInfo(mode.peer, mode.name, path, "", mode.settings)
         python = environments / mode.peer / "bin" / "python"
         if python.exists():
-            yield who, partial(Pair, mode, python, *memory, log)
+            yield info, partial(Pair, mode, python, *memory, log)
         else:
-            yield who, f"{python} is missing: make peers"
+            yield info, f"{python} is missing; run make peers"
 
 
 def _guarded(step: Callable[..., None], contender: Contender, score: _Score, *more: Any) -> None:
-    """Who fails is out, its processes ended."""
+    """Runs a step. A contender that fails is removed, and its processes end."""
     start = time.monotonic()
     try:
         step(contender, score, *more)
@@ -171,7 +173,7 @@ def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:
 
 
 def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list[Draw]:
-    """The first is of one block, or of one run."""
+    """Draws the blocks of a turn. The first draw has one block, or one run."""
     lists = [
         contender.order.draw(rng, shape.memory_blocks, 1 + shape.transfers, shape.blocks) for _ in range(2)
     ]
@@ -179,8 +181,8 @@ def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list
     return [Draw(first.there[: contender.order.run], first.here[: contender.order.run]), *others]
 
 
-def _row(who: Who, shape: Shape, score: _Score) -> dict[str, Any]:
-    row = {**who._asdict(), "block_bytes": shape.block_bytes, "blocks": shape.blocks}
+def _row(info: ContenderInfo, shape: Shape, score: _Score) -> dict[str, Any]:
+    row = {**info._asdict(), "block_bytes": shape.block_bytes, "blocks": shape.blocks}
     if score.why_not or not score.us:
         return row | {"why_not": score.why_not or "no transfer was timed"}
     gib = shape.num_bytes / 2**30

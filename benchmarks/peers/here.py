@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders that need no other environment: kvlink, and the bare copies and sockets on its memory."""
+"""Runs the contenders without another environment: kvlink, and the bare copies and sockets on its memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from itertools import count
 from kvlink import BlockPool, Ticket, Worker, __version__
 from kvlink.layout import Geometry, dense
 
-from ..harness.baselines import Floor, floors_of
+from ..harness.baselines import Baseline, baselines_of
 from ..harness.block_draws import Order
 from ..harness.contents import Contents
-from ..harness.owner import lent_pool
+from ..harness.owner import external_pool
 from ..harness.processes import BenchError, owner_process
-from .contender import BARE, KVLINK, Draw, Moved, Who
+from .contender import BARE, KVLINK, ContenderInfo, Draw, Moved
 
-_SMALL_BYTES = 1 << 20  # up to this kvlink copies on the calling thread; so do the bare ways
-_CPU_TAIL_S = 0.002  # the owner may still take note of a settle
+_SMALL_BYTES = 1 << 20  # up to this size kvlink copies on the calling thread, as do the bare ways
+_CPU_TAIL_S = 0.002  # the owner may still process a settle
 
 
 class Kvlink:
-    """Timed: from `pull` until `wait` returns, so plan, read, validate and settle. Tickets are there before.
+    """kvlink, timed from `pull` until `wait` returns, so plan, read, validate and settle. Tickets are there before.
 
-    cma is for memory that kvlink did not allocate, so it has the same kind as the peers; shm and tcp have kvlink's own.
+    cma is for memory that kvlink did not allocate, so it uses the peers' kind of memory; shm and tcp use kvlink's own.
     """
 
     order = Order()
@@ -37,12 +37,12 @@ class Kvlink:
             planes_per_layer=1, dtype="uint8", model="bench",
         )  # fmt: skip
         layout = dense(geometry)
-        lent = transport == "cma"
-        settings = f"its defaults, {'memory as the peers have it' if lent else 'memory that it allocated'}"
-        self.who = Who(KVLINK, transport, path, __version__, settings)
+        external = transport == "cma"
+        settings = f"its defaults, {'memory of the same kind as the peers' if external else 'memory that it allocated'}"
+        self.info = ContenderInfo(KVLINK, transport, path, __version__, settings)
         with ExitStack() as stack:
-            self._owner = stack.enter_context(owner_process(geometry, seed, transport, lent=lent))
-            pool = lent_pool(layout) if lent else BlockPool.allocate(layout)
+            self._owner = stack.enter_context(owner_process(geometry, seed, transport, external=external))
+            pool = external_pool(layout) if external else BlockPool.allocate(layout)
             self._worker = stack.enter_context(Worker(pool, "bench-reader", transports=transport))
             self._stack = stack.pop_all()
         self._contents = Contents(layout, seed)
@@ -67,28 +67,28 @@ class Kvlink:
         return Moved(us, own + self._owner.cpu_ns() - cpu)
 
     def wrong(self) -> int:
-        """How many transfers did not bring every byte."""
+        """Returns how many transfers did not bring every byte."""
         return sum(not self._contents.equal(self._worker.pool, draw.here, draw.there) for draw in self._draws)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the owner process. Idempotent."""
         self._stack.close()
 
     def poison(self, draws: Sequence[Draw]) -> None:
-        """Spoils what is to come, here or by a bare copy."""
+        """Overwrites the destination, here or by a bare copy."""
         self._draws = draws
         for draw in draws:
             self._contents.poison(self._worker.pool, draw.here)
 
     def cpu_ns(self) -> int:
-        """Of both processes so far."""
+        """Returns the CPU time of both processes so far."""
         return time.process_time_ns() + self._owner.cpu_ns()
 
     def bare(self, block_bytes: int, blocks: int) -> Iterator[Bare]:
-        """The bare ways on this memory."""
+        """Yields the bare ways on this memory."""
         threaded = blocks * block_bytes > _SMALL_BYTES
-        for floor in floors_of(self.who.mode, self._owner, self._worker.pool):
-            yield Bare(self, floor, threaded)
+        for baseline in baselines_of(self.info.mode, self._owner, self._worker.pool):
+            yield Bare(self, baseline, threaded)
 
     def _pull(self, number: int) -> float:
         start = time.perf_counter_ns()
@@ -101,22 +101,22 @@ class Kvlink:
 
 
 class Bare:
-    """Timed: the bare calls alone. CPU time also has their lists made. Close it before its Kvlink."""
+    """A bare way. Only its calls are timed; CPU time also includes making their lists. Close it before its Kvlink."""
 
-    def __init__(self, memory: Kvlink, floor: Floor, threaded: bool) -> None:
-        self._memory, self._floor = memory, floor
+    def __init__(self, memory: Kvlink, baseline: Baseline, threaded: bool) -> None:
+        self._memory, self._baseline = memory, baseline
         self.order = memory.order
         self._thread = ThreadPoolExecutor(1) if threaded else None
-        self.who = Who(BARE, floor.name, memory.who.path, "", "calls alone, lists made before")
+        self.info = ContenderInfo(BARE, baseline.name, memory.info.path, "", "calls alone, lists made before")
         self._draws: Sequence[Draw] = ()
 
     def prepare(self, draws: Sequence[Draw]) -> None:
-        """Only poisons."""
+        """Poisons the destination."""
         self._draws = draws
         self._memory.poison(draws)
 
     def move(self) -> Moved:
-        """On a thread of its own where kvlink has one."""
+        """Runs the calls, on a thread of its own where kvlink has one."""
         first, *others = self._draws
         self._run(first)
         cpu = self._memory.cpu_ns()
@@ -124,15 +124,15 @@ class Bare:
         return Moved(us, self._memory.cpu_ns() - cpu)
 
     def wrong(self) -> int:
-        """How many transfers did not bring every byte."""
+        """Returns how many transfers did not bring every byte."""
         return self._memory.wrong()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Does nothing: its Kvlink owns the memory."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _run(self, draw: Draw) -> float:
         if self._thread is None:
-            return self._floor.run(draw.there, draw.here)
-        return self._thread.submit(self._floor.run, draw.there, draw.here).result()
+            return self._baseline.run(draw.there, draw.here)
+        return self._thread.submit(self._baseline.run, draw.there, draw.here).result()

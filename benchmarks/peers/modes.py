@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers, and every setting they are measured with. Their defaults stand where nothing is said."""
+"""Lists the peers, with the settings of each measurement. Their defaults apply to all other settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 HOST, TCP = "host", "tcp"
 PATHS = (HOST, TCP)
-"""Memory of one host by whatever is fastest; or TCP over the loopback interface."""
+"""Memory of one host by the fastest way, or TCP over the loopback interface."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way of using a peer. `why` says who recommends it, or what it shows."""
+    """One way to use a peer. `why` is its source, or what it shows."""
 
     peer: str
     name: str
@@ -25,17 +25,17 @@ class Mode:
 
     @property
     def pushes(self) -> bool:
-        """Whether the owner of the blocks begins the transfers."""
+        """Returns whether the owner of the blocks begins the transfers."""
         return bool(self.options.get("push"))
 
     @property
     def allocates(self) -> bool:
-        """Whether the memory is the peer's own, as kvlink's is over shm and not over cma."""
+        """Returns whether the memory is the peer's own, as kvlink's is over shm and not over cma."""
         return bool(self.options.get("allocate"))
 
     @property
     def settings(self) -> str:
-        """In one line."""
+        """Returns the settings in one line."""
         given = [f"{name}={value}" for name, value in self.environment.items()]
         given += [f"{name}: {value}" for name, value in self.options.items()]
         return f"{self.why} ({', '.join(given)})" if given else self.why
@@ -44,7 +44,7 @@ class Mode:
 _NO_ERRORS = {"ucx": {"ucx_error_handling_mode": "none"}}
 # UCX emulates reads there, by messages to the owner's process; its writes are copies.
 _MAPPED = ({"UCX_TLS": "posix,self"}, {"allocate": True, "push": True})
-# A batch of more blocks than these fails by default.
+# A larger batch of blocks fails by default.
 _QUEUES = {
     "MC_TCP_BIND_ADDRESS": "127.0.0.1",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -74,4 +74,4 @@ NOT_RUN = {
     ("uccl", "default"): "the wheel does not start without an RDMA device",
     ("infinistore", "default"): "the wheel does not start without an RDMA device",
 }
-"""Why other peers, or other ways of these, have no mode."""
+"""Reasons why other peers, or other ways of these, have no mode."""

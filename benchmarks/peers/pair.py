@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes of a peer: one owns blocks, one reads them. They are stopped while others are measured."""
+"""Runs two processes of a peer: one owns blocks, one reads them. They are stopped while others are measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ..harness.block_draws import Order
 from ..harness.processes import BenchError
-from .contender import Draw, Moved, Who
+from .contender import ContenderInfo, Draw, Moved
 from .modes import Mode
 
 _ANSWER_S = 120.0
@@ -25,7 +25,7 @@ _SETTINGS = ("UCX_", "NIXL_", "MC_")
 
 
 class Pair:
-    """A contender (contender.py). One thread."""
+    """A contender (contender.py) of two processes. It is used by one thread."""
 
     order = Order()
 
@@ -49,11 +49,11 @@ class Pair:
         except BaseException:
             self.close()
             raise
-        self.who = Who(mode.peer, mode.name, mode.path, cards[0]["version"], mode.settings)
+        self.info = ContenderInfo(mode.peer, mode.name, mode.path, cards[0]["version"], mode.settings)
         self._signal(signal.SIGSTOP)
 
     def prepare(self, draws: Sequence[Draw]) -> None:
-        """Poisons what is to come, and lets the peer make ready what it can."""
+        """Poisons the destination, and lets the peer prepare the transfers."""
         self._signal(signal.SIGCONT)
         self._draws = draws
         there, here = self._lists()
@@ -62,19 +62,19 @@ class Pair:
         self._starts.ask("prepare", there=theirs, here=mine)
 
     def move(self) -> Moved:
-        """Runs what was prepared."""
+        """Runs the prepared transfers."""
         answer = self._starts.ask("move", other_pid=self._answers.pid)
         return Moved(answer["us"], answer["cpu_ns"])
 
     def wrong(self) -> int:
-        """How many transfers did not bring every byte. Then stops both processes until the next `prepare`."""
+        """Returns how many transfers did not bring every byte. Then stops both processes until the next `prepare`."""
         there, here = self._lists()
         wrong: int = self._reads.ask("check", there=there, here=here)["wrong"]
         self._signal(signal.SIGSTOP)
         return wrong
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends both processes. Idempotent."""
         self._signal(signal.SIGCONT)
         for end in self._ends:
             end.close()
@@ -88,7 +88,7 @@ class Pair:
 
 
 class _End:
-    """One process. Raises BenchError when it answers with an error, too late, or not at all."""
+    """One process. Raises BenchError if it answers with an error, too late, or not at all."""
 
     def __init__(self, mode: Mode, python: Path, log: IO[str]) -> None:
         self._name = f"{mode.peer} {mode.name}"
@@ -123,12 +123,12 @@ class _End:
         return answer
 
     def signal(self, number: signal.Signals) -> None:
-        """No effect on a process that has ended."""
+        """Sends a signal. Does nothing for a process that has ended."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """Idempotent. Ends it by the end of its input, then by force."""
+        """Ends the process by closing its input, then by force. Idempotent."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -142,5 +142,5 @@ class _End:
 
 
 def _without_settings() -> dict[str, str]:
-    """This process's environment, but for what would change a peer behind the back of modes.py."""
+    """Returns this process's environment without variables that would change the settings of modes.py."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}

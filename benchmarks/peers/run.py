@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All contests of `kvlink bench peers`, and the verdicts."""
+"""Runs all contests of `kvlink bench peers`, and judges them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from .modes import NOT_RUN, PATHS
 
 _BLOCK_BYTES, _BLOCKS = (4 << 10, 16 << 10, 64 << 10), (256, 4096)
 SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS), Shape(16 << 10, 1))
-"""Those that the promises are about."""
+"""The shapes that the promises refer to."""
 
-_MOST_BYTES = 512 << 20  # of one transfer: everybody has twice that at each end
+_MOST_BYTES = 512 << 20  # of one transfer; every contender has twice that at each end
 _WORD_BYTES = 8
 _LONG = {"kind", "version", "settings", "p90_us", "p999_us", "quantiles_us", "gb_per_s", "turns"}
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
-    """Every size with every number; without any wish SHAPES. Raises ConfigError."""
+    """Returns every size with every number, or SHAPES by default. Raises ConfigError."""
     if not block_bytes and not blocks:
         return list(SHAPES)
     found = [Shape(size, number) for size in block_bytes or _BLOCK_BYTES for number in blocks or _BLOCKS]
     for shape in found:
         if shape.block_bytes % _WORD_BYTES or shape.num_bytes > _MOST_BYTES:
             raise ConfigError(
-                f"{shape.blocks} blocks of {shape.block_bytes} bytes: a block needs a multiple of {_WORD_BYTES} "
+                f"{shape.blocks} blocks of {shape.block_bytes} bytes cannot be measured: a block needs a "
+                f"multiple of {_WORD_BYTES} "
                 f"bytes, and a transfer at most {_MOST_BYTES >> 20} MiB"
             )
     return found
@@ -41,8 +42,9 @@ def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> l
 def contests(
     path: str, wanted: Iterable[Shape], seconds: float, environments: Path, log: IO[str]
 ) -> list[Iterable[dict[str, Any]]]:
-    """Who is in none of them, then the rows of each contest, held as they are iterated. Raises ConfigError for a path
-    that is none.
+    """Returns the peers without a contest, then the rows of each contest, which runs when they are iterated.
+
+    Raises ConfigError for an unknown path.
     """
     paths = path.split(",")
     if unknown := sorted(set(paths) - set(PATHS)):
@@ -57,10 +59,10 @@ def contests(
 
 
 def brief(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as it fits a screen."""
+    """Returns a row that fits a screen."""
     return without_intervals(row, _LONG)
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row a promise that these rows speak about."""
+    """Yields one row for each promise that these rows concern."""
     return ({"kind": "bar", **bar._asdict()} for bar in bars(rows))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost models fitted to measured transfers, with the error they have on transfers they were not fitted to."""
+"""Fits cost models to measured transfers, with their errors on transfers to which they were not fitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_SHAPES = 3
 
 
 class Sample(NamedTuple):
-    """A measured transfer; `ops` are contiguous pieces."""
+    """A measured transfer. `ops` are contiguous pieces."""
 
     ops: int
     num_bytes: int
@@ -28,8 +28,9 @@ class Sample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`errors`: of each sample, predicted / measured - 1, by a fit to the other shapes only; none when these are too
-    few.
+    """A cost model. `errors` are predicted / measured - 1 of each sample, by a fit to the other shapes only.
+
+    It has no errors if the shapes are too few.
     """
 
     cost: Cost
@@ -38,23 +39,25 @@ class Fit(NamedTuple):
 
     @property
     def worst(self) -> float | None:
-        """The largest error, whichever its sign."""
+        """Returns the error with the largest magnitude."""
         return max(map(abs, self.errors), default=None)
 
 
 def fit(samples: Sequence[Sample]) -> Cost:
-    """The Cost with the least squares of relative errors; no part of it negative. Raises ConfigError."""
+    """Returns the Cost with the least squares of relative errors and without negative parts. Raises ConfigError."""
     if num_shapes(samples) < LEAST_SHAPES:
-        raise ConfigError(f"a cost model needs transfers of {LEAST_SHAPES} shapes or more to be fitted to")
+        raise ConfigError(
+            f"a cost model needs transfers of {LEAST_SHAPES} shapes or more; measure more shapes"
+        )
     table = np.array(samples, float)
     parts = np.stack([np.ones(len(table)), table[:, 0], table[:, 1]], axis=1) / table[:, 2:]
     start, op, byte = _least_squares(parts)
-    # A rate that plays no part in what was measured is not known; 1e6 GiB/s predicts nothing for it.
+    # A rate without effect on the measurements is unknown; 1e6 GiB/s predicts nothing for it.
     return Cost(start, op * 1000, 1e6 / 2**30 / byte if byte > 0 else 1e6)
 
 
 def _least_squares(parts: Any) -> list[float]:
-    """Coefficients, none negative, that bring each row of `parts` nearest to 1: the best of all subsets in use."""
+    """Returns non-negative coefficients that bring each row of `parts` nearest to 1: the best of all subsets in use."""
     count = parts.shape[1]
     best, best_error = [0.0] * count, float("inf")
     for size in range(1, count + 1):
@@ -70,12 +73,12 @@ def _least_squares(parts: Any) -> list[float]:
 
 
 def num_shapes(samples: Iterable[Sample]) -> int:
-    """How many different transfers these are."""
+    """Returns how many different shapes the samples have."""
     return len({_shape(sample) for sample in samples})
 
 
 def cross_validated(samples: Sequence[Sample]) -> Fit:
-    """Leaves out one shape at a time. Raises ConfigError."""
+    """Fits with one shape omitted at a time. Raises ConfigError."""
     errors = []
     for left in samples if num_shapes(samples) > LEAST_SHAPES else ():
         cost = fit([sample for sample in samples if _shape(sample) != _shape(left)])
@@ -88,7 +91,7 @@ def _shape(sample: Sample) -> tuple[int, int]:
 
 
 def samples_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Sample]]:
-    """kvlink's transfers of random blocks by transport, from rows of `kvlink bench pull` and `bench peers`."""
+    """Returns kvlink's transfers of random blocks by transport, from rows of `kvlink bench pull` and `bench peers`."""
     found: dict[str, list[Sample]] = defaultdict(list)
     for row in rows:
         transport = row.get("transport") or (row.get("mode") if row.get("peer") == "kvlink" else None)
@@ -101,27 +104,27 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Sample]]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a results file, one a line; other lines are passed over. Raises ConfigError."""
+    """Yields the JSON objects of a results file, one per line; other lines are ignored. Raises ConfigError."""
     try:
         with path.open() as file:
             for number, line in enumerate(file):
                 if number >= _MOST_ROWS:
-                    raise ConfigError(f"{path} has more than {_MOST_ROWS} lines: that is no results file")
+                    raise ConfigError(f"{path} has more than {_MOST_ROWS} lines, so it is not a results file")
                 if line.startswith("{"):
                     row = json.loads(line)
                     if isinstance(row, dict):
                         yield row
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no results file of JSON lines: {error}") from error
+        raise ConfigError(f"{path} is not a results file of JSON lines: {error}") from error
 
 
 def fits_of(path: Path) -> dict[str, Fit]:
-    """Of each transport that a results file has enough shapes of. Raises ConfigError."""
+    """Returns the fit of each transport for which a results file has enough shapes. Raises ConfigError."""
     found = samples_of(read_rows(path))
     enough = {name: samples for name, samples in found.items() if num_shapes(samples) >= LEAST_SHAPES}
     if not enough:
         raise ConfigError(
-            f"{path} holds no transport of kvlink's with transfers of {LEAST_SHAPES} shapes: write them with "
+            f"{path} has no transport of kvlink with transfers of {LEAST_SHAPES} shapes; measure them with "
             "`kvlink bench pull --json` or `kvlink bench peers --json`"
         )
     return {name: cross_validated(samples) for name, samples in enough.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink predict`."""
+"""Implements the command `kvlink predict`."""
 
 from __future__ import annotations
 
@@ -27,34 +27,48 @@ Row = dict[str, Any]
 
 @app.command()
 def predict(
-    model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-70b",
+    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-70b",
     model_config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
+        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be repeated. [1024, 8192, 32768]")
+        list[int] | None,
+        typer.Option(min=1, help="Move a request of this many tokens; may be repeated. [1024, 8192, 32768]"),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks on each side.")] = 8,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = BLOCK_TOKENS,
-    run: Annotated[int, typer.Option(min=1, help="Blocks that adjoin at the owner.")] = 1,
-    nics: Annotated[int, typer.Option(min=1, max=1024, help="NICs on each side, for all ranks.")] = 8,
-    gbps: Annotated[float, typer.Option(min=0.1, help="Gb/s of one NIC.")] = 400.0,
-    mtu: Annotated[int, typer.Option(min=256, max=4096, help="Path MTU of the fabric.")] = 4096,
-    infiniband: Annotated[bool, typer.Option("--infiniband", help="Not RoCE v2.")] = False,
-    pcie: Annotated[int, typer.Option(min=3, max=6, help="Generation, 16 lanes.")] = 5,
+    tp: Annotated[int, typer.Option(min=1, help="Use this many ranks on each side.")] = 8,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Use blocks of this many tokens.")] = BLOCK_TOKENS,
+    run: Annotated[
+        int, typer.Option(min=1, help="Assume runs of this many contiguous blocks at the owner.")
+    ] = 1,
+    nics: Annotated[
+        int, typer.Option(min=1, max=1024, help="Use this many NICs on each side, for all ranks.")
+    ] = 8,
+    gbps: Annotated[float, typer.Option(min=0.1, help="Use NICs of this many Gb/s.")] = 400.0,
+    mtu: Annotated[
+        int, typer.Option(min=256, max=4096, help="Use this path MTU of the fabric, in bytes.")
+    ] = 4096,
+    infiniband: Annotated[
+        bool, typer.Option("--infiniband", help="Use InfiniBand instead of RoCE v2.")
+    ] = False,
+    pcie: Annotated[int, typer.Option(min=3, max=6, help="Use this PCIe generation with 16 lanes.")] = 5,
     nvlink: Annotated[int, typer.Option(min=4, max=5, help="Generation.")] = 4,
     prefill_ms: Annotated[
-        float, typer.Option(min=0, help="Prefill of the request; 0: say nothing of overlap.")
+        float, typer.Option(min=0, help="Assume this prefill time of the request; 0 omits the overlap.")
     ] = 0.0,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Results of `kvlink bench pull --json` or `bench peers --json`.")
+        Path | None,
+        typer.Option(
+            help="Fit cost models to these results of `kvlink bench pull --json` or `bench peers --json`."
+        ),
     ] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="Instead: Mooncake's published table beside its prediction.")
+        bool, typer.Option("--published", help="Show Mooncake's published table and its prediction instead.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")] = False,
 ) -> None:
-    """Predict the move of a request: time, bottleneck, what GPUDirect saves, NICs that hide it behind prefill."""
+    """Predict the move of a request: time, bottleneck, what GPUDirect saves, and the NICs that hide
+    it behind prefill.
+    """
     if published:
         from .published import rows as published_rows
 
@@ -77,7 +91,7 @@ def predict(
 def rows_of(
     request: Request, ways: list[Way], costs: dict[str, Cost], ranks: int, prefill_ms: float
 ) -> Iterator[Row]:
-    """One row a path, the first way being GPUDirect. Paths within a host take each rank's share by itself."""
+    """Yields one row per path; the first one is GPUDirect. Paths within a host take each rank's share separately."""
     gib = request.num_bytes / 2**30
     direct_ms = ways[0].predict(request).total_ms
     for way in ways:
@@ -125,7 +139,9 @@ def _largest(cost: Cost, request: Request, ranks: int) -> str:
 
 
 def _fit_rows(fits: dict[str, Fit]) -> Iterator[Row]:
-    """Errors are of shapes that the model had not seen; not there where there are too few to leave one out."""
+    """Yields the fits. Errors are those of shapes that the model had not seen, and absent if there
+    are too few shapes.
+    """
     for name, fit in fits.items():
         yield {
             "transport": name,

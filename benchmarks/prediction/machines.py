@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of a machine as the command line describes it. Figures that nobody measured here are marked assumed."""
+"""Describes the paths of a machine from the command line. Figures that were not measured here are marked assumed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from kvlink.errors import ConfigError
 from ..workloads.models import Model
 from .path import NVLINK_GBPS, Path, Request, Staging, pcie_gbps, wire_efficiency
 
-_POST_NS = 17.0  # planning and posting a read: `kvlink bench plan` on a 2-core cloud machine
-_SOFTWARE_US = 6.0  # of one block over the bare copy, from Python: `kvlink bench pull` there
+_POST_NS = 17.0  # to plan and post a read: `kvlink bench plan` on a 2-core cloud machine
+_SOFTWARE_US = 6.0  # for one block more than the bare copy, from Python: `kvlink bench pull` there
 _ROUND_TRIP_US = 5.0  # assumed: an unloaded fabric of one or two switches
 _ROUND_TRIPS = 2  # the data, then the lease slot
 _NIC_NS = 50.0  # assumed: 20 million reads a second
-_WINDOW = 4 * 16  # queue pairs of a peer, reads under way on each
+_WINDOW = 4 * 16  # queue pairs per peer, times reads in flight on each
 _BOUNCE_US = 12.0  # quoted for the extra host copy of one message
 _KERNEL_US = 15.0  # assumed: a gather kernel and its event
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of each side: `nics` of `gbps` Gb/s on PCIe of `pcie`'s generation with 16 lanes, for all ranks together."""
+    """The machine of each side: `nics` of `gbps` Gb/s on PCIe of generation `pcie` with 16 lanes, for all ranks
+    together.
+    """
 
     nics: int = 8
     gbps: float = 400.0
@@ -32,7 +34,7 @@ class Machine:
     nvlink: int = 4
 
     def paths(self, ranks: int) -> list[Path]:
-        """GPUDirect first."""
+        """Returns the paths, GPUDirect first."""
         wire = self.gbps / 8 * wire_efficiency(self.mtu, self.infiniband)
         start_us = _SOFTWARE_US + _ROUND_TRIPS * _ROUND_TRIP_US
         direct = Path(
@@ -56,9 +58,11 @@ class Machine:
 
 
 def request_of(model: Model, tokens: int, ranks: int, block_tokens: int, run: int) -> Request:
-    """Of all ranks. `run`: blocks that adjoin at the owner, on average. Raises ConfigError."""
+    """Returns a request of all ranks. `run` is the average number of contiguous blocks at the owner. Raises
+    ConfigError.
+    """
     if tokens < 1 or run < 1:
-        raise ConfigError("a request has one token at least, and runs have one block")
+        raise ConfigError("a request needs one token at least, and a run one block")
     geometry = model.geometry(ranks, 1, block_tokens)
     planes = geometry.num_layers * geometry.planes_per_layer
     row_bytes = geometry.total_heads * geometry.row_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A way for bytes to take: its rates, and what a request of a given shape costs on it. GB are 10^9 bytes."""
+"""Defines paths: their rates, and the cost of a request of a given shape. GB are 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 _ROCE_BYTES = (
-    86  # beside the payload: preamble and gap 20, Ethernet 18, IPv4 20, UDP 8, BTH 12, AETH 4, ICRC 4
+    86  # besides the payload: preamble and gap 20, Ethernet 18, IPv4 20, UDP 8, BTH 12, AETH 4, ICRC 4
 )
 _INFINIBAND_BYTES = 26  # LRH 8, BTH 12, ICRC 4, VCRC 2
 _PCIE_LANE_GBPS = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _PCIE_USABLE = 0.9  # of 63 GB/s about 57 on Gen5 x16
 _LANES = 16
 NVLINK_GBPS = {4: 450.0, 5: 900.0}
-"""Of one direction, Hopper's and Blackwell's."""
+"""The rate of one direction, by generation: Hopper's and Blackwell's."""
 
 
 def wire_efficiency(mtu: int, infiniband: bool = False) -> float:
-    """Share of a link's rate that payload has, of reads as large as `mtu` or larger."""
+    """Returns the payload's share of a link's rate, for reads of `mtu` bytes or more."""
     return mtu / (mtu + (_INFINIBAND_BYTES if infiniband else _ROCE_BYTES))
 
 
 def pcie_gbps(generation: int) -> float:
-    """Usable, of 16 lanes in one direction."""
+    """Returns the usable rate of 16 lanes in one direction."""
     return _PCIE_LANE_GBPS[generation] * _LANES * _PCIE_USABLE
 
 
 class Staging(Enum):
-    """Where GPU memory stops on its way."""
+    """Where data from GPU memory is copied on its way."""
 
     NONE = "GPUDirect"
     CHUNKS = "bounce buffers, in chunks"
@@ -37,7 +37,9 @@ class Staging(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of all ranks together. A piece is contiguous at the owner: one block of one plane of one rank, or a run."""
+    """The data of all ranks together. A piece is contiguous at the owner: one block of one plane of
+    one rank, or a run.
+    """
 
     num_bytes: int
     pieces: int
@@ -46,27 +48,27 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What one request has to itself. Of `rails` NICs (or streams) that share it evenly."""
+    """The resources of one request: `rails` NICs (or streams) that share it evenly."""
 
     name: str
     rails: int
     wire_gbps: float
-    """Payload of one rail."""
+    """The payload rate of one rail."""
     start_us: float
     post_ns: float
-    """CPU time of one piece, on one thread for each rail."""
+    """The CPU time of one piece, on one thread per rail."""
     pcie_gbps: float = float("inf")
-    """Between one rail and memory."""
+    """The rate between one rail and memory."""
     rail_ns: float = 0.0
-    """Of one piece in the rail itself."""
+    """The time of one piece in the rail itself."""
     round_trip_us: float = 0.0
     window: int = 0
-    """Reads under way on one rail; 0: no limit."""
+    """The number of reads in flight on one rail; 0 means no limit."""
     staging: Staging = Staging.NONE
     chunk_bytes: int = 1 << 20
 
     def terms_ms(self, request: Request) -> dict[str, float]:
-        """What each stage would take by itself."""
+        """Returns the time that each stage would take alone."""
         each_bytes, each_pieces = request.num_bytes / self.rails, request.pieces / self.rails
         window_us = each_pieces * self.round_trip_us / self.window if self.window else 0.0
         return {
@@ -78,7 +80,7 @@ class Path:
         }
 
     def predict(self, request: Request) -> Prediction:
-        """Time, and what it is bound by."""
+        """Returns the time, and its bottleneck."""
         terms = self.terms_ms(request)
         bottleneck = max(terms, key=lambda name: terms[name])
         total = self.start_us / 1e3 + terms[bottleneck] + self._staging_ms(request)
@@ -87,7 +89,9 @@ class Path:
         return Prediction(self.name, total, bottleneck, terms)
 
     def rails_to_hide(self, request: Request, prefill_ms: float) -> int | None:
-        """How many rails move all layers but the last while prefill computes. None: no number of them would."""
+        """Returns how many rails move all layers except the last while prefill computes, or None if no number of them
+        does.
+        """
         behind = prefill_ms * (request.layers - 1) / request.layers
         for rails in range(1, 1025):
             terms = replace(self, rails=rails).terms_ms(request)
@@ -96,14 +100,14 @@ class Path:
         return None
 
     def exposed_ms(self, request: Request, prefill_ms: float) -> float:
-        """What is left after prefill when each layer moves as soon as it is computed, with a start-up for each."""
+        """Returns the time after prefill if each layer moves as soon as it is computed, with a start-up for each."""
         moving, start_ms = max(self.terms_ms(request).values()), self.start_us / 1e3
         behind = prefill_ms * (request.layers - 1) / request.layers
         late = max(0.0, moving + request.layers * start_ms - behind)
         return start_ms + late + moving / request.layers
 
     def _staging_ms(self, request: Request) -> float:
-        """Host memory on both sides: copies that nothing hides."""
+        """Returns the time of copies through host memory on both sides, which nothing hides."""
         if self.staging is Staging.NONE:
             return 0.0
         unhidden = request.num_bytes / self.rails if self.staging is Staging.WHOLE else self.chunk_bytes
@@ -112,7 +116,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`terms_ms`: stage by stage, as if alone."""
+    """A predicted time. `terms_ms` has the time of each stage alone."""
 
     path: str
     total_ms: float
@@ -120,5 +124,5 @@ class Prediction:
     terms_ms: dict[str, float]
 
     def gib_per_s(self, num_bytes: int) -> float:
-        """In 2^30 bytes."""
+        """Returns the rate in 2^30 bytes per second."""
         return num_bytes / 2**30 / (self.total_ms / 1e3)

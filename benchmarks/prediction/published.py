@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's published table of vLLM prefill/decode (vllm-v1-pd-performance.md in its repository), predicted.
+"""Predicts Mooncake's published table of vLLM prefill/decode (vllm-v1-pd-performance.md in its repository).
 
 Qwen3-8B, TP8, two machines of eight H800 with eight ConnectX-7 (200 Gb/s of RoCE each), one request at a time. Its GB
 are 2^30 bytes.
@@ -31,18 +31,18 @@ TABLE = (
     Published(32_768, 31.65),
 )  # fmt: skip
 _FITTED = (TABLE[0], TABLE[-1])
-"""The two rows that start-up and the time of a piece are taken from; the other four are predicted."""
+"""The two rows from which start-up and the time of a piece are taken. The other four are predicted."""
 
 
 def request_of(tokens: int) -> Request:
-    """Each rank moves one piece for each block of each plane."""
+    """Returns a request in which each rank moves one piece for each block of each plane."""
     model = MODELS["qwen3-8b"]
     planes = model.layers * model.planes_per_layer
     return Request(tokens * model.token_bytes, -(-tokens // BLOCK_TOKENS) * planes * _TP, model.layers)
 
 
 def fitted_path() -> Path:
-    """Start-up and time a piece solve the two rows exactly; all else is the hardware's."""
+    """Returns the path whose start-up and time per piece solve the two rows exactly. All else is the hardware's."""
     few, many = (request_of(row.tokens).pieces / _TP for row in _FITTED)
     start_ms, piece_ms = np.linalg.solve([[1, few], [1, many]], [row.transfer_ms for row in _FITTED])
     wire = _NIC_GBPS * wire_efficiency(4096)
@@ -50,7 +50,7 @@ def fitted_path() -> Path:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """The table beside its prediction."""
+    """Yields the table with its prediction."""
     path = fitted_path()
     for row in TABLE:
         request = request_of(row.tokens)

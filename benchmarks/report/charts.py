@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts as SVG text. The only file that needs matplotlib."""
+"""Draws charts as SVG text. This is the only file that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "legend.frameon": False,
     "text.parse_math": False,
 }  # fmt: skip
-_WIDE = 500  # from end to end, as a factor: there is room for powers of ten only
+_WIDE = 500  # as a ratio of the ends, from which on only powers of ten fit
 _OURS, _OTHERS, _LIMIT = (
     ("#0b62d6", "#00937f", "#7a3db8"),
     ("#d9480f", "#c2255c", "#e8a200", "#8c6d46", "#f783ac", "#7a1f1f", "#b5a300", "#ffa07a"),
@@ -30,14 +30,14 @@ _OURS, _OTHERS, _LIMIT = (
 
 
 def _dashes(measures: Sequence[Measure]) -> dict[str, str]:
-    """Limits are dashed, each in its own way."""
+    """Returns a dash style for each limit."""
     ways = dict.fromkeys(measure.key.way for measure in measures)
     limits = [way for way in ways if way.startswith("bare ")]
     return dict.fromkeys(ways, "-") | dict(zip(limits, cycle(("--", ":", "-.")), strict=False))
 
 
 def _colours(measures: Sequence[Measure]) -> dict[str, str]:
-    """kvlink's in cold colours, other libraries' in warm ones, limits grey."""
+    """Returns colours: cold ones for kvlink, warm ones for other libraries, grey for limits."""
     ways = list(dict.fromkeys(measure.key.way for measure in measures))
     ours = [way for way in ways if way.startswith("kvlink ")]
     others = [way for way in ways if not way.startswith(("kvlink ", "bare "))]
@@ -48,7 +48,7 @@ def _colours(measures: Sequence[Measure]) -> dict[str, str]:
 
 @mpl.rc_context(_STYLE)
 def speeds(measures: Sequence[Measure]) -> str:
-    """GiB/s against block size, limits dashed; of one path and number of blocks."""
+    """Draws GiB/s against block size, with dashed limits, for one path and number of blocks."""
     figure, axes = _figure()
     dashes = _dashes(measures)
     for way, colour in _colours(measures).items():
@@ -67,7 +67,7 @@ def speeds(measures: Sequence[Measure]) -> str:
 
 @mpl.rc_context(_STYLE)
 def distributions(measures: Sequence[Measure]) -> str:
-    """Share of transfers that took at most as long; of one path and shape."""
+    """Draws the share of transfers that took at most so long, for one path and shape."""
     figure, axes = _figure()
     colours, dashes = _colours(measures), _dashes(measures)
     for measure in measures:
@@ -83,7 +83,7 @@ def distributions(measures: Sequence[Measure]) -> str:
 
 @mpl.rc_context(_STYLE)
 def cpu_time(measures: Sequence[Measure]) -> str:
-    """CPU-s a GiB of both processes; of one path and number of blocks."""
+    """Draws CPU seconds per GiB of both processes, for one path and number of blocks."""
     known = [measure for measure in measures if measure.cpu_s_per_gib]
     figure, axes = _figure(height=0.6 + 0.2 * len(known))
     colours = _colours(known)
@@ -98,7 +98,7 @@ def cpu_time(measures: Sequence[Measure]) -> str:
 
 @mpl.rc_context(_STYLE)
 def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
-    """Where the time of a migration goes."""
+    """Draws the phases of a migration."""
     figure, axes = _figure(height=0.9 + 0.35 * len(phases))
     names = [name for name in PHASES if name != "whole"]
     starts = [0.0] * len(phases)
@@ -116,7 +116,7 @@ def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
 
 @mpl.rc_context(_STYLE)
 def predictions(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """(measured, predicted) in µs by transport, each by a model that was not fitted to it."""
+    """Draws (measured, predicted) in µs by transport. Each point's model was not fitted to it."""
     figure, axes = _figure()
     for (name, pairs), colour in zip(points.items(), (*_OURS, *_OTHERS), strict=False):
         axes.plot(*zip(*pairs, strict=True), "o", color=colour, label=name)
@@ -131,7 +131,7 @@ def predictions(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 @mpl.rc_context(_STYLE)
 def fleets(curve: Sequence[Simulated]) -> str:
-    """Times of moves against the size of the fleet; of one scene."""
+    """Draws times of moves against the size of the fleet, for one scene."""
     figure, axes = _figure()
     moved = sorted(fleet for fleet in curve if fleet.p50_us and fleet.p99_us)
     sizes = [fleet.workers for fleet in moved]
@@ -151,7 +151,10 @@ def _figure(height: float = 3.2) -> tuple[Figure, Any]:
 
 
 def _log(axes: Any, name: str) -> None:
-    """After the data is drawn. Plain numbers: names from files are never read as formulas, so labels hold none."""
+    """Formats a logarithmic axis after the data is drawn.
+
+    Labels are plain numbers, so that names from files are never read as formulas.
+    """
     getattr(axes, f"set_{name}scale")("log")
     low, high = getattr(axes, f"get_{name}lim")()
     axis = getattr(axes, f"{name}axis")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink report`."""
+"""Implements the command `kvlink report`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="What `kvlink bench … --json` printed; two are compared.")
+        list[Path], typer.Argument(help="Read the output of `kvlink bench … --json`; two files are compared.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
-    """Draw results of the benchmarks on one page that opens anywhere, without a network."""
+    """Draw benchmark results on one page that opens anywhere, without a network."""
     try:
         from .page import write
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("matplotlib"):
             raise
-        raise ConfigError("the report needs matplotlib: pip install 'kvlink[report]'") from error
+        raise ConfigError("the report needs matplotlib; run pip install 'kvlink[report]'") from error
 
     found = [results_of(path.stem, read_rows(path)) for path in results]
     for path, each in zip(results, found, strict=True):
         if not (each.measures or each.phases or each.absent or each.fleets or each.validated):
             raise ConfigError(
-                f"{path} holds no row of kvlink bench pull, peers or migrate, or of kvlink simulate"
+                f"{path} has no row of kvlink bench pull, peers or migrate, or of kvlink simulate"
             )
     try:
         output.write_text(write(found), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}") from error
+        raise ConfigError(f"cannot write {output}: {error}") from error
     typer.echo(f"{output}: {sum(len(each.measures) for each in found)} measurements")

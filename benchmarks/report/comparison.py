@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two results files: what became faster or slower, and whether the difference is more than chance."""
+"""Compares two results files: what became faster or slower, and whether the difference is more than chance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .measures import Key, Results
 
 
 class Change(NamedTuple):
-    """`ratio`: time after / time before. `significant` None: a row does not say how sure its median is."""
+    """A change. `ratio` is time after / time before. `significant` is None if a row has no interval of its median."""
 
     key: Key
     before_us: float
@@ -20,7 +20,7 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """Returns the change in a word or two."""
         if self.significant is None:
             return "unknown certainty"
         if not self.significant:
@@ -29,8 +29,10 @@ class Change(NamedTuple):
 
 
 def compare(before: Results, after: Results) -> Iterator[Change]:
-    """Of all that both measured. Two medians differ when their 95 % intervals have no time in common: a stricter
-    question than whether their difference is significant at 95 %.
+    """Yields the changes of everything that both files measured.
+
+    Two medians differ if their 95 % intervals are disjoint, which is stricter than significance of their difference at
+    95 %.
     """
     earlier = {measure.key: measure for measure in before.measures}
     for measure in after.measures:

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of a results file say: one JSON object a line.
+"""Reads the rows of a results file, which has one JSON object per line.
 
-kind "machine": what machine.describe gives, the first line. kind "peers": contender.Who (peer, mode, path, version,
-settings), block_bytes, blocks, then why_not, or p50_us, p90_us, p99_us and p999_us, each with a 95 % interval (_low_us,
-_high_us; null: too few values), quantiles_us (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib of both
-processes, transfers, turns, verified, times_X (p50 over that of kvlink's X), other_load (share of all CPU time that
-strangers took). kind "bar": bars.Bar. No kind: rows of `bench pull` (they have limit_gib_per_s) and `bench migrate`
-(they have phase), as their modules write them: both have the order of the block ids, p50_us, p90_us, p99_us and
-p999_us, each with its interval, and cpu_s_per_gib; migrate also tp, at a pair of degrees prefill_ranks_read, layout,
-rows of the overhead (what of each whole is not wire) and of the limit (bare calls), limit (which), of_limit (their
-median's share of whole's), several at a time slots, made_per_s, failed, and in an open loop arrivals, slots,
-offered_per_s, started_late, failed, and the phase late. kind "noise" ends both: of (the run), other_load. kind
-"simulation": the scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and what
-curve.measured gives. kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us),
-simulated (simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after),
-other_load, verified.
+- kind "machine": the result of machine.describe, in the first line
+- kind "peers": contender.ContenderInfo (peer, mode, path, version, settings), block_bytes, blocks, then why_not, or
+  p50_us, p90_us, p99_us and p999_us, each with a 95 % interval (_low_us, _high_us; null: too few values), quantiles_us
+  (at contest.QUANTILES), gib_per_s and gb_per_s, cpu_s_per_gib of both processes, transfers, turns, verified, times_X
+  (p50 over that of kvlink's X), other_load (share of all CPU time that other processes took)
+- kind "bar": bars.Bar
+- no kind: rows of `bench pull` (they have limit_gib_per_s) and `bench migrate` (they have phase), as their modules
+  write them: both have the order of the block ids, p50_us, p90_us, p99_us and p999_us, each with its interval, and
+  cpu_s_per_gib; migrate also has tp, at a pair of degrees prefill_ranks_read, layout, rows of the overhead (the part of
+  each whole that is not wire) and of the limit (bare calls), limit (its name), of_limit (the share of its median in
+  whole's), with several at a time slots, made_per_s, failed, and in an open loop arrivals, slots, offered_per_s,
+  started_late, failed, and the phase late
+- kind "noise" ends both: of (the run), other_load
+- kind "simulation": the scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and
+  the result of curve.measured
+- kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated
+  (simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after), other_load,
+  verified
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from ..measurements.rank_handoffs import PHASES
 
 Row = Mapping[str, Any]
 
-_ORDER = "random"  # of block ids, where nothing else is said
+_ORDER = "random"  # of block ids, if a row has none
 _SCENE = {
     "load": "load {}",
     "popular": "{} of the requests at one worker besides its own",
@@ -40,7 +44,7 @@ _SCENE = {
 
 
 class Key(NamedTuple):
-    """What was measured. `way`: a library and its mode, or a bare copy."""
+    """Identifies a measurement. `way` is a library and its mode, or a bare copy."""
 
     path: str
     block_bytes: int
@@ -53,7 +57,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Times of one way at one shape. `low_us` to `high_us`: where the true median is, where the row knows."""
+    """The times of one way at one shape. The true median is from `low_us` to `high_us`, if the row has an interval."""
 
     key: Key
     p50_us: float
@@ -67,7 +71,9 @@ class Measure:
 
 
 class Simulated(NamedTuple):
-    """A fleet of a simulation's curve. `scene`: what all of the curve have in common. Times: nothing was moved."""
+    """A fleet of a simulation's curve. `scene` has what all fleets of the curve share. There are no times if nothing
+    moved.
+    """
 
     scene: str
     workers: int
@@ -80,7 +86,7 @@ class Simulated(NamedTuple):
 
 
 class Validated(NamedTuple):
-    """Real pulls and the same ones simulated."""
+    """Real pulls and their simulation."""
 
     transport: str
     readers: int
@@ -93,27 +99,27 @@ class Validated(NamedTuple):
 
 @dataclass(slots=True)
 class Results:
-    """One file."""
+    """The content of one file."""
 
     name: str
     machine: dict[str, Any] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
     settings: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
-    """(version, settings) by (path, way)."""
+    """The (version, settings) by (path, way)."""
     bars: list[Row] = field(default_factory=list)
     absent: list[tuple[str, str]] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of each migration: phase by phase, the median in µs."""
+    """The phases of each migration, with the median in µs."""
     noise: dict[str, float] = field(default_factory=dict)
-    """Of each run: the share of all CPU time that strangers took."""
+    """The share of all CPU time that other processes took in each run."""
     fleets: dict[str, list[Simulated]] = field(default_factory=dict)
-    """By scene."""
+    """The fleets by scene."""
     validated: list[Validated] = field(default_factory=list)
 
 
 def results_of(name: str, rows: Iterable[Row]) -> Results:
-    """Rows of `bench pull`, `peers`, `migrate` and `simulate`; others are passed over. Raises ConfigError for malformed
-    ones.
+    """Reads rows of `bench pull`, `peers`, `migrate` and `simulate`, and ignores others. Raises ConfigError for
+    malformed ones.
     """
     found = Results(name)
     for row in rows:
@@ -151,7 +157,7 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
 def _of_peers(row: Row) -> Measure:
     quantiles = row.get("quantiles_us", [])
     if not isinstance(quantiles, list) or not all(isinstance(value, (int, float)) for value in quantiles):
-        raise ConfigError("a row of the results has quantiles_us that are no list of numbers")
+        raise ConfigError("a row of the results has quantiles_us that are not a list of numbers")
     return Measure(
         _key(row, str(row.get("path")), f"{row.get('peer')} {row.get('mode')}"),
         _number(row, "p50_us"),
@@ -193,10 +199,10 @@ def _order(row: Row) -> str:
 
 
 def _of_simulation(row: Row) -> Simulated:
-    said = [text.format(row[name]) for name, text in _SCENE.items() if row.get(name)]
+    details = [text.format(row[name]) for name, text in _SCENE.items() if row.get(name)]
     p50_us, p99_us = (_perhaps(row, name) for name in ("p50_us", "p99_us"))
     return Simulated(
-        f"{row.get('model')} over {row.get('path')}, {', '.join(said)}",
+        f"{row.get('model')} over {row.get('path')}, {', '.join(details)}",
         _count(row, "workers"),
         p50_us,
         p99_us,
@@ -227,7 +233,7 @@ def _perhaps(row: Row, name: str) -> float | None:
 
 
 def size_text(num_bytes: int) -> str:
-    """As 16 KiB."""
+    """Formats a size: "16 KiB"."""
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size and num_bytes % size == 0:
             return f"{num_bytes // size:,} {unit}"
@@ -235,7 +241,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def groups(measures: Sequence[Measure]) -> dict[tuple[str, int], list[Measure]]:
-    """By path and number of blocks, in the order of the file."""
+    """Groups measures by path and number of blocks, in the order of the file."""
     found: dict[tuple[str, int], list[Measure]] = {}
     for measure in measures:
         found.setdefault((measure.key.path, measure.key.blocks), []).append(measure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: sections of charts and tables around the results. Everything that a file says is escaped."""
+"""Writes the page: sections of charts and tables around the results. All text from files is escaped."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ td.long { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 """
 
 
-_LONG_CHARS = 24  # of a cell that is broken into lines
+_LONG_CHARS = 24  # from which on a cell is broken into lines
 
 
 def write(results: Sequence[Results]) -> str:
-    """The whole page: each file by itself, then the second beside the first."""
+    """Returns the whole page: each file separately, then the second compared with the first."""
     parts = [_HEAD, "<h1>kvlink: measured</h1>"]
     for found in results:
         parts += _of_file(found)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one coordinator pays for a large fleet, and how that grows with the fleet.
+"""Measures the cost of a large fleet for one coordinator, and how that grows with the fleet.
 
-`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py: workers that are joined and idle;
-losses.py: and come back; watchers.py: who hears of a change; crowd.py: the simulated workers; growth.py: the exponents.
+`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py has workers that join and are idle,
+losses.py workers that come back, watchers.py the notification of changes, crowd.py the simulated workers, and growth.py
+the exponents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .watchers import fan_out, watch_each_other
 
 MEMORY, ETCD = "memory", "etcd"
 _WATCH_EACH_OTHER = 128
-"""Workers at most: n of them take n² deliveries."""
+"""The largest number of workers: n of them take n² deliveries."""
 _COSTS = {
     "join": ("cpu_s", "store_cpu_s"),
     "memory": ("private_mib",),
@@ -35,10 +36,12 @@ _COSTS = {
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
     "watch each other": ("cpu_s", "deliveries"),
 }
-"""What must grow no faster than the number of workers (of watchers for the fan-out), by phase."""
+"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out)."""
 
 _JOINING_LEASE_S = 600.0
-"""Who has joined beats three times a lease: what joining costs would depend on how long it takes."""
+"""The lease while workers join. They send three heartbeats per lease, so a short one would add to
+the cost of joining.
+"""
 
 Phase = Callable[[Load, int], Iterator[Row]]
 
@@ -53,10 +56,11 @@ def parts(
     changes: int = 20,
     joinings: int = 3,
 ) -> list[Iterator[Row]]:
-    """Rows of all phases for each number of workers, then of the growth of each cost: in that order, each when it is
-    iterated. `tickets` are a worker's; joining is measured so many times, each with a coordinator of its own.
+    """Returns rows of all phases for each number of workers, then of each cost's growth, computed when they are
+    iterated.
 
-    They raise BenchError when a load process failed.
+    `tickets` is the number per worker. Joining is measured `joinings` times, each with a new coordinator. The rows
+    raise BenchError if a load process failed.
     """
 
     def joined(load: Load, count: int) -> Iterator[Row]:
@@ -85,7 +89,7 @@ def parts(
 
 
 def growth(seen: Sequence[Row]) -> Iterator[Row]:
-    """The exponent of every cost of which two sizes or more are known, with the range over repetitions."""
+    """Yields the exponent of every cost with two sizes or more, with the range over repetitions."""
     for phase, costs in _COSTS.items():
         for cost in costs:
             curve: dict[int, list[float]] = {}
@@ -107,7 +111,7 @@ def growth(seen: Sequence[Row]) -> Iterator[Row]:
 
 @contextmanager
 def _load(store: str, replicas: int, processes: int, lease_s: float) -> Iterator[Load]:
-    """The coordinators share the last core."""
+    """Starts the load. The coordinators share the last core."""
     store_pids: list[int] = []
     with ExitStack() as stack:
         if store == ETCD:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many workers and watchers in one process: real clients and sessions, each over a connection of its own."""
+"""Runs many workers and watchers in one process: real clients and sessions, each over its own connection."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..workloads.models import MODELS
 
 T = TypeVar("T")
 
-_TICKET_BYTES = 1_100  # 4,096 tokens in blocks of 16
+_TICKET_BYTES = 1_100  # the ticket of 4,096 tokens in blocks of 16
 _TTL_S = 3_600.0
 _AT_ONCE = 32
-"""Calls of one process that are under way."""
+"""The number of calls that one process has in flight."""
 _WITHIN_S = 60.0
 _EVERY_S = 0.01
 _REPORT = WorkerReport(
@@ -40,7 +40,7 @@ _CARD = replace(card(0), layout=dense(MODELS["llama-3.1-8b"].geometry(1, 4_096))
 
 
 class Crowd:
-    """What a `Crowds` may ask of one of its processes. Belongs to the event loop it is made on."""
+    """The requests that `Crowds` sends to one of its processes. It belongs to the event loop on which it is made."""
 
     def __init__(self, address: str, index: int) -> None:
         self._address = address
@@ -56,11 +56,11 @@ class Crowd:
         self._beats: Counter[int] = Counter()
 
     async def join(self, count: int) -> None:
-        """So many workers join, and beat from now on."""
+        """Joins `count` workers, which send heartbeats from now on."""
         self._sessions += await _few_at_once(self._join(number) for number in range(count))
 
     async def offer(self, each: int) -> None:
-        """Every worker offers so many requests, and keeps them offered."""
+        """Lets every worker offer `each` requests, and keep them offered."""
         jobs = []
         for _, session in self._sessions:
             offers = [_offer(session.card, number) for number in range(each)]
@@ -69,7 +69,7 @@ class Crowd:
         await _few_at_once(jobs)
 
     async def claim(self) -> bool:
-        """Claims everything that was offered here. Whether each claim brought its own ticket."""
+        """Claims everything that was offered here. Returns whether each claim returned its own ticket."""
         client = self._client()
         await client.status()  # finds a coordinator that serves
         async with client.handoffs() as handoffs:
@@ -78,11 +78,11 @@ class Crowd:
         return brought == [[offer.ticket] for offer in self._offers]
 
     async def beats(self) -> tuple[int, int]:
-        """How many were sent so far, and how often workers had to join again."""
+        """Returns how many heartbeats were sent so far, and how often workers had to join again."""
         return self._beats.total(), sum(session.num_rejoins for _, session in self._sessions)
 
     async def all_beaten(self, times: int) -> bool:
-        """Waits until every worker has beaten so often. Whether it has."""
+        """Waits until every worker has sent `times` heartbeats. Returns whether it has."""
 
         def holds() -> bool:
             return all(self._beats[number] >= times for number in range(len(self._sessions)))
@@ -91,7 +91,9 @@ class Crowd:
         return holds()
 
     async def brace(self, address: str = "") -> int:
-        """The coordinator is about to be lost, or the one at an address. How many workers `rejoined` waits for."""
+        """Prepares for the loss of the coordinator, or the one at an address. Returns for how many workers `rejoined`
+        waits.
+        """
         self._missing = [
             (session, session.num_rejoins)
             for client, session in self._sessions
@@ -100,7 +102,7 @@ class Crowd:
         return len(self._missing)
 
     async def rejoined(self) -> list[float]:
-        """When each of them was joined again, and its live offers with it."""
+        """Returns when each of them was joined again, with its live offers."""
         at: list[float] = []
 
         def note() -> bool:
@@ -113,18 +115,18 @@ class Crowd:
         return at
 
     async def watch(self, count: int) -> None:
-        """So many watchers of all workers."""
+        """Starts `count` watchers of all workers."""
         for number in range(count):
             self._watching.append(asyncio.create_task(self._watch(number, self._client())))
 
     async def all_known(self, workers: int) -> int:
-        """Waits until every watcher knows so many workers. Returns how many cards they got."""
+        """Waits until every watcher knows `workers` workers. Returns how many cards they got."""
         watchers = range(len(self._watching))
         await _until(lambda: all(self._known[number] >= workers for number in watchers))
         return self._known.total()
 
     async def seen(self, mark: int) -> list[float]:
-        """When each watcher saw the card that bears this mark."""
+        """Returns when each watcher saw the card with this mark."""
         await _until(lambda: len(self._seen[mark]) >= len(self._watching))
         return self._seen.pop(mark)
 
@@ -148,12 +150,14 @@ class Crowd:
 
 
 def make_card(worker_id: str, mark: int = 0) -> WorkerCard:
-    """As large as that of a worker with a common model and four transports. `mark` tells versions apart."""
+    """Returns a card as large as that of a worker with a common model and four transports. `mark` distinguishes
+    versions.
+    """
     return replace(_CARD, worker_id=worker_id, region_bytes=(mark,))
 
 
 class _Apart(Security):
-    """Every client connects by itself, as those in processes of their own do."""
+    """Lets every client connect separately, like clients in separate processes."""
 
     def coordinators(self) -> Trust:
         trust = super().coordinators()
@@ -172,11 +176,11 @@ def _offer(worker: WorkerCard, number: int) -> Offer:
 
 
 def _ignore(slot: int, nonce: int) -> None:
-    """Nobody settles."""
+    """Ignores a settle: there are none."""
 
 
 async def _few_at_once(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """In the order of the jobs."""
+    """Runs a few jobs at a time. Returns their results in order."""
     left = iter(enumerate(jobs))
     done: dict[int, T] = {}
 
@@ -189,7 +193,7 @@ async def _few_at_once(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    """Or until that has taken too long, which those that ask will notice."""
+    """Waits until it holds, or too long, which the caller then notices."""
     deadline = time.monotonic() + _WITHIN_S
     while not holds() and time.monotonic() < deadline:
         await asyncio.sleep(_EVERY_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few processes, each with a `Crowd`, asked as one."""
+"""Runs a few processes, each with a `Crowd`, and calls them together."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .crowd import Crowd
 
 
 class Crowds:
-    """Calls methods of every Crowd. Raises BenchError when one failed."""
+    """Calls methods of every Crowd. Raises BenchError if one failed."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
 
     def each(self, do: str, *arguments: object) -> list[Any]:
-        """All get the same arguments. Returns what each answers."""
+        """Sends the same arguments to all. Returns each one's answer."""
         return self._ask([(do, arguments)] * len(self._pipes))
 
     def shared_out(self, do: str, count: int) -> list[Any]:
-        """Each gets its part of `count`."""
+        """Sends each one its part of `count`."""
         parts = len(self._pipes)
         return self._ask([(do, ((count + index) // parts,)) for index in range(parts)])
 
@@ -37,7 +37,7 @@ class Crowds:
                 pipe.send(call)
             answers = one_from_each(self._pipes)
         except (EOFError, OSError):
-            raise BenchError("a load process is gone; its messages are above") from None
+            raise BenchError("a load process ended; see its messages above") from None
         for _, error in answers:
             if error:
                 raise BenchError(f"a load process could not {calls[0][0]}: {error}")
@@ -46,7 +46,7 @@ class Crowds:
 
 @contextmanager
 def crowds(address: str, processes: int) -> Iterator[Crowds]:
-    """Runs so many load processes."""
+    """Runs `processes` load processes."""
     with in_processes(_run, processes, address) as pipes:
         yield Crowds(pipes)
 
@@ -54,14 +54,14 @@ def crowds(address: str, processes: int) -> Iterator[Crowds]:
 def _run(pipe: Connection, index: int, address: str) -> None:
     logging.getLogger("kvlink").setLevel(
         logging.CRITICAL
-    )  # a thousand workers say that they lost the coordinator
+    )  # otherwise a thousand workers log that they lost the coordinator
 
     async def serve() -> None:
         crowd = Crowd(address, index)
         while (call := await asyncio.to_thread(pipe.recv)) is not None:
             do, arguments = call
             pipe.send(await _answer(crowd, do, arguments))
-        os._exit(0)  # a thousand goodbyes would take longer than the measurement
+        os._exit(0)  # a thousand farewells would take longer than the measurement
 
     asyncio.run(serve())
 

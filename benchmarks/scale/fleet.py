@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers join, offer and are idle."""
+"""Measures workers that join, offer and are idle."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from .losses import restart
 
 _WATCH = CoordinatorCalls.WATCH_WORKERS
 _REPORTS_KEPT = 2
-"""Of each worker, by the coordinator."""
+"""The number of each worker's reports that the coordinator keeps."""
 _UNREAD: Method[Watch, bytes] = Method(_WATCH.service, _WATCH.name, _WATCH.request, Codec(bytes, bytes))
 
 
 def joining(load: Load, workers: int) -> Iterator[Row]:
-    """All join, and beat once. `verified`: nobody beat twice, or idle workers would count as joining ones."""
+    """Lets all workers join and send one heartbeat.
+
+    `verified` means that none sent two, or idle workers would count as joining ones.
+    """
     load.status()
     busy_s, store_s, began = load.cpu_s(), load.store_cpu_s(), time.monotonic()
     load.crowds.shared_out("join", workers)
@@ -44,7 +47,7 @@ def joining(load: Load, workers: int) -> Iterator[Row]:
 
 
 def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row]:
-    """`tickets` are a worker's. `verified`: nobody was lost, nothing that was offered went missing."""
+    """Measures a fleet with `tickets` per worker. `verified` means that no worker and no offer was lost."""
     yield {"what": "memory", "workers": workers, **_join(load, workers)}
     yield {"what": "tickets", "workers": workers, **_offer(load, workers, tickets)}
     yield {"what": "idle", "workers": workers, **_idle(load, workers, idle_s)}
@@ -97,13 +100,13 @@ def _idle(load: Load, workers: int, idle_s: float) -> Row:
 
 
 def _beats(load: Load) -> tuple[int, int]:
-    """Those sent, and how often workers joined again."""
+    """Returns the number of heartbeats, and how often workers joined again."""
     sent, rejoins = zip(*load.crowds.each("beats"), strict=True)
     return sum(sent), sum(rejoins)
 
 
 async def _first_lists(load: Load, workers: int) -> Row:
-    """What a new watcher gets before anything changes: the first of them, and the next."""
+    """Measures what a new watcher gets before anything changes: the first watcher, and the next."""
     trust = Security.from_env().coordinators()
     channel = Channel(load.coordinator.address, "coordinator", "", trust=trust)
     try:
@@ -122,7 +125,7 @@ async def _first_lists(load: Load, workers: int) -> Row:
 
 
 async def _first_list(load: Load, channel: Channel) -> tuple[float, bytes]:
-    """CPU of the coordinator, and the message, which is not read yet: meanwhile workers go on beating."""
+    """Returns the coordinator's CPU time and the message, which is parsed later: meanwhile workers send heartbeats."""
     busy_s = load.cpu_s()
     async with aclosing(channel.receive(_UNREAD, Watch())) as replies:
         listed = await anext(replies)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cost grows with the number of workers."""
+"""Computes how a cost grows with the number of workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import numpy as np
 
 
 def exponent(costs: Mapping[int, float]) -> float:
-    """Of the power law through (number, cost), both above zero: 1 is linear growth, 2 quadratic. Least squares."""
+    """Returns the exponent of the power law through (number, cost), by least squares: 1 is linear, 2 quadratic growth.
+
+    Both must be above zero.
+    """
     if len(costs) < 2:
         raise ValueError("growth needs two sizes or more")
     numbers, values = (np.log(np.array(list(side), dtype=float)) for side in (costs.keys(), costs.values()))
@@ -19,7 +22,9 @@ def exponent(costs: Mapping[int, float]) -> float:
 
 
 def exponents(costs: Mapping[int, Sequence[float]]) -> tuple[float, float, float]:
-    """Of costs measured several times: the least of the repetitions' own, that of the medians, the most."""
+    """Returns exponents of costs measured several times: the least of the repetitions, that of the medians, the
+    largest.
+    """
     each = [exponent(dict(zip(costs, once, strict=True))) for once in zip(*costs.values(), strict=False)]
     middle = exponent({number: statistics.median(values) for number, values in costs.items()})
     return min(each), middle, max(each)

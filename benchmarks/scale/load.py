@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator that is measured, and who loads it."""
+"""Holds the coordinator that is measured, and its load."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .usage import keep_to_last_core, private_bytes
 
 _CALM_S = 0.2
 _CALM_SHARE = 0.05
-"""Of a core."""
+"""The share of a core below which it counts as idle."""
 _DONE_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """Belongs to the thread that made it."""
+    """A coordinator and its load. It belongs to the thread that made it."""
 
     coordinator: Replica
     other: Replica
-    """Serves the same store where there are several, else the same as `coordinator`."""
+    """The replica that serves the same store if there are several, else the same as `coordinator`."""
     crowds: Crowds
     store_pids: Sequence[int] = ()
-    """Of etcd's members, where that is the store."""
+    """The process ids of etcd's members, if that is the store."""
 
     def cpu_s(self) -> float:
-        """Of the coordinator, all threads, so far."""
+        """Returns the CPU time so far of all threads of the coordinator."""
         return cpu_s(self.coordinator.process.pid)
 
     def cpu_s_when_done(self) -> float:
-        """As `cpu_s`, once there is next to nothing to do: of what was asked, all counts."""
+        """Returns `cpu_s` once the coordinator is nearly idle, so that it includes everything requested."""
         used_s, give_up = self.cpu_s(), time.monotonic() + _DONE_WITHIN_S
         while time.monotonic() < give_up:
             before_s = used_s
@@ -48,21 +48,21 @@ class Load:
         return used_s
 
     def store_cpu_s(self) -> float:
-        """Of etcd's members together, so far."""
+        """Returns the CPU time so far of all etcd members."""
         return sum(map(cpu_s, self.store_pids))
 
     def private_mib(self) -> float:
-        """Memory of the coordinator alone."""
+        """Returns the memory of the coordinator alone."""
         return private_bytes(self.coordinator.process.pid) / 2**20
 
     def lose_coordinator(self) -> None:
-        """Kills it, and returns when another listens in its place."""
+        """Kills the coordinator. Returns once another one listens in its place."""
         self.coordinator.kill()
         self.coordinator.start()
         keep_to_last_core(self.coordinator.process.pid)
 
     def status(self) -> CoordinatorStatus:
-        """What it counts."""
+        """Returns the coordinator's counts."""
 
         async def ask() -> CoordinatorStatus:
             async with CoordinatorClient(self.coordinator.address) as client:

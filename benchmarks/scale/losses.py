@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All workers of a coordinator lose it at once and come back, to the next one or to another."""
+"""Lets all workers of a coordinator lose it at once and come back, to the next one or to another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _ASK_EVERY_S = 0.02
 
 
 def restart(load: Load, workers: int, tickets: int) -> Row:
-    """Times count from when the next coordinator listens. `tickets` are a worker's, and come back with it."""
+    """Measures a restart. Times count from when the next coordinator listens. `tickets` per worker
+    come back with it.
+    """
     load.crowds.each("brace")
     load.lose_coordinator()
     return _came_back(load, workers, workers, tickets)
 
 
 def lost_replica(load: Load, workers: int, tickets: int) -> Iterator[Row]:
-    """Another replica, which about half of the workers asked, is killed: they come to this one."""
+    """Kills another replica, which about half of the workers used: they come to this one."""
     load.crowds.shared_out("join", workers)
     load.crowds.each("offer", tickets)
     moving = sum(load.crowds.each("brace", load.other.address))
@@ -54,7 +56,9 @@ def _came_back(
 
 
 async def _come_back(load: Load, lose: Callable[[], None]) -> tuple[float, list[float], float, float]:
-    """When it was lost, when each worker was joined again; the slowest other call meanwhile; the busiest moment."""
+    """Returns when it was lost, when each worker had joined again, the slowest other call and the busiest moment
+    meanwhile.
+    """
     asking = asyncio.create_task(_longest_stall_s(load.coordinator.address))
     busy = asyncio.create_task(peak_share(load.coordinator.process.pid))
     await asyncio.sleep(_ASK_EVERY_S)
@@ -67,7 +71,7 @@ async def _come_back(load: Load, lose: Callable[[], None]) -> tuple[float, list[
 
 
 async def _longest_stall_s(address: str) -> float:
-    """Of calls one after another until cancelled."""
+    """Returns the longest of consecutive calls until cancelled."""
     longest_s = 0.0
     async with CoordinatorClient(address, timeout_s=60.0) as client:
         asked = time.monotonic()

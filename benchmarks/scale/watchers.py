@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who watches all workers hears of every change: what one change costs, and what it costs when everyone watches."""
+"""Measures watchers, which are notified of every change: the cost of one change, and of all workers watching all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_MARK = 1 << 20
 
 
 def fan_out(load: Load, watchers: int, changes: int) -> Iterator[Row]:
-    """One worker changes its card so many times; so many others watch."""
+    """Lets one worker change its card `changes` times, while others watch."""
     load.crowds.shared_out("watch", watchers)
     delivered_ms, last_ms, busy_s = asyncio.run(_change(load, changes))
     yield {
@@ -38,7 +38,9 @@ def fan_out(load: Load, watchers: int, changes: int) -> Iterator[Row]:
 
 
 async def _change(load: Load, changes: int) -> tuple[list[float], list[float], float]:
-    """Milliseconds from the call that changes the card: of all deliveries in order, of each event's last; CPU."""
+    """Returns milliseconds from the call that changes the card: all deliveries in order, each event's last; then CPU
+    time.
+    """
     delivered_ms: list[float] = []
     last_ms: list[float] = []
 
@@ -50,7 +52,7 @@ async def _change(load: Load, changes: int) -> tuple[list[float], list[float], f
             seen = await asyncio.to_thread(load.crowds.each, "seen", mark)
             return [1e3 * (at - began) for each in seen for at in each]
 
-        await change(_FIRST_MARK)  # and everyone watches from here
+        await change(_FIRST_MARK)  # and every watcher starts from here
         busy_s = load.cpu_s()
         for number in range(1, changes + 1):
             taken_ms = await change(_FIRST_MARK + number)
@@ -66,7 +68,7 @@ def _event_bytes() -> int:
 
 
 def watch_each_other(load: Load, workers: int) -> Iterator[Row]:
-    """All workers join while each of them watches all: by its nature a cost that grows with the square."""
+    """Lets all workers join while each of them watches all. This cost is inherently quadratic."""
     load.crowds.shared_out("watch", workers)
     began, busy_s = time.monotonic(), load.cpu_s()
     load.crowds.shared_out("join", workers)

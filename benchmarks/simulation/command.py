@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink simulate`."""
+"""Implements the command `kvlink simulate`."""
 
 from __future__ import annotations
 
@@ -33,49 +33,72 @@ _LONG = {
 @app.command()
 def simulate(
     workers: Annotated[
-        list[int] | None, typer.Option(min=2, max=_MOST_WORKERS, help="May be repeated. [2, 4, … 1024]")
+        list[int] | None,
+        typer.Option(
+            min=2, max=_MOST_WORKERS, help="Simulate this many workers; may be repeated. [2, 4, … 1024]"
+        ),
     ] = None,
     trace: Annotated[
-        str, typer.Option(help="Prompt lengths and times: a file, or a published trace's name.")
+        str,
+        typer.Option(
+            help="Use the prompt lengths and times of this trace: a file, or the name of a published one."
+        ),
     ] = "mooncake-conversation",
-    requests: Annotated[int, typer.Option(min=2, help="Of the trace, for each fleet.")] = 10_000,
-    load: Annotated[float, typer.Option(min=0.001, help="Of what prefill's NICs carry.")] = 0.5,
+    requests: Annotated[
+        int, typer.Option(min=2, help="Take this many requests of the trace for each fleet.")
+    ] = 10_000,
+    load: Annotated[
+        float, typer.Option(min=0.001, help="Load prefill's NICs to this share of their rate.")
+    ] = 0.5,
     popular: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of the requests that one prefill worker has besides its own."),
+        typer.Option(
+            min=0, max=1, help="Send this share of the requests to one prefill worker, besides its own."
+        ),
     ] = 0.0,
     fail_rail: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Share of the run after which that worker loses a NIC; else none is lost."
+            min=0,
+            max=1,
+            help="Let that worker lose a NIC after this share of the run; by default none is lost.",
         ),
     ] = None,
-    pulls: Annotated[int, typer.Option(min=1, help="Under way at a decode worker; others wait.")] = 8,
-    lease_s: Annotated[float, typer.Option(min=1e-6, help="Life of an offer.")] = 30.0,
-    model: Annotated[str, typer.Option(help="Name of a KV geometry.")] = "llama-3.1-70b",
+    pulls: Annotated[
+        int, typer.Option(min=1, help="Let a decode worker have this many pulls in flight; others wait.")
+    ] = 8,
+    lease_s: Annotated[float, typer.Option(min=1e-6, help="Use leases of this many seconds.")] = 30.0,
+    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-70b",
     model_config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json instead of a name.")
+        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of each worker.")] = 8,
-    path: Annotated[str, typer.Option(help="gpudirect, bounce, bounce-whole or tcp.")] = "gpudirect",
-    nics: Annotated[int, typer.Option(min=1, max=1024, help="Of each worker, for all ranks.")] = 8,
-    gbps: Annotated[float, typer.Option(min=0.1, help="Gb/s of one NIC.")] = 400.0,
+    tp: Annotated[int, typer.Option(min=1, help="Use this many ranks per worker.")] = 8,
+    path: Annotated[
+        str, typer.Option(help="Move over this path: gpudirect, bounce, bounce-whole or tcp.")
+    ] = "gpudirect",
+    nics: Annotated[
+        int, typer.Option(min=1, max=1024, help="Use this many NICs per worker, for all ranks.")
+    ] = 8,
+    gbps: Annotated[float, typer.Option(min=0.1, help="Use NICs of this many Gb/s.")] = 400.0,
     calibrate: Annotated[
-        Path | None, typer.Option(help="With --path tcp: results of `kvlink bench pull --json`.")
+        Path | None, typer.Option(help="Fit --path tcp to these results of `kvlink bench pull --json`.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of who gets which request.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed the random choice of the workers of each request.")
+    ] = 0,
     validate: Annotated[
         str,
         typer.Option(
-            metavar="TRANSPORT", help="Instead: real pulls of 1 to 4 readers here, beside theirs simulated."
+            metavar="TRANSPORT",
+            help="Run real pulls of 1 to 4 readers here, and compare with their simulation instead.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")] = False,
 ) -> None:
-    """Simulate fleets: how long moves take, what is carried, and which leases end too soon.
+    """Simulate fleets: how long moves take, the data that is carried, and leases that end too soon.
 
-    Half of the workers prefill. Times are of requests that were moved, from the offer to the last byte. Switches
-    between the NICs are taken to be free.
+    Half of the workers prefill. Times are those of requests that were moved, from the offer to the last byte. Switches
+    between the NICs are assumed to be unlimited.
     """
     if validate:
         from ..harness.machine import describe
@@ -90,7 +113,7 @@ def simulate(
         raise typer.Exit(0 if all(row["verified"] for row in seen) else 1)
     meant = model_of(str(model_config or model))
     if calibrate and path != "tcp":
-        raise ConfigError(f"--calibrate is for --path tcp; {path} is made of --nics and --gbps")
+        raise ConfigError(f"--calibrate needs --path tcp; {path} is derived from --nics and --gbps")
     way = (
         path_of(path, _cost(calibrate), meant, tp) if path == "tcp" else _nics(path, Machine(nics, gbps), tp)
     )
@@ -104,7 +127,9 @@ def simulate(
 def _cost(calibrate: Path | None) -> Cost:
     fits = fits_of(calibrate) if calibrate else {}
     if calibrate and "tcp" not in fits:
-        raise ConfigError(f"{calibrate} holds tcp transfers of too few shapes to fit a cost to")
+        raise ConfigError(
+            f"{calibrate} has tcp transfers of too few shapes to fit a cost model; measure more shapes"
+        )
     return fits["tcp"].cost if fits else PRIORS["tcp"]
 
 
@@ -118,5 +143,5 @@ def _nics(name: str, machine: Machine, tp: int) -> Way:
 
 
 def brief(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as it fits a screen."""
+    """Returns a row that fits a screen."""
     return {name: value for name, value in row.items() if name not in _LONG}

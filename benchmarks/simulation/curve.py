@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleets of growing size under the same load for each worker, and what becomes of their requests."""
+"""Simulates fleets of growing size under the same load per worker."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is done to every fleet. `load`: of the prefill side's rails; `popular`: share of the requests that the first
-    prefill worker gets besides its own; `fails_after`: share of the run after which it loses a rail, None: it does not.
+    """The conditions of every fleet. `load` is the share of the prefill side's rails.
+
+    `popular` is the share of the requests that the first prefill worker gets besides its own. `fails_after` is the
+    share of the run after which it loses a rail; None means that it does not.
     """
 
     load: float
@@ -34,7 +36,7 @@ class Scene:
 
 
 def rows(move: Move, requests: Sequence[Request], sizes: Sequence[int], scene: Scene) -> Iterator[Row]:
-    """One row a fleet, half of its workers prefill. Raises ConfigError."""
+    """Yields one row per fleet; half of its workers prefill. Raises ConfigError."""
     for workers in sizes:
         fleet = Fleet(workers // 2, workers - workers // 2, move.rails(), scene.pulls, scene.lease_s)
         jobs = jobs_of(requests, move, fleet, scene.load, scene.popular, scene.seed)
@@ -60,8 +62,11 @@ def rows(move: Move, requests: Sequence[Request], sizes: Sequence[int], scene: S
 
 
 def measured(outcomes: Sequence[Outcome], fleet: Fleet) -> Row:
-    """Times are of requests that were moved, GiB/s what was moved from the first offer to the last. `busiest`: of what
-    the rails of the prefill worker that sent most could have sent until all had ended, the share."""
+    """Returns the results of a fleet.
+
+    Times are those of requests that were moved, and GiB/s is what was moved from the first offer to the last. `busiest`
+    is the share that the prefill worker that sent most used of what its rails could have sent until all had ended.
+    """
     moved = [each for each in outcomes if each.fate is Fate.MOVED]
     offers = [each.job.at_s for each in outcomes]
     first, last = min(offers), max(offers)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet of prefill and decode workers through time: pulls start, share the rails, end, or lose their leases.
+"""Simulates prefill and decode workers over time: pulls start, share the rails, end, or lose their leases.
 
-A pull takes its bytes over all rails that work at both ends, as much over each as it gives, and rail i of one worker
-reaches rail i of another. Time is what the simulation says it is, in seconds; equal input gives equal output.
+A pull takes its bytes over all rails that work at both ends, as many over each as its rate allows, and rail i of one
+worker reaches rail i of another. Time is that of the simulation, in seconds. Equal input gives equal output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from .sharing import Flow, Port, share
 
-_DONE_S = 1e-9  # what a pull has left when only rounding is left: a double tells these apart for ten days
+_DONE_S = 1e-9  # the rest of a pull below which only rounding is left; doubles resolve it for ten days
 
 
 @dataclass(frozen=True, slots=True)
 class Rails:
-    """The NICs of every worker, and what each carries, in bytes/s. `flow`: of one pull on one rail."""
+    """The NICs of every worker, with the capacity of each in bytes/s. `flow` is the limit of one pull on one rail."""
 
     count: int
     send: float
@@ -33,7 +33,7 @@ class Rails:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A prefill worker's rail is dead from `at_s` on."""
+    """A prefill worker's rail that is dead from `at_s` on."""
 
     at_s: float
     worker: int
@@ -42,20 +42,20 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`pulls`: that a decode worker has under way at a time, others wait; `notice_s`: until a dead rail is known."""
+    """The workers. A decode worker has `pulls` in flight, others wait. A dead rail is known after `notice_s`."""
 
     prefill: int
     decode: int
     rails: Rails
     pulls: int = 8
     lease_s: float = 30.0
-    notice_s: float = 0.54  # eight tries of 67 ms, as NICs are set up
+    notice_s: float = 0.54  # eight retries of 67 ms, as NICs are configured
     failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request offered at `at_s`; `start_s` pass before its first byte moves."""
+    """A request offered at `at_s`. Its first byte moves `start_s` after the pull starts."""
 
     at_s: float
     num_bytes: float
@@ -65,7 +65,7 @@ class Job:
 
 
 class Fate(Enum):
-    """EXPIRED and UNREACHABLE: decode computes the request anew."""
+    """The result of a job. After EXPIRED and UNREACHABLE, decode computes the request again."""
 
     MOVED = "moved"
     EXPIRED = "expired"
@@ -74,7 +74,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`took_s`: since the offer; `num_bytes`: that crossed the rails, whatever became of them."""
+    """The outcome of a job. `took_s` counts from the offer. `num_bytes` crossed the rails, whatever the fate."""
 
     job: Job
     fate: Fate
@@ -89,13 +89,13 @@ class _Pull:
         self.job = job
         self.left = float(job.num_bytes)
         self.rate = self.since = self.not_before = 0.0
-        self.due = inf  # of the earliest look at whether it has ended
-        self.flows: list[tuple[int, Flow]] = []  # each with how many rails it stands for
+        self.due = inf  # the earliest check whether it has ended
+        self.flows: list[tuple[int, Flow]] = []  # each with the number of rails that it stands for
         self.over = False
 
 
 class Simulation:
-    """`run` once."""
+    """Simulates a fleet. Call `run` once."""
 
     def __init__(self, fleet: Fleet, jobs: Sequence[Job]) -> None:
         self._fleet = fleet
@@ -103,10 +103,10 @@ class Simulation:
         self._order = count()
         self._events: list[tuple[float, int, Any, Any]] = []
         self._outcomes: list[Outcome] = []
-        # Rails to which nothing happens are alike everywhere: one stands for all of them.
+        # Rails without a failure are equal everywhere, so one stands for all of them.
         marked = sorted({failure.rail for failure in fleet.failures})
         if marked and not 0 <= marked[0] <= marked[-1] < fleet.rails.count:
-            raise ValueError(f"workers have {fleet.rails.count} rails, rail {marked} cannot fail")
+            raise ValueError(f"workers have {fleet.rails.count} rails, so rail {marked} cannot fail")
         alike = fleet.rails.count - len(marked)
         self._weights = [1] * len(marked) + [alike] * bool(alike)
         self._send = [[Port(fleet.rails.send) for _ in self._weights] for _ in range(fleet.prefill)]
@@ -119,7 +119,7 @@ class Simulation:
             self._at(job.at_s, self._offer, job)
 
     def run(self) -> list[Outcome]:
-        """What became of every job, in the order of the ends."""
+        """Returns the outcome of every job, in the order in which they end."""
         events = self._events
         while events:
             self._now, _, do, subject = heappop(events)
@@ -168,7 +168,7 @@ class Simulation:
         pull.since = self._now
 
     def _look_later(self, pull: _Pull) -> None:
-        """When it should end. A look that is already planned for an earlier time will plan the next."""
+        """Schedules a check for when it should end. A check that is scheduled earlier will schedule the next."""
         ends = self._now + pull.left / pull.rate if pull.rate else inf
         if ends < pull.due:
             pull.due = ends
@@ -190,13 +190,17 @@ class Simulation:
             self._look_later(pull)
 
     def _expire(self, pull: _Pull) -> None:
-        """The owner cuts the reader off. Nobody still waits then: whoever came before has been cut off, too."""
+        """Expires a lease: the owner cuts off the reader. No earlier pull still waits then, as it
+        was cut off before.
+        """
         if not pull.over:
             self._progress(pull)
             self._end(pull, Fate.EXPIRED)
 
     def _fail(self, port: Port) -> None:
-        """Pulls go on by their other rails, and have what was under way on this one again once its loss is known."""
+        """Fails a rail. Pulls continue on their other rails, and repeat what was in flight on it once the loss is
+        known.
+        """
         port.capacity = 0.0
         affected = [(flow, flow.of) for flow in port.flows]
         changed = [end for flow, _ in affected for end in flow.end()]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Max–min fair rates of flows, each from one port to another. Pure: no clock.
+"""Computes max–min fair rates of flows, each from one port to another. Pure: no clock.
 
-Max–min and not one transfer after the other, because a NIC serves its queue pairs in turn and congestion control
-evens out what meets at a port: of two reads from one port neither waits for the other's end.
+Rates are max–min fair, and transfers not sequential, because a NIC serves its queue pairs in turn and congestion
+control balances the flows that meet at a port: of two reads from one port neither waits for the other's end.
 
-Every port has a level, what a flow gets that nothing else holds back: the levels that fill each port exactly (or are
-infinite where its flows want less) are the max–min ones, and there is one set of them. When something changes only
-levels that depend on it are computed anew, from port to port until nothing moves: in a fleet that is a handful.
+Every port has a level, which is the rate of a flow that nothing else limits. The levels that fill each port exactly (or
+are infinite where its flows want less) are the max–min ones, and there is one set of them. A change recomputes only
+levels that depend on it, from port to port until nothing moves. In a fleet that is a handful.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
-_CLOSE = 1e-10  # of a level: smaller moves are rounding
+_CLOSE = 1e-10  # relative to a level; smaller moves are rounding
 
 
 class Port:
-    """One direction of one rail of one worker. `capacity` and `level` in bytes/s; change the capacity, then `share`."""
+    """One direction of one rail of one worker.
+
+    `capacity` and `level` are in bytes/s. After a change of the capacity, call `share`.
+    """
 
     __slots__ = ("capacity", "flows", "level", "pending")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self.level = inf
-        self.flows: dict[Flow, Port] = {}  # with the port at the other end; in the order they came
+        self.flows: dict[Flow, Port] = {}  # with the port at the other end, in order of arrival
         self.pending = False
 
 
 class Flow:
-    """Bytes on their way, on behalf of `of`. `rate` in bytes/s is `share`'s to set, at most `ceiling`."""
+    """A transfer in progress, on behalf of `of`. `share` sets its `rate` in bytes/s, which is at most `ceiling`."""
 
     __slots__ = ("ceiling", "of", "rate", "receiver", "sender")
 
@@ -43,14 +46,14 @@ class Flow:
         receiver.flows[self] = sender
 
     def end(self) -> tuple[Port, Port]:
-        """Leaves both ports, which are returned for `share`."""
+        """Leaves both ports, and returns them for `share`."""
         del self.sender.flows[self], self.receiver.flows[self]
         self.rate = 0.0
         return self.sender, self.receiver
 
 
 def level_of(capacity: float, wants: Iterable[float]) -> float:
-    """Where sum(min(level, want)) == capacity; infinite where all wants fit."""
+    """Returns the level with sum(min(level, want)) == capacity, or infinity if all wants fit."""
     ranked = sorted(wants)
     count = len(ranked)
     for want in ranked:
@@ -62,7 +65,7 @@ def level_of(capacity: float, wants: Iterable[float]) -> float:
 
 
 def share(changed: Iterable[Port]) -> list[Flow]:
-    """Makes rates max–min fair again after ports gained or lost flows or capacity. Returns flows with other rates."""
+    """Makes rates max–min fair again after ports gained or lost flows or capacity. Returns the flows with new rates."""
     queue = deque(dict.fromkeys(changed))
     for port in queue:
         port.pending = True
@@ -80,7 +83,9 @@ def share(changed: Iterable[Port]) -> list[Flow]:
 
 
 def _reached(port: Port, lower: float) -> list[Port]:
-    """The other ends that a level of `port` matters to: their own is above the lower of its old and new one."""
+    """Returns the other ends that a change of `port`'s level affects: those above the lower of its
+    old and new level.
+    """
     found = [end for end in port.flows.values() if lower < end.level and not end.pending]
     for end in found:
         end.pending = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real pulls by one to four readers on this machine, beside a simulation of the same arrivals.
+"""Compares real pulls by one to four readers on this machine with a simulation of the same arrivals.
 
-The cost model is fitted to pulls of one reader, without the time they waited, and what the machine carries is taken
-from two readers that never pause, both just before and just after; what three and four readers do, and how long
-requests wait for each other, is the simulation's to say.
+The cost model is fitted to pulls of one reader, without the time they waited. The machine's capacity is taken from two
+readers that never pause. Both are measured just before and just after. The simulation predicts three and four readers,
+and how long requests wait for each other.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .engine import Fleet, Job, Rails, Simulation
 
 BLOCK_BYTES = 64 << 10
 SHAPES = (64, 128, 256, 512)
-"""Blocks of a pull: 4 to 32 MiB, above what runs on the caller's thread."""
+"""The blocks of a pull: 4 to 32 MiB, above the size that runs on the caller's thread."""
 
 READERS = 4
 LOAD = 0.6
 _ALONE_PULLS = 10  # of each shape
 _PAIR_PULLS = 20  # of each of the two readers
 _LEAD_S = 0.2
-_MOST_S = 15.0  # of one run: all is offered before it starts, for half a minute
+_MOST_S = 15.0  # of one run: everything is offered before it starts, for half a minute
 _SEED = 20_250_104
 
 Row = dict[str, Any]
 
 
 def rows(transport: str, requests: int = 400, most_readers: int = READERS) -> Iterator[Row]:
-    """One row for each number of readers. Raises ConfigError, BenchError, TransferError."""
+    """Yields one row per number of readers. Raises ConfigError, BenchError and TransferError."""
     with _opened(transport, max(most_readers, 2)) as bench:
         bench.warm_up()
         for readers in range(1, most_readers + 1):
@@ -74,27 +74,27 @@ def rows(transport: str, requests: int = 400, most_readers: int = READERS) -> It
 
 
 class Known(NamedTuple):
-    """What was measured of the machine: pulls alone, and the bytes/s of two readers that never pause."""
+    """Measurements of the machine: pulls alone, and the bytes/s of two readers that never pause."""
 
     alone: list[Sample]
     together: list[float]
 
     @property
     def cost(self) -> Cost:
-        """Fitted to the medians of each shape."""
+        """Returns the cost model, fitted to the medians of each shape."""
         return fit(
             [sample._replace(us=_median_us(self.alone, sample.ops)) for sample in self.alone[: len(SHAPES)]]
         )
 
     @property
     def rate(self) -> float:
-        """Bytes/s of one reader once it has begun."""
+        """Returns the bytes/s of one reader once it has begun."""
         cost = self.cost
         return BLOCK_BYTES * 1e9 / (cost.op_ns + BLOCK_BYTES / (cost.gib_per_s * 2**30) * 1e9)
 
     @property
     def capacity(self) -> float:
-        """Bytes/s of all readers; no less than one has."""
+        """Returns the bytes/s of all readers, which is at least that of one."""
         return max(float(np.mean(self.together)), self.rate)
 
 
@@ -103,7 +103,10 @@ def _median_us(samples: Sequence[Sample], ops: int) -> float:
 
 
 def _work(requests: int, readers: int, known: Known) -> tuple[list[int], list[Job]]:
-    """Blocks of each request, and its arrival at a random reader: at most `requests`, LOAD of what readers can take."""
+    """Returns the blocks of each request, and its arrival at a random reader.
+
+    There are at most `requests`, with LOAD as the share of what readers can take.
+    """
     rng = np.random.default_rng(_SEED + readers)
     start_s = known.cost.start_us / 1e6
     rate = min(known.capacity, readers * known.rate)
@@ -144,7 +147,7 @@ def _times(us: Sequence[float]) -> list[float]:
 
 
 def _good(served: list[Served]) -> list[Served]:
-    """Raises what a pull raised."""
+    """Raises the error of a pull that failed, else returns all."""
     if failed := next((each.error for each in served if each.error), None):
         raise failed
     return served
@@ -158,7 +161,7 @@ class _Task:
 
 
 class _Bench:
-    """One owner process, and readers that are Workers of this one: large pulls run on threads of their own."""
+    """One owner process, and readers that are Workers of this one. Large pulls run on their own threads."""
 
     def __init__(self, owner: OwnerSide, readers: Sequence[Worker]) -> None:
         self.owner, self._readers = owner, readers
@@ -174,7 +177,9 @@ class _Bench:
                 self._pull(reader, self._task(SHAPES[-1]))
 
     def alone(self) -> list[Sample]:
-        """Of the first reader, the shapes in turn, under the load of the runs: what each pull took once it began."""
+        """Measures the first reader, with the shapes in turn and the load of the runs: each pull's
+        time once it began.
+        """
         shapes = SHAPES * _ALONE_PULLS
         tasks = list(map(self._task, shapes))
         start = time.perf_counter_ns()
@@ -188,7 +193,7 @@ class _Bench:
         ]
 
     def together(self) -> float:
-        """Bytes/s of two readers, large pulls back to back."""
+        """Returns the bytes/s of two readers with consecutive large pulls."""
         tasks = [[self._task(SHAPES[-1]) for _ in range(_PAIR_PULLS)] for _ in range(2)]
 
         def run(reader: int) -> None:
@@ -201,7 +206,7 @@ class _Bench:
         return 2 * _PAIR_PULLS * SHAPES[-1] * BLOCK_BYTES / (time.perf_counter_ns() - start) * 1e9
 
     def run(self, blocks: Sequence[int], jobs: Sequence[Job]) -> list[float]:
-        """µs of each pull from its intended arrival on; a reader has one under way at a time."""
+        """Returns the µs of each pull from its intended arrival on. A reader has one in flight at a time."""
         tasks = list(map(self._task, blocks))
         for worker in self._readers:
             self._contents.poison(worker.pool, np.arange(worker.pool.layout.num_blocks, dtype=np.uint32))
@@ -221,7 +226,7 @@ class _Bench:
             return [us for of_reader in threads.map(read, range(len(mine))) for us in of_reader]
 
     def landed(self) -> bool:
-        """Whether the last pull of every reader brought every byte."""
+        """Returns whether the last pull of every reader brought every byte."""
         return bool(self._last) and all(
             self._contents.equal(self._readers[reader].pool, task.into, task.owner_ids)
             for reader, task in self._last.items()

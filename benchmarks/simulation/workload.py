@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet has to do: the cost model's figures as rails, and a trace's requests as jobs."""
+"""Turns the cost model's figures into rails, and a trace's requests into jobs."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Move:
-    """The move of one model's requests on one path; `tp` ranks on each side share the worker's NICs."""
+    """The move of one model's requests on one path. `tp` ranks on each side share the worker's NICs."""
 
     model: Model
     tp: int
     path: Path
 
     def shape(self, tokens: int) -> Shape:
-        """In whole blocks, so that every piece has the same size."""
+        """Returns the shape in whole blocks, so that every piece has the same size."""
         blocks = -(-tokens // BLOCK_TOKENS)
         return request_of(self.model, blocks * BLOCK_TOKENS, self.tp, BLOCK_TOKENS, 1)
 
     def alone_s(self, tokens: int) -> float:
-        """Without any other request."""
+        """Returns the time without any other request."""
         return self.path.predict(self.shape(tokens)).total_ms / 1e3
 
     def start_s(self, tokens: int) -> float:
-        """Of it, what no rail is busy with."""
+        """Returns the part of that time in which no rail is busy."""
         shape = self.shape(tokens)
         return self.alone_s(tokens) - max(self.path.terms_ms(shape).values()) / 1e3
 
     def rails(self) -> Rails:
-        """Bytes/s that each stage of the cost model lets pieces of this size through. Posting is the reader's."""
+        """Returns the bytes/s that each stage of the cost model allows for pieces of this size. Posting is the
+        reader's.
+        """
         path, shape = self.path, self.shape(1)
         piece = shape.num_bytes / shape.pieces
         send = min(path.wire_gbps, path.pcie_gbps, piece / path.rail_ns if path.rail_ns else inf)
@@ -56,7 +58,9 @@ class Move:
 
 
 def path_of(name: str, cost: Cost, model: Model, tp: int) -> Path:
-    """A measured transport as a path: a rail for each rank, as fast as the cost model says for pieces of this model."""
+    """Returns a measured transport as a path, with one rail per rank at the cost model's rate for
+    pieces of this model.
+    """
     one = request_of(model, BLOCK_TOKENS, tp, BLOCK_TOKENS, 1)
     piece = one.num_bytes / one.pieces
     ns = cost.op_ns + piece / (cost.gib_per_s * 2**30 / _GB)
@@ -66,10 +70,10 @@ def path_of(name: str, cost: Cost, model: Model, tp: int) -> Path:
 def jobs_of(
     requests: Sequence[Request], move: Move, fleet: Fleet, load: float, popular: float, seed: int
 ) -> list[Job]:
-    """Requests at their own times, stretched so that the prefill workers send `load` of what their rails carry.
+    """Returns requests at their own times, stretched so that the prefill workers send `load` of what their rails carry.
 
-    Workers are drawn at random; of all requests the share `popular` goes to the first prefill worker, the rest to
-    any. Raises ConfigError.
+    Workers are drawn at random. The share `popular` of all requests goes to the first prefill worker, the rest to any.
+    Raises ConfigError.
     """
     taken = [request for request in requests if request.prompt_tokens]
     if not taken or taken[-1].at_s <= taken[0].at_s:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, traces, arrivals and allocations that measurements replay."""
+"""Holds models, traces, arrivals and allocations that measurements replay."""

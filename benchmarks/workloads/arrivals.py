@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that come when they come, whether or not the one before is done: an open loop.
+"""Makes requests arrive at given times, whether or not the previous one is done: an open loop.
 
-A closed loop asks for the next request when the last is served, so that what is slow delays the questions and hides
-itself (coordinated omission). Here a request's time counts from when it was meant to come: that it had to wait for a
-free slot is part of it.
+A closed loop sends the next request when the last is served, so that slow service delays the requests and hides itself
+(coordinated omission). Here a request's time counts from its intended arrival and includes the wait for a free slot.
 """
 
 from __future__ import annotations
@@ -22,14 +21,18 @@ from kvlink.errors import ConfigError, KVLinkError
 from .traces import Request, requests_of
 
 LATE_US = 1000.0
-"""A request that begins more than this after it was meant to has started late: no slot was free, or
-the machine too busy to begin it."""
+"""A request that begins more than this after its intended arrival has started late.
 
-_LEAD_S = 0.05  # until the first arrival, for all threads to wait for it
+No slot was free then, or the machine was too busy.
+"""
+
+_LEAD_S = 0.05  # until the first arrival, so that all threads wait for it
 
 
 class Served(NamedTuple):
-    """In µs: from the intended arrival until it began, and until it was done or failed with `error`."""
+    """The times in µs from the intended arrival until the request began, and until it was done or
+    failed with `error`.
+    """
 
     late_us: float
     took_us: float
@@ -37,30 +40,30 @@ class Served(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """When each of some requests comes, in seconds."""
+    """The arrival of each request, in seconds."""
 
     name: str
     at_s: Sequence[float]
 
     @classmethod
     def poisson(cls, num: int, per_s: float, seed: int = 0) -> Arrivals:
-        """Independent of each other."""
+        """Returns independent arrivals."""
         return cls(f"Poisson, {per_s:g}/s", poisson_times(num, per_s, seed))
 
     @classmethod
     def of_trace(cls, requests: Sequence[Request], speed: float) -> Arrivals:
-        """The trace's own times, `speed` times as fast."""
+        """Returns the trace's own times, sped up by `speed`."""
         return cls(f"trace × {speed:g}", [request.at_s / speed for request in requests])
 
 
 def workload(
     tokens: int, trace: str, requests: int, rate: float | None, speed: float | None
 ) -> tuple[int | list[int], Arrivals | None]:
-    """Prompt lengths of the requests that the options ask for, and their arrivals. Raises ConfigError."""
+    """Returns the prompt lengths of the requests for these options, and their arrivals. Raises ConfigError."""
     if rate and speed:
-        raise ConfigError("arrivals are either at --rate or at the trace's times, --speed times as fast")
+        raise ConfigError("give either --rate or --speed: arrivals are at a rate or at the trace's times")
     if speed and not trace:
-        raise ConfigError("--speed is of a trace's own times: give --trace, too")
+        raise ConfigError("--speed needs --trace, whose times it speeds up")
     found = requests_of(trace, requests) if trace else []
     lengths = [each.prompt_tokens for each in found]
     if speed:
@@ -72,7 +75,7 @@ def workload(
 
 
 def poisson_times(num: int, per_s: float, seed: int) -> list[float]:
-    """Seconds of `num` arrivals, the first after a pause like the others."""
+    """Returns the times of `num` arrivals in seconds; the first one follows a pause like the others."""
     pauses = np.random.default_rng(seed).exponential(1 / per_s, num)
     return [float(at_s) for at_s in np.cumsum(pauses)]
 
@@ -80,10 +83,10 @@ def poisson_times(num: int, per_s: float, seed: int) -> list[float]:
 def open_loop(
     at_s: Sequence[float], serve: Callable[[int, int], None], slots: int, start_ns: int | None = None
 ) -> list[Served]:
-    """Calls serve(slot, index) for each arrival, in order, on as many threads as there are slots.
+    """Calls serve(slot, index) for each arrival, in order, on one thread per slot.
 
-    at_s: rising, after `start_ns` of the monotonic clock (soon, when not given). KVLinkErrors of `serve` are part of
-    the result, others are raised.
+    `at_s` rises, and counts from `start_ns` of the monotonic clock (soon, by default). KVLinkErrors of `serve` become
+    part of the result, others are raised.
     """
     start_ns = time.monotonic_ns() + int(_LEAD_S * 1e9) if start_ns is None else start_ns
     served: list[Served | None] = [None] * len(at_s)

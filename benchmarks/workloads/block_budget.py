@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches of a migration's two sides: how many blocks its requests need, and which of them there is room for."""
+"""Computes the caches of a migration's two sides: the blocks that its requests need, and the requests that fit."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from kvlink.sharding import num_replicas
 from .models import BLOCK_TOKENS, model_of
 
 LAYOUTS = {order.name: order for order in (Order.NHD, Order.HND)}
-"""Of a rank's cache, by the name that engines give them."""
+"""The layouts of a rank's cache, by the names that engines use."""
 
-_POOL_BYTES = 2 << 30  # of all pools of a side together, at most
+_POOL_BYTES = 2 << 30  # all pools of a side together, at most
 _DEGREES = re.compile("([1-9][0-9]{0,2})(?::([1-9][0-9]{0,2}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Tensor-parallel ones: of prefill, and of decode. `decode` None: one rank's share moves, to its like."""
+    """The tensor-parallel degrees of prefill and decode. With `decode` None, one rank's share moves
+    to an equal rank.
+    """
 
     prefill: int = 1
     decode: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Degrees:
-        """Reads "8" or "2:4". Raises ConfigError."""
+        """Parses "8" or "2:4". Raises ConfigError."""
         found = _DEGREES.fullmatch(text)
         if not found:
             raise ConfigError(
-                f"TP {text!r}: write 8 for one rank's share, or 2:4 for all ranks of prefill and of decode"
+                f"TP {text!r} is not known; write 8 for one rank's share, or 2:4 for all ranks of prefill and of decode"
             )
         return cls(int(found[1]), int(found[2]) if found[2] else None)
 
     def __str__(self) -> str:
-        """As it is read."""
+        """Returns the text that `parse` reads."""
         return str(self.prefill) if self.decode is None else f"{self.prefill}:{self.decode}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Of a model, by its name or the path of its config.json. All ranks of a side have the same block ids."""
+    """The caches of a model, given by name or by its config.json. All ranks of a side have the same block ids."""
 
     model: str
     degrees: Degrees = Degrees()
@@ -52,23 +54,23 @@ class Cache:
     order: Order = Order.NHD
 
     def prefill(self, num_blocks: int) -> list[Geometry]:
-        """Rank by rank. Raises ConfigError."""
+        """Returns prefill's geometries, rank by rank. Raises ConfigError."""
         return self._ranks(self.degrees.prefill, num_blocks)
 
     def decode(self, num_blocks: int) -> list[Geometry]:
-        """Rank by rank. Raises ConfigError."""
+        """Returns decode's geometries, rank by rank. Raises ConfigError."""
         return self._ranks(self.degrees.decode or self.degrees.prefill, num_blocks)
 
     def blocks(self, tokens: int) -> int:
-        """Of one request, at each rank."""
+        """Returns the blocks of one request at each rank."""
         return -(-tokens // self.block_tokens)
 
     def most_blocks(self) -> int:
-        """Of each pool."""
+        """Returns the largest number of blocks of each pool."""
         return _POOL_BYTES // self._block_bytes()
 
     def fitting(self, lengths: Sequence[int]) -> list[int]:
-        """Which of the requests have a prompt and find room. Raises ConfigError when none does."""
+        """Returns the requests that have a prompt and fit. Raises ConfigError if none does."""
         most = self.most_blocks()
         if not any(lengths):
             raise ConfigError("none of these requests has a prompt")
@@ -90,13 +92,13 @@ class Cache:
         return [model.rank(rank, size, num_blocks, self.block_tokens) for rank in range(size)]
 
     def _block_bytes(self) -> int:
-        """Of one block at all ranks of the larger side."""
+        """Returns the bytes of one block at all ranks of the larger side."""
         sides = (self.prefill(1), self.decode(1))
         return max(sum(dense(geometry).block_bytes for geometry in side) for side in sides)
 
 
 def taken_from(prefill: Sequence[KVLayout], decode_size: int) -> str:
-    """In words, how many of prefill's ranks are read, and how many of them hold the same bytes."""
+    """Returns, in words, how many of prefill's ranks are read, and how many of them hold the same bytes."""
     read = sum(num_seats(layout, decode_size) > 0 for layout in prefill)
     replicas = num_replicas(prefill[0])
     return f"{read} of {len(prefill)}" + (f", {replicas} hold the same" if replicas > 1 else "")

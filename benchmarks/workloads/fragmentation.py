@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a paged allocator hands out once a trace was replayed over it: the fragmentation of a served cache.
+"""Simulates which blocks a paged allocator gives out after a trace: the fragmentation of a cache in use.
 
 Free blocks wait in a queue, as in vLLM's block pool with its prefix cache on. A request takes its prompt's blocks from
-the head, and one more for each block of tokens that it makes. When it is done its full blocks go to the tail, the last
-one first; one that is not full goes back to the head. No prefix is found again, and no prompt comes in chunks.
+the head, and one more for each block of tokens that it generates. When it is done, its full blocks go to the tail, the
+last one first; one that is not full goes back to the head. No prefix is found again, and no prompt comes in chunks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .models import BLOCK_TOKENS
 from .traces import Request, requests_of
 
 TRACE, LIVE, TIMES = "azure-2023-conv", 16, 5
-"""Without a wish: what is replayed, how many requests live at a time, and how often the pool was handed out before."""
+"""The defaults: the trace, how many requests live at a time, and how often the pool was given out before."""
 
 _NAME = "allocator"
 _NUMBER = re.compile("[1-9][0-9]{0,2}")
-_REQUESTS = 4000  # of the trace, over and over again
-_MOST_STEPS = 8  # of the others between two lists
+_REQUESTS = 4000  # of the trace, repeatedly
+_MOST_STEPS = 8  # of the other requests between two lists
 
 
 def order_of(text: str, blocks: int, trace: str = "") -> Fragmentation:
-    """Reads "random", "runs:K" or "allocator:N:M": once `trace`, N requests at a time, has had the whole pool M times.
+    """Parses "random", "runs:K" or "allocator:N:M": `trace`, N requests at a time, has used the whole pool M times.
 
     Raises ConfigError.
     """
@@ -41,13 +41,13 @@ def order_of(text: str, blocks: int, trace: str = "") -> Fragmentation:
     if name != _NAME:
         return Order.parse(text, blocks)
     if len(numbers) > 2 or not all(map(_NUMBER.fullmatch, numbers)):
-        raise ConfigError(f"order {text!r}: write allocator:N:M with numbers of 1 to 999")
+        raise ConfigError(f"order {text!r} is not known; write allocator:N:M with numbers of 1 to 999")
     live, times = [*map(int, numbers), *(LIVE, TIMES)[len(numbers) :]]
     return Replayed(requests_of(trace or TRACE, _REQUESTS), live, times)
 
 
 class FreeBlocks:
-    """The queue."""
+    """The queue of free blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self._queue = deque(range(num_blocks))
@@ -56,18 +56,18 @@ class FreeBlocks:
         return len(self._queue)
 
     def take(self, num: int) -> list[int]:
-        """From the head, which must have as many."""
+        """Takes blocks from the head, which must have as many."""
         return [self._queue.popleft() for _ in range(num)]
 
     def give_back(self, ids: Sequence[int], full: int) -> None:
-        """One request's blocks, of which the first `full` are full."""
+        """Returns one request's blocks, of which the first `full` are full."""
         self._queue.extendleft(reversed(ids[full:]))
         self._queue.extend(reversed(ids[:full]))
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """`tokens` so far, of `last` in the end."""
+    """A live request with `tokens` so far, and `last` in the end."""
 
     ids: list[int]
     tokens: int
@@ -75,9 +75,9 @@ class _Live:
 
 
 class Server:
-    """A cache under a replayed trace: at most `live` requests at a time, which have at most half of the blocks.
+    """A cache under a replayed trace: at most `live` requests at a time, with at most half of the blocks.
 
-    Raises ConfigError where no request is that small.
+    Raises ConfigError if no request is that small.
     """
 
     def __init__(self, requests: Sequence[Request], num_blocks: int, live: int, first: int) -> None:
@@ -93,7 +93,7 @@ class Server:
         self._next = next(self._coming)
 
     def step(self) -> None:
-        """Every request makes a block of tokens, and ends when it has all; others come."""
+        """Lets every request generate a block of tokens, and end when it has all; others start."""
         for each in [*self._live]:
             each.tokens = min(each.tokens + BLOCK_TOKENS, each.last)
             each.ids += self.take(_blocks(each.tokens) - len(each.ids))
@@ -105,12 +105,12 @@ class Server:
             self._next = next(self._coming)
 
     def take(self, num: int) -> list[int]:
-        """Blocks for a request."""
+        """Takes blocks for a request."""
         self.handed_out += num
         return self.free.take(num)
 
     def leave(self, num: int) -> None:
-        """From now on, blocks that no request of the trace has; those that came last end for it."""
+        """Reserves blocks that no request of the trace gets from now on. The requests that came last end for it."""
         self._room = min(self._half, self._num_blocks - num)
         while self._reserved() > self._room:
             self._end(self._live[-1])
@@ -127,7 +127,7 @@ class Server:
 
 
 class Replayed:
-    """Lists as such servers hand them out, each of them some steps later; one server for each size of pool."""
+    """Lists from such servers, each some steps later than the previous; one server for each size of pool."""
 
     run = 1
 
@@ -136,15 +136,15 @@ class Replayed:
         self._servers: dict[int, Server] = {}
 
     def whole_runs(self, least: int) -> int:
-        """Any number of blocks will do."""
+        """Returns `least`: any number of blocks fits."""
         return least
 
     def lists_in(self, pool_blocks: int, blocks: int) -> int:
-        """Half of a pool is for what was replayed."""
+        """Returns how many lists `draw` can make. Half of a pool is for the replayed trace."""
         return max(1, pool_blocks // 2 // blocks)
 
     def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
-        """`num` lists of `blocks` ids, all different."""
+        """Returns `num` lists of `blocks` ids, all different."""
         server = self._servers.get(pool_blocks) or self._warm(rng, pool_blocks)
         server.leave(num * blocks)
         lists = []

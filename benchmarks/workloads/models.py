@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV geometries of named models, as their model cards have them, and of any Hugging Face config.json."""
+"""Defines KV geometries of named models, from their model cards, and reads any Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What one token leaves behind in each layer: K and V of `heads` heads, or (MLA) one latent."""
+    """The KV cache of one token in each layer: K and V of `heads` heads, or (MLA) one latent."""
 
     name: str
     layers: int
@@ -32,7 +32,7 @@ class Model:
     dtype_bytes: int = _BF16_BYTES
 
     def geometry(self, tp_size: int, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> Geometry:
-        """One rank's share at TP `tp_size`, as a cache of its own. Raises ConfigError where heads do not divide."""
+        """Returns one rank's share at TP `tp_size` as a cache of its own. Raises ConfigError if heads do not divide."""
         if max(self.heads, tp_size) % min(self.heads, tp_size):
             raise ConfigError(f"{self.heads} KV heads do not divide among {tp_size} ranks")
         return Geometry(
@@ -46,25 +46,25 @@ class Model:
         )
 
     def rank(self, rank: int, tp_size: int, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> Geometry:
-        """That rank's share of the whole cache, as `geometry` at TP 1 gives it."""
+        """Returns a rank's share of the whole cache, which `geometry` returns at TP 1."""
         return replace(self.geometry(1, num_blocks, block_tokens), tp_rank=rank, tp_size=tp_size)
 
     @property
     def planes_per_layer(self) -> int:
-        """K and V, or the latent."""
+        """Returns 2 for K and V, or 1 for the latent."""
         return 1 if self.mla else 2
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers, on all ranks that share the heads; every rank of an MLA model has as much."""
+        """Returns the bytes of all layers on all ranks that share the heads; every rank of an MLA model has as many."""
         return self.layers * self.planes_per_layer * self.heads * self.head_dim * self.dtype_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "") -> Model:
-        """Reads what a Hugging Face config.json says. Raises ConfigError for what is missing or absurd."""
+        """Reads a Hugging Face config.json. Raises ConfigError for what is missing or absurd."""
         text = config.get("text_config", config)
         if not isinstance(text, dict):
-            raise ConfigError("this config.json describes no language model: text_config is no object")
+            raise ConfigError("this config.json describes no language model: text_config is not an object")
         layers = _count(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
         kinds = text.get("layer_types")
         if isinstance(kinds, list) and len(kinds) == layers:
@@ -88,13 +88,13 @@ class Model:
         try:
             if path.stat().st_size > _MOST_CONFIG_BYTES:
                 raise ConfigError(
-                    f"{path} has more than {_MOST_CONFIG_BYTES >> 20} MiB: that is no config.json"
+                    f"{path} has more than {_MOST_CONFIG_BYTES >> 20} MiB, so it is not a config.json"
                 )
             config = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is no readable config.json: {error}") from error
+            raise ConfigError(f"{path} is not a readable config.json: {error}") from error
         if not isinstance(config, dict):
-            raise ConfigError(f"{path} holds no JSON object")
+            raise ConfigError(f"{path} does not hold a JSON object")
         kind = config.get("model_type")
         return cls.from_config(config, str(kind) if kind else path.parent.name)
 
@@ -116,7 +116,7 @@ MODELS = {
 
 
 def model_of(name: str) -> Model:
-    """By its name, or by the path of its config.json. Raises ConfigError."""
+    """Returns a model by its name, or by the path of its config.json. Raises ConfigError."""
     if name.endswith(".json"):
         return Model.from_file(Path(name))
     model = MODELS.get(name.lower())
@@ -128,7 +128,7 @@ def model_of(name: str) -> Model:
 
 
 def _count(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of `names` that the config has."""
+    """Returns the first of `names` that the config has."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -142,6 +142,6 @@ def _count(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 
 def _dtype_bytes(text: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Of the cache when it is kept as the weights are; quantised weights have caches of 16 bits."""
+    """Returns the size of the cache's elements if it is kept like the weights; quantised weights have 16-bit caches."""
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return 4 if dtype == "float32" else _BF16_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as they came to real services: read from traces, or made with the length statistics of published ones."""
+"""Reads requests from traces of real services, or makes them with the length statistics of published ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvlink.errors import ConfigError
 
 _SEED = 20_250_103
 _MOST_REQUESTS = 1_000_000
-_MOST_LINE = 1 << 20  # characters; hash_ids of 500,000 tokens are a hundredth of it
+_MOST_LINE = 1 << 20  # characters; hash_ids of 500,000 tokens take a hundredth of it
 _MOST_TOKENS = 10_000_000
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`at_s`: seconds since the first request."""
+    """A request. `at_s` is in seconds since the first request."""
 
     at_s: float
     prompt_tokens: int
@@ -34,8 +34,9 @@ class Request:
 
 
 def read_trace(path: Path, most: int | None = None) -> list[Request]:
-    """Mooncake's JSON lines or Azure's CSV, which of them the first line says; at most `most` requests, in order of
-    time. Raises ConfigError that names the line.
+    """Reads Mooncake's JSON lines or Azure's CSV, by the first line; at most `most` requests, in order of time.
+
+    Raises ConfigError that names the line.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -44,9 +45,9 @@ def read_trace(path: Path, most: int | None = None) -> list[Request]:
             read = _azure(first, lines) if first.startswith(_AZURE[0]) else _mooncake(first, lines)
             requests = list(islice(read, min(most or _MOST_REQUESTS, _MOST_REQUESTS)))
     except (OSError, ValueError, OverflowError, RecursionError, csv.Error) as error:
-        raise ConfigError(f"{path} is no trace that can be read: {error}") from error
+        raise ConfigError(f"{path} is not a readable trace: {error}") from error
     if not requests:
-        raise ConfigError(f"{path} holds no request")
+        raise ConfigError(f"{path} has no request")
     start = min(request.at_s for request in requests)
     moved = (Request(each.at_s - start, each.prompt_tokens, each.output_tokens) for each in requests)
     return sorted(moved, key=lambda request: request.at_s)
@@ -71,7 +72,7 @@ def _mooncake(first: str, others: Iterator[str]) -> Iterator[Request]:
 
 
 def _of_mooncake(line: str) -> Request:
-    """Milliseconds, and token counts; hash_ids, one for each 512 tokens of the prompt, are not used."""
+    """Parses milliseconds and token counts. The hash_ids, one for each 512 tokens of the prompt, are not used."""
     entry = json.loads(line)
     return _request(float(entry["timestamp"]) / 1000, entry["input_length"], entry["output_length"])
 
@@ -83,7 +84,7 @@ def _azure(first: str, others: Iterator[str]) -> Iterator[Request]:
 
 def _of_azure(row: Mapping[str, Any]) -> Request:
     at, prompt, output = (row[name] for name in _AZURE)
-    whole, _, fraction = at.partition(".")  # of 100 ns, which datetime does not know
+    whole, _, fraction = at.partition(".")  # units of 100 ns, which datetime does not have
     at_s = datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
     return _request(at_s, int(prompt), int(output))
 
@@ -105,23 +106,23 @@ def _and(first: str, others: Iterator[str]) -> Iterator[str]:
 def _request(at_s: float, prompt: Any, output: Any) -> Request:
     for count in (prompt, output):
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_TOKENS:
-            raise ValueError(f"{count!r} is no number of tokens")
+            raise ValueError(f"{count!r} is not a number of tokens")
     if not math.isfinite(at_s):
-        raise ValueError(f"{at_s!r} is no time")
+        raise ValueError(f"{at_s!r} is not a time")
     return Request(at_s, prompt, output)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a trace, by shares of its requests that have at most as many: (share, tokens), both rising.
+    """The token counts of a trace by share of its requests with at most as many: (share, tokens), both rising.
 
-    Between two points the logarithm of the length is taken as evenly spread.
+    Between two points, the logarithm of the length is assumed to be evenly distributed.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths, independent of each other."""
+        """Draws `count` independent lengths."""
         shares, tokens = zip(*self.points, strict=True)
         drawn = np.exp(np.interp(rng.random(count), shares, np.log(tokens)))
         return [max(1, round(each)) for each in drawn.tolist()]
@@ -134,7 +135,7 @@ def _lengths(*tokens: int) -> Lengths:
     return Lengths(tuple(zip(_SHARES, tokens, strict=True)))
 
 
-# Prompt lengths, output lengths, requests a second, as they are in the files: Azure LLM inference trace 2023,
+# Prompt lengths, output lengths and requests per second, as in the files: Azure LLM inference trace 2023,
 # conversation; Mooncake (FAST'25), conversation.
 SYNTHETIC = {
     "azure-2023-conv": (
@@ -151,9 +152,9 @@ SYNTHETIC = {
 
 
 def synthetic(name: str, count: int, seed: int) -> list[Request]:
-    """Requests with the length statistics of a published trace, at Poisson times of its mean rate.
+    """Returns requests with the length statistics of a published trace, at Poisson times of its mean rate.
 
-    Prompt and output are drawn independently of each other; real ones hang together weakly. Raises ConfigError.
+    Prompt and output are drawn independently; real ones are weakly correlated. Raises ConfigError.
     """
     if name not in SYNTHETIC:
         raise ConfigError(
@@ -167,11 +168,11 @@ def synthetic(name: str, count: int, seed: int) -> list[Request]:
 
 
 def requests_of(trace: str, most: int) -> list[Request]:
-    """The first `most` of a file, or as many made like the trace of that name. Raises ConfigError."""
+    """Returns the first `most` of a file, or as many made like the trace of that name. Raises ConfigError."""
     return synthetic(trace, most, _SEED) if trace in SYNTHETIC else read_trace(Path(trace), most)
 
 
 def statistics(values: Sequence[int]) -> dict[str, float]:
-    """Mean, p50, p90, p99 and max."""
+    """Returns mean, p50, p90, p99 and max."""
     quantiles = np.percentile(values, [50, 90, 99, 100]).tolist()
     return dict(zip(("mean", "p50", "p90", "p99", "max"), [float(np.mean(values)), *quantiles], strict=True))

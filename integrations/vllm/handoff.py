@@ -39,7 +39,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What the worker of one rank reports to the scheduler's side at the start."""
+    """The worker of one rank, as it reports to the scheduler's side at the start."""
 
     owner: Owner
     block_tokens: int

@@ -28,6 +28,12 @@ app = typer.Typer(
 
 _ANYWHERE = ("--debug", "--wide")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
+Coordinator = Annotated[
+    str,
+    typer.Option(
+        help="Ask the coordinator at this host:port; by default KVLINK_COORDINATOR, or this host's."
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,8 +47,7 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns of tables.")] = False,
     show_version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Accepts --debug and --wide before the command; `main` moves them there from behind it."""
@@ -72,9 +77,7 @@ def demo(
 @app.command()
 def coordinator(
     host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free one.")
-    ] = 7400,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0: any free one.")] = 7400,
     store: Annotated[
         str,
         typer.Option(
@@ -86,24 +89,18 @@ def coordinator(
     lease_s: Annotated[
         float, typer.Option(min=1, max=3600, help="Remove a worker that has sent no heartbeat for this long.")
     ] = 10.0,
-    reflection: Annotated[
-        bool, typer.Option(help="Let grpcurl and similar tools list the services.")
-    ] = False,
+    reflection: Annotated[bool, typer.Option(help="Let tools such as grpcurl list the services.")] = False,
     log_json: Annotated[bool, typer.Option(help="Log one JSON object per line.")] = False,
     http_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Serve /metrics and the status page on this port; 0 takes any free one."
-        ),
+        typer.Option(min=0, max=65535, help="Serve /metrics and the status page on this port; 0: any."),
     ] = None,
     http_host: Annotated[
         str, typer.Option(help="Serve both on this address. Everybody who reaches it can read them.")
     ] = "127.0.0.1",
     tenants: Annotated[
         str,
-        typer.Option(
-            metavar="FILE", help="Read from this file which certificate or token belongs to which tenant."
-        ),
+        typer.Option(metavar="FILE", help="Read the certificates and tokens of tenants from this file."),
     ] = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plaintext to other hosts, like KVLINK_INSECURE=1.")
@@ -153,9 +150,7 @@ def certs(
     ] = "certs",
     host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Add a name or address that peers dial; may be repeated. Loopback is always included."
-        ),
+        typer.Option(help="Add a name or address that peers dial, besides loopback; may be repeated."),
     ] = None,
     tenant: Annotated[
         list[str] | None, typer.Option(help="Make a certificate for this tenant's workers; may be repeated.")
@@ -168,9 +163,7 @@ def certs(
     ] = False,
     token: Annotated[
         str,
-        typer.Option(
-            metavar="FILE", help="Write an observer's token to this file instead, and print its rule."
-        ),
+        typer.Option(metavar="FILE", help="Write an observer's token here instead, and print its rule."),
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -193,13 +186,7 @@ def certs(
 
 @app.command()
 def status(
-    coordinator: Annotated[
-        str,
-        typer.Option(
-            help="Ask the coordinator at this host:port. The default is KVLINK_COORDINATOR, then this "
-            "host's default port."
-        ),
-    ] = "",
+    coordinator: Coordinator = "",
     limit: Annotated[
         int, typer.Option(min=0, help="Show at most this many workers in the table; 0 shows all.")
     ] = 100,
@@ -213,13 +200,7 @@ def status(
 
 @app.command()
 def top(
-    coordinator: Annotated[
-        str,
-        typer.Option(
-            help="Ask the coordinator at this host:port. The default is KVLINK_COORDINATOR, then this "
-            "host's default port."
-        ),
-    ] = "",
+    coordinator: Coordinator = "",
     every: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Wait this many seconds between updates.")
     ] = 2.0,

@@ -49,7 +49,7 @@ def test_a_path_names_a_model_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no readable"), ("[1]", "no JSON object"), ("[" * 5000, "no readable"), ("{}", "num_hidden_layers"),
+        ("", "a readable"), ("[1]", "a JSON object"), ("[" * 5000, "a readable"), ("{}", "num_hidden_layers"),
         ('{"num_hidden_layers": -1}', "not a number"), ('{"num_hidden_layers": true}', "not a number"),
         ('{"num_hidden_layers": 1e3}', "not a number"), ('{"text_config": 3}', "no language model"),
         ('{"num_hidden_layers": 2, "layer_types": ["mamba", "mamba"]}', "no layer"),

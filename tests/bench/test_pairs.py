@@ -96,9 +96,9 @@ def test_ranks_with_heads_in_common_share_the_readers() -> None:
 
 def test_nobody_keeps_blocks_of_requests_that_are_over(latent: str) -> None:
     cache = Cache(latent, Degrees(4, 1))
-    with migrate._opened(cache, 40, "loopback") as (owners, workers, floors):
+    with migrate._opened(cache, 40, "loopback") as (owners, workers, baselines):
         bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
-        bench.run(3, floors)
+        bench.run(3, baselines)
         assert [owner.side.call("leases")["active"] for owner in owners] == [0] * 4
 
 
@@ -112,11 +112,11 @@ def test_flipped_bytes_of_any_rank_are_not_verified(
 
 def test_one_byte_of_the_last_rank_counts(model: str) -> None:
     cache = Cache(model, Degrees(2, 4))
-    with migrate._opened(cache, 40, "loopback") as (owners, workers, floors):
+    with migrate._opened(cache, 40, "loopback") as (owners, workers, baselines):
         bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
-        bench.run(1, floors)
+        bench.run(1, baselines)
         request = bench._draw(TOKENS, 40)
-        floors.run("memcpy", request)
+        baselines.run("memcpy", request)
         assert bench._landed(request)
         pool = workers[-1].pool
         pool.numpy()[int(request.ids[0]) * pool.layout.block_stride] ^= 1
@@ -126,7 +126,7 @@ def test_one_byte_of_the_last_rank_counts(model: str) -> None:
 def test_a_limit_that_leaves_something_out_is_none(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces_of = rank_shares.pieces_of
     monkeypatch.setattr(rank_shares, "pieces_of", lambda *given: pieces_of(*given)[:-1])
-    with pytest.raises(BenchError, match="the limit means nothing"):
+    with pytest.raises(BenchError, match="the limit is invalid"):
         list(migrate.rows(model, TOKENS, "loopback", "2:4", iters=2))
 
 

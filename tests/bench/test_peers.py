@@ -23,7 +23,7 @@ from kvlink.benchmarks.harness.quantiles import median_interval, quantile_interv
 from kvlink.benchmarks.peers import contest, run
 from kvlink.benchmarks.peers.adapters.blocks import Blocks
 from kvlink.benchmarks.peers.bars import bars
-from kvlink.benchmarks.peers.contender import BARE, KVLINK, Draw, Moved, Who
+from kvlink.benchmarks.peers.contender import BARE, KVLINK, ContenderInfo, Draw, Moved
 from kvlink.benchmarks.peers.contest import Shape
 from kvlink.benchmarks.peers.modes import HOST, MODES, PATHS, TCP, Mode
 from kvlink.benchmarks.peers.pair import Pair
@@ -87,7 +87,7 @@ class Liar:
     """A contender that moves nothing, or fails."""
 
     order = Order()
-    who = Who("liar", "default", HOST, "1", "")
+    info = ContenderInfo("liar", "default", HOST, "1", "")
 
     def __init__(self, fails: bool) -> None:
         self._fails = fails
@@ -255,7 +255,7 @@ def test_shapes_and_paths_are_checked() -> None:
 
 def test_rows_say_how_sure_their_tails_are() -> None:
     few, many = ([float(us) for us in range(count, 0, -1)] for count in (8, 1000))
-    made = [contest._row(Liar.who, SMALL, contest._Score(us=us)) for us in (few, many)]
+    made = [contest._row(Liar.info, SMALL, contest._Score(us=us)) for us in (few, many)]
     assert (made[0]["p90_high_us"], made[0]["p99_high_us"]) == (None, None)
     assert [(row["p90_us"], row["p99_us"]) for row in made] == [(8, 8), (900, 990)]
     for name, share in (("p90", 0.9), ("p99", 0.99)):

@@ -277,9 +277,9 @@ def test_another_model_is_named_before_a_byte_is_read(start: Callable[..., Serve
 
 
 def test_buffers_that_no_memory_can_have_are_named() -> None:
-    with pytest.raises(ConfigError, match="KV cache: 1 addresses, 1 lengths, 2 item lengths"):
+    with pytest.raises(ConfigError, match="KV cache: SGLang lists 1 addresses, 1 lengths, 2 item lengths"):
         grouped([64], [64], [1, 2], "KV cache")
-    with pytest.raises(ConfigError, match="no items of 128 bytes"):
+    with pytest.raises(ConfigError, match="does not consist of items of 128 bytes"):
         grouped([64], [64], [128], "KV cache")
     with pytest.raises(ConfigError, match="100 bytes are not 16 tokens of 4 heads"):
         page_layout(Buffers((64,), (6400,), 100), Rank("r", "m", "d", PAGE, HEADS, 0, 1))
@@ -289,5 +289,5 @@ def test_metadata_rows_are_copied_and_compared() -> None:
     ours, theirs = np.zeros((3, 8), np.uint8), np.arange(24, dtype=np.uint8).reshape(3, 8)
     AuxRows([ours.ctypes.data], [8]).write(1, AuxRows([theirs.ctypes.data], [8]).read(2))
     assert ours.tolist() == [[0] * 8, [16, 17, 18, 19, 20, 21, 22, 23], [0] * 8]
-    with pytest.raises(ConfigError, match=r"rows of \[4\] bytes came, here they have \[8\]"):
+    with pytest.raises(ConfigError, match=r"rows of \[4\] bytes, decode has \[8\]"):
         AuxRows([ours.ctypes.data], [8]).write(0, [b"four"])

@@ -49,14 +49,14 @@ def test_bytes_that_changed_are_refused_or_parsed_but_never_crash(data: st.DataO
 def test_a_message_with_more_or_fewer_frames_is_refused(message: Want | Chunk) -> None:
     frames = message.to_frames()
     for wrong in (frames[:-1], [*frames, b""], frames[:1], []):
-        with pytest.raises(ConfigError, match="kvlink"):
+        with pytest.raises(ConfigError, match=r"malformed|kvlink"):
             type(message).from_frames(wrong)
 
 
 @pytest.mark.parametrize("message", [WANTED, WRITTEN])
 def test_another_version_is_refused_by_its_number(message: Want | Chunk) -> None:
     tag, header, *rest = message.to_frames()
-    with pytest.raises(ConfigError, match="speaks version 9"):
+    with pytest.raises(ConfigError, match="uses version 9"):
         type(message).from_frames([tag, b"\x09\x00" + header[2:], *rest])
 
 

@@ -108,7 +108,7 @@ def test_an_id_that_is_taken_is_refused_until_its_request_has_ended(
     with small.manager.pause():
         small.handoff.submit(handoff, "one")
         call = {"submit": small.handoff.submit, "prefill": small.handoff.prefill}[then]
-        with pytest.raises(ConfigError, match="request one runs here already"):
+        with pytest.raises(ConfigError, match="request one already runs here"):
             call(handoff if then == "submit" else [1, 2, 3], "one")  # type: ignore[operator]
     assert small.tokens("one") == expected
     assert small.tokens(small.handoff.submit(large.prefill(prompt), "one")) == expected
@@ -120,9 +120,9 @@ def test_a_prefill_takes_its_id_too(peers: tuple[Peer, Peer]) -> None:
     handoff = large.prefill(prompt_of(30))
     with small.manager.pause():
         future = small.handoff.prefill(prompt_of(40), "one")
-        with pytest.raises(ConfigError, match="request one runs here already"):
+        with pytest.raises(ConfigError, match="request one already runs here"):
             small.handoff.prefill(prompt_of(20), "one")
-        with pytest.raises(ConfigError, match="request one runs here already"):
+        with pytest.raises(ConfigError, match="request one already runs here"):
             small.handoff.submit(handoff, "one")
     small.handoff.abort(future.result(WITHIN_S))
     large.handoff.abort(handoff)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One end of a peer's transfers, as a process in the peer's own environment. Needs numpy and the peer, not kvlink.
+"""Runs one end of a peer's transfers, as a process in the peer's environment. Needs numpy and the peer, not kvlink.
 
-Each module but `blocks` has `make(blocks, options)`, which gives an `Adapter`.
+Each module except `blocks` has `make(blocks, options)`, which returns an `Adapter`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from .blocks import Ids
 
 
 class Transfer(NamedTuple):
-    """One transfer ahead. `run` is timed and returns when the bytes are there; `release` is not timed."""
+    """A prepared transfer. `run` is timed and returns once the bytes are there; `release` is not timed."""
 
     run: Callable[[], None]
     release: Callable[[], None]
 
 
 class Adapter(Protocol):
-    """What a peer must do here. One thread."""
+    """The interface of a peer. It is used by one thread."""
 
     version: str
 
     def card(self) -> str:
-        """What the other end needs in order to connect, as text."""
+        """Returns, as text, what the other end needs in order to connect."""
 
     def connect(self, card: str) -> None:
-        """Meets the other end. Called where transfers begin."""
+        """Connects to the other end. It is called at the end where transfers begin."""
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """All that may be done before the blocks are wanted: `there` are blocks of the other end."""
+        """Prepares a transfer as far as possible before the blocks are wanted. `there` are blocks of the other end."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m adapters PEER`, from the folder above: answers JSON lines on stdin until it ends.
+"""Serves one end: `python -m adapters PEER`, from the folder above, answers JSON lines on stdin until it ends.
 
-{"do": NAME, "arguments": {…}} calls a method of End; the answer is one line, with "error" where that failed.
+{"do": NAME, "arguments": {…}} calls a method of End. The answer is one line, with "error" if the call failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Answer = dict[str, Any]
 
 
 class End:
-    """The reader or the owner of the blocks; transfers begin at either, as the peer likes it."""
+    """The reader or the owner of the blocks. Transfers begin at either, depending on the peer."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -39,18 +39,18 @@ class End:
         return {"card": self._adapter.card(), "version": self._adapter.version}
 
     def connect(self, card: str) -> Answer:
-        """Meets the other end, where transfers begin."""
+        """Connects to the other end, from where transfers begin."""
         self._adapter.connect(card)
         return {}
 
     def poison(self, ids: Sequence[Sequence[int]]) -> Answer:
-        """Of the reader: spoils the blocks that are to come."""
+        """Overwrites the reader's blocks that will be transferred."""
         for each in ids:
             self._blocks.poison(np.array(each, np.int32))
         return {}
 
     def prepare(self, there: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Answer:
-        """Where transfers begin: makes the next ones ready, as far as that needs no knowledge of when."""
+        """Prepares the next transfers where they begin, as far as possible before their start."""
         self._transfers = [
             self._adapter.prepare(np.array(theirs, np.int32), np.array(ours, np.int32))
             for theirs, ours in zip(there, here, strict=True)
@@ -58,7 +58,9 @@ class End:
         return {}
 
     def move(self, other_pid: int) -> Answer:
-        """Runs what was prepared. Times in µs; CPU time in ns of both processes, without the first transfer."""
+        """Runs the prepared transfers. Times are in µs; CPU time is in ns of both processes, without the first
+        transfer.
+        """
         took_us: list[float] = []
         first, *others = self._transfers
         first.run()
@@ -75,7 +77,7 @@ class End:
         return {"us": took_us, "cpu_ns": cpu}
 
     def check(self, there: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Answer:
-        """Of the reader: how many of the transfers did not bring every byte."""
+        """Returns how many of the reader's transfers did not bring every byte."""
         return {
             "wrong": sum(
                 not self._blocks.equal(np.array(ours, np.int32), np.array(theirs, np.int32))
@@ -85,7 +87,7 @@ class End:
 
 
 def serve(peer: str) -> None:
-    """Whatever the peer prints goes to stderr: stdout is for answers."""
+    """Serves requests. Output of the peer goes to stderr, because stdout is for answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     end = End(peer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory full of random blocks that two processes know from one seed."""
+"""Fills memory with random blocks that two processes derive from one seed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Ids = npt.NDArray[np.int32]
 
 _WORD_BYTES = 8
 _POISON = 0xDEADBEEF_DEADBEEF
-_CHUNK_BYTES = 4 << 20  # compared at a time: what a core's cache holds
+_CHUNK_BYTES = 4 << 20  # the unit of comparison, which fits a core's cache
 
 
 class Blocks:
-    """Word i of block b is base[i] ^ key[b], all of them random."""
+    """Blocks in which word i of block b is base[i] ^ key[b], all of them random."""
 
     def __init__(self, block_bytes: int, num_blocks: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -27,27 +27,27 @@ class Blocks:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Returns the address of the first byte."""
         return int(self._words.ctypes.data)
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Returns the size of all blocks."""
         return int(self._words.nbytes)
 
     def move_to(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Lies in `memory` from now on, of exactly as many bytes."""
+        """Moves the blocks into `memory`, which has exactly as many bytes."""
         words = memory.view(np.uint64).reshape(self._words.shape)
         words[:] = self._words
         self._words = words
 
     def poison(self, ids: Ids) -> None:
-        """Overwrites blocks with what no transfer brings."""
+        """Overwrites blocks with bytes that no transfer brings."""
         for block in ids:
             self._words[block] = _POISON
 
     def equal(self, ids: Ids, there: Ids) -> bool:
-        """Whether blocks `ids` hold what `there` hold at the other end: every byte."""
+        """Returns whether blocks `ids` hold every byte that `there` hold at the other end."""
         step = max(1, _CHUNK_BYTES // self.block_bytes)
         cuts = (slice(at, at + step) for at in range(0, len(ids), step))
         return all(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's transfer engine over TCP, met by its own peer-to-peer handshake."""
+"""Adapts Mooncake's transfer engine over TCP, with its own peer-to-peer handshake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _HOST = "127.0.0.1"
 
 
 class Mooncake:
-    """One engine. Options: `push` writes from the owner, as Mooncake's vLLM connector does; default is to read."""
+    """One engine. The option `push` writes from the owner, as Mooncake's vLLM connector does; the
+    default is to read.
+    """
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = version("mooncake-transfer-engine-non-cuda")
@@ -30,16 +32,16 @@ class Mooncake:
         )
 
     def card(self) -> str:
-        """Where the engine answers, and where the blocks lie."""
+        """Returns the engine's address, and the address of the blocks."""
         session = f"{_HOST}:{self._engine.get_rpc_port()}"
         return json.dumps({"session": session, "address": self._blocks.address})
 
     def connect(self, card: str) -> None:
-        """The engine connects with the first transfer."""
+        """Stores the card. The engine connects with the first transfer."""
         self._other = json.loads(card)
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """Timed: one batch_transfer_sync call, its lists made before."""
+        """Prepares one batch_transfer_sync call, which is timed; its lists are made before."""
         size, session = self._blocks.block_bytes, self._other["session"]
         mine = [self._blocks.address + int(block) * size for block in here]
         theirs = [self._other["address"] + int(block) * size for block in there]
@@ -51,7 +53,7 @@ class Mooncake:
 
 def _succeed(what: str, answer: int) -> None:
     if answer != 0:
-        raise RuntimeError(f"{what} failed with {answer}")
+        raise RuntimeError(f"{what} failed with status {answer}")
 
 
 make = Mooncake

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL as its vLLM connector uses it: descriptors of all blocks prepared once, one READ a request by their indices."""
+"""Adapts NIXL as its vLLM connector uses it: prepares descriptors of all blocks once, reads by their indices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEMORY = "DRAM"
 
 
 class Nixl:
-    """One agent with its progress thread, which an owner that calls nothing needs. Options: `ucx`, UCX's own."""
+    """One agent with its progress thread, which an owner without calls needs. The option `ucx` has UCX's settings."""
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = version("nixl-cu12")
@@ -28,12 +28,12 @@ class Nixl:
         self._agent.register_memory([(blocks.address, blocks.num_bytes, 0, "")], _MEMORY)
 
     def card(self) -> str:
-        """The agent's metadata, and where the blocks lie."""
+        """Returns the agent's metadata, and the address of the blocks."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return json.dumps({"metadata": metadata, "address": self._blocks.address})
 
     def connect(self, card: str) -> None:
-        """Also prepares the descriptors of both ends."""
+        """Connects, and prepares the descriptors of both ends."""
         other = json.loads(card)
         name = self._agent.add_remote_agent(base64.b64decode(other["metadata"]))
         name = name.decode() if isinstance(name, bytes) else name
@@ -42,7 +42,7 @@ class Nixl:
         self._there = self._agent.prep_xfer_dlist(name, self._all(other["address"]), _MEMORY)
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """Timed: make_prepped_xfer, transfer, and polling until it is done."""
+        """Prepares make_prepped_xfer, transfer, and polling until it is done, which are timed."""
         agent, handles = self._agent, []
 
         def run() -> None:

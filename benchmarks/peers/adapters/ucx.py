@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UCX itself: one ucp_get_nbx or ucp_put_nbx for each run of blocks, all posted, then progressed; ucx.cc does it."""
+"""Adapts UCX itself, in ucx.cc: posts one ucp_get_nbx or ucp_put_nbx for each run of blocks, then progresses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ARGUMENTS = {
 
 
 class Ucx:
-    """One worker. Options: `push`, writes from the owner; `allocate`, memory of UCX's own, which others can map;
-    `poll`, an end that keeps asking whether it is needed instead of sleeping until it is.
+    """One worker. Options: `push` writes from the owner; `allocate` uses memory of UCX, which others can map; `poll`
+    makes an end poll instead of sleeping until it is needed.
     """
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Ucx:
             blocks.move_to(as_array(memory))
 
     def card(self) -> str:
-        """The worker's address, the memory's key, and where the blocks lie."""
+        """Returns the worker's address, the memory's key, and the address of the blocks."""
         worker, key, worker_bytes, key_bytes = c_void_p(), c_void_p(), c_size_t(), c_size_t()
         places = (byref(worker), byref(worker_bytes), byref(key), byref(key_bytes))
         self._call("ucx_card", self._end, *places)
@@ -55,13 +55,13 @@ class Ucx:
         return json.dumps({**card, "address": self._blocks.address})
 
     def connect(self, card: str) -> None:
-        """Returns when the other end has answered."""
+        """Connects. Returns once the other end has answered."""
         other = json.loads(card)
         worker, key = base64.b64decode(other["worker"]), base64.b64decode(other["key"])
         self._call("ucx_connect", self._end, worker, key, other["address"])
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """Timed: all reads, or all writes and their flush, until the last byte is there."""
+        """Prepares all reads, or all writes and their flush, which are timed until the last byte is there."""
         size = self._blocks.block_bytes
 
         def run() -> None:
