@@ -169,7 +169,7 @@ async def test_who_was_sending_learns_why_the_stream_ended(
     channel = Channel(coordinator_process().address, "coordinator", "", trust=trust)
     for _ in range(100):
         async with HandoffStream(channel.open(replace(CoordinatorCalls.HANDOFFS, name="Missing"))) as stream:
-            with pytest.raises(CoordinatorError, match="has no Missing"):  # noqa: PT012
+            with pytest.raises(CoordinatorError, match="has no method Missing"):  # noqa: PT012
                 while True:
                     stream.claim(Claim("r", 30.0))
                     await asyncio.sleep(0)

@@ -117,6 +117,7 @@ def test_interpreter_exit_with_everything_open_is_silent(
         import sys
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from control.cards import make_card
+        from kvlink.background import ControlThread
         from kvlink.control import *
         thread = ControlThread()
         async def start():
