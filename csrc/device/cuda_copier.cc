@@ -63,7 +63,7 @@ class CudaQueue final : public CopyQueue {
   }
 
  private:
-  struct Lent {
+  struct TableInUse {
     uint64_t number;
     CudaTables::Held table;
   };
@@ -106,7 +106,7 @@ class CudaQueue final : public CopyQueue {
 
   const Means& means_;
   const std::unique_ptr<cuda::MarkedStream> stream_;
-  std::deque<Lent> in_use_;
+  std::deque<TableInUse> in_use_;
 };
 
 class CudaCopier final : public DeviceCopier {

@@ -116,8 +116,8 @@ class LoopbackEndpoint : public MappedEndpoint {
     const auto found = owner_->regions.find(number);
     if (found == owner_->regions.end()) return revoked();
     regions_.push_back(found->second);
-    const ExportedRegion& lent = *found->second;
-    return add_remote({reinterpret_cast<uint64_t>(lent.range.base), lent.range.bytes, lent.access});
+    const ExportedRegion& region = *found->second;
+    return add_remote({reinterpret_cast<uint64_t>(region.range.base), region.range.bytes, region.access});
   }
 
   void close() override {
@@ -157,12 +157,12 @@ class LoopbackEndpoint : public MappedEndpoint {
     if (guard.value == 0) return {};
     uint64_t word = 0;
     if (guard.region >= regions_.size()) return Status::AccessDenied("the guard's region is not known");
-    const ExportedRegion& lent = *regions_[guard.region];
-    if (lent.revoked) return revoked();
-    if (guard.offset % sizeof word != 0 || guard.offset >= lent.range.bytes / sizeof word * sizeof word) {
+    const ExportedRegion& region = *regions_[guard.region];
+    if (region.revoked) return revoked();
+    if (guard.offset % sizeof word != 0 || guard.offset >= region.range.bytes / sizeof word * sizeof word) {
       return Status::AccessDenied("the guard is not aligned or leaves its region");
     }
-    load_words(reinterpret_cast<std::byte*>(&word), lent.range.base + guard.offset, sizeof word);
+    load_words(reinterpret_cast<std::byte*>(&word), region.range.base + guard.offset, sizeof word);
     return word == guard.value ? Status{} : stale_blocks(word);
   }
 
