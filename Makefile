@@ -142,7 +142,7 @@ test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit, the st
 .PHONY: release-wheel
 release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
 	.ci/release-wheel $(PYTHON)
-	.ci/test-wheel $(PYTHON) dist/release/*.whl
+	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
