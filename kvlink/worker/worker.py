@@ -37,6 +37,7 @@ from kvlink.transfer.pull_start import PullStarts, start
 from kvlink.transfer.restart import Restart
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.worker.membership import WorkerMembership
+from kvlink.worker.reachability import advertised_host
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
 from kvlink.worker.unread import Releaser, is_empty
@@ -74,8 +75,8 @@ class Worker:
             coordinator=config.coordinator if coordinator is None else coordinator,
             transports=config.transports if transports is None else transports,
         )
-        self.pool = pool
-        self.worker_id = worker_id
+        advertised_host(self.config)  # raises before anything listens
+        self.pool, self.worker_id = pool, worker_id
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed, self._closing = False, threading.RLock()
@@ -84,9 +85,7 @@ class Worker:
             self._starts = PullStarts(self._control)
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(lambda: self._engine.close())
-            membership = WorkerMembership.open(
-                self.config, lambda: self._engine
-            )  # _join may replace the engine
+            membership = WorkerMembership.open(self.config, lambda: self._engine)  # _join may replace it
             self._membership = self._control.run(membership, _JOIN_S)
             opened.callback(self._leave)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)

@@ -59,10 +59,11 @@ def test_brackets_come_off_hosts_and_go_onto_addresses() -> None:
     assert (config.host, config.advertise, config.metrics_host) == ("::1", "fd00::1", "::")
 
 
+@pytest.mark.parametrize("transports", ["shm", "tcp", ""])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "::ffff:0.0.0.0"])
-def test_a_worker_does_not_listen_on_every_address(host: str) -> None:
+def test_a_worker_does_not_listen_on_every_address(host: str, transports: str) -> None:
     with pytest.raises(ConfigError, match="means every address of this host") as refused:
-        Worker(pool(), "everywhere", transports="shm", config=WorkerConfig(host=host, insecure=True))
+        Worker(pool(), "everywhere", transports=transports, config=WorkerConfig(host=host, insecure=True))
     assert "KVLINK_ADVERTISE" in str(refused.value)
     check = network.advertised_address(WorkerConfig(host=host))
     assert (check.verdict, "ip -brief address" in check.fix) == (Verdict.FAIL, True)
