@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvlink.cli.json_option import ReadyJson, print_ready
 from kvlink.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,6 +38,7 @@ def router(
             "prefill computes. This needs vLLM servers with kvlink that share a coordinator. It is off by default.",
         ),
     ] = None,
+    as_json: ReadyJson = False,
 ) -> None:
     """Complete requests through a prefill and a decode server until SIGTERM or SIGINT. This is a demo, not for
     production.
@@ -68,7 +70,7 @@ def router(
             port,
             recompute,
             streaming_from,
-            lambda url: typer.echo(f"kvlink router on {url}"),
+            lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )
 

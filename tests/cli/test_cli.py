@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,37 @@ def test_a_coordinator_serves_and_ends_on_sigterm() -> None:
         finally:
             process.terminate()
     assert process.returncode == 0
+
+
+def first_line(*arguments: str) -> tuple[dict[str, Any], str]:
+    """Starts a server, ends it after its first line, and returns that line and the rest of its output."""
+    program = [sys.executable, "-m", "kvlink", *arguments, "--port", "0", "--json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+        finally:
+            process.terminate()
+        return ready, process.stdout.read()
+
+
+def test_servers_say_as_json_where_they_listen() -> None:
+    pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
+    ready, rest = first_line("coordinator")
+    assert (set(ready), ready["status_page"], rest) == ({"coordinator", "status_page"}, None, "")
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", ready["coordinator"])
+    nobody = "http://127.0.0.1:9"
+    ready, rest = first_line("router", "--prefill", nobody, "--decode", nobody)
+    assert (set(ready), rest) == ({"router"}, "")
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", ready["router"])
+
+
+def test_the_line_of_a_coordinator_has_the_url_of_its_page() -> None:
+    pytest.importorskip("prometheus_client", reason="pip install 'kvlink[metrics]'")
+    pytest.importorskip("aiohttp", reason="pip install 'kvlink[metrics]'")
+    ready, rest = first_line("coordinator", "--http-port", "0")
+    assert rest == ""
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*", ready["status_page"])
 
 
 def test_a_command_of_another_package_runs_with_its_options(tmp_path: Path) -> None:
