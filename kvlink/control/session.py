@@ -61,8 +61,8 @@ class Session:
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
-        self._refused: set[str] = set()
-        """Request ids of offers that the coordinator had no room for when they were re-sent."""
+        self._unsent: set[str] = set()
+        """Request ids of offers that the coordinator has lost and not yet accepted again."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._doubt = asyncio.Event()
@@ -202,7 +202,7 @@ class Session:
         if membership.epoch != self.card.epoch:
             raise Replaced(f"the coordinator granted epoch {membership.epoch} instead of {self.card.epoch}")
         self._membership = membership
-        self._refused = await self._resend_offers(self._offers)
+        self._unsent = set(self._offers)
         self.num_rejoins += 1
         self.state = SessionState.JOINED
         self._doubt.clear()
@@ -226,18 +226,20 @@ class Session:
                 refused.add(offer.request_id)
         return refused
 
-    async def _retry_refused_offers(self) -> None:
-        """Sends the refused offers until each is accepted or expires. Raises when the coordinator is gone."""
+    async def _resend_lost_offers(self) -> None:
+        """Sends lost offers, beside the beats, until each is accepted or expires. Raises if the coordinator is gone."""
         backoff = Backoff()
-        if self._refused:
-            _log.warning(
-                "the coordinator refused offers for now, retrying worker=%s offers=%d",
-                self.card.worker_id,
-                len(self._refused),
-            )
-        while self._refused:
+        warned = False
+        while self._unsent:
+            self._unsent = await self._resend_offers(self._unsent)
+            if self._unsent and not warned:
+                warned = True
+                _log.warning(
+                    "the coordinator refused offers for now, retrying worker=%s offers=%d",
+                    self.card.worker_id,
+                    len(self._unsent),
+                )
             await asyncio.sleep(backoff.delay_s())
-            self._refused = await self._resend_offers(self._refused)
         await self._doubt.wait()
 
     async def _keep_alive(self, backoff: Backoff) -> None:
@@ -250,7 +252,7 @@ class Session:
                 self._beat(stream, beats),
                 self._listen(stream, beats, backoff),
                 self._give_up(stream, beats),
-                self._retry_refused_offers(),
+                self._resend_lost_offers(),
                 self._doubt.wait(),
             )
         ]

@@ -17,13 +17,20 @@ from kvlink.control.values import Membership, Push, PushKind
 from kvlink.errors import ConfigError
 from kvlink.types import WorkerCard
 
+_LEASE_S = 10.0
+
 
 class _Beats:
-    def __init__(self) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._pushes: asyncio.Queue[Push] = asyncio.Queue()
 
     async def send(self, beat: Beat) -> None:
-        self._pushes.put_nowait(Push(PushKind.ACK))
+        if not self._coordinator.hangs:
+            self._pushes.put_nowait(Push(PushKind.ACK))
+
+    def avoid_server(self) -> None:
+        self._coordinator.hangs = False
 
     async def receive(self) -> Push:
         return await self._pushes.get()
@@ -40,14 +47,16 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.refuses: Exception | None = None
+        self.hangs = False
+        """Joins are accepted, and neither beats nor offers are answered, until a client goes elsewhere."""
         self.attempts: list[tuple[float, str]] = []
         self.accepted: dict[str, Offer] = {}
 
     async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:
-        return Membership(1, 10.0, 2.5)
+        return Membership(1, _LEASE_S, _LEASE_S / 4)
 
     def keep_alive(self) -> _Beats:
-        return _Beats()
+        return _Beats(self)
 
     async def leave(self, worker_id: str, epoch: int, timeout_s: float = 1.0) -> None:
         pass
@@ -65,6 +74,8 @@ class Coordinator:
         self.attempts.append((asyncio.get_running_loop().time(), offer.request_id))
         if self.refuses is not None:
             raise self.refuses
+        if self.hangs:
+            await asyncio.Event().wait()
         self.accepted[offer.request_id] = offer
 
 
@@ -130,5 +141,23 @@ def test_a_session_ends_while_offers_are_refused() -> None:
         num_attempts = len(coordinator.attempts)
         await asyncio.sleep(60.0)
         assert len(coordinator.attempts) == num_attempts
+
+    run(main)
+
+
+def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        await session.offer(make_offer("r", ttl_s=600.0))
+        coordinator.accepted.clear()
+        coordinator.hangs = True
+        session._rejoin_soon()
+        await asyncio.sleep(2 * _LEASE_S)
+        assert (session.state, session.num_rejoins) == (SessionState.JOINED, 2)
+        assert list(coordinator.accepted) == ["r"]
+        await session.close()
 
     run(main)

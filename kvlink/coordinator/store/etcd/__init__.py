@@ -134,10 +134,7 @@ class EtcdStore:
         return answer
 
     def give_back(self, claim: Claim) -> None:
-        giving = self._begun(self._claims.give_back, claim)
-        giving.add_done_callback(
-            lambda _: giving.cancelled() or giving.exception()
-        )  # errors are already logged
+        self._begun(self._claims.give_back, claim)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         return self._begun(self._settle, order)
@@ -258,8 +255,13 @@ class EtcdStore:
     def _begun(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(call, value))
         self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, or asyncio logs it when the client's stream ended first
 
 
 async def _nothing() -> None:
