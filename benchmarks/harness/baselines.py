@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the machine does on the same path without kvlink.
 
-The code in csrc/bench/baselines.h does the work and takes the time.
+The code in csrc/bench, built as `kvlink._bench`, does the work and takes the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvlink import BlockPool, WorkerConfig, _core
+from kvlink import BlockPool, WorkerConfig, _bench
 from kvlink.hardware.nics import MemoryPlace, select_ports
 
 from .block_draws import pieces_of
@@ -100,10 +100,10 @@ def memory_of(name: str, owner: OwnerSide) -> Memory:
 def copies_from(name: str, owner: OwnerSide) -> dict[str, Copy]:
     """Returns the copiers from an owner's pool by name. Each is for one thread at a time."""
     if name == "tcp":
-        return {"socket stream": _core.BaselineSink(owner.call("listen")["port"]).read}
+        return {"socket stream": _bench.BaselineSink(owner.call("listen")["port"]).read}
     if name == "cma":
-        return {"process_vm_readv": partial(_core.baseline_process_vm_readv, owner.pid)}
-    return {"memcpy": _core.baseline_memcpy, "non-temporal copy": _core.baseline_streamed_copy}
+        return {"process_vm_readv": partial(_bench.baseline_process_vm_readv, owner.pid)}
+    return {"memcpy": _bench.baseline_memcpy, "non-temporal copy": _bench.baseline_streamed_copy}
 
 
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:

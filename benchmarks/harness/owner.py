@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvlink import BlockPool, KVLayout, Worker
-from kvlink._core import BaselineSource, baseline_memfd
+from kvlink._bench import BaselineSource, baseline_memfd
 from kvlink.errors import KVLinkError
 from kvlink.layout import Geometry, Order, dense
 

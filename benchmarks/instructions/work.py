@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does one piece of the data plane's work: `python work.py CORE CASE ROUNDS` does it ROUNDS times on fixed inputs.
 
-It runs under valgrind, so it imports the extension module by its path and nothing else of kvlink.
+It runs under valgrind, so it imports the extension modules by their path and nothing else of kvlink.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,14 +22,23 @@ _PLANES = 2 * _LAYERS
 _SLOTS, _TTL_S = 64, 3600.0
 
 
-def load(path: str) -> Any:
-    """Loads the extension module without the package around it."""
-    loader = ExtensionFileLoader("kvlink._core", path)
-    spec = spec_from_loader("kvlink._core", loader)
+def load(path: str, name: str = "kvlink._core") -> Any:
+    """Loads an extension module without the package around it."""
+    loader = ExtensionFileLoader(name, path)
+    spec = spec_from_loader(name, loader)
     assert spec is not None
-    module = module_from_spec(spec)
+    module = sys.modules[name] = module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def posting_module(core: Any) -> Any:
+    """Returns the module that has `post_ns`: `_bench` beside `core`, or `core` itself if it is of an older commit."""
+    if hasattr(core, "post_ns"):
+        return core
+    path = Path(core.__file__)
+    beside = path.with_name(path.name.replace("_core", "_bench"))
+    return sys.modules.get("kvlink._bench") or load(str(beside), "kvlink._bench")
 
 
 def planning(core: Any) -> tuple[Callable[[Any], Any], Any]:
@@ -54,7 +64,7 @@ def plan(core: Any, rounds: int) -> None:
 def post(core: Any, rounds: int) -> None:
     """Checks, chains and posts the same descriptors as RDMA reads, without a NIC."""
     _, made = planning(core)
-    core.post_ns(made, rounds)
+    posting_module(core).post_ns(made, rounds)
 
 
 def settle(core: Any, rounds: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlink import BlockPool, Ticket, Worker, _core
+from kvlink import BlockPool, Ticket, Worker, _bench, _core
 from kvlink.errors import ConfigError
 from kvlink.hardware.kernels import compiled_for
 from kvlink.layout import Geometry, dense
@@ -68,7 +68,7 @@ def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
     memory, image = _core.CudaMemory(_BOUNCED_BYTES, gpu), compiled_for(gpu)
     for direction, to_device in (("to the GPU", True), ("from the GPU", False)):
         for piece_bytes in _BOUNCED_PIECES:
-            times = [_core.time_bounce(memory, piece_bytes, to_device, image) for _ in range(_BOUNCE_ROUNDS)]
+            times = [_bench.time_bounce(memory, piece_bytes, to_device, image) for _ in range(_BOUNCE_ROUNDS)]
             ours, plain = (
                 _BOUNCED_BYTES / 2**30 / (float(np.median(ns)) / 1e9) for ns in zip(*times, strict=True)
             )
@@ -162,7 +162,9 @@ class _Bench:
         region = self._worker.pool.regions[0]
         half = region.num_bytes // 2
         return (
-            _core.baseline_cuda_copies(pieces_of(blocks, blocks, size, region.address, region.address + half))
+            _bench.baseline_cuda_copies(
+                pieces_of(blocks, blocks, size, region.address, region.address + half)
+            )
             / 1000
         )
 

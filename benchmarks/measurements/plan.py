@@ -14,7 +14,7 @@ from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvlink import _core
+from kvlink import _bench, _core
 from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
 from kvlink.transfer.engine import core_layout
 
@@ -122,7 +122,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 def _posted_ns(plan: _core.Plan, descriptors: int) -> float | None:
     """Returns the nanoseconds to post, or None if kvlink was built without verbs."""
-    return round(_core.post_ns(plan, REPEATS) / descriptors, 2) if hasattr(_core, "post_ns") else None
+    return round(_bench.post_ns(plan, REPEATS) / descriptors, 2) if hasattr(_bench, "post_ns") else None
 
 
 def _planner(case: Case) -> _core.Planner:

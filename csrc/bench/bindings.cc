@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The physical limits that benchmarks compare with, and the cost of posting.
+// The Python module `_bench`: limits of the machine that benchmarks compare with, and the cost of posting.
 #include "bindings/bindings.h"
 
 #include <pybind11/numpy.h>
@@ -21,8 +21,6 @@ BaselinePieces baseline_pieces(const py::array_t<uint64_t, py::array::c_style>& 
   if (rows.ndim() != 2 || rows.shape(1) != 3) raise(Status::Config("pieces are rows of from, to and bytes"));
   return {reinterpret_cast<const BaselinePiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
 }
-
-}  // namespace
 
 void register_bench(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
@@ -91,4 +89,11 @@ void register_bench(py::module_& m) {
 #endif
 }
 
+}  // namespace
 }  // namespace kvlink
+
+PYBIND11_MODULE(_bench, m, py::mod_gil_not_used()) {
+  m.doc() = "What this machine does without kvlink, for benchmarks.";
+  py::module_::import("kvlink._core");  // registers HostMemory, CudaMemory and Plan
+  kvlink::register_bench(m);
+}

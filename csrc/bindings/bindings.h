@@ -84,7 +84,5 @@ inline py::list bytes_list(const std::vector<std::string>& blobs) {
 void register_plan(py::module_& m);
 /// bindings/memory.cc: memory that kvlink allocates.
 void register_memory(py::module_& m);
-/// bench/bindings.cc: what benchmarks measure besides the engine.
-void register_bench(py::module_& m);
 
 }  // namespace kvlink

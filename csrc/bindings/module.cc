@@ -357,5 +357,4 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_path_stats(m);
   register_connection(m);
   register_engine(m);
-  register_bench(m);
 }

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the machine does without kvlink. Its users: benchmarks and their tests."""
+
+from typing import Any
+
+from kvlink._core import CudaMemory, HostMemory, Plan
+
+def baseline_memfd(memory: HostMemory) -> int:
+    """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""
+
+def baseline_memcpy(pieces: Any) -> int:
+    """Nanoseconds of memcpy. Pieces are rows of uint64: address from, address to, bytes."""
+
+def baseline_streamed_copy(pieces: Any) -> int:
+    """Nanoseconds of copies with non-temporal stores."""
+
+def baseline_process_vm_readv(pid: int, pieces: Any) -> int:
+    """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
+
+def time_bounce(memory: CudaMemory, piece_bytes: int, to_device: bool, image: bytes) -> tuple[int, int]:
+    """ns that all of `memory` takes through slots of a bounce buffer, and as plain copies of pinned memory.
+
+    Raises TransportUnavailable without CUDA.
+    """
+
+def baseline_cuda_copies(pieces: Any) -> int:
+    """Nanoseconds of one copy by the GPU's driver each, and of the wait for all. Raises TransportUnavailable."""
+
+class BaselineSource:
+    """Sends pieces of `memory` over bare sockets of the loopback interface, on a thread for every sink."""
+
+    def __init__(self, memory: HostMemory) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None: ...
+
+class BaselineSink:
+    """One bare socket to a BaselineSource of any process of this host."""
+
+    def __init__(self, port: int) -> None: ...
+    def read(self, pieces: Any) -> int:
+        """Nanoseconds from asking to the last byte; `from` is an address of the source's process. Releases the GIL."""
+
+def post_ns(plan: Plan, rounds: int) -> int:
+    """CPU nanoseconds of posting all of it to a queue pair without a NIC; absent in builds without verbs."""
