@@ -118,6 +118,22 @@ def test_the_reference_explains_every_metric_and_no_other(exported: set[str]) ->
     assert families == set(re.findall(r"^\| `(kvlink_[a-z_]+)", METRICS, re.MULTILINE))
 
 
+def test_the_reference_explains_a_metric_as_its_help_does(exposed: str) -> None:
+    helped = dict(re.findall(r"^# HELP (kvlink_\w+) (.*)$", exposed, re.MULTILINE))
+    explained = re.findall(r"^\| `(kvlink_[a-z_]+)` \|[^|]*\| (.*) \|$", METRICS, re.MULTILINE)
+    assert {name for name, text in explained if not text.startswith(helped[name])} == set()
+
+
+def test_the_page_of_vllm_explains_a_metric_as_its_help_does() -> None:
+    source = (DEPLOY.parent / "vllm" / "stats.py").read_text()
+    helped = dict(re.findall(r'"(vllm:kvlink_\w+)",\s+(?:documentation=)?"(.*?)"', source))
+    page = (DOCS / "servers" / "vllm.md").read_text()
+    rows = re.findall(r"^\| `(vllm:kvlink_[a-z_]+)[`{].*?\|[^|]*\| (.*) \|$", page, re.MULTILINE)
+    explained = dict(rows)
+    assert explained.keys() == helped.keys()
+    assert {name for name, text in explained.items() if not text.startswith(helped[name])} == set()
+
+
 def test_the_page_of_alerts_has_a_section_for_every_alert_and_no_other() -> None:
     alerts = re.findall(r"alert: (\w+)", RULES.read_text())
     runbooks = re.findall(r'runbook: "docs/operate/monitoring\.md#(\w+)"', RULES.read_text())
