@@ -7,91 +7,25 @@ Arguments override the environment, and the environment overrides the default. `
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any, TypeVar, cast
 
 from kvlink import env_names
 from kvlink.addresses import can_be_dialled, plain_host, split_address
 from kvlink.errors import ConfigError
+from kvlink.nic_options import parse_nics, parse_ways
+from kvlink.setting import Setting
 from kvlink.ticket import MAX_SLOTS
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
 _T = TypeVar("_T", str, int, float, bool)
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_PORT: dict[str, Any] = {"least": 0, "most": 65535}
+_OPEN_PORT = _PORT | {"advice": "Set it where a firewall admits known ports only. Rank n of a server adds n."}
+_DURATION: dict[str, Any] = {"unit": "s", "least": 0.001, "most": 86400}
 
 
-class Way(Enum):
-    """Ways from a NIC to GPU memory, best first: directly (DMA_BUF and PEERMEM) or through host memory (BOUNCE)."""
-
-    DMA_BUF = "dma-buf"
-    PEERMEM = "peermem"
-    BOUNCE = "bounce"
-
-
-def parse_ways(spec: str) -> tuple[Way, ...]:
-    """Parses the text of KVLINK_GPUDIRECT. An empty text selects all ways. Raises ConfigError for an unknown way."""
-    names = [name.strip() for name in spec.split(",") if name.strip()]
-    try:
-        return tuple(Way(name) for name in dict.fromkeys(names)) or tuple(Way)
-    except ValueError:
-        known = ", ".join(way.value for way in Way)
-        raise ConfigError(f"KVLINK_GPUDIRECT={spec!r} must list some of {known}, best first") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the catalogue. `least` and `most` bound numbers, and `choices` lists the allowed strings."""
-
-    name: str
-    env: str
-    meaning: str
-    default: str | int | float | bool
-    unit: str = ""
-    least: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] = ()
-
-    def parse(self, text: str) -> str | int | float | bool:
-        """Parses the text of the environment variable. Raises ConfigError if it has the wrong type."""
-        text = text.strip()
-        try:
-            if isinstance(self.default, bool):
-                return _parse_bool(text)
-            return type(self.default)(text)
-        except ValueError:
-            kind = _KINDS[type(self.default)]
-            raise ConfigError(f"{self.env}={text!r} is not {kind} ({self.meaning})") from None
-
-    def check(self, value: str | int | float | bool) -> None:
-        """Raises ConfigError if `value` is out of bounds or not one of the choices."""
-        if isinstance(value, (int, float)) and not self._within(value):
-            bounds = f"at least {self.least:g}"
-            if self.most is not None:
-                bounds = f"between {self.least:g} and {self.most:g}"
-            unit = f" {self.unit}" if self.unit else ""
-            raise ConfigError(f"{self.env}={value} must be {bounds}{unit} ({self.meaning})")
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{self.env}={value!r} must be one of {', '.join(filter(None, self.choices))}")
-
-    def _within(self, value: float) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-
-_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "one of " + ", ".join(_TRUE + _FALSE)}
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise ValueError(text)
-    return text.lower() in _TRUE
-
-
-def _setting(env: str, default: _T, meaning: str, **rest: Any) -> _T:
-    return field(default=default, metadata={"env": env, "meaning": meaning, **rest})
+def _setting(env: str, default: _T, meaning: str, advice: str = "", **rest: Any) -> _T:
+    return field(default=default, metadata={"env": env, "meaning": meaning, "advice": advice, **rest})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,35 +35,47 @@ class WorkerConfig:
     transports: str = _setting(
         "KVLINK_TRANSPORTS",
         "",
-        "transports to use: shm,tcp allows these in this order, ^cma allows all others; empty or all: all",
+        "Selects the transports that this worker may use. shm,tcp allows only these, in this order; ^cma allows all "
+        "others; all, or an empty value, allows all.",
+        "By default each pair of workers uses the best transport that works at both ends. Set it to compare two.",
     )
     nics: str = _setting(
         "KVLINK_NICS",
         "",
-        "NIC ports to use: mlx5_0:1,mlx5_1 uses these, ^mlx5_2 uses all others; empty: the nearest",
+        "Selects the NIC ports that verbs uses. mlx5_0:1,mlx5_1 uses these; ^mlx5_2 excludes one; an empty value uses "
+        "the active ports that are nearest to the pool.",
+        "Set it where some NICs carry other traffic. `kvlink topology` lists the ports and their distances.",
     )
     rdma_connect: str = _setting(
         "KVLINK_RDMA_CONNECT",
         "",
-        "how verbs connects: direct, or cm for rdma_cm (set it at both ends); empty: as the NIC needs",
+        "Sets how verbs connects: direct exchanges addresses over the control plane, and cm uses rdma_cm. An empty "
+        "value uses cm for iWARP and direct for all other NICs.",
+        "Set it to the same value at both ends.",
         choices=("", "direct", "cm"),
     )
     rdma_traffic_class: int = _setting(
         "KVLINK_RDMA_TRAFFIC_CLASS",
         0,
-        "traffic class of verbs packets, the byte DSCP x 4 of the IP header with RoCE v2 (set it at both ends)",
+        "Sets the traffic class of the packets that verbs sends. With RoCE v2 it is the traffic class byte of the IP "
+        "header, which is DSCP times 4.",
+        "Set it at both ends to the class that the switches protect by PFC or ECN.",
         least=0,
         most=255,
     )
     gpudirect: str = _setting(
         "KVLINK_GPUDIRECT",
         "",
-        "ways to GPU memory out of dma-buf,peermem,bounce, best first; without bounce no memory is staged; empty: all",
+        "Lists the ways to GPU memory that are allowed, best first: some of dma-buf, peermem and bounce. An empty "
+        "value allows all three in this order.",
+        "Leave bounce out to get an error instead of copies through host memory.",
     )
     bounce_bytes: int = _setting(
         "KVLINK_BOUNCE_BYTES",
         64 << 20,
-        "host memory pinned for GPU memory that a transport cannot reach, half of it for each direction",
+        "Sets the bytes of the bounce buffer: pinned host memory through which the bytes of GPU memory pass where a "
+        "transport cannot reach it. Half of it serves each direction.",
+        "It is allocated only where it is needed, and all connections share it.",
         unit="bytes",
         least=4 << 20,
         most=16 << 30,
@@ -137,86 +83,164 @@ class WorkerConfig:
     staging: str = _setting(
         "KVLINK_STAGING",
         "auto",
-        "when reads that arrive in many small pieces go through a staging buffer on the GPU: auto (when NICs read and "
-        "it should be faster), always, never",
+        "Sets when reads that arrive in many small pieces pass through a staging buffer in GPU memory. auto does so "
+        "where NICs read and it is predicted to be faster.",
+        "Set always or never to compare; `pull.explain()` shows both predictions.",
         choices=("auto", "always", "never"),
     )
     staging_bytes: int = _setting(
         "KVLINK_STAGING_BYTES",
         16 << 20,
-        "size of the staging buffer in GPU memory",
+        "Sets the bytes of the staging buffer, which is allocated on the pool's GPU.",
+        "KVLINK_STAGING=never allocates none.",
         unit="bytes",
         least=1 << 20,
         most=1 << 30,
     )
     coordinator: str = _setting(
-        "KVLINK_COORDINATOR", "", "host:port of the coordinator, or of its replicas with commas; empty: none"
+        "KVLINK_COORDINATOR",
+        "",
+        "Names the coordinator as host:port, or its replicas separated by commas. An empty value uses none.",
+        "Tickets that travel on the router's message need no coordinator.",
     )
-    host: str = _setting("KVLINK_HOST", "127.0.0.1", "address that the agent and tcp listen on")
+    host: str = _setting(
+        "KVLINK_HOST",
+        "127.0.0.1",
+        "Sets the address on which the agent and tcp listen. Peers connect to it unless KVLINK_ADVERTISE is set.",
+        "The default is reachable on this host only. Set an address that peers reach; 0.0.0.0 is refused.",
+    )
     advertise: str = _setting(
         "KVLINK_ADVERTISE",
         "",
-        "host that peers connect to if it differs (NAT); empty: the value of KVLINK_HOST",
+        "Sets the host, without a port, to which peers connect where it differs from KVLINK_HOST.",
+        "Set it behind NAT, with fixed KVLINK_PORT and KVLINK_AGENT_PORT.",
     )
-    port: int = _setting("KVLINK_PORT", 0, "tcp port for data; 0: any free one", least=0, most=65535)
+    port: int = _setting(
+        "KVLINK_PORT",
+        0,
+        "Sets the port on which tcp serves data. 0 takes any free port.",
+        **_OPEN_PORT,
+    )
     agent_port: int = _setting(
-        "KVLINK_AGENT_PORT", 0, "port of the agent; 0: any free one", least=0, most=65535
+        "KVLINK_AGENT_PORT",
+        0,
+        "Sets the port of the agent, to which readers connect first. 0 takes any free port.",
+        **_OPEN_PORT,
     )
     progress_threads: int = _setting(
-        "KVLINK_PROGRESS_THREADS", 1, "threads that move the bytes of pulls", least=1, most=64
+        "KVLINK_PROGRESS_THREADS",
+        1,
+        "Sets the number of threads that move the bytes of pulls.",
+        "Raise it if `kvlink_queued_transfers` grows while one core is full.",
+        least=1,
+        most=64,
     )
     inline_bytes: int = _setting(
         "KVLINK_INLINE_BYTES",
         128 << 10,
-        "pulls up to this size run on the caller's thread",
+        "Sets the bytes up to which a pull runs on the calling thread.",
+        "This saves waking another thread, which takes over after 300 µs. The vLLM connector sets 0.",
         unit="bytes",
         least=0,
     )
     lanes: int = _setting(
-        "KVLINK_LANES", 0, "parallel connections to a peer; 0: the transport decides", least=0, most=64
+        "KVLINK_LANES",
+        0,
+        "Sets the number of parallel connections to each peer. 0 leaves it to the transport.",
+        "verbs opens 4 for each pair of NIC ports, others open 1. Raise it if one does not fill the link.",
+        least=0,
+        most=64,
     )
     lease_slots: int = _setting(
-        "KVLINK_LEASE_SLOTS", 4096, "readers that can hold offers at the same time", least=1, most=MAX_SLOTS
+        "KVLINK_LEASE_SLOTS",
+        4096,
+        "Sets the number of readers that can hold offers at the same time.",
+        "A slot takes 80 bytes. While all are in use, `offer` raises ConfigError. The vLLM connector sets 32768.",
+        least=1,
+        most=MAX_SLOTS,
     )
     lease_s: float = _setting(
-        "KVLINK_LEASE_S", 30.0, "time after which an unsettled offer ends", unit="s", least=0.001, most=86400
+        "KVLINK_LEASE_S",
+        30.0,
+        "Sets the seconds after which an offer ends that its readers have not settled.",
+        "A longer lease lets readers come later, and pins the blocks of lost requests for longer.",
+        **_DURATION,
     )
     timeout_s: float = _setting(
-        "KVLINK_TIMEOUT_S", 30.0, "deadline of a pull", unit="s", least=0.001, most=86400
+        "KVLINK_TIMEOUT_S",
+        30.0,
+        "Sets the seconds that a whole pull may take, with its claim and connection.",
+        "The argument `timeout_s` of a pull overrides it.",
+        **_DURATION,
     )
-    tls_ca: str = _setting("KVLINK_TLS_CA", "", "PEM file of the CAs that sign the certificates of peers")
-    tls_cert: str = _setting("KVLINK_TLS_CERT", "", "PEM file of this process's certificate and its chain")
-    tls_key: str = _setting("KVLINK_TLS_KEY", "", "PEM file of the private key of that certificate")
+    tls_ca: str = _setting(
+        "KVLINK_TLS_CA",
+        "",
+        "Names the PEM file with the CAs that sign the certificates of peers.",
+        "Set all three KVLINK_TLS_ files. Without them kvlink speaks plaintext, and on loopback only.",
+    )
+    tls_cert: str = _setting(
+        "KVLINK_TLS_CERT", "", "Names the PEM file with the certificate of this process and its chain."
+    )
+    tls_key: str = _setting(
+        "KVLINK_TLS_KEY", "", "Names the PEM file with the private key of that certificate."
+    )
     tls_hosts: bool = _setting(
-        "KVLINK_TLS_HOSTS", True, "certificates must name the host of the address, not only role and tenant"
+        "KVLINK_TLS_HOSTS",
+        True,
+        "Requires that a server's certificate names the host of its address, besides its role or tenant.",
+        "Set it to 0 where addresses are not known when certificates are made.",
     )
     token_file: str = _setting(
         "KVLINK_TOKEN_FILE",
         "",
-        "file with the token that identifies this process to the coordinator; without TLS, the token that processes on "
-        "loopback show each other (empty: a file of this user)",
+        "Names the file with a token. With TLS the token identifies this process to the coordinator; without TLS, "
+        "processes on loopback show it to each other. An empty value uses a file of this user.",
+        "Set it without TLS if processes of several users work together.",
     )
     ticket_keys: str = _setting(
         "KVLINK_TICKET_KEYS",
         "",
-        "file of secrets with which the tenant's workers sign tickets, newest first; required under TLS, or none",
+        "Names the file with the secrets that sign tickets, one per line, the newest first. All workers of a tenant "
+        "need the same. Under TLS a file is required; none as the value turns signatures off.",
     )
-    insecure: bool = _setting("KVLINK_INSECURE", False, "allow plaintext connections to other hosts")
-    fault: str = _setting("KVLINK_FAULT", "", "plan of the fault transport, for names such as fault+shm")
+    insecure: bool = _setting(
+        "KVLINK_INSECURE",
+        False,
+        "Allows plaintext connections to other hosts.",
+        "Set it only on a network where everybody may read and write every request's blocks.",
+    )
+    fault: str = _setting(
+        "KVLINK_FAULT",
+        "",
+        "Sets the faults that a transport with a name such as fault+shm injects: drop@3 loses the third read.",
+        "It is for tests. `csrc/transports/fault/plan.h` has the grammar.",
+    )
     metrics_port: int = _setting(
         "KVLINK_METRICS_PORT",
         0,
-        "port of this worker's /metrics for Prometheus; 0: none",
-        least=0,
-        most=65535,
+        "Sets the port on which this worker serves /metrics for Prometheus. 0 serves none.",
+        "It needs `kvlink[metrics]`. Rank n of a server adds n to the port.",
+        **_PORT,
     )
     metrics_host: str = _setting(
-        "KVLINK_METRICS_HOST", "", "address that /metrics listens on; empty: the value of KVLINK_HOST"
+        "KVLINK_METRICS_HOST",
+        "",
+        "Sets the address on which /metrics listens. An empty value uses that of KVLINK_HOST.",
+        "Everybody who reaches it can read the metrics.",
     )
     log: str = _setting(
-        "KVLINK_LOG", "warning", "lowest level of messages that is logged", choices=LOG_LEVELS
+        "KVLINK_LOG",
+        "warning",
+        "Sets the lowest level of the messages that kvlink's commands log.",
+        "`kvlink coordinator` logs from info on unless this is set. Servers and programs configure logging themselves.",
+        choices=("debug", "info", "warning", "error"),
     )
-    log_json: bool = _setting("KVLINK_LOG_JSON", False, "log one JSON object per line")
+    log_json: bool = _setting(
+        "KVLINK_LOG_JSON",
+        False,
+        "Writes each message that kvlink's commands log as one JSON object on a line.",
+    )
 
     def __post_init__(self) -> None:
         for setting in CATALOGUE:
@@ -274,27 +298,3 @@ def sources(env: Mapping[str, str]) -> dict[str, str]:
 def unknown(env: Mapping[str, str]) -> dict[str, str]:
     """Returns variables that look like options of kvlink but are not, each with the nearest option's name or ""."""
     return env_names.unknown(env, _NAMES)
-
-
-@dataclass(frozen=True, slots=True)
-class NicNames:
-    """The parsed form of KVLINK_NICS. `excludes` says whether `ports` are excluded; no ports mean no restriction."""
-
-    excludes: bool
-    ports: tuple[tuple[str, int | None], ...]
-    """Device and port number. None stands for every port of the device."""
-
-
-def parse_nics(spec: str) -> NicNames:
-    """Parses "mlx5_0:1,mlx5_1" or "^mlx5_2" without a check that the ports exist. Raises ConfigError."""
-    excludes = spec.strip().startswith("^")
-    listed = spec.strip().removeprefix("^")
-    parts = [part.strip() for part in listed.split(",")] if listed or excludes else []
-    matches = [re.fullmatch(r"([\w.-]+)(?::([1-9]\d{0,2}))?", part, re.ASCII) for part in parts]
-    if not all(matches):
-        raise ConfigError(
-            f"KVLINK_NICS={spec!r} is no list of NICs; write device or device:port separated by commas, as in "
-            "mlx5_0:1,mlx5_1, or ^ before the first to use all others (`kvlink topology` lists them)"
-        )
-    ports = [(match[1], int(match[2]) if match[2] else None) for match in matches if match]
-    return NicNames(excludes, tuple(dict.fromkeys(ports)))

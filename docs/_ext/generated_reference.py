@@ -13,7 +13,8 @@ from sphinx.util.docutils import SphinxDirective
 
 from kvlink.cli import app as cli
 from kvlink.cli.plugins import GROUP
-from kvlink.config import CATALOGUE, Setting
+from kvlink.config import CATALOGUE
+from kvlink.setting import Setting
 
 
 def _default(setting: Setting) -> str:
@@ -30,10 +31,11 @@ def settings() -> Iterator[str]:
     for setting in CATALOGUE:
         limits = ""
         if setting.choices:
-            limits = " One of " + ", ".join(f"`{choice}`" for choice in setting.choices if choice) + "."
+            limits = " Allowed: " + ", ".join(f"`{choice}`" for choice in setting.choices if choice) + "."
         elif setting.most is not None:
-            limits = f" {setting.least:,.16g} to {setting.most:,.16g}."
-        yield f"| `{setting.env}` | {_default(setting)} | {setting.meaning.replace('|', '¦')}.{limits} |"
+            limits = f" Allowed: {setting.least:,.16g} to {setting.most:,.16g}."
+        text = " ".join(filter(None, (setting.meaning, setting.advice))).replace("|", "¦").replace("^", r"\^")
+        yield f"| `{setting.env}` | {_default(setting)} | {text}{limits} |"
 
 
 def _options(command: Any) -> Iterator[str]:

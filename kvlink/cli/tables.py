@@ -156,14 +156,14 @@ def show_checks(checks: Sequence[Check], as_json: bool) -> None:
 
 
 def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool) -> None:
-    """Shows every option with its value in force."""
+    """Shows every option with its value in force. Meanings name the unit."""
     rows = [
         {
             "name": setting.env,
             "value": getattr(config, setting.name),
             "default": setting.default,
             "source": sources[setting.name],
-            "meaning": f"{setting.meaning} ({setting.unit})" if setting.unit else setting.meaning,
+            "meaning": setting.meaning,
         }
         for setting in CATALOGUE
     ]

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from kvlink import _core, errors
-from kvlink.config import Way, WorkerConfig, parse_ways
+from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
 from kvlink.hardware.kernels import compiled_for
 from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
+from kvlink.nic_options import Way, parse_ways
 from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
 from kvlink.transfer.nic_registration import NicRegistration, register_with_nics

@@ -11,10 +11,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 from kvlink import _core
-from kvlink.config import Way, WorkerConfig, parse_ways
+from kvlink.config import WorkerConfig
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemory, export
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
+from kvlink.nic_options import Way, parse_ways
 from kvlink.transfer.pool import BlockPool, Region
 
 _log = logging.getLogger("kvlink.registration")

@@ -96,7 +96,7 @@ def test_wide_shows_all_columns_before_and_behind_the_command() -> None:
     for arguments in ("--wide", "config"), ("config", "--wide"):
         wide = kvlink(*arguments, COLUMNS="80").stdout
         assert "not shown" not in wide
-        assert re.search(r"KVLINK_PORT +0 +0 +default +tcp port for data", wide)
+        assert re.search(r"KVLINK_PORT +0 +0 +default +Sets the port on which tcp", wide)
 
 
 def shown(table: Fitted, width: int) -> str:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
 
 from kvlink.addresses import split_address
-from kvlink.config import CATALOGUE, NicNames, WorkerConfig, parse_nics, sources, unknown
+from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.errors import ConfigError
+from kvlink.nic_options import NicNames, parse_nics
+from kvlink.setting import Setting
 from kvlink.transfer.transport_names import select
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]
@@ -23,7 +26,15 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 def test_the_catalogue_describes_every_field_once() -> None:
     assert [setting.name for setting in CATALOGUE] == [field.name for field in fields(WorkerConfig)]
     assert len({setting.env for setting in CATALOGUE}) == len(CATALOGUE)
-    assert all(setting.env == f"KVLINK_{setting.name.upper()}" and setting.meaning for setting in CATALOGUE)
+    assert all(setting.env == f"KVLINK_{setting.name.upper()}" for setting in CATALOGUE)
+
+
+@pytest.mark.parametrize("setting", CATALOGUE, ids=lambda setting: setting.env)
+def test_an_option_is_explained_in_sentences(setting: Setting) -> None:
+    """Errors put "The option" before the meaning, so it begins with a verb in the third person."""
+    assert re.match(r"(Allows|Lists|Names|Requires|Selects|Sets|Writes) ", setting.meaning)
+    for text in (setting.meaning, setting.advice):
+        assert not text or text.endswith(".")
 
 
 def test_defaults_of_a_caller_give_way_to_the_environment_and_to_arguments() -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from kvlink.config import Way
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
 from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Ordering
 from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
+from kvlink.nic_options import Way
 
 
 def allocations(driver: Driver, address: int, num_bytes: int) -> tuple[tuple[Allocation, ...], bool]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlink.config import parse_nics
 from kvlink.hardware.nics.choice import choose, weigh
 from kvlink.hardware.nics.values import MemoryPlace, NicSelection, RefusedNic, port_and_mbps, port_name
 from kvlink.hardware.topology import discover
+from kvlink.nic_options import parse_nics
 
 
 def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> NicSelection:
