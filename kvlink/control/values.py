@@ -187,7 +187,7 @@ class ConnectRequest(NamedTuple):
     worker_id: str
     epoch: int
     transport: str
-    hellos: list[bytes]
+    hellos: Sequence[bytes]
     takes_keys: bool = False
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class ConnectReply(NamedTuple):
     """Carries the owner's replies in the order of the hellos. Keys are set only if they differ from the card's."""
 
     connection_id: int
-    replies: list[bytes]
+    replies: Sequence[bytes]
     pool_keys: Sequence[bytes] = ()
     lease_keys: Sequence[bytes] = ()
 

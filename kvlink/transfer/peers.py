@@ -36,7 +36,7 @@ class Directory(Protocol):
 
     async def connect(
         self, card: WorkerCard, transport: str, hellos: Sequence[bytes]
-    ) -> tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]:
+    ) -> tuple[int, Sequence[bytes], Sequence[bytes], Sequence[bytes]]:
         """Returns the connection id, a reply per lane, and pool and lease keys, empty if they are those of the card."""
 
 

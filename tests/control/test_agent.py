@@ -49,7 +49,7 @@ async def test_it_hands_out_its_card(client: AgentClient, agent: WorkerAgent) ->
 
 async def test_it_carries_hellos_and_replies(client: AgentClient) -> None:
     reply = await client.connect("prefill", 4, "tcp", [b"12", b"", bytes(64 << 10)])
-    assert reply == (2**31 - 1, [b"21", b"", bytes(64 << 10)], (), ())
+    assert reply == (2**31 - 1, (b"21", b"", bytes(64 << 10)), (), ())
 
 
 async def test_it_settles_seats(client: AgentClient) -> None:

@@ -175,7 +175,12 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (
         AgentCalls.CONNECT.request,
         st.builds(
-            ConnectRequest, NAMES, U64, NAMES, st.lists(BLOBS, min_size=1, max_size=MAX_HELLOS), st.booleans()
+            ConnectRequest,
+            NAMES,
+            U64,
+            NAMES,
+            st.lists(BLOBS, min_size=1, max_size=MAX_HELLOS).map(tuple),
+            st.booleans(),
         ),
     ),
     (
@@ -183,7 +188,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
         st.builds(
             ConnectReply,
             st.integers(0, MAX_CONNECTION_ID),
-            st.lists(BLOBS, min_size=1, max_size=8),
+            st.lists(BLOBS, min_size=1, max_size=8).map(tuple),
             st.tuples(BLOBS, BLOBS),
             LEASE_KEYS,
         ),

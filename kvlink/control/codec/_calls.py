@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._cards import seal, unseal
-from kvlink.control.codec._version import UNSAID, check_version
-from kvlink.control.codec._wire import Codec, check_name, check_opaque, check_within, codec, nothing, plain
+from kvlink.control.codec._wire import (
+    Codec,
+    by_name,
+    check_name,
+    check_opaque,
+    check_within,
+    codec,
+    nothing,
+    versioned,
+)
 from kvlink.control.values import (
     ConnectReply,
     ConnectRequest,
@@ -22,7 +32,7 @@ from kvlink.control.values import (
     WorkerChanges,
     WorkerEpoch,
 )
-from kvlink.types import PROTOCOL_VERSION, Joined, WorkerCard, WorkerChange
+from kvlink.types import Joined, WorkerCard, WorkerChange
 from kvlink.v1 import agent_pb2 as agent
 from kvlink.v1 import coordinator_pb2 as pb
 
@@ -38,37 +48,6 @@ def _check_membership(membership: Membership) -> None:
 
 def _check_status(status: CoordinatorStatus) -> None:
     check_within("uptime_s", status.uptime_s, 0, 1e12)
-
-
-def _write_join(request: JoinRequest) -> pb.JoinRequest:
-    return pb.JoinRequest(card=seal(request.card), rejoin=request.rejoin)
-
-
-def _read_join(message: pb.JoinRequest) -> JoinRequest:
-    return JoinRequest(unseal(message.card), message.rejoin)
-
-
-def _write_membership(membership: Membership) -> pb.JoinReply:
-    _check_membership(membership)
-    epoch, lease_s, keep_alive_s = membership
-    return pb.JoinReply(
-        epoch=epoch, lease_s=lease_s, keep_alive_s=keep_alive_s, protocol_version=PROTOCOL_VERSION
-    )
-
-
-def _read_membership(message: pb.JoinReply) -> Membership:
-    check_version("the coordinator", message.protocol_version or UNSAID)
-    membership = Membership(message.epoch, message.lease_s, message.keep_alive_s)
-    _check_membership(membership)
-    return membership
-
-
-def _write_push(push: Push) -> pb.Push:
-    return pb.Push(kind=push.kind.value, slot=push.slot, settle_nonce=push.settle_nonce)  # type: ignore[arg-type]
-
-
-def _read_push(message: pb.Push) -> Push:
-    return Push(PushKind(message.kind), message.slot, message.settle_nonce)
 
 
 def _write_cards(cards: list[WorkerCard]) -> pb.ListWorkersReply:
@@ -108,27 +87,6 @@ def _read_changes(message: pb.WatchWorkersReply) -> WorkerChanges:
     return [WorkerChange(Joined.DOWN if c.down else Joined.UP, unseal(c.card)) for c in message.changes]
 
 
-def _write_connect(request: ConnectRequest) -> agent.ConnectRequest:
-    _check_connect(request)
-    return agent.ConnectRequest(
-        worker_id=request.worker_id,
-        epoch=request.epoch,
-        transport=request.transport,
-        hellos=request.hellos,
-        protocol_version=PROTOCOL_VERSION,
-        takes_keys=request.takes_keys,
-    )
-
-
-def _read_connect(message: agent.ConnectRequest) -> ConnectRequest:
-    check_version("the reader", message.protocol_version or UNSAID)
-    request = ConnectRequest(
-        message.worker_id, message.epoch, message.transport, list(message.hellos), message.takes_keys
-    )
-    _check_connect(request)
-    return request
-
-
 def _check_connect(request: ConnectRequest) -> None:
     check_name("worker_id", request.worker_id)
     check_name("transport", request.transport)
@@ -136,26 +94,13 @@ def _check_connect(request: ConnectRequest) -> None:
     check_opaque("a hello", *request.hellos)
 
 
-def _write_connected(reply: ConnectReply) -> agent.ConnectReply:
-    return agent.ConnectReply(
-        connection_id=reply.connection_id,
-        replies=reply.replies,
-        pool_keys=reply.pool_keys,
-        lease_keys=reply.lease_keys,
-    )
-
-
-def _read_connected(message: agent.ConnectReply) -> ConnectReply:
-    reply = ConnectReply(
-        message.connection_id, list(message.replies), tuple(message.pool_keys), tuple(message.lease_keys)
-    )
+def _check_connected(reply: ConnectReply) -> None:
     check_within("number of replies", len(reply.replies), 1, limits.MAX_HELLOS)
     check_within("number of pool keys", len(reply.pool_keys), 0, limits.MAX_REGIONS)
     check_opaque("a reply", *reply.replies)
     check_within("number of lease keys", len(reply.lease_keys), 0, limits.MAX_LEASE_KEYS)
     check_within("connection_id", reply.connection_id, 0, limits.MAX_CONNECTION_ID)
     check_opaque("a key", *reply.pool_keys, *reply.lease_keys)
-    return reply
 
 
 def _write_renewal(renewal: Renewal) -> agent.RenewSeatsRequest:
@@ -193,12 +138,14 @@ _SEATS: Bounds = {
 }
 _ENDED: Bounds = {1: Repeated("ended seats", limits.MAX_BATCH_OPS, packed=True)}
 
-JOIN = codec(pb.JoinRequest, _write_join, _read_join)
-MEMBERSHIP = codec(pb.JoinReply, _write_membership, _read_membership)
-PUSH = codec(pb.Push, _write_push, _read_push)
-LEAVE = codec(pb.LeaveRequest, *plain(WorkerEpoch, pb.LeaveRequest, _check_worker))
+JOIN = codec(pb.JoinRequest, *by_name(JoinRequest, pb.JoinRequest, card=(seal, unseal)))
+MEMBERSHIP = codec(
+    pb.JoinReply, *versioned("the coordinator", by_name(Membership, pb.JoinReply, _check_membership))
+)
+PUSH = codec(pb.Push, *by_name(Push, pb.Push, kind=(attrgetter("value"), PushKind)))
+LEAVE = codec(pb.LeaveRequest, *by_name(WorkerEpoch, pb.LeaveRequest, _check_worker))
 LEFT = nothing(pb.LeaveReply)
-GET_WORKER = codec(pb.GetWorkerRequest, *plain(WorkerEpoch, pb.GetWorkerRequest, _check_worker))
+GET_WORKER = codec(pb.GetWorkerRequest, *by_name(WorkerEpoch, pb.GetWorkerRequest, _check_worker))
 LIST = nothing(pb.ListWorkersRequest)
 CARDS = codec(pb.ListWorkersReply, _write_cards, _read_cards, {1: _LISTED})
 WATCH = codec(
@@ -207,12 +154,16 @@ WATCH = codec(
 CHANGES = codec(pb.WatchWorkersReply, _write_changes, _read_changes, {1: _LISTED._replace(name="changes")})
 
 ASK_STATUS = nothing(pb.StatusRequest)
-STATUS = codec(pb.StatusReply, *plain(CoordinatorStatus, pb.StatusReply, _check_status))
+STATUS = codec(pb.StatusReply, *by_name(CoordinatorStatus, pb.StatusReply, _check_status))
 
 GET_CARD = nothing(agent.GetCardRequest)
-CONNECT = codec(agent.ConnectRequest, _write_connect, _read_connect, _HELLOS)
-CONNECTED = codec(agent.ConnectReply, _write_connected, _read_connected, _REPLIES)
-SETTLE_SEAT = codec(agent.SettleSeatRequest, *plain(SettleOrder, agent.SettleSeatRequest, _check_worker))
+CONNECT = codec(
+    agent.ConnectRequest,
+    *versioned("the reader", by_name(ConnectRequest, agent.ConnectRequest, _check_connect)),
+    _HELLOS,
+)
+CONNECTED = codec(agent.ConnectReply, *by_name(ConnectReply, agent.ConnectReply, _check_connected), _REPLIES)
+SETTLE_SEAT = codec(agent.SettleSeatRequest, *by_name(SettleOrder, agent.SettleSeatRequest, _check_worker))
 SEAT_SETTLED: Codec[bool] = codec(
     agent.SettleSeatReply,
     lambda settled: agent.SettleSeatReply(settled=settled),

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated
-from kvlink.control.codec._wire import Codec, Write, check_name, check_within, codec, encoding, nothing, plain
+from kvlink.control.codec._wire import Codec, by_name, check_name, check_within, codec, encoding, nothing
 from kvlink.control.values import (
     Claim,
     HandoffBatch,
@@ -45,9 +47,12 @@ def _check_settle(order: SettleOrder) -> None:
     check_name("worker_id", order.worker_id)
 
 
-_write_offer, _read_offer = plain(Offer, pb.OfferRequest, _check_offer)
-_write_claim, _read_claim = plain(Claim, pb.ClaimRequest, _check_claim)
-_write_settle, _read_settle = plain(SettleOrder, pb.SettleRequest, _check_settle)
+_write_offer, _read_offer = by_name(Offer, pb.OfferRequest, _check_offer)
+_write_claim, _read_claim = by_name(Claim, pb.ClaimRequest, _check_claim)
+_write_settle, _read_settle = by_name(SettleOrder, pb.SettleRequest, _check_settle)
+_write_refused, _read_refused = by_name(
+    RefusedHandoff, pb.HandoffResults.Refused, kind=(attrgetter("value"), HandoffKind)
+)
 
 
 _OVERHEAD = 160
@@ -96,7 +101,7 @@ class BatchWriter:
         self._batch.withdrawn.append(number)
         self.num_ops += 1
 
-    def _add(self, to: Any, write: Write[Any, Any], value: Any) -> None:
+    def _add(self, to: Any, write: Callable[[Any], Any], value: Any) -> None:
         to.append(encoding(write, value))
         self.num_ops += 1
         self._bytes += _most_bytes(value)
@@ -148,21 +153,12 @@ def _write_results(results: HandoffResults) -> pb.HandoffResults:
     return message
 
 
-def _write_refused(refused: RefusedHandoff) -> pb.HandoffResults.Refused:
-    return pb.HandoffResults.Refused(
-        kind=refused.kind.value,  # type: ignore[arg-type]
-        number=refused.number,
-        reason=refused.reason,
-        sentence=refused.sentence,
-    )
-
-
 def _read_results(message: pb.HandoffResults) -> HandoffResults:
     return HandoffResults(
         message.offers_done,
         message.settles_done,
         [(claimed.claim, list(claimed.tickets)) for claimed in message.claimed],
-        [RefusedHandoff(HandoffKind(r.kind), r.number, r.reason, r.sentence) for r in message.refused],
+        [_read_refused(refused) for refused in message.refused],
     )
 
 

@@ -3,29 +3,29 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated
-from kvlink.control.codec._wire import check_within, codec, plain
+from kvlink.control.codec._wire import by_name, check_within, codec
 from kvlink.control.values import Claimed, Incarnation
 from kvlink.v1 import record_pb2 as pb
 
 
-def _write_claimed(claimed: Claimed) -> pb.ClaimRecord:
-    readers = [pb.ClaimRecord.Reader(reader=reader, claim_id=name) for reader, name in claimed.readers]
-    return pb.ClaimRecord(
-        tickets=claimed.tickets, readers=readers, complete=claimed.complete, ttl_s=claimed.ttl_s
-    )
+def _check_claimed(claimed: Claimed) -> None:
+    check_within("ttl_s", claimed.ttl_s, 0.001, limits.MAX_TTL_S)
 
 
-def _read_claimed(message: pb.ClaimRecord) -> Claimed:
-    readers = tuple((entry.reader, entry.claim_id) for entry in message.readers)
-    check_within("ttl_s", message.ttl_s, 0.001, limits.MAX_TTL_S)
-    return Claimed(tuple(message.tickets), readers, message.complete, message.ttl_s)
+def _write_reader(reader: tuple[int, bytes]) -> pb.ClaimRecord.Reader:
+    return pb.ClaimRecord.Reader(reader=reader[0], claim_id=reader[1])
 
 
-INCARNATION = codec(pb.LifeRecord, *plain(Incarnation, pb.LifeRecord))
+INCARNATION = codec(pb.LifeRecord, *by_name(Incarnation, pb.LifeRecord))
 _BOUNDS: Bounds = {
     1: Repeated("tickets", limits.MAX_TP_SIZE),
     2: Repeated("readers", limits.MAX_TP_SIZE),
 }
-CLAIMED = codec(pb.ClaimRecord, _write_claimed, _read_claimed, _BOUNDS)
+_claimed = by_name(
+    Claimed, pb.ClaimRecord, _check_claimed, readers=(_write_reader, attrgetter("reader", "claim_id"))
+)
+CLAIMED = codec(pb.ClaimRecord, *_claimed, _BOUNDS)

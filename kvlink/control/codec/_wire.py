@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, check
 from kvlink.control.values import Nothing
 from kvlink.errors import ConfigError
+from kvlink.types import PROTOCOL_VERSION
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -49,7 +50,8 @@ class Method(Generic[Q, R]):
         return f"/{self.service}/{self.name}"
 
 
-Write = Callable[[T], M]
+_UNSAID = 1
+"""The version of a peer whose message has no version field. All peers spoke this version before the field existed."""
 
 
 def encoding(write: Callable[[T], M], value: T) -> M:
@@ -91,24 +93,88 @@ def nothing(message: type[M]) -> Codec[Nothing]:
     return codec(message, lambda _: message(), lambda _: Nothing())
 
 
-def plain(
-    value: type[T], message: type[M], check: Callable[[T], None] = lambda value: None
-) -> tuple[Callable[[T], M], Callable[[M], T]]:
-    """Returns (write, read) for a NamedTuple of at least two scalar fields that are named like the message's."""
-    names: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
-    make: Callable[[Iterable[Any]], T] = partial(tuple.__new__, value)  # type: ignore[type-var]  # _make, in C
-    fields = attrgetter(*names)
+Both = tuple[Callable[[T], M], Callable[[M], T]]
+"""The two directions of a codec: (write, read)."""
+
+
+def by_name(
+    value: type[T],
+    message: type[M],
+    check: Callable[[T], None] = lambda value: None,
+    optional: Collection[str] = (),
+    **parts: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+) -> Both[T, M]:
+    """Returns (write, read) for a NamedTuple or dataclass of at least two fields that are named like the message's.
+
+    `parts` has (write, read) for fields that hold other values than the message, and for a repeated field those of one
+    entry. A repeated field becomes a tuple. The fields in `optional` may be None.
+    """
+    names = tuple(inspect.signature(value).parameters)
+    get = attrgetter(*names)
+    repeated = {field.name for field in message.DESCRIPTOR.fields if field.default_value == []}
+    special = [
+        (at, name, *parts.get(name, (_same, _same)))
+        for at, name in enumerate(names)
+        if name in repeated.union(parts)
+    ]
 
     def write(value: T) -> M:
         check(value)
-        return message(**dict(zip(names, value, strict=True)))  # type: ignore[call-overload]
+        values = dict(zip(names, get(value), strict=True))
+        for _, name, write_part, _ in special:
+            if name in repeated:
+                values[name] = map(write_part, values[name])
+            elif values[name] is not None or name not in optional:
+                values[name] = write_part(values[name])
+        return message(**values)
 
     def read(message: M) -> T:
-        value = make(fields(message))
-        check(value)
-        return value
+        values = [*get(message)]
+        for at, name, _, read_part in special:
+            if name in repeated:
+                values[at] = tuple(map(read_part, values[at]))
+            elif name not in optional or message.HasField(name):
+                values[at] = read_part(values[at])
+            else:
+                values[at] = None
+        found = value(*values)
+        check(found)
+        return found
 
     return write, read
+
+
+def _same(value: T) -> T:
+    return value
+
+
+def versioned(peer: str, both: Both[T, M]) -> Both[T, M]:
+    """Adds this process's protocol version to what is written. Reading checks that of `peer`."""
+    write, read = both
+
+    def write_versioned(value: T) -> Any:
+        message: Any = write(value)
+        message.protocol_version = PROTOCOL_VERSION
+        return message
+
+    def read_versioned(message: Any) -> T:
+        check_version(peer, message.protocol_version or _UNSAID)
+        return read(message)
+
+    return write_versioned, read_versioned
+
+
+def check_version(peer: str, version: int) -> None:
+    """Raises ConfigError that names both versions if the peer's version differs from this process's.
+
+    Releases may differ. Within a version, messages only gain fields that may be missing, and services gain methods that
+    callers can do without.
+    """
+    if version != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"{peer} speaks protocol version {version} and this process speaks {PROTOCOL_VERSION}; run releases of "
+            "kvlink that have the same protocol version"
+        )
 
 
 def check_name(field: str, name: str) -> None:
