@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvlink.control.client import AgentClient
 from kvlink.control.now import now
@@ -14,12 +12,6 @@ from kvlink.control.security import Security
 from kvlink.forks import check_grpc
 
 _UNUSED_S = 300.0  # far longer than any call, so no call runs on a client that is closed as unused
-
-
-@dataclass(slots=True)
-class _Kept:
-    client: AgentClient
-    asked_for: float
 
 
 class AgentClients:
@@ -33,7 +25,8 @@ class AgentClients:
         check_grpc()
         self._security = security
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # in the order of their last use
+        self._kept: dict[str, tuple[AgentClient, float]] = {}
+        """Clients and the times of their last use, in the order of these times."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -42,23 +35,23 @@ class AgentClients:
     def __getitem__(self, address: str) -> AgentClient:
         """Returns the client to use for the next call only. Raises ConfigError for another form of address."""
         now = self._clock()
-        kept = self._kept.get(address)
-        if kept is None:
-            kept = self._kept[address] = _Kept(AgentClient(address, security=self._security), now)
-        kept.asked_for = now
-        self._kept.move_to_end(address)
+        client, _ = self._kept.pop(address, (None, 0.0))
+        client = client or AgentClient(address, security=self._security)
+        self._kept[address] = client, now
         self._close_unused(now)
-        return kept.client
+        return client
 
     async def close(self) -> None:
         """Cancels running calls. Closing again has no effect."""
         while self._kept:
-            await self._kept.popitem()[1].client.close()
+            await self._kept.popitem()[1][0].close()
         await asyncio.gather(*self._closing)
 
     def _close_unused(self, now: float) -> None:
-        while (oldest := next(iter(self._kept.values()))).asked_for < now - _UNUSED_S:
-            self._kept.popitem(last=False)
-            closing = asyncio.create_task(oldest.client.close())
+        for address, (client, asked_for) in list(self._kept.items()):
+            if asked_for >= now - _UNUSED_S:
+                return
+            del self._kept[address]
+            closing = asyncio.create_task(client.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

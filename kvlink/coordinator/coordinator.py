@@ -44,7 +44,6 @@ from kvlink.coordinator.store.members import BEATS_PER_LEASE
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores, by_tenant, stores
 from kvlink.errors import ConfigError
-from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
@@ -125,8 +124,8 @@ class Coordinator:
         server.unary(Calls.JOIN, self._join)
         server.bidirectional(Calls.KEEP_ALIVE, self._keep_alive)
         server.unary(Calls.LEAVE, self._leave)
-        server.unary(Calls.GET_WORKER, self._get_worker)
-        server.unary(Calls.LIST_WORKERS, self._list_workers)
+        server.unary(Calls.GET_WORKER, lambda worker: self._store.worker(*worker))
+        server.unary(Calls.LIST_WORKERS, lambda _: self._store.workers())
         server.streaming(Calls.WATCH_WORKERS, self._watch_workers)
         server.unary(Calls.OFFER, self._offer)
         server.unary(Calls.CLAIM, self._claim)
@@ -168,12 +167,6 @@ class Coordinator:
         await self._store.leave(worker.worker_id, worker.epoch)
         _log.info("left worker=%s epoch=%d", worker.worker_id, worker.epoch)
         return Nothing()
-
-    async def _get_worker(self, worker: WorkerEpoch) -> WorkerCard:
-        return await self._store.worker(worker.worker_id, worker.epoch)
-
-    async def _list_workers(self, _: Nothing) -> list[WorkerCard]:
-        return await self._store.workers()
 
     async def _watch_workers(self, watch: Watch, send: Send[WorkerChanges]) -> None:
         with contextlib.closing(await self._store.watch()) as feed:

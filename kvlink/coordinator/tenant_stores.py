@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.rpc.eager_future import EagerFuture, eagerly
@@ -14,6 +15,8 @@ from kvlink.control.security import Role, Security, caller
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import Store
 from kvlink.types import WorkerCard
+
+F = TypeVar("F", bound=asyncio.Future[Any])
 
 _MAX_TENANTS = 1_024
 
@@ -68,19 +71,16 @@ class TenantStores:
         return await (await self._here()).watch()
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
-        here = self._opening()
-        return here.result().offer(offer) if here.done() else asyncio.ensure_future(_offer_at(here, offer))
+        return self._begun(lambda store: store.offer(offer), asyncio.ensure_future)
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
-        here = self._opening()
-        return here.result().claim(claim) if here.done() else eagerly(_claim_at(here, claim))
+        return self._begun(lambda store: store.claim(claim), eagerly)
 
     def give_back(self, claim: Claim) -> None:  # noqa: D102
         self._opened()[caller().tenant].give_back(claim)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
-        here = self._opening()
-        return here.result().settle(order) if here.done() else asyncio.ensure_future(_settle_at(here, order))
+        return self._begun(lambda store: store.settle(order), asyncio.ensure_future)
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
         return await (await self._here()).orders(worker_id, epoch)
@@ -101,6 +101,15 @@ class TenantStores:
 
     async def _here(self) -> Store:
         return await asyncio.shield(self._opening())
+
+    def _begun(self, call: Callable[[Store], F], later: Callable[[Coroutine[Any, Any, Any]], F]) -> F:
+        """Calls the calling tenant's store now, or as soon as it has started: then `later` makes the future."""
+        here = self._opening()
+
+        async def begin() -> Any:
+            return await call(await asyncio.shield(here))
+
+        return call(here.result()) if here.done() else later(begin())
 
     def _opening(self) -> asyncio.Task[Store]:
         """Returns the task that starts the calling tenant's store. If the start failed, it is tried again."""
@@ -129,18 +138,6 @@ class TenantStores:
 async def _started(store: Store) -> Store:
     await store.start()
     return store
-
-
-async def _offer_at(here: asyncio.Task[Store], offer: Offer) -> None:
-    await (await asyncio.shield(here)).offer(offer)
-
-
-async def _claim_at(here: asyncio.Task[Store], claim: Claim) -> list[bytes]:
-    return await (await asyncio.shield(here)).claim(claim)
-
-
-async def _settle_at(here: asyncio.Task[Store], order: SettleOrder) -> None:
-    await (await asyncio.shield(here)).settle(order)
 
 
 def _shown(card: WorkerCard) -> WorkerCard:

@@ -143,7 +143,8 @@ class OffersAgainstModel(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         wanted = {claim.request_id for claim, _ in self.waiting.values()}
-        assert set(self.offers._requests) == wanted | set(self.tickets)
+        assert set(self.offers._waiting._by_request) == wanted
+        assert set(self.offers._requests) == set(self.tickets)
         assert set(self.offers._by_worker) == {
             offer.worker_id for ranks in self.tickets.values() for offer, _ in ranks.values()
         }

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
@@ -27,14 +26,6 @@ _STALL_S = 1.0
 _log = logging.getLogger("kvlink.control")
 
 
-@dataclass(slots=True)
-class _Totals:
-    joined: int = 0
-    lost_workers: int = 0
-    offered: int = 0
-    settle_orders: int = 0
-
-
 class MemoryStore:
     """Implements `Store` in memory. `clock` returns monotonic seconds. A timer runs `tick` when something is due."""
 
@@ -45,7 +36,7 @@ class MemoryStore:
         self._clock = clock
         self._members = Members(lease_s, self._limits)
         self._offers: PendingOffers[EagerFuture[list[bytes]]] = PendingOffers(self._limits)
-        self._totals = _Totals()
+        self._num_joined = self._num_lost = self._num_offered = self._num_settle_orders = 0
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -61,7 +52,7 @@ class MemoryStore:
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:  # noqa: D102
         epoch, changes = self._members.join(card, rejoin, self._clock())
-        self._totals.joined += 1
+        self._num_joined += 1
         for change in changes:
             if change.what is Joined.DOWN:
                 self._forget(change.card, refusals.has_restarted(card.worker_id, epoch))
@@ -94,7 +85,7 @@ class MemoryStore:
         try:
             if not self._members.runs(offer.worker_id, offer.epoch):
                 raise self._not_running(offer.worker_id, offer.epoch)
-            self._totals.offered += 1
+            self._num_offered += 1
             now = self._clock()
             answers = self._offers.offer(offer, now)
         except Refused as refused:
@@ -135,7 +126,7 @@ class MemoryStore:
                 raise refusals.too_many_orders(order.worker_id, self._limits.pending_settles)
         except Refused as refused:
             return _failed(refused)
-        self._totals.settle_orders += 1
+        self._num_settle_orders += 1
         return self._done
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
@@ -153,12 +144,12 @@ class MemoryStore:
             workers=len(self._members),
             tickets=self._offers.num_tickets,
             waiting_claims=self._offers.num_waiting,
-            joined=self._totals.joined,
-            lost_workers=self._totals.lost_workers,
-            offered=self._totals.offered,
+            joined=self._num_joined,
+            lost_workers=self._num_lost,
+            offered=self._num_offered,
             claimed=self._offers.num_claimed,
             expired=self._offers.num_expired,
-            settle_orders=self._totals.settle_orders,
+            settle_orders=self._num_settle_orders,
         )
 
     def health(self) -> StoreHealth:  # noqa: D102
@@ -182,7 +173,7 @@ class MemoryStore:
         now = self._clock()
         changes = self._members.expire(now, late_s)
         for change in changes:
-            self._totals.lost_workers += 1
+            self._num_lost += 1
             self._forget(change.card, refusals.stopped_beating(change.card.worker_id))
         self._publish(changes)
         self._answer(self._offers.expire(now))

@@ -4,25 +4,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused
 from kvlink.control.values import Claim, Offer
 from kvlink.coordinator.store import refusals
-
-W = TypeVar("W", bound=Hashable)
+from kvlink.coordinator.store.waiting_claims import W, WaitingClaims
 
 Answer = tuple[W, list[bytes], Refused | None]
 """Says that a waiting claim ended: (waiter, tickets, refusal or None). It is a tuple because there are many."""
 
 
 @dataclass(slots=True)
-class _Request(Generic[W]):
-    """Holds the tickets and waiters of one request. It exists while there is either."""
+class _Request:
+    """Holds the tickets of one request. It exists while there are any."""
 
     ranks: dict[int, Offer] = field(default_factory=dict)
     tp_size: int = 1
@@ -32,8 +31,6 @@ class _Request(Generic[W]):
     claim_ids: set[bytes] = field(default_factory=set)
     lasts_until: float = 0.0
     """No ticket of the request lives longer than this."""
-    waiters: dict[W, Claim] = field(default_factory=dict)
-    """The newest waiter is served first, because an earlier claim of the same reader was most likely given up."""
 
 
 @dataclass(slots=True)
@@ -59,11 +56,10 @@ class PendingOffers(Generic[W]):
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._requests: dict[str, _Request[W]] = {}
+        self._requests: dict[str, _Request] = {}
         self._by_worker: dict[str, set[tuple[str, int]]] = {}
         self._tickets: Deadlines[tuple[str, int]] = Deadlines()
-        self._waiting: dict[W, str] = {}
-        self._patience: Deadlines[W] = Deadlines()
+        self._waiting: WaitingClaims[W] = WaitingClaims(limits)
         self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
         self._claimed: OrderedDict[str, int] = OrderedDict()
         """Maps those requests in `_ended` that hold tickets to the bytes of their tickets."""
@@ -85,7 +81,7 @@ class PendingOffers(Generic[W]):
 
     def waiting(self) -> list[W]:
         """Returns all waiters."""
-        return list(self._waiting)
+        return self._waiting.all()
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
         """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
@@ -116,7 +112,7 @@ class PendingOffers(Generic[W]):
         request.tp_size = tp_size
         request.num_seats = max(request.num_seats, num_seats)
         request.ranks[rank] = offer
-        answers = self._serve_waiters(request) if request.waiters else []
+        answers = self._serve_waiters(request_id, request)
         if request.ranks:  # a waiter did not take the tickets at once
             owned.add(key)
             self._requests[request_id] = request
@@ -132,29 +128,17 @@ class PendingOffers(Generic[W]):
         ended = self._ended.get(claim.request_id)
         if isinstance(ended, _Claimed):
             return ended.tickets if claim.claim_id and claim.claim_id in ended.claim_ids else None
-        if ended is not None and request is None:
+        if ended is not None and request is None and not self._waiting.of(claim.request_id):
             raise Refused(ended.reason, ended.sentence)
         return None
 
     def wait(self, claim: Claim, waiter: W, now: float) -> None:
         """Queues a claim that `take` could not answer. Raises Refused (TOO_MANY)."""
-        if len(self._waiting) >= self._limits.waiting_claims:
-            raise refusals.too_many_claims(len(self._waiting))
-        request = self._requests.get(claim.request_id)
-        if request is None:
-            request = self._requests[claim.request_id] = _Request()
-        request.waiters[waiter] = claim
-        self._waiting[waiter] = claim.request_id
-        self._patience.set(waiter, now + claim.timeout_s)
+        self._waiting.add(claim, waiter, now + claim.timeout_s)
 
     def cancel(self, waiter: W) -> None:
         """Removes a waiter whose caller is gone. Has no effect for one that does not wait."""
-        request_id = self._waiting.pop(waiter, None)
-        if request_id is not None:
-            self._patience.discard(waiter)
-            request = self._requests[request_id]
-            del request.waiters[waiter]
-            self._prune(request_id, request)
+        self._waiting.remove(waiter)
 
     def give_back(
         self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
@@ -193,7 +177,7 @@ class PendingOffers(Generic[W]):
 
     def next_deadline(self) -> float:
         """Returns a time before which `expire` has nothing to do."""
-        return min(self._tickets.next(), self._patience.next(), self._claimed_until.next())
+        return min(self._tickets.next(), self._waiting.next_deadline(), self._claimed_until.next())
 
     def expire(self, now: float) -> list[Answer[W]]:
         """Drops expired tickets, claimed ones too, and then refuses the claims that timed out."""
@@ -203,9 +187,9 @@ class PendingOffers(Generic[W]):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
             self._drop(request_id, rank, refusals.expired(offer))
-        return [self._give_up(waiter) for waiter in self._patience.due(now)]
+        return [self._give_up(waiter) for waiter in self._waiting.due(now)]
 
-    def _serve(self, request: _Request[W], claim: Claim) -> list[bytes]:
+    def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
         request_id, _, reader, num_readers, claim_id = claim
         ranks = request.ranks
         offers = [ranks[rank] for rank in range(request.tp_size)]
@@ -226,12 +210,12 @@ class PendingOffers(Generic[W]):
             self._prune(request_id, request)
         return tickets
 
-    def _serve_waiters(self, request: _Request[W]) -> list[Answer[W]]:
+    def _serve_waiters(self, request_id: str, request: _Request) -> list[Answer[W]]:
         answers: list[Answer[W]] = []
-        while request.waiters and len(request.ranks) == request.tp_size:
-            waiter, claim = request.waiters.popitem()
-            del self._waiting[waiter]
-            self._patience.discard(waiter)
+        for waiter in self._waiting.of(request_id):
+            claim = self._waiting.remove(waiter) if len(request.ranks) == request.tp_size else None
+            if claim is None:
+                break
             answers.append((waiter, self._serve(request, claim), None))
         return answers
 
@@ -264,12 +248,8 @@ class PendingOffers(Generic[W]):
             self._tickets.discard((request_id, rank))
             self._forget_owner(worker_id, (request_id, rank))
 
-    def _prune(self, request_id: str, request: _Request[W]) -> None:
-        if request.ranks:
-            return
-        if request.waiters:
-            request.served, request.claim_ids, request.num_seats, request.lasts_until = set(), set(), 0, 0.0
-        else:
+    def _prune(self, request_id: str, request: _Request) -> None:
+        if not request.ranks:
             self._requests.pop(request_id, None)
 
     def _forget_owner(self, worker_id: str, key: tuple[str, int]) -> None:
@@ -280,8 +260,10 @@ class PendingOffers(Generic[W]):
                 del self._by_worker[worker_id]
 
     def _give_up(self, waiter: W) -> Answer[W]:
-        request = self._requests[self._waiting[waiter]]
-        claim = request.waiters[waiter]
-        offered, tp_size = len(request.ranks), request.tp_size
-        self.cancel(waiter)
-        return waiter, [], refusals.claim_timed_out(claim, offered, tp_size)
+        claim = self._waiting.remove(waiter)
+        assert claim is not None  # a waiter that is removed is never due
+        request = self._requests.get(claim.request_id, _NO_OFFER)
+        return waiter, [], refusals.claim_timed_out(claim, len(request.ranks), request.tp_size)
+
+
+_NO_OFFER = _Request()

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from kvlink.control.limits import Limits
@@ -43,13 +42,6 @@ _WATCH_BACKLOG = 1_024
 _LOADING_S = 2.5
 
 
-@dataclass(slots=True)
-class _Totals:
-    joined: int = 0
-    offered: int = 0
-    settle_orders: int = 0
-
-
 class EtcdStore:
     """Implements `Store` on etcd. `clock` returns monotonic seconds. Leases of workers go by etcd's clock."""
 
@@ -74,7 +66,7 @@ class EtcdStore:
         self._offers = EtcdOffers(layout, mirror, sync, members, commits, limits)
         self._claims = EtcdClaims(etcd, layout, mirror, sync, commits, limits)
         self._settle_orders = SettleOrders(layout, mirror, members, commits, limits)
-        self._totals = _Totals()
+        self._num_joined = self._num_offered = self._num_settle_orders = 0
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._pending: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -90,7 +82,7 @@ class EtcdStore:
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:
         epoch = await self._guarded(self._members.join, card, rejoin)
-        self._totals.joined += 1
+        self._num_joined += 1
         return epoch
 
     async def beat(self, worker_id: str, epoch: int) -> bool:
@@ -119,7 +111,7 @@ class EtcdStore:
 
     async def _offer(self, offer: Offer) -> None:
         await self._offers.offer(offer)
-        self._totals.offered += 1
+        self._num_offered += 1
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
         answer: EagerFuture[list[bytes]] = EagerFuture()
@@ -141,7 +133,7 @@ class EtcdStore:
 
     async def _settle(self, order: SettleOrder) -> None:
         await self._settle_orders.settle(order)
-        self._totals.settle_orders += 1
+        self._num_settle_orders += 1
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
         return await self._guarded(self._settle_orders.listen, worker_id, epoch)
@@ -151,12 +143,12 @@ class EtcdStore:
             workers=len(self._mirror.members),
             tickets=self._mirror.num_free,
             waiting_claims=len(self._claims),
-            joined=self._totals.joined,
+            joined=self._num_joined,
             lost_workers=self._mirror.num_lost,
-            offered=self._totals.offered,
+            offered=self._num_offered,
             claimed=self._claims.num_claimed,
             expired=self._mirror.num_expired,
-            settle_orders=self._totals.settle_orders,
+            settle_orders=self._num_settle_orders,
         )
 
     def health(self) -> StoreHealth:

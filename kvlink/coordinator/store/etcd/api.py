@@ -93,6 +93,14 @@ class Etcd:
         self._patience_s = _PATIENCE_S
         return reply
 
+    async def _call_even_if_refused(self, method: Method[Q, R], request: Q) -> None:
+        try:
+            await self._call(method, request)
+        except CoordinatorUnavailable:
+            raise
+        except CoordinatorError:
+            pass
+
     async def close(self) -> None:
         """Closes the channel. Closing again has no effect."""
         await self._channel.close()
@@ -139,12 +147,7 @@ class Etcd:
 
     async def compact(self, revision: int) -> None:
         """Drops the history of keys before `revision`. Raises nothing if it was already compacted."""
-        try:
-            await self._call(_COMPACT, pb.CompactionRequest(revision=revision))
-        except CoordinatorUnavailable:
-            raise
-        except CoordinatorError:
-            pass
+        await self._call_even_if_refused(_COMPACT, pb.CompactionRequest(revision=revision))
 
     async def grant(self, ttl_s: int) -> int:
         """Creates a lease and returns its id. etcd may make it longer."""
@@ -152,12 +155,7 @@ class Etcd:
 
     async def revoke(self, lease: int) -> None:
         """Ends a lease and deletes all of its keys. Raises nothing if it does not exist."""
-        try:
-            await self._call(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
-        except CoordinatorUnavailable:
-            raise
-        except CoordinatorError:
-            pass
+        await self._call_even_if_refused(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
 
     async def keep_alive(self, leases: Iterable[int]) -> set[int]:
         """Renews leases and returns those that exist. They are split over several calls, each with its own timeout."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.denials import LogQuota
@@ -21,7 +22,7 @@ from kvlink.coordinator.store.etcd.membership import MAX_TRIES
 from kvlink.coordinator.store.etcd.mirror import Mirror
 from kvlink.coordinator.store.etcd.requests import Request, Serving, serve
 from kvlink.coordinator.store.etcd.sync import Sync
-from kvlink.coordinator.store.etcd.waiting_claims import Waiter, WaitingClaims
+from kvlink.coordinator.store.waiting_claims import WaitingClaims
 from kvlink.errors import KVLinkError
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -29,6 +30,20 @@ _log = logging.getLogger("kvlink.control")
 
 _DELETION_S = 0.01
 _NEVER_S = 1e9
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Holds one waiting claim. The caller may cancel `answer` at any time."""
+
+    claim: Claim
+    answer: asyncio.Future[list[bytes]]
+    tries: int = 0
+    """Number of times that its record could not be written because etcd had changed."""
+
+    def refuse(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class EtcdClaims:
@@ -42,7 +57,7 @@ class EtcdClaims:
         self._mirror = mirror
         self._sync = sync
         self._commits = commits
-        self._waiting = WaitingClaims(limits)
+        self._waiting: WaitingClaims[_Waiter] = WaitingClaims(limits)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failures = LogQuota()
         self.num_claimed = 0
@@ -60,9 +75,9 @@ class EtcdClaims:
 
     def claim(self, claim: Claim, answer: asyncio.Future[list[bytes]], now: float) -> None:
         """Answers the claim now or later. Raises Refused (TOO_MANY)."""
-        waiter = Waiter(claim, answer)
+        waiter = _Waiter(claim, answer)
         does_not_wait = claim.timeout_s == 0
-        self._waiting.add(waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
+        self._waiting.add(claim, waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
         answer.add_done_callback(lambda _: self._waiting.remove(waiter))
         if does_not_wait:
             asking = asyncio.create_task(self._answer_at_once(waiter))
@@ -108,8 +123,7 @@ class EtcdClaims:
     def refuse_all(self, why: Refused) -> None:
         """Refuses all waiting claims."""
         for waiter in self._waiting.all():
-            if not waiter.answer.done():
-                waiter.answer.set_exception(Refused(why.reason, why.sentence))
+            waiter.refuse(Refused(why.reason, why.sentence))
 
     def serve_waiters(self, request_id: str) -> None:
         """Serves the waiting claims of a request, one after the other."""
@@ -138,7 +152,7 @@ class EtcdClaims:
 
         self._running[request_id] = asyncio.create_task(run())
 
-    async def _give(self, waiter: Waiter, serving: Serving, record: Claimed) -> None:
+    async def _give(self, waiter: _Waiter, serving: Serving, record: Claimed) -> None:
         """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
         name = waiter.claim.request_id
         key = self._layout.claim_record(name)
@@ -162,17 +176,15 @@ class EtcdClaims:
                     raise refusals.write_conflict(f"request {named(name)}", MAX_TRIES)
                 await self._catch_up(name)
         except Exception as error:
-            if not waiter.answer.done():
-                waiter.answer.set_exception(as_refusal(error))
+            waiter.refuse(as_refusal(error))
 
-    async def _answer_at_once(self, waiter: Waiter) -> None:
+    async def _answer_at_once(self, waiter: _Waiter) -> None:
         """Answers a claim that does not wait with what etcd has now."""
         name = waiter.claim.request_id
         try:
             await self._catch_up(name)
         except Exception as error:
-            if not waiter.answer.done():
-                waiter.answer.set_exception(as_refusal(error))
+            waiter.refuse(as_refusal(error))
             return
         self.serve_waiters(name)
         while name in self._running:
@@ -187,15 +199,13 @@ class EtcdClaims:
         await self._sync.reached(max((kv.mod_revision for kv in (*tickets.kvs, *claims.kvs)), default=0))
         await asyncio.sleep(_DELETION_S)  # a deleted key has no revision to wait for
 
-    def _refuse_if_over(self, request: Request | None, waiter: Waiter) -> None:
+    def _refuse_if_over(self, request: Request | None, waiter: _Waiter) -> None:
         why = self._mirror.why_ended(waiter.claim.request_id)
         if why is not None and (request is None or not request.free()):
-            waiter.answer.set_exception(why)
+            waiter.refuse(why)
 
-    def _refuse(self, waiter: Waiter) -> None:
-        if waiter.answer.done():
-            return
+    def _refuse(self, waiter: _Waiter) -> None:
         request = self._mirror.requests.get(waiter.claim.request_id)
         free = request.free() if request is not None else {}
         tp_size = next((ticket.offer.tp_size for ticket in free.values()), 0)
-        waiter.answer.set_exception(refusals.claim_timed_out(waiter.claim, len(free), tp_size))
+        waiter.refuse(refusals.claim_timed_out(waiter.claim, len(free), tp_size))
