@@ -155,7 +155,7 @@ def _wait_for(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[An
 class Closable(Protocol):
     """A gRPC channel or server that must be closed before its event loop."""
 
-    async def close_now(self) -> None:
+    async def close(self) -> None:
         """Closes the object. Idempotent."""
 
 
@@ -175,7 +175,7 @@ async def close_all() -> None:
     for key in sorted((key for key in list(_closables) if key[0] == here), reverse=True):
         closable = _closables.pop(key, None)
         if closable is not None:
-            await closable.close_now()
+            await closable.close()
 
 
 def off_loop(call: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -10,8 +10,6 @@ from kvlink.control.now import now
 
 _log = logging.getLogger("kvlink.control")
 
-_LINES = 10
-_PER_S = 60.0
 _MAX_SHOWN = 200
 """Bounds the characters of a text that a peer chooses."""
 
@@ -19,7 +17,7 @@ _MAX_SHOWN = 200
 class LogQuota:
     """Allows at most `lines` log lines in `per_s` seconds, and counts the suppressed ones."""
 
-    def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
+    def __init__(self, lines: int = 10, per_s: float = 60.0, clock: Callable[[], float] = now) -> None:
         self._most = lines
         self._per_s = per_s
         self._clock = clock
@@ -40,15 +38,12 @@ class LogQuota:
         return unsaid
 
 
-class DenialLog:
+class DenialLog(LogQuota):
     """Logs denied calls at a bounded rate. Each line says how many were suppressed before it."""
-
-    def __init__(self, lines: int = _LINES, per_s: float = _PER_S, clock: Callable[[], float] = now) -> None:
-        self._quota = LogQuota(lines, per_s, clock)
 
     def note(self, method: str, peer: str, why: str) -> None:
         """Logs one denied call, or counts it as suppressed."""
-        unsaid = self._quota.take()
+        unsaid = self.take()
         if unsaid is not None:
             _log.warning(
                 "denied method=%s peer=%s why=%s unsaid=%d",

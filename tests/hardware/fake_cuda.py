@@ -18,7 +18,7 @@ class FakeCuda:
         self.device = gpu
         self.allocations = allocations
         self.synced: list[int] = []
-        self.exported: list[tuple[int, int, bool]] = []
+        self.exported: list[tuple[int, int]] = []
         self.flushed: list[Ordering] = []
         self.refuses_sync = False
 
@@ -29,8 +29,8 @@ class FakeCuda:
         assert ordinal == self.device.ordinal
         return self.device
 
-    def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
-        self.exported.append((address, num_bytes, pcie))
+    def export(self, gpu: int, address: int, num_bytes: int) -> int:
+        self.exported.append((address, num_bytes))
         return os.memfd_create("dma-buf")
 
     def sync_memops(self, allocation: Allocation) -> None:

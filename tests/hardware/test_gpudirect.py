@@ -192,7 +192,7 @@ def test_lending_by_dma_buf(root: FakeRoot) -> None:
     cuda = FakeCuda(HOPPER, at(0x1000000, 2 * MIB, Kind.VMM), at(0x1000000 + 2 * MIB, 2 * MIB, Kind.VMM))
     exported = export(cuda, 0x1000000 + 512, 3 * MIB, root=root.path)
     assert exported.decision.way is Way.DMA_BUF
-    assert cuda.exported == [(0x1000000, 3 * MIB + 4096, False)]
+    assert cuda.exported == [(0x1000000, 3 * MIB + 4096)]
     assert cuda.synced == [each.base for each in cuda.allocations]
     assert exported.offset == 512
     fd = exported.fd
@@ -202,17 +202,6 @@ def test_lending_by_dma_buf(root: FakeRoot) -> None:
     assert exported.fd == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-
-
-@pytest.mark.parametrize(
-    ("coherent", "asked", "pcie"), [(True, True, True), (True, False, False), (False, True, False)]
-)
-def test_the_mapping_by_pcie_is_for_coherent_gpus(
-    root: FakeRoot, coherent: bool, asked: bool, pcie: bool
-) -> None:
-    cuda = FakeCuda(replace(HOPPER, coherent=coherent), at(0x1000000, MIB))
-    with export(cuda, 0x1000000, MIB, pcie=asked, root=root.path):
-        assert cuda.exported == [(0x1000000, MIB, pcie)]
 
 
 def test_lending_by_peermem_exports_nothing(root: FakeRoot) -> None:

@@ -120,10 +120,6 @@ class Channel:
         for server in self._servers:
             await server.channel.close()
 
-    async def close_now(self) -> None:
-        """Closes the channel like `close`."""
-        await self.close()
-
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Sends one request and returns its reply. Retries while the server is unavailable.
 

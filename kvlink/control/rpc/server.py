@@ -32,6 +32,7 @@ from kvlink.forks import use_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _log = logging.getLogger("kvlink.control")
 
@@ -112,10 +113,7 @@ class GrpcServer:
         """Adds a method with one request and replies until the handler returns."""
 
         async def call(blob: bytes, context: _Context) -> None:
-            async def run() -> None:
-                await handle(method.request.decode(blob), _sender(method.reply, context))
-
-            await self._run_stream(run, method, context)
+            await self._run_stream(handle, lambda: method.request.decode(blob), method, context)
 
         self._add(method, grpc.unary_stream_rpc_method_handler(call))
 
@@ -125,10 +123,7 @@ class GrpcServer:
         """Adds a method with requests and replies until the handler returns."""
 
         async def call(blobs: AsyncIterator[bytes], context: _Context) -> None:
-            async def run() -> None:
-                await handle(_decoded(method.request, blobs), _sender(method.reply, context))
-
-            await self._run_stream(run, method, context)
+            await self._run_stream(handle, lambda: _decoded(method.request, blobs), method, context)
 
         self._add(method, grpc.stream_stream_rpc_method_handler(call))
 
@@ -183,7 +178,7 @@ class GrpcServer:
         if self._server is not None:
             await self._server.stop(grace_s)
 
-    async def close_now(self) -> None:
+    async def close(self) -> None:
         """Stops the server within 0.1 s."""
         await self.stop(0.1)
 
@@ -203,13 +198,17 @@ class GrpcServer:
             set_caller(self._gate(method.name, names, bearer(header)))
 
     async def _run_stream(
-        self, run: Callable[[], Awaitable[None]], method: Method[Any, Any], context: _Context
+        self,
+        handle: Callable[[T, Send[R]], Awaitable[None]],
+        decode: Callable[[], T],
+        method: Method[Any, R],
+        context: _Context,
     ) -> None:
         """Runs a stream as a task that `stop` cancels. If gRPC cut the stream, the peer would log spurious errors."""
 
         async def admitted() -> None:
             self._admit(method, context)
-            await run()
+            await handle(decode(), _sender(method.reply, context))
 
         stream = asyncio.ensure_future(admitted())
         self._streams[stream] = None

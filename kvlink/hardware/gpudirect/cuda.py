@@ -19,7 +19,6 @@ from kvlink.hardware.topology import normalize
 _INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12, see nvidia-smi)"
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _FLUSH_FROM_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
-_MAPPING_TYPE_PCIE = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 _CONTEXT_SYNC_MEMOPS = 0x80  # CU_CTX_SYNC_MEMOPS
 _BUS_ID_BYTES = 16
 
@@ -69,12 +68,11 @@ class CudaDriver:
         major, minor = (self._of_device(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
         return major, minor
 
-    def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
+    def export(self, gpu: int, address: int, num_bytes: int) -> int:
         """See Driver."""
         kind = self._cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        flags = _MAPPING_TYPE_PCIE if pcie else 0
         with self._current(gpu):
-            (fd,) = self._call("cuMemGetHandleForAddressRange", address, num_bytes, kind, flags)
+            (fd,) = self._call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0)
         return int(fd)
 
     def sync_memops(self, allocation: Allocation) -> None:

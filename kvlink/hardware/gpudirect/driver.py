@@ -61,7 +61,7 @@ class Driver(Protocol):
     def gpu(self, ordinal: int) -> Gpu:
         """Returns the properties of one device."""
 
-    def export(self, gpu: int, address: int, num_bytes: int, pcie: bool) -> int:
+    def export(self, gpu: int, address: int, num_bytes: int) -> int:
         """Returns a new dma-buf descriptor over whole host pages. The caller owns the descriptor."""
 
     def sync_memops(self, allocation: Allocation) -> None:

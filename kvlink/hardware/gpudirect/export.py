@@ -134,13 +134,10 @@ def export(
     *,
     allowed: Sequence[Way] = tuple(Way),
     nic_refuses_dma_buf: str = "",
-    pcie: bool = False,
     root: Path = Path("/"),
 ) -> ExportedMemory:
     """Prepares [address, address + num_bytes) for a NIC. Export again when the physical memory behind it changes.
 
-    pcie: on coherent GPUs, requests the mapping through BAR1 instead of the one through the CPU. A NIC must use only
-    one of the two, because they are not ordered against each other.
     Raises TransportUnavailable if no allowed way works.
     """
     facts, gpu, behind = inspect(driver, address, num_bytes, nic_refuses_dma_buf, root)
@@ -148,7 +145,7 @@ def export(
     fd, offset = -1, 0
     if decision.way is Way.DMA_BUF:
         base, length = whole_pages(address, num_bytes)
-        fd, offset = driver.export(gpu.ordinal, base, length, pcie and gpu.coherent), address - base
+        fd, offset = driver.export(gpu.ordinal, base, length), address - base
     exported = ExportedMemory(driver, gpu, decision, fd, offset)
     if decision.way is not Way.BOUNCE:
         try:
