@@ -189,7 +189,8 @@ def measure_plan(as_json: Json = False) -> None:
     from .measurements import plan as bench
 
     rows = show_rows(bench.rows(), as_json, "bench plan")
-    show_rows(bench.verdicts(rows), as_json, "what kvlink promises")
+    if as_json:  # goals of kvlink's developers
+        show_rows(bench.verdicts(rows), as_json, "goals")
 
 
 @app.command("control")
@@ -254,17 +255,17 @@ def measure_peers(
     seconds: Annotated[
         float, typer.Option(min=0, help="Give each library so many seconds at each shape.")
     ] = 3.0,
-    environments: Annotated[Path, typer.Option(help="Find what `make peers` made here.")] = Path(
-        "build/peers"
-    ),
+    environments: Annotated[Path, typer.Option(help="Find the other libraries here.")] = Path("build/peers"),
     log: Annotated[Path, typer.Option(help="Write output of the peers here.")] = Path("build/peers/log"),
     as_json: Json = False,
 ) -> None:
     """Let other transfer libraries move the same blocks, in turns with kvlink and with bare copies.
 
-    Columns "times X" say how many times as long as kvlink over X it took. --json has settings, versions and intervals.
+    Columns "times X" say how many times as long as kvlink over X it took. --json has settings, versions and intervals;
+    `kvlink report` draws it. Libraries that are not installed are named at the end, with commands that install them.
     """
     from .peers import run
+    from .peers.setup import advice
 
     begin(as_json)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -273,7 +274,10 @@ def measure_peers(
         rows = show_parts(
             [part if as_json else map(run.brief, part) for part in contests], as_json, "bench peers"
         )
-    show_rows(run.verdicts(rows), as_json, "what kvlink promises")
+    if as_json:
+        show_rows(run.verdicts(rows), as_json, "goals")
+    if missing := advice(rows, environments.absolute()):
+        typer.echo(missing, err=True)
     raise typer.Exit(0 if all(row.get("verified", True) for row in rows) else 1)
 
 

@@ -24,6 +24,7 @@ def describe() -> dict[str, Any]:
     """Returns the machine, system, versions, and how busy other processes keep it now."""
     return {
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": platform.node(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "pinned_to": sorted(os.sched_getaffinity(0)),

@@ -27,6 +27,7 @@ from .contender import KVLINK, Contender, ContenderInfo, Draw
 from .here import Kvlink
 from .modes import HOST, MODES, TCP
 from .pair import Pair
+from .setup import python_of
 
 TRANSPORTS = {HOST: ("shm", "cma"), TCP: ("tcp",)}
 
@@ -132,11 +133,11 @@ def _candidates(
         yield info, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)
     for mode in (mode for mode in MODES if mode.path == path):
         info = ContenderInfo(mode.peer, mode.name, path, "", mode.settings)
-        python = environments / mode.peer / "bin" / "python"
+        python = python_of(mode.peer, environments)
         if python.exists():
             yield info, partial(Pair, mode, python, *memory, log)
         else:
-            yield info, f"{python} is missing; run make peers"
+            yield info, f"not installed: {python} is missing"
 
 
 def _guarded(step: Callable[..., None], contender: Contender, score: _Score, *more: Any) -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from io import StringIO
 from itertools import cycle
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
@@ -15,6 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from ..measurements.rank_handoffs import PHASES
 from ..peers.contest import QUANTILES
 from .measures import Measure, Simulated, size_text
+from .style import LIMIT, OTHERS, OURS, variables
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "kvlink", "font.family": "sans-serif", "font.size": 9, "grid.alpha": 0.25,
@@ -22,11 +26,9 @@ _STYLE: dict[Any, Any] = {
     "text.parse_math": False,
 }  # fmt: skip
 _WIDE = 500  # as a ratio of the ends, from which on only powers of ten fit
-_OURS, _OTHERS, _LIMIT = (
-    ("#0b62d6", "#00937f", "#7a3db8"),
-    ("#d9480f", "#c2255c", "#e8a200", "#8c6d46", "#f783ac", "#7a1f1f", "#b5a300", "#ffa07a"),
-    "#777777",
-)
+_MOST_SHARE = 99  # of transfers in a distribution: a few outliers would hide all others
+_MOST_MEDIANS = 5  # of the middle way, in the width of a distribution: one slow way would hide all others
+_COLOUR = re.compile("|".join(map(re.escape, variables())))
 
 
 def _dashes(measures: Sequence[Measure]) -> dict[str, str]:
@@ -41,9 +43,9 @@ def _colours(measures: Sequence[Measure]) -> dict[str, str]:
     ways = list(dict.fromkeys(measure.key.way for measure in measures))
     ours = [way for way in ways if way.startswith("kvlink ")]
     others = [way for way in ways if not way.startswith(("kvlink ", "bare "))]
-    found = {way: _OURS[index % len(_OURS)] for index, way in enumerate(ours)}
-    found |= {way: _OTHERS[index % len(_OTHERS)] for index, way in enumerate(others)}
-    return {way: found.get(way, _LIMIT) for way in ways}
+    found = {way: OURS[index % len(OURS)] for index, way in enumerate(ours)}
+    found |= {way: OTHERS[index % len(OTHERS)] for index, way in enumerate(others)}
+    return {way: found.get(way, LIMIT) for way in ways}
 
 
 @mpl.rc_context(_STYLE)
@@ -58,11 +60,11 @@ def speeds(measures: Sequence[Measure]) -> str:
         )
     sizes = sorted({measure.key.block_bytes for measure in measures})
     axes.set_xscale("log", base=2)
-    _log(axes, "y")
+    axes.set_ylim(bottom=0)
     axes.set_xticks(sizes, list(map(size_text, sizes)), minor=False)
     axes.set_xlabel("block")
     axes.set_ylabel("GiB/s, median")
-    return _svg(figure, axes)
+    return _svg(figure, axes, "Speed against block size")
 
 
 @mpl.rc_context(_STYLE)
@@ -73,12 +75,17 @@ def distributions(measures: Sequence[Measure]) -> str:
     for measure in measures:
         if len(measure.quantiles_us) == len(QUANTILES):
             way = measure.key.way
-            shares = [share / 100 for share in QUANTILES]
-            axes.plot(measure.quantiles_us, shares, dashes[way], color=colours[way], label=way)
-    _log(axes, "x")
+            shown = [
+                each for each in zip(measure.quantiles_us, QUANTILES, strict=True) if each[1] <= _MOST_SHARE
+            ]
+            axes.plot(*zip(*shown, strict=True), dashes[way], color=colours[way], label=way)
+    axes.set_xlim(0, _MOST_MEDIANS * median(measure.p50_us for measure in measures))
+    axes.set_ylim(0, 100)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.set_xlabel("µs")
-    axes.set_ylabel("share of transfers")
-    return _svg(figure, axes)
+    axes.set_ylabel("% of transfers")
+    return _svg(figure, axes, "Share of transfers that took at most so long; slower ones are beyond the edge")
 
 
 @mpl.rc_context(_STYLE)
@@ -93,7 +100,7 @@ def cpu_time(measures: Sequence[Measure]) -> str:
     axes.set_yticks(range(len(known)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("CPU-s / GiB, both processes")
-    return _svg(figure, axes, legend=False)
+    return _svg(figure, axes, "CPU time of each way", legend=False)
 
 
 @mpl.rc_context(_STYLE)
@@ -102,7 +109,7 @@ def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
     figure, axes = _figure(height=0.9 + 0.35 * len(phases))
     names = [name for name in PHASES if name != "whole"]
     starts = [0.0] * len(phases)
-    for name, colour in zip(names, (*_OURS, *_OTHERS), strict=False):
+    for name, colour in zip(names, (*OURS, *OTHERS), strict=False):
         widths = [found.get(name, 0.0) for found in phases.values()]
         axes.barh(range(len(phases)), widths, left=starts, color=colour, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -111,22 +118,22 @@ def waterfall(phases: Mapping[str, Mapping[str, float]]) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("µs, medians of each phase")
-    return _svg(figure, axes)
+    return _svg(figure, axes, "Time of each phase of a handoff")
 
 
 @mpl.rc_context(_STYLE)
 def predictions(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Draws (measured, predicted) in µs by transport. Each point's model was not fitted to it."""
     figure, axes = _figure()
-    for (name, pairs), colour in zip(points.items(), (*_OURS, *_OTHERS), strict=False):
+    for (name, pairs), colour in zip(points.items(), (*OURS, *OTHERS), strict=False):
         axes.plot(*zip(*pairs, strict=True), "o", color=colour, label=name)
     ends = [value for pairs in points.values() for pair in pairs for value in pair]
-    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=_LIMIT, label="as measured")
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=LIMIT, label="as measured")
     _log(axes, "x")
     _log(axes, "y")
     axes.set_xlabel("measured, µs")
     axes.set_ylabel("predicted, µs")
-    return _svg(figure, axes)
+    return _svg(figure, axes, "Predicted times against measured ones")
 
 
 @mpl.rc_context(_STYLE)
@@ -135,14 +142,15 @@ def fleets(curve: Sequence[Simulated]) -> str:
     figure, axes = _figure()
     moved = sorted(fleet for fleet in curve if fleet.p50_us and fleet.p99_us)
     sizes = [fleet.workers for fleet in moved]
-    axes.plot(sizes, [fleet.p50_us for fleet in moved], "-o", markersize=3.5, color=_OURS[0], label="p50")
-    axes.plot(sizes, [fleet.p99_us for fleet in moved], "--o", markersize=3.5, color=_OTHERS[0], label="p99")
+    axes.plot(sizes, [fleet.p50_us for fleet in moved], "-o", markersize=3.5, color=OURS[0], label="p50")
+    axes.plot(sizes, [fleet.p99_us for fleet in moved], "--o", markersize=3.5, color=OTHERS[0], label="p99")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
-    _log(axes, "y")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.set_xlabel("workers, half of them prefill")
     axes.set_ylabel("µs, simulated")
-    return _svg(figure, axes)
+    return _svg(figure, axes, "Time of moves against the size of the fleet")
 
 
 def _figure(height: float = 3.2) -> tuple[Figure, Any]:
@@ -163,9 +171,14 @@ def _log(axes: Any, name: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _svg(figure: Figure, axes: Any, *, legend: bool = True) -> str:
+def _svg(figure: Figure, axes: Any, name: str, *, legend: bool = True) -> str:
+    """Returns a figure whose colours are CSS variables, so that the page decides on light and dark."""
     if legend:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    drawing = text.getvalue()[text.getvalue().index("<svg") :]
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)  # ids that another chart of the page has, too
+    drawing = _COLOUR.sub(lambda found: f"var({variables()[found[0]]})", drawing)
+    named = f'<svg role="img" aria-label="{escape(name)}"'
+    return f"<figure>{drawing.replace('<svg', named, 1)}<figcaption>{escape(name)}</figcaption></figure>"

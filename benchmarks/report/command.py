@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,13 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(help="Read the output of `kvlink bench … --json`; two files are compared.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the page here.")] = Path(
+        "report.html"
+    ),
+    title: Annotated[str, typer.Option(help="Use this title instead of the host and date of the run.")] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON line with the path, and nothing else.")
+    ] = False,
 ) -> None:
     """Draw benchmark results on one page that opens anywhere, without a network."""
     try:
@@ -38,7 +45,9 @@ def report(
                 f"{path} has no row of kvlink bench pull, peers or migrate, or of kvlink simulate"
             )
     try:
-        output.write_text(write(found), encoding="utf-8")
+        output.write_text(write(found, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error}") from error
-    typer.echo(f"{output}: {sum(len(each.measures) for each in found)} measurements")
+    number = sum(len(each.measures) for each in found)
+    said = {"report": str(output.resolve()), "measurements": number}
+    typer.echo(json.dumps(said) if as_json else f"{output}: {number} measurements")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the page: sections of charts and tables around the results. All text from files is escaped."""
+"""Writes the page: headlines with bars first, then details to unfold."""
 
 from __future__ import annotations
 
@@ -8,103 +8,139 @@ from html import escape
 from statistics import median
 
 from ..prediction.calibration import LEAST_SHAPES, Sample, cross_validated, num_shapes
-from . import charts
+from . import charts, headlines
 from .comparison import compare
 from .measures import Measure, Results, Row, groups, size_text
+from .style import document
+from .tables import LIMIT, folded, number_text, table
 
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>kvlink: measured</title><style>
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; } h3 { margin-bottom: .3rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; display: block;
-  overflow-x: auto; }
-th, td { padding: .15rem .7rem .15rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee; }
-th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; } .no { color: #b3261e; font-weight: 600; } .yes { color: #1a7f37; }
-small, .why { color: #5b636d; }
-td.long { white-space: normal; text-align: left; overflow-wrap: anywhere; }
-</style></head><body>
-"""
+_LEAST_SIZES = 3  # of blocks, for a curve
+_NAMED = {"host": "One host", "tcp": "TCP"}
+
+_OF_CONTESTS = (
+    "Median time of one transfer; shorter is better. Each library is shown in its fastest mode. The limit is bare "
+    "calls that copy the same blocks and check nothing."
+)
+_OF_PULLS = "Median speed of one transfer at a time; longer is better. The line is the limit: bare calls."
+
+Section = tuple[str, list[str]]
+"""A title and its parts."""
 
 
-_LONG_CHARS = 24  # from which on a cell is broken into lines
-
-
-def write(results: Sequence[Results]) -> str:
+def write(results: Sequence[Results], title: str = "") -> str:
     """Returns the whole page: each file separately, then the second compared with the first."""
-    parts = [_HEAD, "<h1>kvlink: measured</h1>"]
+    title = title or _title(results)
+    sections: list[Section] = []
     for found in results:
-        parts += _of_file(found)
+        before = f"{found.name}: " if len(results) > 1 else ""
+        own = [(name, parts) for name, parts in _sections(found) if any(parts)]
+        sections += [(f"{before}{name}" if before else name, parts) for name, parts in own]
     if len(results) == 2:
-        parts += _compared(*results)
-    return "\n".join([*parts, "</body></html>\n"])
+        sections.insert(0, (f"{results[1].name} against {results[0].name}", list(_compared(*results))))
+    body = [
+        "<header>",
+        f"<h1>{escape(title)}</h1>",
+        *map(_run, results),
+        _contents(sections),
+        "</header><main>",
+    ]
+    for number, (name, parts) in enumerate(sections):
+        body += [
+            f'<section aria-labelledby="s{number}"><h2 id="s{number}">{escape(name)}</h2>',
+            *parts,
+            "</section>",
+        ]
+    return document(title, [*body, "</main>"])
 
 
-def _of_file(found: Results) -> Iterator[str]:
-    yield f"<h2>{escape(found.name)}</h2>"
-    if found.machine:
-        said = "; ".join(
-            f"{name} {value}" for name, value in found.machine.items() if value not in ("", None)
-        )
-        yield f"<p><small>{escape(said)}</small></p>"
-    if found.noise:
-        said = "; ".join(f"{of} {share:.1%}" for of, share in found.noise.items())
-        yield f"<p><small>CPU time that other processes took meanwhile: {escape(said)}</small></p>"
-    yield from _bars(found)
-    for (path, blocks), measures in groups(found.measures).items():
-        yield f"<h3>{escape(path)}: {blocks:,} block{'s' if blocks > 1 else ''} a transfer</h3>"
-        if len({measure.key.block_bytes for measure in measures}) > 1:
-            yield charts.speeds(measures)
-        yield from _distributions(measures)
-        if any(measure.cpu_s_per_gib for measure in measures) and blocks > 1:
-            yield charts.cpu_time(measures)
-        yield _measures(measures)
+def _title(results: Sequence[Results]) -> str:
+    hosts = dict.fromkeys(str(found.machine["host"]) for found in results if found.machine.get("host"))
+    return f"kvlink measured on {' and '.join(hosts)}" if hosts else "kvlink measured"
+
+
+def _run(found: Results) -> str:
+    """Returns where and when the results of one file were measured."""
+    machine = found.machine
+    cores = f"{machine['cores']} cores" if machine.get("cores") else None
+    commit = f"commit {machine['commit']}" if machine.get("commit") else None
+    version = f"kvlink {machine['kvlink']}" if machine.get("kvlink") else None
+    said = (machine.get("host"), machine.get("cpu"), cores, _date(machine.get("at")), version, commit)
+    return f'<p class="soft">{escape(" · ".join(str(each) for each in said if each) or found.name)}</p>'
+
+
+def _date(at: object) -> str:
+    return str(at).replace("T", " ").replace("+00:00", " UTC") if at else ""
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    links = "".join(
+        f'<li><a href="#s{number}">{escape(name)}</a></li>' for number, (name, _) in enumerate(sections)
+    )
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
+
+
+def _sections(found: Results) -> Iterator[Section]:
+    contests = headlines.contests(found.measures)
+    lead = (
+        "kvlink beside other libraries"
+        if any(each.others for each in contests)
+        else "kvlink beside its limit"
+    )
+    yield (
+        lead,
+        [part for each in contests for part in (_titled(headlines.headline(each)), headlines.chart(each))],
+    )
+    yield (
+        "Pulls over each transport",
+        [part for said, bars in headlines.pulls(found.measures) for part in (_titled(said), bars)],
+    )
     if found.phases:
-        yield "<h3>Where the time of a migration goes</h3>" + charts.waterfall(found.phases)
-    yield from _predictions(found)
-    yield from _simulations(found)
-    if found.settings:
-        yield "<h3>Versions and settings</h3>"
-        rows = ((path, way, *said) for (path, way), said in found.settings.items())
-        yield _table(("path", "way", "version", "settings"), rows)
-    if found.absent:
-        yield "<h3>Not measured</h3>"
-        yield _table(("what", "why"), found.absent)
+        yield "Where the time of a handoff goes", [charts.waterfall(found.phases)]
+    yield "Simulated fleets", list(_simulations(found))
+    yield "Details", list(_details(found))
 
 
-def _bars(found: Results) -> Iterator[str]:
-    if not found.bars:
-        return
-    held = sum(bool(bar.get("holds")) for bar in found.bars)
-    yield f"<h3>What kvlink promises against other libraries: {held} of {len(found.bars)} hold</h3>"
-    if beyond := sum(bar.get("holds") is False and bar.get("reachable") is False for bar in found.bars):
-        yield (
-            f"<p class='why'>{beyond} of the {len(found.bars) - held} others ask for more than bare calls on the same "
-            "memory got in the same run (possible): a copy for shm, process_vm_readv for cma, a plain socket for tcp. "
-            "Of limit: how near kvlink came to them.</p>"
+def _drawn(what: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for number, (said, bars) in enumerate(pairs):
+        if number == 0:
+            yield f'<p class="soft">{what}</p>'
+        yield _titled(said)
+        yield bars
+
+
+def _titled(said: str) -> str:
+    return f"<h3>{escape(said)}</h3>"
+
+
+def _details(found: Results) -> Iterator[str]:
+    for (path, blocks), measures in groups(found.measures).items():
+        where = _NAMED.get(path, path[:1].upper() + path[1:])
+        yield folded(
+            f"{where}, {blocks:,} block{'s' if blocks > 1 else ''} a transfer", _group(blocks, measures)
         )
-    names = ("bar", "transport", "transfer", "against", "needs", "got", "holds", "possible", "of_limit")
-    rows = ([_shape(bar) if name == "transfer" else bar.get(name) for name in names] for bar in found.bars)
-    yield _table([name.replace("_", " ") for name in names], rows)
+    yield folded("Predictions against measurements", _predictions(found))
+    yield folded("Goals of kvlink's developers", _goals(found))
+    if found.settings:
+        rows = ((path, way, *said) for (path, way), said in found.settings.items())
+        yield folded(
+            "Versions and settings",
+            [table("Versions and settings of each way", ("path", "way", "version", "settings"), rows)],
+        )
+    if found.absent:
+        yield folded("Not measured", [table("Ways that were not measured", ("what", "why"), found.absent)])
+    yield folded("Machine", _machine(found))
 
 
-def _shape(bar: Row) -> str:
-    blocks, size = bar.get("blocks"), bar.get("block_bytes")
-    return f"{blocks:,} × {size_text(size)}" if isinstance(blocks, int) and isinstance(size, int) else ""
-
-
-def _distributions(measures: Sequence[Measure]) -> Iterator[str]:
+def _group(blocks: int, measures: Sequence[Measure]) -> Iterator[str]:
+    if len({measure.key.block_bytes for measure in measures}) >= _LEAST_SIZES:
+        yield charts.speeds(measures)
     for size in dict.fromkeys(measure.key.block_bytes for measure in measures):
         alike = [measure for measure in measures if measure.key.block_bytes == size]
         if any(measure.quantiles_us for measure in alike):
-            yield f'<div class="why">{size_text(size)} blocks: how long transfers took</div>'
+            yield f"<h4>Blocks of {size_text(size)}</h4>"
             yield charts.distributions(alike)
-
-
-def _measures(measures: Sequence[Measure]) -> str:
+    if any(measure.cpu_s_per_gib for measure in measures) and blocks > 1:
+        yield charts.cpu_time(measures)
     rows = (
         (
             each.key.way, size_text(each.key.block_bytes), each.p50_us, _interval(each), each.p99_us, each.gib_per_s,
@@ -112,17 +148,42 @@ def _measures(measures: Sequence[Measure]) -> str:
         )
         for each in measures
     )  # fmt: skip
-    return _table(
-        ("way", "block", "p50 µs", "95 % interval", "p99 µs", "GiB/s", "CPU-s/GiB", "verified"), rows
-    )
+    names = ("way", "block", "p50 µs", "95 % interval", "p99 µs", "GiB/s", "CPU-s/GiB", "verified")
+    yield table("All ways: times, speed, and CPU time of both processes", names, rows)
 
 
 def _interval(measure: Measure) -> str:
-    return (
-        ""
-        if measure.low_us is None or measure.high_us is None
-        else f"{_text(measure.low_us)}–{_text(measure.high_us)}"
-    )
+    if measure.low_us is None or measure.high_us is None:
+        return ""
+    return f"{number_text(measure.low_us)}–{number_text(measure.high_us)}"
+
+
+def _goals(found: Results) -> Iterator[str]:
+    if not found.bars:
+        return
+    held = sum(bar.get("holds") is True for bar in found.bars)
+    beyond = sum(_is_beyond(bar) for bar in found.bars)
+    said = f"{held} of {len(found.bars)} are met."
+    if beyond:
+        said += f" {beyond} are beyond what bare calls on the same memory got in this run (limit)."
+    yield f"<p>{said}</p>"
+    names = ("bar", "transport", "transfer", "against", "needs", "got", "holds", "possible", "of_limit")
+    rows = ([_goal(bar, name) for name in names] for bar in found.bars)
+    shown = ("goal", "transport", "transfer", "against", "needs", "got", "met", "bare calls", "of limit")
+    yield table("Goals, and what kvlink and bare calls got", shown, rows)
+
+
+def _is_beyond(bar: Row) -> bool:
+    return bar.get("holds") is False and bar.get("reachable") is False
+
+
+def _goal(bar: Row, name: str) -> object:
+    if name == "holds" and _is_beyond(bar):
+        return LIMIT
+    if name != "transfer":
+        return bar.get(name)
+    blocks, size = bar.get("blocks"), bar.get("block_bytes")
+    return f"{blocks:,} × {size_text(size)}" if isinstance(blocks, int) and isinstance(size, int) else ""
 
 
 def _predictions(found: Results) -> Iterator[str]:
@@ -140,20 +201,22 @@ def _predictions(found: Results) -> Iterator[str]:
             ]
     if points:
         wrong = [abs(predicted / measured - 1) for pairs in points.values() for measured, predicted in pairs]
-        yield f"<h3>Prediction against measurement: wrong by {median(wrong):.0%}, at most {max(wrong):.0%}</h3>"
-        yield "<p class='why'>Each point is predicted by start-up, operations and bytes fitted to the other shapes.</p>"
+        yield (
+            f"<p>Predictions are wrong by {median(wrong):.0%} in the median, and by {max(wrong):.0%} at most. Each "
+            "point is predicted from start-up, operations and bytes fitted to the other shapes.</p>"
+        )
         yield charts.predictions(points)
 
 
 def _simulations(found: Results) -> Iterator[str]:
     for scene, curve in found.fleets.items():
-        yield f"<h3>Simulated fleets: {escape(scene)}</h3>"
+        yield _titled(scene)
         if sum(bool(fleet.p50_us and fleet.p99_us) for fleet in curve) > 1:
             yield charts.fleets(curve)
         names = ("workers", "p50 µs", "p99 µs", "GiB/s", "leases expired", "unreachable", "requests")
-        yield _table(names, (fleet[1:] for fleet in curve))
+        yield table(f"Fleets of {scene}", names, (fleet[1:] for fleet in curve))
     if found.validated:
-        yield "<h3>The simulation beside real pulls</h3>"
+        yield _titled("The simulation beside real pulls")
         names = (
             "transport",
             "readers",
@@ -163,38 +226,25 @@ def _simulations(found: Results) -> Iterator[str]:
             "simulated",
             "share of CPU others took",
         )
-        yield _table(names, found.validated)
+        yield table("Times of real and of simulated pulls", names, found.validated)
+
+
+def _machine(found: Results) -> Iterator[str]:
+    if found.noise:
+        said = "; ".join(f"{of} {share:.1%}" for of, share in found.noise.items())
+        yield f"<p>CPU time that other processes took meanwhile: {escape(said)}</p>"
+    rows = [(name, str(value)) for name, value in found.machine.items() if value not in ("", None)]
+    if rows:
+        yield table("The machine, as the results describe it", ("what", "value"), rows)
 
 
 def _compared(before: Results, after: Results) -> Iterator[str]:
-    yield f"<h2>{escape(after.name)} against {escape(before.name)}</h2>"
     rows = [
         (str(each.key), each.before_us, each.after_us, each.ratio, each.verdict)
         for each in compare(before, after)
     ]
     if rows:
-        yield _table(("what", "before, µs", "after, µs", "ratio", "verdict"), rows)
+        names = ("what", "before, µs", "after, µs", "ratio", "verdict")
+        yield table("Medians of both files, and whether they differ by more than chance", names, rows)
     else:
         yield "<p>The two files have no measurement in common.</p>"
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        said = "yes" if value else "no"
-        return f'<td class="{said}">{said}</td>'
-    if isinstance(value, float):
-        return f"<td>{_text(value)}</td>"
-    if isinstance(value, int):
-        return f"<td>{value:,}</td>"
-    said = "" if value is None else escape(str(value))
-    return f'<td class="long">{said}</td>' if len(said) > _LONG_CHARS else f"<td>{said}</td>"
-
-
-def _text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -20,7 +20,7 @@ from kvlink.benchmarks.harness import machine
 from kvlink.benchmarks.harness.block_draws import Order
 from kvlink.benchmarks.harness.processes import BenchError
 from kvlink.benchmarks.harness.quantiles import median_interval, quantile_interval, quantiles_us
-from kvlink.benchmarks.peers import contest, run
+from kvlink.benchmarks.peers import contest, run, setup
 from kvlink.benchmarks.peers.adapters.blocks import Blocks
 from kvlink.benchmarks.peers.bars import bars
 from kvlink.benchmarks.peers.contender import BARE, KVLINK, ContenderInfo, Draw, Moved
@@ -59,7 +59,8 @@ def test_who_is_here_is_measured_and_who_is_not_is_named(path: str, shape: Shape
         assert 0 <= row["other_load"] <= 1
     absent = {(row["peer"], row["mode"]): row["why_not"] for row in rows if "why_not" in row}
     assert set(absent) >= {(mode.peer, mode.name) for mode in MODES if mode.path == path}
-    assert all("make peers" in absent[mode.peer, mode.name] for mode in MODES if mode.path == path)
+    assert all("not installed" in absent[mode.peer, mode.name] for mode in MODES if mode.path == path)
+    assert "run\n    make peers" in setup.advice(rows, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.peer}-{mode.name}")
@@ -275,7 +276,7 @@ def test_the_command_prints_machine_rows_and_verdicts(tmp_path: Path) -> None:
     places = ["--environments", str(tmp_path), "--log", str(tmp_path / "log")]
     done = CliRunner().invoke(app, ["peers", *options, *places])
     assert done.exit_code == 0, done.output
-    first, *rows = map(json.loads, done.output.splitlines())
+    first, *rows = map(json.loads, done.stdout.splitlines())
     assert first["kind"] == "machine"
     assert first["cores"] >= 1
     assert {row["kind"] for row in rows} == {"peers"}  # nothing to judge without a peer
