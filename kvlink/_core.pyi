@@ -158,17 +158,18 @@ class Connection:
         planner: Planner,
         owner_blocks: Any,
         reader_blocks: Any,
-        first_token: int,
-        end_token: int,
-        first_layer: int,
-        end_layer: int,
-        slot: int,
-        nonce: int,
-        settle_nonce: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
+        seat: tuple[int, int, int],
         stream: int,
         timeout_s: float,
     ) -> Transfer | None:
-        """None: the connection is broken. settle_nonce 0: only validate. stream: 0 all is ready, 1 blocks, 2 layers."""
+        """Starts a transfer. Returns None if the connection is broken.
+
+        `tokens` and `layers` are half-open ranges. `seat` is (slot, nonce, settle nonce); with a settle nonce of 0 the
+        transfer only validates. `stream`: 0 if all is ready, 1 if `ready` counts blocks, 2 if it counts layers.
+        Arguments go by position: pybind11 needs 1 us more for keywords.
+        """
     def settle(self, slot: int, settle_nonce: int) -> bool:
         """One-sided; False when the connection is broken."""
     @property

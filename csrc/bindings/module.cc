@@ -11,6 +11,11 @@
 #include "engine/engine.h"
 #include "transports/registry.h"
 
+template <>
+struct py::detail::type_caster<kvlink::LeaseSeat>
+    : kvlink::TupleCaster<kvlink::LeaseSeat, &kvlink::LeaseSeat::slot, &kvlink::LeaseSeat::nonce,
+                          &kvlink::LeaseSeat::settle_nonce> {};
+
 namespace kvlink {
 namespace {
 
@@ -93,24 +98,21 @@ void register_transfer(py::module_& m) {
 }
 
 std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
-                               py::handle reader_blocks, uint32_t first_token, uint32_t end_token,
-                               uint32_t first_layer, uint32_t end_layer, uint32_t slot, uint64_t nonce,
-                               uint64_t settle_nonce, int stream, double timeout_s) {
+                               py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
+                               int stream, double timeout_s) {
   check(self.process().check());
   const BlockIds owner(owner_blocks), reader(reader_blocks);
   PullRequest request;
   request.planner = planner.planner;
   request.owner_blocks = owner;
   request.reader_blocks = reader;
-  request.tokens = {first_token, end_token};
-  request.layers = {first_layer, end_layer};
+  request.tokens = tokens;
+  request.layers = layers;
+  request.seat = seat;
   request.stream = static_cast<StreamUnit>(stream);
-  request.slot = slot;
-  request.nonce = nonce;
-  request.settle_nonce = settle_nonce;
   request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
   // A few microseconds of copying are cheaper than giving the GIL away and queueing for it again.
-  const uint64_t bytes = request.planner->bytes(end_token - first_token, request.layers);
+  const uint64_t bytes = request.planner->bytes(tokens.end - tokens.begin, layers);
   if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
   py::gil_scoped_release release;
   return self.pull(request);
@@ -132,9 +134,7 @@ void register_connection(py::module_& m) {
           py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_keys"),
           py::arg("epoch"), py::arg("timeout_s"))
       .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
-           py::arg("first_token"), py::arg("end_token"), py::arg("first_layer"), py::arg("end_layer"),
-           py::arg("slot"), py::arg("nonce"), py::arg("settle_nonce"), py::arg("stream"),
-           py::arg("timeout_s"))
+           py::arg("tokens"), py::arg("layers"), py::arg("seat"), py::arg("stream"), py::arg("timeout_s"))
       .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
       .def_property_readonly("broken", own(&Connection::broken))
       .def_property_readonly("idle", own(&Connection::idle))
@@ -258,22 +258,15 @@ void register_engine(py::module_& m) {
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
             check(self.process().check());
-            py::list seats;
-            for (const LeaseSeat& seat : take(self.grant(lease, readers, ready, to_ns(ttl_s)))) {
-              seats.append(py::make_tuple(seat.slot, seat.nonce, seat.settle_nonce));
-            }
-            return seats;
+            return take(self.grant(lease, readers, ready, to_ns(ttl_s)));
           },
           py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
       .def(
           "grant_at",
-          [](Engine& self, uint64_t lease, const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& seats,
-             uint64_t ready, double ttl_s) {
+          [](Engine& self, uint64_t lease, const std::vector<LeaseSeat>& seats, uint64_t ready,
+             double ttl_s) {
             check(self.process().check());
-            std::vector<LeaseSeat> chosen;
-            for (const auto& [slot, nonce, settle_nonce] : seats)
-              chosen.push_back({slot, nonce, settle_nonce});
-            check(self.grant_at(lease, chosen, ready, to_ns(ttl_s)));
+            check(self.grant_at(lease, seats, ready, to_ns(ttl_s)));
           },
           py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
       .def(

@@ -50,34 +50,31 @@ void register_plan(py::module_& m) {
         return packed;
       });
   py::class_<PyPlanner>(m, "Planner")
-      .def(
-          py::init([](const Layout& reader, const Layout& owner,
-                      const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
-                      const std::vector<uint64_t>& remote_region_bytes,
-                      const std::vector<uint32_t>& remote_region_index, std::pair<uint32_t, uint32_t> heads) {
-            std::vector<MemoryRange> local;
-            for (const auto& [address, bytes] : local_regions) {
-              local.push_back({.base = reinterpret_cast<std::byte*>(address), .bytes = bytes});
-            }
-            return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
-                                                remote_region_index, Range{heads.first, heads.second}))};
-          }),
-          py::arg("reader"), py::arg("owner"), py::arg("local_regions"), py::arg("remote_region_bytes"),
-          py::arg("remote_region_index"), py::arg("heads") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX})
+      .def(py::init([](const Layout& reader, const Layout& owner,
+                       const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
+                       const std::vector<uint64_t>& remote_region_bytes,
+                       const std::vector<uint32_t>& remote_region_index, Range heads) {
+             std::vector<MemoryRange> local;
+             for (const auto& [address, bytes] : local_regions) {
+               local.push_back({.base = reinterpret_cast<std::byte*>(address), .bytes = bytes});
+             }
+             return PyPlanner{take(Planner::make(reader, owner, std::move(local), remote_region_bytes,
+                                                 remote_region_index, heads))};
+           }),
+           py::arg("reader"), py::arg("owner"), py::arg("local_regions"), py::arg("remote_region_bytes"),
+           py::arg("remote_region_index"), py::arg("heads") = Range{})
       .def(
           "plan",
-          [](const PyPlanner& self, py::handle owner_blocks, py::handle reader_blocks,
-             std::pair<uint32_t, uint32_t> tokens, std::pair<uint32_t, uint32_t> layers,
-             std::optional<Plan*> into) {
+          [](const PyPlanner& self, py::handle owner_blocks, py::handle reader_blocks, Range tokens,
+             Range layers, std::optional<Plan*> into) {
             const BlockIds owner(owner_blocks), reader(reader_blocks);
             Plan fresh;
             Plan& plan = into ? **into : fresh;
-            check(self.planner->plan(owner, reader,
-                                     {{tokens.first, tokens.second}, {layers.first, layers.second}}, plan));
+            check(self.planner->plan(owner, reader, {tokens, layers}, plan));
             return into ? py::cast(*into, py::return_value_policy::reference) : py::cast(std::move(fresh));
           },
-          py::arg("owner_blocks"), py::arg("reader_blocks"), py::arg("tokens"),
-          py::arg("layers") = std::pair<uint32_t, uint32_t>{0, UINT32_MAX}, py::arg("into") = py::none());
+          py::arg("owner_blocks"), py::arg("reader_blocks"), py::arg("tokens"), py::arg("layers") = Range{},
+          py::arg("into") = py::none());
 }
 
 }  // namespace kvlink

@@ -37,3 +37,7 @@ struct PyPlanner {
 };
 
 }  // namespace kvlink
+
+template <>
+struct py::detail::type_caster<kvlink::Range>
+    : kvlink::TupleCaster<kvlink::Range, &kvlink::Range::begin, &kvlink::Range::end> {};

@@ -247,8 +247,8 @@ bool Lane::post_steps(int64_t now) {
 
 Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token) {
   if (step.kind == Step::Kind::kSettle) {
-    return endpoint_->post_write(token, leases_.words, settled_offset(transfer->slot()),
-                                 transfer->settle_nonce());
+    return endpoint_->post_write(token, leases_.words, settled_offset(transfer->seat().slot),
+                                 transfer->seat().settle_nonce);
   }
   if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(leases_.slots));
   if (readers_ && !transfer->announced_by(index_)) {

@@ -15,17 +15,18 @@ Status Lane::post_word(uint64_t offset, uint64_t value) {
 
 /// On every lane: the owner must see it before it serves the first read of that lane.
 Status Lane::announce(Transfer& transfer) {
-  if (transfer.begin_announcing(index_)) readers_->begin(transfer.nonce());
-  return post_word(reader_offset(transfer.slot()), readers_->announcement(transfer.nonce()));
+  if (transfer.begin_announcing(index_)) readers_->begin(transfer.seat().nonce);
+  return post_word(reader_offset(transfer.seat().slot), readers_->announcement(transfer.seat().nonce));
 }
 
 /// When a transfer has ended: spares the other pulls of this connection being cut off when its lease ends. By
 /// each lane that announced it, behind what it announced.
 void Lane::withdraw(Transfer& transfer) {
   if (!readers_ || !transfer.announced_by(index_)) return;
-  const bool last = readers_->end(transfer.nonce(), [&transfer] { return transfer.end_announcing(); });
+  const bool last = readers_->end(transfer.seat().nonce, [&transfer] { return transfer.end_announcing(); });
   if (!last || transfer.state() == TransferState::kSettled || broken()) return;
-  const Status posted = post_word(reader_offset(transfer.slot()), readers_->withdrawal(transfer.nonce()));
+  const Status posted =
+      post_word(reader_offset(transfer.seat().slot), readers_->withdrawal(transfer.seat().nonce));
   if (posted.ok()) unsent_.store(true, std::memory_order_release);
 }
 

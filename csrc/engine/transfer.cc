@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "base/clock.h"
-#include "lease/lease_table.h"
 #include "lease/stale.h"
 #include "memory/slot_ring.h"
 
@@ -20,9 +19,9 @@ constexpr uint32_t kNonceBytes = sizeof(uint64_t);
 constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
 /// A slot that cannot be a lease's, or a value that stands in slots without a lease, would validate anything.
-bool is_made_up(const PullRequest& request) {
-  return request.slot == 0 || request.nonce < kSmallestNonce ||
-         (request.settle_nonce != 0 && request.settle_nonce < kSmallestNonce);
+bool is_made_up(const LeaseSeat& seat) {
+  return seat.slot == 0 || seat.nonce < kSmallestNonce ||
+         (seat.settle_nonce != 0 && seat.settle_nonce < kSmallestNonce);
 }
 
 }  // namespace
@@ -33,15 +32,13 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       tokens_(request.tokens),
       layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
       stream_(request.stream),
-      slot_(request.slot),
-      nonce_(request.nonce),
-      settle_nonce_(request.settle_nonce),
+      seat_(request.seat),
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
       driver_(std::move(driver)),
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
-  if (is_made_up(request)) {
+  if (is_made_up(seat_)) {
     refuse(Status::Config("the ticket is made up: no lease has this slot and nonce"), now);
     return;
   }
@@ -160,7 +157,7 @@ Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
   return {std::span(plan_.ops).subspan(step.first_op, step.num_ops),
           plan_.segments.data(),
           plan_.repeats,
-          {slot_offset(slot_), nonce_, lease_region}};
+          {slot_offset(seat_.slot), seat_.nonce, lease_region}};
 }
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
@@ -169,7 +166,7 @@ void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
 }
 
 Chunk Transfer::slot_chunk(uint32_t lease_region) {
-  slot_op_ = {slot_offset(slot_), slot_segment_.bytes, lease_region, 0, 1};
+  slot_op_ = {slot_offset(seat_.slot), slot_segment_.bytes, lease_region, 0, 1};
   return {std::span(&slot_op_, 1), &slot_segment_};
 }
 
@@ -252,7 +249,7 @@ bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
 
 void Transfer::on_slot(int64_t now) {
   posted_ = false;
-  if (words_[0] != nonce_) {
+  if (words_[0] != seat_.nonce) {
     stop(stale_blocks(words_[0]));
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
@@ -262,7 +259,7 @@ void Transfer::on_slot(int64_t now) {
     lanes_used_ = ~0ull;
   } else if (phase_ == Phase::kValidate) {
     stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
-    if (settle_nonce_ == 0) return finish({}, now);
+    if (seat_.settle_nonce == 0) return finish({}, now);
     phase_ = Phase::kSettle;
     phase_started_ns_ = now;
   }
@@ -331,7 +328,7 @@ void Transfer::finish(Status status, int64_t now) {
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
   if (stream_ == StreamUnit::kNone) count_plan();
-  if (path_stats_) path_stats_->add(stats_, result_.code(), settle_nonce_ != 0 && !stats_.settled);
+  if (path_stats_) path_stats_->add(stats_, result_.code(), seat_.settle_nonce != 0 && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
   if (driver_->policy && result_.ok() && stream_ == StreamUnit::kNone) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);

@@ -17,6 +17,7 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "engine/path_stats.h"
+#include "lease/lease_words.h"
 #include "plan/planner.h"
 #include "staging/staging_policy.h"
 #include "transport_api/transport.h"
@@ -31,11 +32,9 @@ struct PullRequest {
   std::span<const uint32_t> owner_blocks, reader_blocks;  // copied only when streaming
   Range tokens;
   Range layers;
+  LeaseSeat seat;  // settle_nonce 0: validate, do not settle
   StreamUnit stream = StreamUnit::kNone;
-  uint32_t slot = 0;  // of the owner's lease table
-  uint64_t nonce = 0;
-  uint64_t settle_nonce = 0;  // 0: validate, do not settle
-  int64_t deadline_ns = 0;    // by now_ns()
+  int64_t deadline_ns = 0;  // by now_ns()
 };
 
 struct TransferStats {
@@ -125,9 +124,7 @@ class Transfer {
   Chunk chunk(const Step& step, uint32_t lease_region) const;
   /// Whether its reads go by way of the staging buffer.
   bool staged() const { return choice_.staged; }
-  uint32_t slot() const { return slot_; }
-  uint64_t nonce() const { return nonce_; }
-  uint64_t settle_nonce() const { return settle_nonce_; }
+  const LeaseSeat& seat() const { return seat_; }
   /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
   void set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region);
   Chunk slot_chunk(uint32_t lease_region);
@@ -163,8 +160,7 @@ class Transfer {
   std::vector<uint32_t> owner_blocks_, reader_blocks_;
   Range tokens_, layers_;
   StreamUnit stream_;
-  uint32_t slot_;
-  uint64_t nonce_, settle_nonce_;
+  LeaseSeat seat_;
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const TransferDriver> driver_;
   std::shared_ptr<PathStats> path_stats_;

@@ -25,17 +25,6 @@
 
 namespace kvlink {
 
-/// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
-/// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
-struct LeaseSeat {
-  uint32_t slot = 0;
-  uint64_t nonce = 0;
-  uint64_t settle_nonce = 0;
-};
-inline constexpr uint64_t kMaxSeats = 255;
-/// Smaller values are tombstones, or look like a settle nonce of few readers.
-inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
-
 /// How a seat or a lease ended. As a number it is the tombstone in the slot.
 enum class LeaseEnd : uint8_t { kSettled = 1, kExpired = 2, kAborted = 3, kEvicted = 4 };
 

@@ -9,6 +9,17 @@
 
 namespace kvlink {
 
+/// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
+/// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
+struct LeaseSeat {
+  uint32_t slot = 0;
+  uint64_t nonce = 0;
+  uint64_t settle_nonce = 0;
+};
+inline constexpr uint64_t kMaxSeats = 255;
+/// Smaller values are tombstones, or look like a settle nonce of few readers.
+inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
+
 /// One reader's part of a lease, slot 0 being the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {
   std::atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again

@@ -72,18 +72,17 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
         seat = ticket.seats[peer.seat]
     except IndexError:
         raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
-    begin, end = (
-        (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket)
-    )
-    first_layer, end_layer = (
-        (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket)
-    )
     units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
     return peer.connection.pull(
-        peer.planner, ticket.block_ids, into, begin, end, first_layer, end_layer,
-        seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0,
-        0 if ticket.ready >= units else _STREAM[ticket.ready_unit], timeout_s,
-    )  # fmt: skip
+        peer.planner,
+        ticket.block_ids,
+        into,
+        (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket),
+        (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket),
+        (seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0),
+        0 if ticket.ready >= units else _STREAM[ticket.ready_unit],
+        timeout_s,
+    )
 
 
 def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
@@ -105,7 +104,7 @@ def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tup
         raise ConfigError(
             f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} is no range within 0 to {count}"
         )
-    return asked
+    return asked[0], asked[1]
 
 
 class PullStarts:

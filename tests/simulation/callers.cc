@@ -47,9 +47,7 @@ PullRequest World::draw_request(Pull& pull) {
   request.reader_blocks = pull.reader_blocks;
   request.tokens = {0, static_cast<uint32_t>(count)};
   request.stream = pull.streaming ? StreamUnit::kBlocks : StreamUnit::kNone;
-  request.slot = pull.slot;
-  request.nonce = nonce;
-  request.settle_nonce = pull.settle_nonce;
+  request.seat = {pull.slot, nonce, pull.settle_nonce};
   request.deadline_ns = pull.deadline_ns;
   return request;
 }

@@ -65,9 +65,7 @@ struct Pair {
     request.owner_blocks = from;
     request.reader_blocks = into;
     request.tokens = {0, static_cast<uint32_t>(from.size())};
-    request.slot = seat.slot;
-    request.nonce = seat.nonce;
-    request.settle_nonce = seat.settle_nonce;
+    request.seat = seat;
     request.deadline_ns = now_ns() + timeout_ns;
     return connection->pull(request);
   }

@@ -103,9 +103,7 @@ struct Pair {
     request.owner_blocks = from;
     request.reader_blocks = into;
     request.tokens = {0, static_cast<uint32_t>(from.size())};
-    request.slot = seat.slot;
-    request.nonce = seat.nonce;
-    request.settle_nonce = seat.settle_nonce;
+    request.seat = seat;
     request.deadline_ns = now_ns() + timeout_ns;
     return connection->pull(request);
   }
@@ -286,8 +284,7 @@ TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   request.owner_blocks = from;
   request.reader_blocks = into;
   request.tokens = {0, 1};
-  request.slot = seat.slot;
-  request.nonce = seat.nonce;
+  request.seat = {seat.slot, seat.nonce, 0};
   request.deadline_ns = now_ns() + 10 * kSecond;
   const auto first = pair.connection->pull(request);
   ASSERT_TRUE(first->wait(10 * kSecond));

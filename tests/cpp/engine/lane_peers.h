@@ -158,9 +158,7 @@ struct LaneTest : ::testing::Test {
     request.owner_blocks = owner_blocks;
     request.reader_blocks = reader_blocks;
     request.tokens = {0, static_cast<uint32_t>(owner_blocks.size())};
-    request.slot = kSlot;
-    request.nonce = kNonce;
-    request.settle_nonce = settle_nonce;
+    request.seat = {kSlot, kNonce, settle_nonce};
     request.deadline_ns = timeout_ns > 0 ? now_ns() + timeout_ns : INT64_MAX;
     const auto drive_for = [this](const Transfer& mine, int64_t until) { lanes[0]->drive_for(mine, until); };
     transfer = std::make_shared<Transfer>(

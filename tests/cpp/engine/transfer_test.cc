@@ -43,9 +43,7 @@ struct TransferTest : ::testing::Test {
     request.reader_blocks = reader;
     request.tokens = {0, 3};
     request.stream = stream;
-    request.slot = seat.slot;
-    request.nonce = seat.nonce;
-    request.settle_nonce = seat.settle_nonce;
+    request.seat = seat;
     request.deadline_ns = deadline;
     auto transfer = std::make_unique<Transfer>(request, 0,
                                                std::make_shared<TransferDriver>(TransferDriver{
