@@ -19,7 +19,7 @@ from kvlink.transfer.transport_names import select
 from .harness.run_record import begin, finish
 
 app = typer.Typer(
-    help="Measure kvlink on this machine. Rows go to stdout.",
+    help="Measure kvlink on this machine, and print rows to stdout.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
 Transport = Annotated[str, typer.Option(help="Measure these transports: names separated by commas, or all.")]
-Iters = Annotated[int | None, typer.Option(min=1, help="Measure so many pulls; by default by size.")]
+Iters = Annotated[int | None, typer.Option(min=1, help="Measure this many pulls; by default by size.")]
 BlockOrder = Annotated[
     str,
     typer.Option(
@@ -42,10 +42,10 @@ def measure_pull(
     transport: Transport = "all",
     block_bytes: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Use blocks of so many bytes; may be repeated. [16384, 65536]"),
+        typer.Option(min=1, help="Use blocks of this many bytes; may be repeated. [16384, 65536]"),
     ] = None,
     blocks: Annotated[
-        int | None, typer.Option(min=1, help="Pull so many blocks at a time. [4096, and 1 of 16384 bytes]")
+        int | None, typer.Option(min=1, help="Pull this many blocks at a time. [4096, and 1 of 16384 bytes]")
     ] = None,
     iters: Iters = None,
     order: BlockOrder = "random",
@@ -125,7 +125,7 @@ def measure_migrate(
             help="Use the prompt lengths of this trace instead of --tokens: a file, or the name of a published one."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Move so many requests of the trace.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Move this many requests of the trace.")] = 100,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Let requests arrive at this Poisson rate per second.")
     ] = None,
@@ -143,11 +143,13 @@ def measure_migrate(
     ] = "NHD",
     prefill_ms: Annotated[
         float,
-        typer.Option(min=0, help="Assume this prefill time; 0 omits shares of the time to first token."),
+        typer.Option(
+            min=0, help="Assume this prefill time in ms; 0 omits shares of the time to first token."
+        ),
     ] = 0.0,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Move so many requests at a time. [1, with --rate or --speed 16]"),
+        typer.Option(min=1, help="Move this many requests at a time. [1, with --rate or --speed 16]"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -219,13 +221,13 @@ def measure_control(
 @app.command("scale")
 def measure_scale(
     workers: Annotated[
-        str, typer.Option(help="Simulate so many workers; several numbers with commas give a curve.")
+        str, typer.Option(help="Simulate this many workers; several numbers with commas give a curve.")
     ] = "125,250,500,1000,2000",
     tickets: Annotated[int, typer.Option(min=1, help="Keep this many live tickets per worker.")] = 10,
     store: Annotated[str, typer.Option(help="Use this store: memory or etcd.")] = "memory",
     processes: Annotated[int, typer.Option(min=1, help="Simulate the workers in this many processes.")] = 1,
     lease_s: Annotated[float, typer.Option(min=1, help="Use this lease, with three heartbeats each.")] = 10.0,
-    idle_s: Annotated[float, typer.Option(min=0.1, help="Measure idle workers for so many seconds.")] = 10.0,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="Measure idle workers for this many s.")] = 10.0,
     as_json: Json = False,
 ) -> None:
     """Simulate large fleets: the cost of workers, tickets, a restart and watchers, and how each cost grows.
@@ -246,14 +248,14 @@ def measure_peers(
     path: Annotated[str, typer.Option(help="Compare on host, tcp, or both with a comma.")] = "host,tcp",
     block_bytes: Annotated[
         list[int] | None,
-        typer.Option(min=8, help="Use blocks of so many bytes; may be repeated. [4096, 16384, 65536]"),
+        typer.Option(min=8, help="Use blocks of this many bytes; may be repeated. [4096, 16384, 65536]"),
     ] = None,
     blocks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Move so many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
+        typer.Option(min=1, help="Move this many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Give each library so many seconds at each shape.")
+        float, typer.Option(min=0, help="Give each library this many seconds at each shape.")
     ] = 3.0,
     environments: Annotated[Path, typer.Option(help="Find the other libraries here.")] = Path("build/peers"),
     log: Annotated[Path, typer.Option(help="Write output of the peers here.")] = Path("build/peers/log"),

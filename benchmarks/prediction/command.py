@@ -51,9 +51,9 @@ def predict(
         bool, typer.Option("--infiniband", help="Use InfiniBand instead of RoCE v2.")
     ] = False,
     pcie: Annotated[int, typer.Option(min=3, max=6, help="Use this PCIe generation with 16 lanes.")] = 5,
-    nvlink: Annotated[int, typer.Option(min=4, max=5, help="Generation.")] = 4,
+    nvlink: Annotated[int, typer.Option(min=4, max=5, help="Use this NVLink generation.")] = 4,
     prefill_ms: Annotated[
-        float, typer.Option(min=0, help="Assume this prefill time of the request; 0 omits the overlap.")
+        float, typer.Option(min=0, help="Assume a prefill time of this many ms. 0 omits the overlap.")
     ] = 0.0,
     calibrate: Annotated[
         Path | None,

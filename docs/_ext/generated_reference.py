@@ -56,6 +56,9 @@ def commands(command: Any, name: str = "kvlink", depth: int = 2) -> Iterator[str
     """The lines of a section for a command and for each below it."""
     yield from ("#" * min(depth, 4) + f" `{name}`", "", (command.help or "").replace("\b\n", ""), "")
     yield from _options(command)
+    if command.epilog:
+        _, *examples = command.epilog.split("\n\n")
+        yield from ("```sh", *examples, "```", "")
     if hasattr(command, "list_commands"):
         # Those of other packages show their options only once they are loaded.
         plugins = {one.name: typer.main.get_command(one.load()) for one in entry_points(group=GROUP)}

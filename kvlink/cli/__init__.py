@@ -16,12 +16,14 @@ import typer
 
 from kvlink import __version__
 from kvlink.cli import coordinator_command, output, plugins
+from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import Json
 from kvlink.errors import ConfigError, KVLinkError
 
 app = typer.Typer(
     name="kvlink",
-    help="Moves the KV cache of running requests between inference workers by one-sided reads.",
+    help="Move the KV cache of running requests between inference workers by one-sided reads.",
+    epilog=examples_of("kvlink"),
     no_args_is_help=True,
     context_settings=plugins.HELP,
     pretty_exceptions_enable=False,
@@ -31,7 +33,8 @@ _ANYWHERE = ("--debug", "--wide")
 Coordinator = Annotated[
     str,
     typer.Option(
-        help="Ask the coordinator at this host:port; by default KVLINK_COORDINATOR, or this host's."
+        help="Ask the coordinator at this host:port. The default is KVLINK_COORDINATOR, or else port 7400 of this "
+        "host."
     ),
 ]
 
@@ -44,10 +47,18 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    wide: Annotated[bool, typer.Option("--wide", help="Show all columns of tables.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, instead of one sentence.")
+    ] = False,
+    wide: Annotated[
+        bool,
+        typer.Option(
+            "--wide", help="Show all columns of tables, even if lines get longer than the terminal."
+        ),
+    ] = False,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Accepts --debug and --wide before the command; `main` moves them there from behind it."""
@@ -57,51 +68,83 @@ def options(
         Shown.wide = True
 
 
-@app.command()
+@app.command(epilog=examples_of("demo"))
 def demo(
     transport: Annotated[
-        str, typer.Option(help="Use these transports: names separated by commas, or all.")
+        str,
+        typer.Option(
+            help="Use these transports, separated by commas, one after the other. all uses those that work here."
+        ),
     ] = "all",
     as_json: Json = False,
     patience: Annotated[
-        float, typer.Option(min=1, help="Multiply every deadline by this, for slow machines.")
+        float, typer.Option(min=1, help="Multiply every deadline by this factor. Raise it on a slow machine.")
     ] = 1.0,
-    device: Annotated[str, typer.Option(help="Run the models on this device: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Run the models on this torch device, for example cpu, cuda or cuda:1.")
+    ] = "cpu",
 ) -> None:
-    """Prefill in one process, decode in another, and compare the tokens with a single-process run."""
+    """Prefill in one process, decode in another, and compare the tokens with a single-process run.
+
+    The exit status is 1 if a token differs.
+    """
     from kvlink.demo import run
 
     raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device))
 
 
-app.command()(coordinator_command.coordinator)
+app.command(epilog=examples_of("coordinator"))(coordinator_command.coordinator)
 
 
-@app.command()
+@app.command(epilog=examples_of("certs"))
 def certs(
     folder: Annotated[
-        str, typer.Option("--dir", help="Write the files into this folder, which also holds the CA.")
+        str,
+        typer.Option(
+            "--dir",
+            help="Write the files into this folder. It also holds the CA, which later calls use again.",
+        ),
     ] = "certs",
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Add a name or address that peers dial, besides loopback; may be repeated."),
+        typer.Option(
+            help="Name a host or address that peers dial, in every certificate. "
+            "Loopback is always named. May be repeated."
+        ),
     ] = None,
     tenant: Annotated[
-        list[str] | None, typer.Option(help="Make a certificate for this tenant's workers; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Make a certificate and ticket keys for this tenant's "
+            "workers. May be repeated. The default is the "
+            "tenant default."
+        ),
     ] = None,
     days: Annotated[
         float, typer.Option(min=0.01, max=825, help="Make certificates that are valid for this many days.")
     ] = 90,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace existing certificates; running processes reload them.")
+        bool,
+        typer.Option(
+            "--renew",
+            help="Replace existing certificates. Repeat the --host options, because they are not kept. Running "
+            "processes read the new files within a second.",
+        ),
     ] = False,
     token: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Write an observer's token here instead, and print its rule."),
+        typer.Option(
+            metavar="FILE",
+            help="Write an observer's token to this file instead, and print "
+            "the rule for --tenants of the coordinator.",
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Make a CA and certificates for development: one for the coordinator, one for each tenant's workers."""
+    """Make a CA and certificates for development: one for the coordinator, and one for each tenant's workers.
+
+    The command prints the variables to export for each.
+    """
     from pathlib import Path
 
     try:
@@ -118,15 +161,18 @@ def certs(
         make(Path(folder), list(hosts), tenant or ["default"], days, renew, as_json)
 
 
-@app.command()
+@app.command(epilog=examples_of("status"))
 def status(
     coordinator: Coordinator = "",
     limit: Annotated[
-        int, typer.Option(min=0, help="Show at most this many workers in the table; 0 shows all.")
+        int,
+        typer.Option(
+            min=0, help="Show at most this many workers in the table. 0 shows all, and so does --json."
+        ),
     ] = 100,
     as_json: Json = False,
 ) -> None:
-    """Show a coordinator's workers and counts."""
+    """Show the workers that a coordinator knows, and its counts of offers and claims."""
     from kvlink.cli.status import show
 
     show(coordinator, as_json, limit)
@@ -149,14 +195,21 @@ def top(
     watch(coordinator, every, rounds, as_json)
 
 
-@app.command()
+@app.command(epilog=examples_of("doctor"))
 def doctor(
     gpudirect: Annotated[
-        bool, typer.Option("--gpudirect", help="Read GPU memory through each NIC and compare the bytes.")
+        bool,
+        typer.Option(
+            "--gpudirect",
+            help="Register GPU memory with each NIC, move random bytes both ways, and compare them.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check what works on this machine; show the evidence, and the command that fixes what does not."""
+    """Check what works on this machine. Show the evidence, and the command that fixes what does not.
+
+    Run it in the same container and as the same user as the server. The exit status is 1 if a check fails.
+    """
     from pathlib import Path
 
     from kvlink.cli import tables
@@ -174,7 +227,7 @@ def doctor(
 
 @app.command()
 def topology(as_json: Json = False) -> None:
-    """Show NUMA nodes, GPUs and NICs, the paths between them, and which NIC serves which memory."""
+    """Show NUMA nodes, GPUs and NICs, the paths between them, and the NICs that kvlink uses for each memory."""
     from kvlink.cli.topology import show
     from kvlink.config import WorkerConfig
 
@@ -183,7 +236,7 @@ def topology(as_json: Json = False) -> None:
 
 @app.command()
 def config(as_json: Json = False) -> None:
-    """List every option with its default, its value, and the source of the value."""
+    """List every option with its value, its default, and the source of the value: a variable or the default."""
     from kvlink.cli import tables
     from kvlink.config import WorkerConfig, sources
     from kvlink.doctor.software import check_transports

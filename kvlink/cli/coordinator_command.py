@@ -11,38 +11,73 @@ from kvlink.cli.json_option import ReadyJson, print_ready
 
 
 def coordinator(
-    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0: any free one.")] = 7400,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Listen on this address. Addresses other than loopback need certificates or --insecure."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Listen on this port. 0 takes any free port.")
+    ] = 7400,
     store: Annotated[
         str,
         typer.Option(
             metavar="STORE",
-            help="Keep state in memory, or in etcd://host:2379,host2:2379 for several coordinators. Append /NAME to "
-            "keep several fleets in one etcd.",
+            help="Keep state in memory, or in etcd://host:2379,host2:2379, "
+            "which several coordinators can share. Append "
+            "/NAME to keep several fleets in one etcd.",
         ),
     ] = "memory",
     lease_s: Annotated[
-        float, typer.Option(min=1, max=3600, help="Remove a worker that has sent no heartbeat for this long.")
+        float,
+        typer.Option(
+            min=1, max=3600, help="Remove a worker that has sent no heartbeat for this many seconds."
+        ),
     ] = 10.0,
-    reflection: Annotated[bool, typer.Option(help="Let tools such as grpcurl list the services.")] = False,
-    log_json: Annotated[bool, typer.Option(help="Log one JSON object per line.")] = False,
+    reflection: Annotated[
+        bool, typer.Option(help="Let tools such as grpcurl list the gRPC services.")
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option(help="Log one JSON object per line, like KVLINK_LOG_JSON=1.")
+    ] = False,
     http_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Serve /metrics and the status page on this port; 0: any."),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve /metrics and the status page on this port. 0 takes "
+            "any free port. By default neither is served.",
+        ),
     ] = None,
     http_host: Annotated[
-        str, typer.Option(help="Serve both on this address. Everybody who reaches it can read them.")
+        str,
+        typer.Option(
+            help="Serve /metrics and the status page on this address. Everybody who reaches it can read them."
+        ),
     ] = "127.0.0.1",
     tenants: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Read the certificates and tokens of tenants from this file."),
+        typer.Option(
+            metavar="FILE",
+            help="Read from this JSON file which certificate or token belongs to which tenant.",
+        ),
     ] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plaintext to other hosts, like KVLINK_INSECURE=1.")
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Allow plaintext connections from other hosts, like "
+            "KVLINK_INSECURE=1. Everybody on the network can "
+            "then read and write every request's blocks.",
+        ),
     ] = False,
     as_json: ReadyJson = False,
 ) -> None:
-    """Serve workers until SIGTERM or SIGINT, then send callers to the next coordinator."""
+    """Run a coordinator, in which workers find each other and requests, until SIGTERM or SIGINT.
+
+    When it ends, it sends its callers to the next coordinator.
+    """
     import asyncio
     import os
     from dataclasses import replace

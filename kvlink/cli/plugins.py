@@ -19,11 +19,15 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _COMPLETING = "_KVLINK_COMPLETE"
 
 _SUMMARIES = {
-    "kvlink.benchmarks:app": "Measure pulls, migrations, plans, the coordinator, and other libraries for comparison.",
-    "kvlink.benchmarks.prediction.command:app": "Predict the time to move a request, and what GPUDirect saves.",
+    "kvlink.benchmarks:app": "Measure pulls, migrations, plans and the "
+    "coordinator, and compare with other libraries.",
+    "kvlink.benchmarks.prediction.command:app": "Predict the time to move a request, and "
+    "the time that GPUDirect saves.",
     "kvlink.benchmarks.report.command:app": "Draw benchmark results on one page.",
-    "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers; compare with real pulls.",
-    "kvlink.cli.router:app": "Route requests between prefill and decode servers: a demo, not for production.",
+    "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, or "
+    "compare simulated with real pulls.",
+    "kvlink.cli.router:app": "Route requests between prefill and decode servers. "
+    "This is a demo, not for production.",
 }
 
 

@@ -7,47 +7,58 @@ from typing import Annotated
 
 import typer
 
+from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import ReadyJson, print_ready
 from kvlink.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+# Only the first paragraph of a docstring is filled, so the others have no line breaks.
+_HELP = (
+    "Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. This is a demo, not for "
+    "production.\n\n"
+    "It is also the reference for the messages between a router and "
+    "servers with kvlink. Servers take turns. If one is "
+    "gone, the router asks the next one. It refuses bodies above 256 "
+    "MiB. It does not balance load, limits neither the "
+    "number of requests nor their time, speaks plain HTTP and checks no API key.\n\n"
+    "For production, use vLLM's router, llm-d, NVIDIA Dynamo or vLLM's "
+    "production stack. Servers with kvlink run behind "
+    "those unchanged."
+)
 
-@app.command()
+
+@app.command(help=_HELP, epilog=examples_of("router"))
 def router(
     prefill: Annotated[
-        list[str], typer.Option(help="Send prompts to the prefill server at this base URL; may be repeated.")
+        list[str], typer.Option(help="Send prompts to the prefill server at this base URL. May be repeated.")
     ],
     decode: Annotated[
-        list[str], typer.Option(help="Send handoffs to the decode server at this base URL; may be repeated.")
+        list[str], typer.Option(help="Send handoffs to the decode server at this base URL. May be repeated.")
     ],
     host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any free one.")
+        int, typer.Option(min=0, max=65535, help="Listen on this port. 0 takes any free port.")
     ] = 8000,
     recompute: Annotated[
         bool,
-        typer.Option(help="Let decode compute prompts while no prefill server is up; otherwise answer 503."),
+        typer.Option(
+            help="Let decode compute prompts while no prefill server is up. Otherwise the router answers HTTP 503."
+        ),
     ] = True,
     streaming_from: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="TOKENS",
-            help="Send prompts of at least this many tokens to both sides at once; decode pulls while "
-            "prefill computes. This needs vLLM servers with kvlink that share a coordinator. It is off by default.",
+            help="Send prompts of at least this many tokens to both servers at "
+            "once, so that decode pulls while prefill "
+            "computes. This needs vLLM servers with kvlink that share a coordinator. It is off by default.",
         ),
     ] = None,
     as_json: ReadyJson = False,
 ) -> None:
-    """Complete requests through a prefill and a decode server until SIGTERM or SIGINT. This is a demo, not for
-    production.
-
-    It also is the reference for the messages between a router and servers with kvlink. It takes servers in turn, asks
-    the next one when one is gone, and refuses bodies above 256 MiB. It balances no load, limits neither requests nor
-    their time, speaks plain HTTP and checks no API key. For production, use vLLM's router, llm-d, NVIDIA Dynamo or
-    vLLM's production stack; servers with kvlink run behind those unchanged.
-    """
+    """Implements `kvlink router`."""
     import asyncio
 
     try:

@@ -13,6 +13,7 @@ import pytest
 import typer.main
 from deploy import commands
 
+from kvlink.cli.examples import EXAMPLES
 from kvlink.cli.plugins import GROUP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,3 +64,10 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize("words", SHOWN)
 def test_kvlink_takes_it(words: list[str]) -> None:
     parsed(words)
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_kvlink_takes_an_example_of_its_help(line: str) -> None:
+    program, *words = shlex.split(line, comments=True)
+    assert program == "kvlink"
+    parsed([word for word in words if word not in ("--wide", "--debug")])

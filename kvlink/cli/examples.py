@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the examples that end the help text of a command. A test parses each, and the reference shows them."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "kvlink": (
+        "kvlink doctor    # what works on this machine",
+        "kvlink demo      # a transfer between two processes",
+        "kvlink config    # the options, which are KVLINK_* variables",
+    ),
+    "demo": (
+        "kvlink demo",
+        "kvlink demo --transport shm,tcp",
+    ),
+    "coordinator": (
+        "kvlink coordinator --http-port 7480",
+        "kvlink coordinator --host 0.0.0.0 --store etcd://10.0.0.1:2379,10.0.0.2:2379",
+    ),
+    "certs": (
+        "kvlink certs --host 10.0.0.5 --host 10.0.0.21",
+        "kvlink certs --host 10.0.0.5 --host 10.0.0.21 --renew",
+        "kvlink certs --token observer.token --tenant acme",
+    ),
+    "status": (
+        "kvlink status --coordinator 10.0.0.5:7400",
+        "kvlink status --limit 0 --wide",
+    ),
+    "doctor": (
+        "kvlink doctor",
+        "kvlink doctor --gpudirect --json",
+    ),
+    "router": ("kvlink router --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",),
+}
+
+
+def examples_of(command: str) -> str:
+    """Returns the text for the end of a help text. Empty lines become line breaks there."""
+    return "\n\n".join(("Examples:", *EXAMPLES[command]))
