@@ -72,6 +72,7 @@ def commands(command: Any, name: str = "kvlink", depth: int = 2) -> Iterator[str
 
 class _Generated(SphinxDirective):
     def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # the page depends on Python files that Sphinx does not see
         holder = nodes.Element()
         lines = settings() if self.name == "kvlink-config" else commands(typer.main.get_command(cli))
         self.state.nested_parse("\n".join(lines).splitlines(), self.content_offset, holder, match_titles=True)

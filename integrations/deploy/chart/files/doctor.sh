@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Usage: doctor.sh FILE SECONDS CHECK…
-# Prints every SECONDS what `kvlink doctor` finds. FILE is there while it finds no failure and each CHECK passes.
+# Runs `kvlink doctor` every SECONDS and prints what it finds. FILE exists while it finds no failure and each CHECK passes.
 file=$1 every=$2
 shift 2
-trap 'exit 0' TERM  # between two commands, so that none may take long
+trap 'exit 0' TERM  # runs between two commands, so no command may take long
 
 ready() {
   kvlink doctor >"$file.found" 2>&1

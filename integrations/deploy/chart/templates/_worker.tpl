@@ -5,7 +5,7 @@ include "kvlink.worker" .Subcharts.kvlink | fromYaml
 */ -}}
 {{- define "kvlink.worker" -}}
 pod:
-  enableServiceLinks: false # or a Service called kvlink would set KVLINK_PORT
+  enableServiceLinks: false # a Service called kvlink would otherwise set KVLINK_PORT
   {{- if .Values.worker.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
@@ -24,7 +24,7 @@ env:
   - {name: KVLINK_TLS_CA, value: /etc/kvlink/certs/ca.crt}
   - {name: KVLINK_TLS_CERT, value: /etc/kvlink/certs/tls.crt}
   - {name: KVLINK_TLS_KEY, value: /etc/kvlink/certs/tls.key}
-  - {name: KVLINK_TLS_HOSTS, value: "0"} # pods have no names that a certificate could have: role and tenant are checked
+  - {name: KVLINK_TLS_HOSTS, value: "0"} # certificates cannot name pods, so kvlink checks role and tenant only
   - {name: KVLINK_TICKET_KEYS, value: /etc/kvlink/tickets/keys}
   {{- end }}
   {{- range $key, $value := .Values.worker.env }}
