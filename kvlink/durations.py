@@ -37,7 +37,7 @@ class Durations:
         """The number of durations that were added."""
         return sum(self.buckets)
 
-    def plus(self, other: Durations) -> Durations:
+    def __add__(self, other: Durations) -> Durations:
         """Returns the sum of both histograms."""
         buckets = [own + theirs for own, theirs in zip(self.buckets, other.buckets, strict=True)]
         return Durations(self.sum_ns + other.sum_ns, buckets)

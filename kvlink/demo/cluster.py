@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvlink.demo.processes import Child, Family
 from kvlink.demo.text import Expected
 
@@ -54,8 +52,6 @@ class Cluster:
         """Returns the cluster. The children are starting since construction."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends all children."""
         self._family.close()

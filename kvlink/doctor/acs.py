@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.hardware.gpudirect.kernel import PCI_DEVICES
 from kvlink.hardware.topology import PciDevice
+from kvlink.hardware.topology.pci import DEVICES
 
 # The source is PCI Express Base Specification, 7.7.11: extended capability 0x000D, control register at offset 6.
 _FIRST_EXTENDED = 0x100
@@ -38,7 +38,7 @@ def redirection(root: Path, cards: Sequence[PciDevice]) -> Check:
 
 def _config(root: Path, address: str) -> bytes:
     try:
-        return (root / PCI_DEVICES / address / "config").read_bytes()
+        return (root / DEVICES / address / "config").read_bytes()
     except OSError:
         return b""
 

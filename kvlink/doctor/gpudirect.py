@@ -11,11 +11,12 @@ from pathlib import Path
 from kvlink.doctor import acs, tools
 from kvlink.doctor.host import gib
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.hardware.gpudirect.kernel import PCI_DEVICES, bar1_bytes, kernel_version, peermem_module
-from kvlink.hardware.sysfs import names, read, read_int
+from kvlink.hardware.gpudirect.decision import DMA_BUF_KERNEL
+from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
+from kvlink.hardware.sysfs import leading_number, names, read, read_int
 from kvlink.hardware.topology import PciDevice, RdmaDevice, normalize
+from kvlink.hardware.topology.pci import DEVICES
 
-_DMA_BUF_KERNEL = (5, 12)
 _CONFIG = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 _SMALL_BAR1_BYTES = 256 << 20  # the size on boards without Resizable BAR
 
@@ -49,7 +50,7 @@ def dma_buf(root: Path) -> Check:
     shown += [f"{name}={config[name]}" for name in _CONFIG if name in config]
     evidence = ", ".join(shown)
     fixes = []
-    if kernel < _DMA_BUF_KERNEL:
+    if kernel < DMA_BUF_KERNEL:
         fixes.append("boot a kernel of 5.12 or later")
     if config.get("CONFIG_DMA_SHARED_BUFFER") == "n":
         fixes.append("boot a kernel with CONFIG_DMA_SHARED_BUFFER=y")
@@ -118,7 +119,7 @@ def iommu(root: Path, cards: Sequence[PciDevice]) -> Check:
         for word in read(root, "proc/cmdline").split()
         if re.match(r"(intel_|amd_|arm-smmu.*)?iommu[=.]", word)
     ]
-    modes = {card.address: read(root, f"{PCI_DEVICES}/{card.address}/iommu_group/type") for card in cards}
+    modes = {card.address: read(root, f"{DEVICES}/{card.address}/iommu_group/type") for card in cards}
     shown = f" (kernel options: {' '.join(options)})" if options else ""
     if not names(root, "sys/class/iommu") and not any(modes.values()):
         return Check("iommu", Verdict.PASS, f"off, or hidden from this machine{shown}")
@@ -137,9 +138,11 @@ def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> 
     idle = {gpu.address for gpu in gpus}
     evidence, slow = [], []
     for card in cards:
-        at = f"{PCI_DEVICES}/{card.address}"
+        at = f"{DEVICES}/{card.address}"
         lanes, most_lanes = (read_int(root, f"{at}/{name}_link_width") or 0 for name in ("current", "max"))
-        speed, top_speed = (_gt_per_s(read(root, f"{at}/{name}_link_speed")) for name in ("current", "max"))
+        speed, top_speed = (
+            leading_number(read(root, f"{at}/{name}_link_speed")) for name in ("current", "max")
+        )
         if not lanes or not speed:
             evidence.append(f"{card.address} link not readable")
             continue
@@ -152,8 +155,3 @@ def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> 
     return Check(
         "pcie links", Verdict.WARN, "; ".join(evidence), f"{fix}; then check slot, riser and firmware"
     )
-
-
-def _gt_per_s(text: str) -> float:
-    match = re.match(r"\d+(\.\d+)?", text)
-    return float(match[0]) if match else 0.0

@@ -65,6 +65,12 @@ def parse_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def leading_number(text: str) -> float:
+    """Returns the number that a text begins with: 32.0 for "32.0 GT/s PCIe", and 0 for "Unknown"."""
+    match = re.match(r"\d+(\.\d+)?", text)
+    return float(match[0]) if match else 0.0
+
+
 def parse_size(text: str) -> int:
     """Returns the bytes of a text such as "32K", "16384 kB", "2M" or "17", and 0 for ""."""
     number = text.strip().rstrip("bB ")

@@ -14,6 +14,8 @@ STALE_S = 15.0
 
 Row = dict[str, Any]
 
+_NOT_OF_LEASES = ("num_links", "links", "failures", "transfers", "received_bytes")
+
 
 def plain(status: CoordinatorStatus, overview: Overview) -> Row:
     """Returns the overview in types that JSON supports. Counts are since the start of the process that counted."""
@@ -57,19 +59,7 @@ def _total_rate(view: WorkerView, total: str) -> float | None:
 
 
 def _leases(report: WorkerReport) -> Row:
-    names = (
-        "active_leases",
-        "oldest_lease_s",
-        "lease_slots",
-        "pinned_blocks",
-        "pool_blocks",
-        "granted",
-        "settled",
-        "expired",
-        "aborted",
-        "fenced_readers",
-    )
-    return {name: getattr(report, name) for name in names}
+    return {name: value for name, value in report._asdict().items() if name not in _NOT_OF_LEASES}
 
 
 def link_rows(view: WorkerView) -> list[Row]:

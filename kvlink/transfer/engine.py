@@ -130,6 +130,8 @@ class Engine:
         log_placement(pool)
         warn_of_pool(pool, self.cards())
         warn_of_staging(pool, self._core.staging_refused())
+        self.nics_left_out: tuple[RefusedNic, ...] = self._nics.left_out
+        """The ports that this pool does not use, each with the reason."""
         self.on_forked: Callable[[], None] = lambda: None
         self.on_landed = self._nics.flush
         """Called after the bytes of a pull have arrived and before they are used. None if nothing is needed."""
@@ -161,11 +163,6 @@ class Engine:
         with self._nics.added(core, self.pool, self._staging, always=config.staging == "always"):
             core.start()
         return core
-
-    @property
-    def nics_left_out(self) -> tuple[RefusedNic, ...]:
-        """The ports that this pool does not use, each with the reason."""
-        return self._nics.left_out
 
     @property
     def core(self) -> _core.Engine:

@@ -68,19 +68,16 @@ def staging_for(
     try:
         return _core.CudaMemory(config.staging_bytes, pool.gpu)
     except KVLinkError as error:
-        _warn(pool, error)
+        warn_of_staging(pool, error)
         return None
 
 
-def warn_of_staging(pool: BlockPool, refused: str) -> None:
-    """Warns at the start of a worker if a transport does not use the buffer. `refused` gives the reason, or is ""."""
-    if refused:
-        _warn(pool, refused)
-
-
-def _warn(pool: BlockPool, why: object) -> None:
+def warn_of_staging(pool: BlockPool, refused: object) -> None:
+    """Warns at the start of a worker if reads do not use the buffer. `refused` gives the reason, or is ""."""
+    if not refused:
+        return
     _log.warning(
         "no staging buffer: reads from owners with another layout stay in small pieces device=cuda:%s reason=%s",
         pool.gpu,
-        str(why),
+        str(refused),
     )

@@ -127,14 +127,17 @@ class Offers:
         if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
             self._collect()
         with self._lock:
-            if request_id in self._by_request:
-                raise ConfigError(
-                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
-                )
+            self._check_not_offered(request_id)
             seats = self._engine.grant(lease, readers, ready, ttl_s)
             offered = self._by_request[request_id] = _Offered(lease, num_blocks)
             self._requests[lease] = request_id
         return tuple(LeaseSeat(*seat) for seat in seats), offered
+
+    def _check_not_offered(self, request_id: str) -> None:
+        if request_id in self._by_request:
+            raise ConfigError(
+                f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+            )
 
     def _withdraw(self, request_id: str, lease: int) -> None:
         """Ends an offer whose ticket was never returned. No event follows, and the request may be offered again."""
@@ -166,10 +169,7 @@ class Offers:
         check_request_id(request_id)
         lease = next(self._lease_ids)
         with self._lock:
-            if request_id in self._by_request:
-                raise ConfigError(
-                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
-                )
+            self._check_not_offered(request_id)
             rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
             self._engine.core.grant_at(lease, rows, 0, ttl_s)
             self._by_request[request_id] = _Offered(lease)
@@ -177,8 +177,7 @@ class Offers:
 
     def set_ttl(self, request_id: str, ttl_s: float) -> None:
         """Makes an offer end `ttl_s` seconds from now, even if that is sooner than before. Raises UnknownRequest."""
-        if not self._engine.core.set_ttl(self._lease_of(request_id), ttl_s):
-            raise UnknownRequest(f"the offer of request {request_id} has ended")
+        _check_live(request_id, self._engine.core.set_ttl(self._lease_of(request_id), ttl_s))
 
     def hand_off(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
         """Records that the caller has sent its ticket, so that `num_blocks` blocks stay pinned for `ttl_s` seconds.
@@ -192,13 +191,11 @@ class Offers:
 
     def set_ready(self, request_id: str, ready: int) -> None:
         """See `Worker.set_ready`."""
-        if not self._engine.core.set_ready(self._lease_of(request_id), ready):
-            raise UnknownRequest(f"the offer of request {request_id} has ended")
+        _check_live(request_id, self._engine.core.set_ready(self._lease_of(request_id), ready))
 
     def extend(self, request_id: str, ttl_s: float) -> None:
         """See `Worker.extend`."""
-        if not self._engine.core.extend(self._lease_of(request_id), ttl_s):
-            raise UnknownRequest(f"the offer of request {request_id} has ended")
+        _check_live(request_id, self._engine.core.extend(self._lease_of(request_id), ttl_s))
 
     def abort(self, request_id: str) -> None:
         """See `Worker.abort`."""
@@ -242,6 +239,11 @@ class Offers:
             check_request_id(request_id)
             raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
         return offered.lease
+
+
+def _check_live(request_id: str, is_live: bool) -> None:
+    if not is_live:
+        raise UnknownRequest(f"the offer of request {request_id} has ended")
 
 
 def _written(request_id: str, ready: int | None, units: int, unit: ReadyUnit) -> int:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvlink import _core
@@ -36,7 +37,7 @@ class PathCounts(NamedTuple):
     """The number of valid transfers that could not be settled one-sidedly."""
     redone: int
     """The number of steps that a lane returned and that were repeated."""
-    failed: Mapping[str, int]
+    failed: Counter[str]
     """Failed transfers by the name of the exception. StaleBlocks counts stale reads that validation detected."""
     plan: Durations
     read: Durations
@@ -46,20 +47,7 @@ class PathCounts(NamedTuple):
 
     def plus(self, other: PathCounts) -> PathCounts:
         """Returns the sum of both."""
-        return PathCounts(
-            self.valid + other.valid,
-            self.num_bytes + other.num_bytes,
-            self.num_ops + other.num_ops,
-            self.num_segments + other.num_segments,
-            self.unsettled + other.unsettled,
-            self.redone + other.redone,
-            Counter(self.failed) + Counter(other.failed),
-            self.plan.plus(other.plan),
-            self.read.plus(other.read),
-            self.validate.plus(other.validate),
-            self.settle.plus(other.settle),
-            self.total.plus(other.total),
-        )
+        return PathCounts(*map(operator.add, self, other))
 
 
 class AllPathStats:
@@ -110,4 +98,4 @@ class AllPathStats:
 def _read(stats: _core.PathStats) -> PathCounts:
     counts = stats.counts()
     plan, read, validate, settle, total = (Durations(*row) for row in counts[7:])
-    return PathCounts(*counts[:7], plan, read, validate, settle, total)
+    return PathCounts(*counts[:6], Counter(counts[6]), plan, read, validate, settle, total)

@@ -168,7 +168,7 @@ class BlockPool:
         keeper, num_bytes = self.regions[region].keeper, self.regions[region].num_bytes
         if not isinstance(keeper, torch.Tensor):
             if self.gpu is not None:
-                return torch.as_tensor(_ExportedOnGpu(self.regions[region]), device=f"cuda:{self.gpu}")
+                return torch.as_tensor(_Exported(self.regions[region]), device=f"cuda:{self.gpu}")
             return torch.from_numpy(self.numpy(region))
         first = keeper.storage_offset() * keeper.element_size()
         flat = torch.empty(0, dtype=torch.uint8, device=keeper.device)
@@ -188,29 +188,18 @@ class BlockPool:
 
 
 class _Exported:
-    """Exports a region through the array interface. The view keeps this object, and so the memory, alive."""
+    """Exports a region through numpy's or CUDA's array interface. The view keeps this object, and so the memory."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self.__array_interface__ = {
+        interface = "__array_interface__" if region.gpu is None else "__cuda_array_interface__"
+        about = {
             "shape": (region.num_bytes,),
             "typestr": "|u1",
             "data": (region.address, False),
             "version": 3,
         }
-
-
-class _ExportedOnGpu:
-    """Exports a region on a GPU through CUDA's array interface. The view keeps this object alive."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self.__cuda_array_interface__ = {
-            "shape": (region.num_bytes,),
-            "typestr": "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }
+        setattr(self, interface, about)
 
 
 def _on_host(num_bytes: int, huge_pages: bool) -> Region:

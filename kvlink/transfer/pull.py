@@ -8,7 +8,6 @@ import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvlink.errors import Cancelled, ConfigError, KVLinkError
@@ -183,9 +182,7 @@ class Pull(SharedAwaitable[PullStats]):
         self._pid = os.getpid()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
         else:
@@ -194,9 +191,7 @@ class Pull(SharedAwaitable[PullStats]):
     async def __aenter__(self) -> Pull:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await self
         elif issubclass(kind, GeneratorExit):
@@ -223,7 +218,8 @@ class Pull(SharedAwaitable[PullStats]):
 
         A reader that reads a request in several pulls settles the last one after all have succeeded. Does not block.
         """
-        settled = [part[1].connection.settle(*settle_args(part)) for part in self._started(0) or []]
+        parts = self._started(0) or []
+        settled = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer, _ in parts]
         return all(settled)
 
     @property

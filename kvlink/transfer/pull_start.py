@@ -17,6 +17,7 @@ from kvlink import tracing
 from kvlink.background import ControlThread
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError
 from kvlink.forks import check_own, num_forks
+from kvlink.layout import Assignment
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.transfer.engine import Transfer
@@ -41,11 +42,12 @@ def stop(part: Part) -> None:
     transfer.wait(-1)
 
 
-def settle_args(part: Part) -> tuple[int, int]:
-    """Returns the slot, and the value that settles it."""
-    ticket, peer, _ = part
-    seat = ticket.seats[peer.seat]
-    return seat.slot, settled_value(ticket, seat, peer.num_seats)
+def settle_args(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
+    """Returns the slot of this rank, and the value that settles it. Raises ConfigError if there is no such seat."""
+    if assignment.seat >= len(ticket.seats):
+        raise no_such_seat(ticket, assignment.seat, assignment.num_seats)
+    seat = ticket.seats[assignment.seat]
+    return seat.slot, settled_value(ticket, seat, assignment.num_seats)
 
 
 Connected = list[tuple[Ticket, Peer]]

@@ -8,7 +8,7 @@ ticket carries the trace, and each span is a child of the one before it: offer, 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,7 @@ from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.engine import SETTLED, failure
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, PullStart
-from kvlink.transfer.restart import Restart
+from kvlink.transfer.pull_start import Part
 
 
 def kinds() -> tuple[type[Offers], type[Pull]]:
@@ -68,18 +67,10 @@ class TracedPull(Pull):
 
     __slots__ = ("_caller", "_reads", "_recorded", "_settles")
 
-    def __init__(
-        self,
-        request_id: str,
-        parts: list[Part] | None,
-        starting: PullStart | None,
-        on_unsettled: Callable[[Part], None] | None,
-        on_landed: Callable[[], object] | None = None,
-        restart: Restart | None = None,
-    ) -> None:
-        super().__init__(request_id, parts, starting, on_unsettled, on_landed, restart)
+    def __init__(self, *pull: Any) -> None:
+        super().__init__(*pull)
         self._caller = tracing.spans.current() if tracing.spans else None
-        self._settles = on_unsettled is not None
+        self._settles = self._on_unsettled is not None
         self._reads: list[TraceParent | None] = []
         self._recorded = False
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlink.errors import UnknownRequest
-from kvlink.layout import Assignment
 from kvlink.ticket import Ticket
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, no_such_seat, settle_args, settled_value, within
+from kvlink.transfer.pull_start import Part, settle_args, within
 from kvlink.worker.directory import ControlDirectory
 
 Range = tuple[int, int] | None
@@ -35,14 +34,14 @@ class Releaser:
         one_sided = True
         for ticket in tickets:
             peer = self.peers.get(ticket.worker_id, ticket.epoch)
-            if peer is None or not peer.connection.settle(*_settle_args(ticket, peer.assignment)):
+            if peer is None or not peer.connection.settle(*settle_args(ticket, peer.assignment)):
                 one_sided = False
                 self.in_background(self._release_by_agent(ticket), ticket.request_id, "release")
         return one_sided
 
     def settle_by_agent(self, part: Part) -> None:
         """Settles, in the background, a part of a pull that could not be settled one-sidedly."""
-        job = self.directory.settle(part[0], *settle_args(part))
+        job = self.directory.settle(part[0], *settle_args(part[0], part[1].assignment))
         self.in_background(job, part[0].request_id, "settle")
 
     async def _release_by_agent(self, ticket: Ticket) -> None:
@@ -51,17 +50,9 @@ class Releaser:
             card = await self.directory.card(ticket.worker_id, ticket.epoch, ticket.agent, fresh=False)
             assignment = self.peers.assignment(card)
             if card.epoch == ticket.epoch and assignment is not None:
-                await self.directory.settle(ticket, *_settle_args(ticket, assignment))
+                await self.directory.settle(ticket, *settle_args(ticket, assignment))
         except UnknownRequest:
             return
-
-
-def _settle_args(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
-    """Returns the slot of this rank, and the value that settles it."""
-    if assignment.seat >= len(ticket.seats):
-        raise no_such_seat(ticket, assignment.seat, assignment.num_seats)
-    seat = ticket.seats[assignment.seat]
-    return seat.slot, settled_value(ticket, seat, assignment.num_seats)
 
 
 class EmptyPull(Pull):

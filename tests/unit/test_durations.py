@@ -30,7 +30,7 @@ def test_every_duration_is_in_the_bucket_that_ends_at_or_above_it(durations: lis
 
 @given(NANOSECONDS, NANOSECONDS)
 def test_what_came_later_is_the_difference(first: list[int], later: list[int]) -> None:
-    both = of(first).plus(of(later))
+    both = of(first) + of(later)
     assert both.buckets == of(first + later).buckets
     assert both.since(of(first)).buckets == of(later).buckets
     assert both.since(of(first)).sum_ns == sum(later)

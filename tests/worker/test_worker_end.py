@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -225,7 +226,7 @@ def test_counts_of_two_paths() -> None:
         durations = [Durations() for _ in range(5)]
         for index, each in enumerate(durations):
             each.add(1000 * factor * (index + 1))
-        return PathCounts._make([*(factor * number for number in range(1, 7)), failed, *durations])
+        return PathCounts._make([*(factor * number for number in range(1, 7)), Counter(failed), *durations])
 
     both = counts(1, {"StaleBlocks": 1}).plus(counts(10, {"StaleBlocks": 2, "Cancelled": 1}))
     assert both[:6] == (11, 22, 33, 44, 55, 66)

@@ -10,7 +10,7 @@ from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.driver import Kind
 from kvlink.nic_options import Way
 
-_DMA_BUF_KERNEL = (5, 12)  # the first with ibv_reg_dmabuf_mr
+DMA_BUF_KERNEL = (5, 12)  # the first with ibv_reg_dmabuf_mr
 _OPEN_MODULES = "install the driver's open kernel modules (packages nvidia-open, nvidia-driver-*-open)"
 
 
@@ -106,7 +106,7 @@ def _obstacles_of_memory(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _obstacles_of_dma_buf(facts: Facts) -> Iterator[tuple[str, str]]:
-    if facts.kernel < _DMA_BUF_KERNEL:
+    if facts.kernel < DMA_BUF_KERNEL:
         yield "kernel {}.{} is older than 5.12".format(*facts.kernel), "boot a newer kernel"
     if not facts.gpu_dma_buf:
         yield "the GPU's driver exports no dma-buf", _OPEN_MODULES

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
@@ -97,9 +96,7 @@ class ExportedMemory:
     def __enter__(self) -> ExportedMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from kvlink.hardware.sysfs import read
-
-PCI_DEVICES = "sys/bus/pci/devices"
+from kvlink.hardware.topology.pci import DEVICES
 
 # nvidia_peermem ships with the driver. The other paths belong to its predecessors.
 _PEERMEM = {
@@ -36,7 +35,7 @@ def bar1_bytes(root: Path, bus_id: str) -> int | None:
     Returns None if the GPU is absent or has no second memory BAR. `bus_id` has the form of sysfs, 0000:1b:00.0.
     """
     sizes = []
-    for line in read(root, f"{PCI_DEVICES}/{bus_id}/resource").splitlines()[:_NUM_BARS]:
+    for line in read(root, f"{DEVICES}/{bus_id}/resource").splitlines()[:_NUM_BARS]:
         first, end, _ = (int(number, 16) for number in line.split())
         if end > first:
             sizes.append(end - first + 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from kvlink.hardware.sysfs import names, numbered, read, read_int
+from kvlink.hardware.sysfs import leading_number, names, numbered, read, read_int
 
 DEVICES = "sys/bus/pci/devices"
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -100,7 +100,7 @@ def device(root: Path, at: str, only_node: int | None) -> PciDevice | None:
         device_id=read_int(root, f"{at}/device") or 0,
         class_id=(read_int(root, f"{at}/class") or 0) >> 8,
         numa_node=only_node if node is None or node < 0 else node,
-        link_gt_per_s=_leading_number(read(root, f"{at}/current_link_speed")),
+        link_gt_per_s=leading_number(read(root, f"{at}/current_link_speed")),
         link_lanes=lanes if lanes <= _MOST_LANES else 0,
         physical_function=_target(root, f"{at}/physfn"),
         virtual_functions=tuple(
@@ -150,9 +150,3 @@ def _num_shared(path: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 def _target(root: Path, at: str) -> str:
     return Path(os.path.realpath(root / at)).name if (root / at).is_symlink() else ""
-
-
-def _leading_number(text: str) -> float:
-    """Returns 32.0 for "32.0 GT/s PCIe" and 0 for "Unknown"."""
-    match = re.match(r"\d+(\.\d+)?", text)
-    return float(match[0]) if match else 0.0

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-from kvlink.hardware.sysfs import names, numbered, read, read_int
+from kvlink.hardware.sysfs import leading_number, names, numbered, read, read_int
 from kvlink.hardware.topology import pci
 from kvlink.hardware.topology.pci import PciDevice
 
@@ -124,7 +123,7 @@ def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> 
         state=_state(read(root, f"{at}/state")),
         phys_state=read(root, f"{at}/phys_state").partition(": ")[2],
         link_layer=_link_layer(read(root, f"{at}/link_layer")),
-        rate_gbps=_rate(read(root, f"{at}/rate")),
+        rate_gbps=leading_number(read(root, f"{at}/rate")),
         lid=read_int(root, f"{at}/lid") or 0,
         gids=gids,
         netdev=behind or upper or _netdev_of(root, device, number),
@@ -167,9 +166,3 @@ def _state(text: str) -> PortState:
 
 def _link_layer(text: str) -> LinkLayer:
     return next((layer for layer in LinkLayer if layer.value == text), LinkLayer.UNKNOWN)
-
-
-def _rate(text: str) -> float:
-    """Returns 400 for "400 Gb/sec (4X NDR)"."""
-    match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
-    return float(match[1]) if match else 0.0

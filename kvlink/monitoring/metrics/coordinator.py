@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.values import CoordinatorStatus, StoreHealth
@@ -18,26 +14,13 @@ _PREFIX = "kvlink_coordinator"
 
 def exposition(status: CoordinatorStatus, calls: CallCounts, health: StoreHealth) -> bytes:
     """Returns the text of /metrics."""
+    families = Families()
+    _add_status(families, status)
+    _add_calls(families, calls)
+    _add_health(families, health)
     registry = CollectorRegistry()
-    registry.register(_Collector(status, calls, health))
+    registry.register(families)
     return generate_latest(registry)
-
-
-class _Collector(Collector):
-    def __init__(self, status: CoordinatorStatus, calls: CallCounts, health: StoreHealth) -> None:
-        self._status = status
-        self._calls = calls
-        self._health = health
-
-    def collect(self) -> Iterable[Metric]:
-        families = Families()
-        _add_status(families, self._status)
-        _add_calls(families, self._calls)
-        _add_health(families, self._health)
-        return families
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
 
 def _add_status(families: Families, status: CoordinatorStatus) -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvlink.durations import BOUNDS_S, Durations
 
@@ -17,14 +18,15 @@ _F = TypeVar("_F", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 Labels = dict[str, str]
 
 
-@dataclass(slots=True)
-class Families:
+@dataclass(slots=True, eq=False)
+class Families(Collector):
     """Collects metric families in the order of their first sample. Its `meaning` becomes the HELP text."""
 
     _families: dict[str, Metric] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._families.values())
+    def collect(self) -> Iterable[Metric]:
+        """Returns the families."""
+        return self._families.values()
 
     def count(self, name: str, meaning: str, value: float, labels: Labels) -> None:
         """Adds a sample of a counter. `name` ends in _total."""

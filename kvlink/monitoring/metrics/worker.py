@@ -43,7 +43,7 @@ class WorkerCollector(Collector):
             _add_ports(families, stats)
             for link in stats.links:
                 _add_link(families, link, stats.worker_id)
-        return families
+        return families.collect()
 
     def describe(self) -> Iterable[Metric]:
         """Returns nothing, so that the registry does not collect at registration. The names are known to be unique."""
@@ -106,7 +106,7 @@ def _add_phases(families: Families, stats: WorkerStats) -> None:
     for link in stats.links:
         for phase in _PHASES:
             key = (link.path.transport, phase)
-            rows[key] = rows.get(key, Durations()).plus(getattr(link.counts, phase))
+            rows[key] = rows.get(key, Durations()) + getattr(link.counts, phase)
     for (transport, phase), durations in rows.items():
         labels = {"worker": stats.worker_id, "transport": transport, "phase": phase}
         families.histogram("kvlink_phase_seconds", _PHASE, durations, labels)
