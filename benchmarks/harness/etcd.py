@@ -56,7 +56,8 @@ class EtcdCluster:
     def _everyone(self) -> str:
         return ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
 
-    def _data(self, number: int) -> Path:
+    def data(self, number: int) -> Path:
+        """Returns the folder that holds a member's data."""
         return self._folder / f"m{number}"
 
     @property
@@ -74,7 +75,7 @@ class EtcdCluster:
         client, peer = self._client_url(number), f"http://127.0.0.1:{self._peers[number]}"
         options = {
             "name": f"m{number}",
-            "data-dir": str(self._data(number)),
+            "data-dir": str(self.data(number)),
             "listen-client-urls": client,
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
@@ -110,6 +111,12 @@ class EtcdCluster:
                     return number
         raise ConfigError("etcd has no leader")
 
+    def lead(self, number: int) -> None:
+        """Makes a member the leader."""
+        status = json.loads(self._ask(number, "v3/maintenance/status", b"{}"))
+        target = json.dumps({"targetID": status["header"]["member_id"]}).encode()
+        self._ask(self.leader(), "v3/maintenance/transfer-leadership", target)
+
     def send(self, number: int, what: signal.Signals) -> None:
         """Sends a signal to one member."""
         member = self._members[number]
@@ -127,7 +134,7 @@ class EtcdCluster:
         """Kills all members, deletes their data and starts them again."""
         for number in range(len(self._members)):
             self.kill(number)
-            shutil.rmtree(self._data(number))
+            shutil.rmtree(self.data(number))
         self._start_all()
 
     def save(self) -> Path:
@@ -140,10 +147,10 @@ class EtcdCluster:
         """Kills all members and starts them with the content of a snapshot."""
         for number, peer in enumerate(self._peers):
             self.kill(number)
-            shutil.rmtree(self._data(number))
+            shutil.rmtree(self.data(number))
             places = {
                 "name": f"m{number}",
-                "data-dir": str(self._data(number)),
+                "data-dir": str(self.data(number)),
                 "initial-cluster": self._everyone,
                 "initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
             }

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk under etcd fills up: etcd ends, calls wait or are refused as retryable, and a start with room heals all."""
+"""The disk under a member of etcd fills up, and the member ends. A start with room on the disk mends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from control.etcd_cluster import EtcdCluster, need_etcd, need_etcdctl
-from outages.programs import Coordinator, LoadProcess, Program
-from outages.scene import Scene, make_token, secrets_of, ticket_secret
+from control.etcd_cluster import EtcdCluster, need_etcdctl
+from outages.scene import on_loopback
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,56 +31,63 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Disk:
-    """The file system under etcd, which `fill` fills until etcd ends and `heal` empties again."""
+    """Holds the data of one member. `fill` fills it until that member ends, `heal` empties it and starts the member."""
 
-    def __init__(self, root: Path, etcd: EtcdCluster) -> None:
-        self._ballast, self._etcd = root / "ballast", etcd
+    def __init__(self, root: Path, etcd: EtcdCluster, number: int) -> None:
+        self._ballast, self._etcd, self._number = root / "ballast", etcd, number
 
     def fill(self) -> None:
         with contextlib.suppress(OSError), self._ballast.open("wb", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
-        (pid,) = self._etcd.pids
+        pid = self._etcd.pids[self._number]
         with contextlib.suppress(subprocess.CalledProcessError):
             while not ended(pid):
                 self._etcd.control("put", "more", "x" * 100_000)
         eventually(lambda: ended(pid))
 
     def heal(self) -> None:
-        self._etcd.kill(0)
+        self._etcd.kill(self._number)
         self._ballast.unlink()
-        self._etcd.start(0)
+        self._etcd.start(self._number)
         self._etcd.wait()
 
 
-def test_it_is_refused_and_heals(small_disk: Path, tmp_path: Path) -> None:
-    need_etcd()
+def test_the_disk_of_a_single_etcd_is_full(small_disk: Path, tmp_path: Path) -> None:
+    """The members' calls wait or are refused as retryable while etcd is down."""
     need_etcdctl()
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    token = make_token(logs)
-    programs: list[Program] = []
-    etcd = EtcdCluster(1, small_disk)
-    try:
-        for name in ("a", "b"):
-            store = f"etcd://{etcd.addresses}/disk"
-            programs.append(
-                Coordinator(logs, name, store, (), "--lease-s", "20", KVLINK_TOKEN_FILE=str(token))
-            )
-        addresses = ",".join(program.said.rpartition(" ")[2] for program in programs)
-        load = LoadProcess(logs, addresses, ticket_secret(token), KVLINK_TOKEN_FILE=str(token))
-        programs.append(load)
-        scene = Scene(logs, programs[:-1], load, secrets_of(token))
-        disk = Disk(small_disk, etcd)
+    with on_loopback(tmp_path, 1) as (scene, etcd):
+        move(etcd, 0, small_disk)
+        disk = Disk(small_disk, etcd, 0)
         seen = scene.disturb(disk.fill, disk.heal, 8.0)
-        assert set(seen.totals.refused) <= {"CoordinatorUnavailable"}
-        assert seen.within(20.0)
-        assert load.finish().lost == []
-        scene.check_logs()
-    finally:
-        for program in programs:
-            program.kill()
-        etcd.close()
+    assert set(seen.totals.refused) <= {"CoordinatorUnavailable"}
+    assert seen.within(20.0)
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])
+def test_the_disk_of_one_member_of_three_is_full(small_disk: Path, tmp_path: Path, leads: bool) -> None:
+    """The other two members go on."""
+    need_etcdctl()
+    with on_loopback(tmp_path, 3) as (scene, etcd):
+        number = etcd.leader() if leads else (etcd.leader() + 1) % 3
+        move(etcd, number, small_disk)
+        if leads:
+            etcd.lead(number)
+        assert (etcd.leader() == number) == leads
+        disk = Disk(small_disk, etcd, number)
+        seen = scene.disturb(disk.fill, disk.heal, 8.0)
+    assert not seen.totals.refused
+    assert seen.within(8.0)
+
+
+def move(etcd: EtcdCluster, number: int, disk: Path) -> None:
+    """Moves the data of one member to another file system."""
+    etcd.kill(number)
+    data = etcd.data(number)
+    shutil.move(data, disk / "data")
+    data.symlink_to(disk / "data")
+    etcd.start(number)
+    etcd.wait()
 
 
 def ended(pid: int) -> bool:
