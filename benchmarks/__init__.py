@@ -226,7 +226,7 @@ def measure_scale(
     tickets: Annotated[int, typer.Option(min=1, help="Keep this many live tickets per worker.")] = 10,
     store: Annotated[str, typer.Option(help="Use this store: memory or etcd.")] = "memory",
     processes: Annotated[int, typer.Option(min=1, help="Simulate the workers in this many processes.")] = 1,
-    lease_s: Annotated[float, typer.Option(min=1, help="Use this lease, with three heartbeats each.")] = 10.0,
+    lease_s: Annotated[float, typer.Option(min=1, help="Use this lease, with four heartbeats each.")] = 10.0,
     idle_s: Annotated[float, typer.Option(min=0.1, help="Measure idle workers for this many s.")] = 10.0,
     as_json: Json = False,
 ) -> None:

@@ -61,14 +61,13 @@ class Session:
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
-        self._unsent: set[str] = set()
-        """Request ids of offers that the coordinator has lost and not yet accepted again."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._doubt = asyncio.Event()
         self.card = replace(card, epoch=membership.epoch)
         self.state = SessionState.JOINED
         self.num_rejoins = 0
+        """Counts the rejoins after which all offers were sent again."""
         self._task = asyncio.get_running_loop().create_task(self._stay_joined())
 
     @classmethod
@@ -166,10 +165,11 @@ class Session:
 
     async def _stay_joined(self) -> None:
         backoff = Backoff()
+        rejoined = False
         while True:
             if self.state is SessionState.JOINED:
                 try:
-                    await self._keep_alive(backoff)
+                    await self._keep_alive(backoff, rejoined)
                 except KVLinkError as error:
                     _log.warning("lost the coordinator worker=%s error=%s", self.card.worker_id, error)
                 self.state = SessionState.REJOINING
@@ -178,6 +178,7 @@ class Session:
             await asyncio.sleep(backoff.delay_s())
             try:
                 await self._rejoin()
+                rejoined = True
             except Replaced as error:
                 _log.error("replaced worker=%s error=%s", self.card.worker_id, error)
                 self.state = SessionState.REPLACED
@@ -202,12 +203,9 @@ class Session:
         if membership.epoch != self.card.epoch:
             raise Replaced(f"the coordinator granted epoch {membership.epoch} instead of {self.card.epoch}")
         self._membership = membership
-        self._unsent = set(self._offers)
-        self.num_rejoins += 1
         self.state = SessionState.JOINED
         self._doubt.clear()
         self._joined.set()
-        _log.info("rejoined worker=%s offers=%d", self.card.worker_id, len(self._offers))
 
     async def _resend_offers(self, request_ids: Iterable[str]) -> set[str]:
         """Sends offers that have neither ended nor expired. Returns those that may be accepted later."""
@@ -226,23 +224,29 @@ class Session:
                 refused.add(offer.request_id)
         return refused
 
-    async def _resend_lost_offers(self) -> None:
-        """Sends lost offers, beside the beats, until each is accepted or expires. Raises if the coordinator is gone."""
-        backoff = Backoff()
-        warned = False
-        while self._unsent:
-            self._unsent = await self._resend_offers(self._unsent)
-            if self._unsent and not warned:
-                warned = True
-                _log.warning(
-                    "the coordinator refused offers for now, retrying worker=%s offers=%d",
-                    self.card.worker_id,
-                    len(self._unsent),
-                )
-            await asyncio.sleep(backoff.delay_s())
+    async def _restore_offers(self, rejoined: bool) -> None:
+        """Sends all offers again after a rejoin, beside the beats. Raises if the coordinator is gone."""
+        if rejoined:
+            num_offers = len(self._offers)
+            refused = await self._resend_offers(self._offers)
+            self.num_rejoins += 1
+            _log.info("rejoined worker=%s offers=%d", self.card.worker_id, num_offers)
+            await self._retry_refused_offers(refused)
         await self._doubt.wait()
 
-    async def _keep_alive(self, backoff: Backoff) -> None:
+    async def _retry_refused_offers(self, refused: set[str]) -> None:
+        backoff = Backoff()
+        if refused:
+            _log.warning(
+                "the coordinator refused offers for now, retrying worker=%s offers=%d",
+                self.card.worker_id,
+                len(refused),
+            )
+        while refused:
+            await asyncio.sleep(backoff.delay_s())
+            refused = await self._resend_offers(refused)
+
+    async def _keep_alive(self, backoff: Backoff, rejoined: bool) -> None:
         """Beats until the coordinator may no longer know this worker. Raises when the coordinator is gone."""
         stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
@@ -252,7 +256,7 @@ class Session:
                 self._beat(stream, beats),
                 self._listen(stream, beats, backoff),
                 self._give_up(stream, beats),
-                self._resend_lost_offers(),
+                self._restore_offers(rejoined),
                 self._doubt.wait(),
             )
         ]
