@@ -108,15 +108,15 @@ def certs(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name a host or address that peers dial, in every certificate. "
-            "Loopback is always named. May be repeated."
+            help="Name a host or address that peers dial, in every certificate that this call makes. "
+            "Loopback and the hosts of the existing coordinator's certificate are always named. May be repeated."
         ),
     ] = None,
     tenant: Annotated[
         list[str] | None,
         typer.Option(
             help="Make a certificate and ticket keys for this tenant's "
-            "workers. May be repeated. The default is the "
+            "workers. May be repeated, also in a later call with the same folder. The default is the "
             "tenant default."
         ),
     ] = None,
@@ -127,8 +127,8 @@ def certs(
         bool,
         typer.Option(
             "--renew",
-            help="Replace existing certificates. Repeat the --host options, because they are not kept. Running "
-            "processes read the new files within a second.",
+            help="Replace existing certificates, of all tenants in the folder if none is named. The new ones name the "
+            "same hosts, and those of --host. Running processes read the new files within a second.",
         ),
     ] = False,
     token: Annotated[
@@ -157,8 +157,7 @@ def certs(
     if token:
         make_token(Path(token), (tenant or ["*"])[0])
     else:
-        hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", *(host or [])])
-        make(Path(folder), list(hosts), tenant or ["default"], days, renew, as_json)
+        make(Path(folder), host or [], tenant or [], days, renew, as_json)
 
 
 @app.command(epilog=examples_of("status"))

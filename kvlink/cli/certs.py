@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a development CA, and the certificates and keys it signs, as files for `kvlink certs`.
 
-Only the owner of a key file can read it. No file is overwritten, except that --renew replaces certificates.
+Only the owner of a key file can read it. No file is overwritten, except that --renew
+replaces certificates.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from kvlink.control.security.authority import Authority, Pair
-from kvlink.control.security.names import COORDINATOR, tenant_name
+from kvlink.control.security.authority import Authority, Pair, names_in
+from kvlink.control.security.names import COORDINATOR, tenant_name, tenants_in
 from kvlink.control.security.tokens import digest
 from kvlink.errors import ConfigError
 
 _SECRET, _PUBLIC = 0o600, 0o644
 _TOKEN_BYTES = 32
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def make(
@@ -31,40 +35,61 @@ def make(
     renew: bool,
     as_json: bool = False,
 ) -> None:
-    """Writes the CA if there is none, a coordinator's certificate, and a certificate for the workers of each tenant.
+    """Writes the CA, a coordinator's certificate and one for the workers of each tenant, where they are absent.
 
-    Prints what to set, as shell lines or as JSON. Raises ConfigError if a certificate exists and `renew` is not set.
+    `renew` replaces those that exist, of all tenants if none is named, and keeps the hosts that they name. Prints what
+    to set, as shell lines or as JSON. Raises ConfigError if nothing is to be made.
     """
+    there = _existing(folder)
+    tenants = tenants or (renew and [name for name in there if name != "coordinator"]) or ["default"]
     wanted = {"coordinator": COORDINATOR} | {tenant: tenant_name(tenant) for tenant in tenants}
     if len(wanted) <= len(set(tenants)):
         raise ConfigError(
             "a tenant cannot be called coordinator here, because the files would have the same names; "
             "choose another name"
         )
-    there = [name for name in wanted for path in _files(folder, name) if path.exists()]
-    if there and not renew:
+    if not renew and not wanted.keys() - there.keys():
         raise ConfigError(
-            f"{folder} already has certificates for {', '.join(dict.fromkeys(there))}; pass --renew to "
-            "replace them, or another --dir"
+            f"{folder} already has certificates for {', '.join(wanted)}; pass --renew to replace them, --tenant to "
+            "add another tenant, or another --dir"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _authority(folder, as_json)
     for name, role in wanted.items():
-        pair = authority.issue([role, *hosts], timedelta(days=days))
+        if name in there and not renew:
+            continue
+        named = there.get(name, there.get("coordinator", []))
+        all_hosts = list(dict.fromkeys([*_LOOPBACK, *named, *hosts]))
+        pair = authority.issue([role, *all_hosts], timedelta(days=days))
         cert, key = _files(folder, name)
         _replace(key, pair.key, _SECRET)
         _replace(cert, pair.cert, _PUBLIC)
-        settings = {"KVLINK_TLS_CA": folder / "ca.pem", "KVLINK_TLS_CERT": cert, "KVLINK_TLS_KEY": key}
-        whose = "the coordinator"
-        if name != "coordinator":
-            whose = f"workers of tenant {name}"
-            settings["KVLINK_TICKET_KEYS"] = _ticket_keys(folder, name)
-        environment = {key: str(path.absolute()) for key, path in settings.items()}
-        if as_json:
-            print(json.dumps({"for": name, "hosts": list(hosts), "days": days, "environment": environment}))
-        else:
-            exports = " ".join(f"{key}={shlex.quote(path)}" for key, path in environment.items())
-            print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\nexport {exports}")
+        _print_settings(folder, name, all_hosts, days, as_json)
+
+
+def _existing(folder: Path) -> dict[str, list[str]]:
+    """Returns the hosts in each certificate of the folder, by the name of the tenant or "coordinator"."""
+    found = {}
+    for cert in sorted(folder.glob("*.pem")):
+        if cert.stem != "ca":
+            names = names_in(cert.read_bytes())
+            found[cert.stem] = [name for name in names if name != COORDINATOR and not tenants_in([name])]
+    return found
+
+
+def _print_settings(folder: Path, name: str, hosts: Sequence[str], days: float, as_json: bool) -> None:
+    cert, key = _files(folder, name)
+    settings = {"KVLINK_TLS_CA": folder / "ca.pem", "KVLINK_TLS_CERT": cert, "KVLINK_TLS_KEY": key}
+    whose = "the coordinator"
+    if name != "coordinator":
+        whose = f"workers of tenant {name}"
+        settings["KVLINK_TICKET_KEYS"] = _ticket_keys(folder, name)
+    environment = {key: str(path.absolute()) for key, path in settings.items()}
+    if as_json:
+        print(json.dumps({"for": name, "hosts": list(hosts), "days": days, "environment": environment}))
+    else:
+        exports = " ".join(f"{key}={shlex.quote(path)}" for key, path in environment.items())
+        print(f"# for {whose} on {', '.join(hosts)}, good for {days:g} days\nexport {exports}")
 
 
 def make_token(path: Path, tenant: str) -> None:

@@ -19,7 +19,8 @@ EXAMPLES = {
     ),
     "certs": (
         "kvlink certs --host 10.0.0.5 --host 10.0.0.21",
-        "kvlink certs --host 10.0.0.5 --host 10.0.0.21 --renew",
+        "kvlink certs --tenant acme",
+        "kvlink certs --renew --host 10.0.0.22",
         "kvlink certs --token observer.token --tenant acme",
     ),
     "status": (

@@ -19,10 +19,12 @@ from transports.pools import fill, wide
 from waiting import eventually
 
 from kvlink import Ticket, Worker, WorkerConfig
+from kvlink.control.security.authority import names_in
 from kvlink.doctor import Verdict, certificates
 from kvlink.errors import AccessDenied, ConfigError, KVLinkError, UnknownRequest
 
 POOL = wide(num_blocks=16)
+LOOPBACK = ["localhost", "127.0.0.1", "::1"]
 
 
 def kvlink(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -72,6 +74,26 @@ def test_keys_are_their_owners_and_nothing_is_overwritten(tmp_path: Path) -> Non
     assert kvlink("certs", "--dir", str(folder), "--renew").returncode == 0
     changed = {path.name for path in folder.iterdir() if path.read_bytes() != before[path.name]}
     assert changed == {"coordinator.key", "coordinator.pem", "default.key", "default.pem"}
+
+
+def test_renewal_keeps_hosts_and_tenants_and_adds_hosts(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    make = ("certs", "--dir", str(folder))
+    assert kvlink(*make, "--host", "10.0.0.5", "--host", "prefill-1").returncode == 0
+    assert kvlink(*make, "--tenant", "acme", "--host", "10.0.0.7").returncode == 0, "a second tenant is added"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert names_in(before["acme.pem"])[1:] == [*LOOPBACK, "10.0.0.5", "prefill-1", "10.0.0.7"]
+    assert names_in(before["default.pem"])[1:] == [*LOOPBACK, "10.0.0.5", "prefill-1"]
+
+    assert kvlink(*make, "--renew", "--host", "10.0.0.9").returncode == 0
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    pairs = {f"{name}.{kind}" for name in ("coordinator", "default", "acme") for kind in ("pem", "key")}
+    assert {name for name in after if after[name] != before[name]} == pairs
+    for name in ("coordinator.pem", "default.pem", "acme.pem"):
+        assert names_in(after[name]) == [*names_in(before[name]), "10.0.0.9"]
+
+    assert kvlink(*make, "--renew", "--tenant", "acme").returncode == 0
+    assert (folder / "default.pem").read_bytes() == after["default.pem"], "another tenant was named"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ class Authority:
         return _pem(builder.sign(self._key, hashes.SHA256()), key)
 
 
+def names_in(cert: bytes) -> list[str]:
+    """Returns the names that a PEM certificate was issued for. Raises ConfigError if it cannot be read."""
+    try:
+        found = x509.load_pem_x509_certificate(cert).extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"the file does not hold a certificate of kvlink: {error}") from None
+    return [str(name.value) for name in found.value]
+
+
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, starts: datetime, life: timedelta
 ) -> x509.CertificateBuilder:
