@@ -100,8 +100,8 @@ def test_names_fit_together(tmp_path: Path) -> None:
     ("values", "says"),
     [
         ({"store": {"etcd": []}}, "several coordinators share an etcd"),
-        ({"certificates": {"secret": ""}}, "or say insecure: true"),
-        ({"insecure": True}, "take certificates.secret away"),
+        ({"certificates": {"secret": ""}}, "or set insecure: true"),
+        ({"insecure": True}, "it excludes certificates.secret"),
     ],
 )
 def test_what_would_not_work_is_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:

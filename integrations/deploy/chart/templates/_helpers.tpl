@@ -35,12 +35,12 @@ app.kubernetes.io/component: coordinator
 
 {{- define "kvlink.check" -}}
 {{- if and (gt (int .Values.replicas) 1) (not .Values.store.etcd) -}}
-{{- fail "replicas: several coordinators share an etcd; set store.etcd, or replicas: 1" -}}
+{{- fail "replicas: several coordinators share an etcd; set store.etcd, or set replicas: 1" -}}
 {{- end -}}
 {{- if and .Values.certificates.secret .Values.insecure -}}
-{{- fail "insecure: take certificates.secret away as well, or keep TLS" -}}
+{{- fail "insecure: it excludes certificates.secret; set that to an empty text, or set insecure: false" -}}
 {{- end -}}
 {{- if not (or .Values.certificates.secret .Values.insecure) -}}
-{{- fail "certificates.secret: name a Secret with ca.crt, tls.crt and tls.key, or say insecure: true" -}}
+{{- fail "certificates.secret: name a Secret with ca.crt, tls.crt and tls.key, or set insecure: true" -}}
 {{- end -}}
 {{- end -}}
