@@ -161,6 +161,14 @@ simulate: export PYTHONHASHSEED := 0
 simulate: build ## the control plane in virtual time, under faults that seeds decide; a failing seed says how to replay it
 	PYTHONPATH=tests python -m control_simulation $(SEEDS)
 
+ENGINE ?= $(shell command -v docker || command -v podman || echo docker)
+# podman's own format has no health check.
+IMAGE_FORMAT = $(if $(findstring podman,$(ENGINE)),--format=docker)
+.PHONY: image
+image: ## the container image kvlink:VERSION, by docker or podman
+	$(ENGINE) build $(IMAGE_FORMAT) --file integrations/deploy/image/Containerfile \
+	  --tag kvlink:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' kvlink/__init__.py) .
+
 .PHONY: test-netns
 test-netns: build $(VENV)/.checked ## several hosts in network namespaces (root)
 	pytest -m netns

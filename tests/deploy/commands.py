@@ -16,6 +16,7 @@ from kvlink.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "integrations" / "deploy"
+EXAMPLES = ROOT / "docs" / "examples"
 DOCS = ROOT / "docs" / "operate"
 CHART = DEPLOY / "chart"
 CONTAINERFILE = DEPLOY / "image" / "Containerfile"

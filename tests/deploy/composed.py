@@ -14,6 +14,7 @@ import pytest
 from deploy import commands
 
 _NETWORK = "10.80.0"
+_GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())"
 
 
 class Composed:
@@ -44,10 +45,17 @@ class Composed:
     def command(self, name: str) -> list[str]:
         """Of the image's entry point; etcd is configured by its environment alone."""
         given = [self._placed(name, word) for word in self._services[name].get("command", [])]
-        program = (
-            [shutil.which("etcd") or "etcd"] if name.startswith("etcd") else [sys.executable, "-m", "kvlink"]
-        )
-        return ["ip", "netns", "exec", self._namespace, *program, *given]
+        return ["ip", "netns", "exec", self._namespace, *self._program(name), *given]
+
+    def _program(self, name: str) -> list[str]:
+        """Returns the image's entry point, or the service's own."""
+        if name.startswith(("etcd", "prometheus")):
+            kind = name.partition("-")[0]
+            return [shutil.which(kind) or kind]
+        own = self._services[name].get("entrypoint")
+        if own is None:
+            return [sys.executable, "-m", "kvlink"]
+        return [sys.executable, *(word.replace("/examples", str(commands.EXAMPLES)) for word in own[1:])]
 
     def environment(self, name: str) -> dict[str, str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("KVLINK_", "ETCD_"))}
@@ -56,7 +64,8 @@ class Composed:
 
     def _placed(self, name: str, word: str) -> str:
         certificates, data = str(self._folder / "certs"), str(self._folder / name)
-        word = word.replace("0.0.0.0", self._addresses.get(name, ""))
+        word = word.replace("0.0.0.0", self._addresses.get(name, "")).replace("/prometheus", data)
+        word = word.replace("/etc/kvlink", str(commands.DEPLOY / "prometheus"))
         return word.replace("/certs", certificates).replace("/data", data)
 
     def run(self, name: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +96,11 @@ class Composed:
         )
         self._processes[f"client {process.pid}"] = process
         return process
+
+    def get(self, url: str) -> str:
+        """Returns what a service answers to an HTTP request."""
+        command = ["ip", "netns", "exec", self._namespace, sys.executable, "-c", _GET, url]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
     def worker(self) -> dict[str, str]:
         """What the comment at the top of the file tells workers to take."""

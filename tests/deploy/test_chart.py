@@ -17,6 +17,7 @@ from kvlink import __version__
 
 TEMPLATES = "".join(path.read_text() for path in sorted((commands.CHART / "templates").iterdir()))
 VALUES: dict[str, Any] = yaml.safe_load((commands.CHART / "values.yaml").read_text())
+DEVELOPMENT: dict[str, Any] = yaml.safe_load((commands.CHART / "values-dev.yaml").read_text())
 TENANTS = [{"tenant": "acme", "identity": "spiffe://example.org/ns/acme/*"}]
 ALL = {
     "tenants": TENANTS,
@@ -46,6 +47,17 @@ def test_templates_name_options_of_kvlink() -> None:
     options = {f"--{name.replace('_', '-')}" for name in taken} | {"--json"}
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", TEMPLATES))
     assert {"--store", "--lease-s", "--coordinator"} < found <= options
+
+
+def test_the_values_for_development_set_values_that_there_are() -> None:
+    assert _paths(DEVELOPMENT) <= _paths(VALUES)
+
+
+def test_the_values_for_development_need_neither_etcd_nor_certificates(tmp_path: Path) -> None:
+    documents = charts.render(tmp_path, DEVELOPMENT)
+    assert set(documents) == {"StatefulSet", "Service"}
+    container = _container(documents)
+    assert {"--store=memory", "--insecure"} <= set(container["args"])
 
 
 def test_the_chart_is_of_this_release() -> None:

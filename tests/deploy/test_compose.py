@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import yaml
 from control.etcd_cluster import need_etcd
 from deploy import commands
 from deploy.composed import Composed
+from waiting import eventually
 
 SERVICES = commands.compose()["services"]
 STORE = commands.parsed(SERVICES["coordinator-0"]["command"])["store"]
@@ -26,7 +28,7 @@ def test_names_fit_together() -> None:
     members = {name for name in SERVICES if name.startswith("etcd")}
     assert {address.rpartition(":")[0] for address in STORE.removeprefix("etcd://").split(",")} == members
     certified = set(commands.parsed(SERVICES["certs"]["command"])["host"])
-    assert certified == set(SERVICES) - {"certs"}
+    assert certified == set(SERVICES) - {"certs", "prometheus", "grafana"}
     for name in members:
         environment = SERVICES[name]["environment"]
         assert environment["ETCD_NAME"] == name
@@ -34,7 +36,9 @@ def test_names_fit_together() -> None:
             f"{name}={environment['ETCD_INITIAL_ADVERTISE_PEER_URLS']}" in environment["ETCD_INITIAL_CLUSTER"]
         )
     mounted = {mount.partition(":")[0] for service in SERVICES.values() for mount in service["volumes"]}
-    assert mounted == set(commands.compose()["volumes"])
+    paths = {mount for mount in mounted if mount.startswith(".")}
+    assert mounted - paths == set(commands.compose()["volumes"])
+    assert all((commands.COMPOSE.parent / path).exists() for path in paths)
 
 
 def test_etcd_has_these_options() -> None:
@@ -92,3 +96,28 @@ def test_it_runs_under_load_while_coordinators_restart_in_turn(composed: Compose
     last = say(load, "end\n")
     print(last)
     assert "handed over; etcd to a worker: etcd at" in last, last
+
+
+@pytest.mark.netns
+def test_the_demo_hands_off_and_prometheus_scrapes_everybody(composed: Composed) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("no prometheus on this machine: sudo apt-get install prometheus")
+    assert composed.run("certs").returncode == 0
+    for name in SERVICES:
+        if name not in ("certs", "grafana"):
+            composed.start(name)
+
+    def scraped(query: str) -> list[float]:
+        try:
+            reply = composed.get(f"http://prometheus:9090/api/v1/query?query={query}")
+        except subprocess.CalledProcessError:
+            return []
+        return [float(row["value"][1]) for row in json.loads(reply)["data"]["result"]]
+
+    eventually(lambda: scraped("up") == [1.0] * 4)
+    eventually(lambda: sum(scraped("kvlink_settled_leases_total")) > 20)
+    assert composed.stop("decode-0", signal.SIGTERM) == 0, composed.log("decode-0")
+    said = composed.log("decode-0")
+    (done,) = re.findall(r"decode-0 ends after (\d+) requests", said)
+    assert int(done) > 20, said
+    assert composed.stop("prefill-0", signal.SIGTERM) == 0, composed.log("prefill-0")
