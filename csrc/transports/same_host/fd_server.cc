@@ -12,15 +12,18 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/clock.h"
 #include "base/host_identity.h"
 #include "base/sys.h"
 
 namespace kvlink {
 namespace {
 
-constexpr int kMaxEvents = 16;      // handled by one serve()
-constexpr size_t kMaxPending = 64;  // clients that have not shown a secret
-constexpr size_t kMaxInvitations = 1024, kMaxInvitationsOfOne = 256;
+constexpr int kMaxEvents = 16;                                      // handled by one serve()
+constexpr size_t kMaxPending = 64;                                  // clients that have not shown a secret
+constexpr size_t kSecretBytes = kFdSecretBytes - sizeof(uint64_t);  // what readers show begins with its id
+constexpr Invitations::Limits kInvitationLimits{
+    .secret_bytes = kSecretBytes, .most_of_one = 256, .most = 1024, .lifetime_ns = INT64_MAX};
 constexpr int kBacklog = 64;
 
 Status cannot_listen(const char* call) {
@@ -29,12 +32,6 @@ Status cannot_listen(const char* call) {
 
 // Given up for a moment to refuse a reader when no other descriptor is left.
 UniqueFd open_spare() { return UniqueFd(sys::open_file("/dev/null", O_RDONLY)); }
-
-bool watch(int epoll, int fd) { return sys::watch(epoll, fd, EPOLLIN, static_cast<uint64_t>(fd)); }
-
-bool rewatch(int epoll, int fd, uint32_t events) {
-  return sys::rewatch(epoll, fd, events, static_cast<uint64_t>(fd));
-}
 
 std::string random_name() {
   static constexpr char kHex[] = "0123456789abcdef";
@@ -83,7 +80,7 @@ Result<std::shared_ptr<FdServer>> FdServer::listen(uint32_t magic) {
   if (::listen(listener.get(), kBacklog) != 0) return cannot_listen("listen");
   Result<UniqueFd> epoll = sys::epoll("cannot listen on a Unix socket");
   if (!epoll.ok()) return epoll.status();
-  if (!watch(epoll->get(), listener.get())) return cannot_listen("epoll_ctl");
+  if (!sys::watch(epoll->get(), listener.get(), EPOLLIN, kListenerSerial)) return cannot_listen("epoll_ctl");
   UniqueFd spare = open_spare();
   if (!spare) return cannot_listen("open");
   return std::shared_ptr<FdServer>(
@@ -96,7 +93,7 @@ FdServer::FdServer(uint32_t magic, std::string name, UniqueFd listener, UniqueFd
       listener_(std::move(listener)),
       epoll_(std::move(epoll)),
       spare_(std::move(spare)),
-      quota_(kMaxInvitationsOfOne, kMaxInvitations) {}
+      invitations_(kInvitationLimits) {}
 
 std::string FdServer::address() const {
   return HostAddress{boot_id(), namespace_inode("net"), name_}.blob(magic_);
@@ -119,21 +116,8 @@ Result<std::string> FdServer::accept(uint64_t caller, std::string_view hello) {
   const bool ours = from.u32() == magic_;
   if (!from.done() || !ours) return Status::AccessDenied("not the hello of a reader of this transport");
   std::lock_guard lock(mutex_);
-  const uint64_t number = ++last_invitation_;
-  if (const auto dropped = quota_.add(caller, number)) invitations_.erase(*dropped);
-  const Invitation& issued = invitations_[number] = {caller, random_bytes(kFdSecretBytes)};
-  return BlobWriter().u32(magic_).bytes(issued.secret).take();
-}
-
-bool FdServer::redeem(std::string_view secret) {
-  auto found = invitations_.end();
-  for (auto it = invitations_.begin(); it != invitations_.end(); ++it) {
-    if (same_secret(it->second.secret, secret)) found = it;  // no early end: the time must not tell which one
-  }
-  if (found == invitations_.end()) return false;
-  quota_.remove(found->second.caller, found->first);
-  invitations_.erase(found);
-  return true;
+  const Invitation issued = invitations_.issue(caller, 0, now_ns());
+  return BlobWriter().u32(magic_).bytes(BlobWriter().u64(issued.id).take() + issued.secret).take();
 }
 
 void FdServer::serve() {
@@ -142,12 +126,12 @@ void FdServer::serve() {
   std::array<epoll_event, kMaxEvents> events;
   const int num_events = ::epoll_wait(epoll_.get(), events.data(), kMaxEvents, 0);
   for (int i = 0; i < num_events; ++i) {
-    const auto fd = static_cast<int>(events[i].data.u64);
-    if (fd == listener_.get()) {
+    const uint64_t serial = events[i].data.u64;
+    if (serial == kListenerSerial) {
       accept_ready();
-    } else if (const auto client = clients_.find(fd); client != clients_.end()) {
+    } else if (const auto client = clients_.find(serial); client != clients_.end()) {
       const bool was_pending = !client->second.admitted;
-      const bool keep = serve_client(client->second, events[i].events);
+      const bool keep = serve_client(serial, client->second, events[i].events);
       if (was_pending && (!keep || client->second.admitted)) --num_pending_;
       if (!keep) clients_.erase(client);
     }
@@ -163,28 +147,21 @@ void FdServer::accept_ready() {
   }
   if (!socket || !is_trusted(socket.get())) return;
   if (num_pending_ == kMaxPending) make_room();
-  const int fd = socket.get();
-  if (!watch(epoll_.get(), fd)) return;
-  Client& client = clients_[fd];
-  client.socket = std::move(socket);
-  client.arrival = ++num_arrivals_;
+  if (!sys::watch(epoll_.get(), socket.get(), EPOLLIN, ++last_serial_)) return;
+  clients_[last_serial_].socket = std::move(socket);
   ++num_pending_;
 }
 
 void FdServer::make_room() {
-  auto oldest = clients_.end();
-  for (auto it = clients_.begin(); it != clients_.end(); ++it) {
-    if (it->second.admitted) continue;
-    if (oldest == clients_.end() || it->second.arrival < oldest->second.arrival) oldest = it;
-  }
-  if (oldest == clients_.end()) return;
+  const auto oldest = std::find_if(clients_.begin(), clients_.end(),
+                                   [](const auto& entry) { return !entry.second.admitted; });
   clients_.erase(oldest);
   --num_pending_;
 }
 
-bool FdServer::serve_client(Client& client, uint32_t events) {
+bool FdServer::serve_client(uint64_t serial, Client& client, uint32_t events) {
   if ((events & ~uint32_t{EPOLLOUT}) != 0 && !read_secret(client)) return false;
-  return !client.admitted || client.all_sent || send_offers(client);
+  return !client.admitted || client.all_sent || send_offers(serial, client);
 }
 
 // Clients say one thing, their secret. Anything else, the end included, is the end.
@@ -192,13 +169,16 @@ bool FdServer::read_secret(Client& client) {
   std::array<char, kFdSecretBytes + 1> received;
   const ssize_t size = ::recv(client.socket.get(), received.data(), received.size(), MSG_DONTWAIT);
   if (size < 0) return errno == EAGAIN || errno == EINTR;
-  if (size == 0 || client.admitted || !redeem({received.data(), static_cast<size_t>(size)})) return false;
+  if (size != kFdSecretBytes || client.admitted) return false;
+  Invitation shown{0, std::string(received.data() + sizeof shown.id, kSecretBytes)};
+  std::memcpy(&shown.id, received.data(), sizeof shown.id);
+  if (!invitations_.redeem(shown, now_ns())) return false;
   client.admitted = true;
   for (const auto& [id, exported] : exported_) client.offers.push_back(exported);
   return true;
 }
 
-bool FdServer::send_offers(Client& client) {
+bool FdServer::send_offers(uint64_t serial, Client& client) {
   do {
     const size_t count = std::min<size_t>(client.offers.size() - client.num_sent, kFdMaxOffers);
     BlobWriter message;
@@ -211,13 +191,13 @@ bool FdServer::send_offers(Client& client) {
     }
     if (!send_message(client.socket.get(), message.take(), fds)) {
       const bool later = errno == EAGAIN || errno == EINTR;
-      return later && rewatch(epoll_.get(), client.socket.get(), EPOLLIN | EPOLLOUT);
+      return later && sys::rewatch(epoll_.get(), client.socket.get(), EPOLLIN | EPOLLOUT, serial);
     }
     client.num_sent += count;
   } while (client.num_sent < client.offers.size());
   client.all_sent = true;
   client.offers.clear();
-  return rewatch(epoll_.get(), client.socket.get(), EPOLLIN);
+  return sys::rewatch(epoll_.get(), client.socket.get(), EPOLLIN, serial);
 }
 
 void FdServer::close() {
@@ -226,7 +206,6 @@ void FdServer::close() {
   clients_.clear();
   exported_.clear();
   invitations_.clear();
-  quota_.clear();
   spare_.reset();
   epoll_.reset();
 }

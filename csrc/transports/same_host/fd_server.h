@@ -4,13 +4,14 @@
 // room for new ones.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "base/caller_quota.h"
+#include "base/invitations.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "transports/same_host/fd_protocol.h"
@@ -38,17 +39,14 @@ class FdServer {
   void close();
 
  private:
+  static constexpr uint64_t kListenerSerial = 0;
+
   struct Exported {
     FdOffer offer;
     UniqueFd fd;
   };
-  struct Invitation {
-    uint64_t caller;
-    std::string secret;
-  };
   struct Client {
     UniqueFd socket;
-    uint64_t arrival = 0;
     bool admitted = false;
     std::vector<std::shared_ptr<const Exported>> offers;  // fixed when admitted
     size_t num_sent = 0;
@@ -59,21 +57,19 @@ class FdServer {
   void accept_ready();
   void make_room();
   /// False: the client is to be dropped.
-  bool serve_client(Client& client, uint32_t events);
+  bool serve_client(uint64_t serial, Client& client, uint32_t events);
   bool read_secret(Client& client);
-  bool send_offers(Client& client);
-  bool redeem(std::string_view secret);
+  bool send_offers(uint64_t serial, Client& client);
 
   const uint32_t magic_;
   const std::string name_;
   std::mutex mutex_;  // guards all below; never held while waiting
   UniqueFd listener_, epoll_;
-  UniqueFd spare_;  // given up for a moment to turn clients away when descriptors run out
-  std::unordered_map<int, Client> clients_;
+  UniqueFd spare_;                      // given up for a moment to turn clients away when descriptors run out
+  std::map<uint64_t, Client> clients_;  // oldest first, by a number that names the socket to epoll
   std::unordered_map<uint64_t, std::shared_ptr<const Exported>> exported_;
-  std::unordered_map<uint64_t, Invitation> invitations_;  // by a number of their own
-  CallerQuota quota_;
-  uint64_t last_id_ = 0, last_invitation_ = 0, num_arrivals_ = 0;
+  Invitations invitations_;
+  uint64_t last_id_ = 0, last_serial_ = kListenerSerial;
   uint64_t num_pending_ = 0;  // clients that are not yet admitted
 };
 

@@ -162,7 +162,7 @@ void Owner::revoke(uint64_t key) {
 
 Invitation Owner::admit(ReaderId reader) {
   std::lock_guard lock(lock_);
-  return invitations_.issue(reader, now_ns());
+  return invitations_.issue(reader.caller, reader.connection_id, now_ns());
 }
 
 bool Owner::fence(uint64_t connection_id) {
@@ -328,7 +328,8 @@ void Owner::read_hello(uint64_t serial) {
 Verdict Owner::authenticate(const Hello& hello, uint64_t& connection_id) {
   if (hello.version != kVersion) return Verdict::kRefused;
   if (hello.instance != address_.instance) return Verdict::kOtherInstance;
-  const auto redeemed = invitations_.redeem({hello.invitation, hello.secret}, now_ns());
+  const std::string secret(reinterpret_cast<const char*>(hello.secret.data()), hello.secret.size());
+  const auto redeemed = invitations_.redeem({hello.invitation, secret}, now_ns());
   connection_id = redeemed.value_or(0);
   return redeemed ? Verdict::kAdmitted : Verdict::kRefused;
 }

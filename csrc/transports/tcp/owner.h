@@ -13,14 +13,20 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/invitations.h"
 #include "base/unique_fd.h"
 #include "transport_api/options.h"
 #include "transport_api/transport.h"
-#include "transports/tcp/admission.h"
 #include "transports/tcp/owner_connection.h"
 #include "transports/tcp/socket.h"
 
 namespace kvlink::tcp {
+
+inline constexpr Invitations::Limits kInvitationLimits{
+    .secret_bytes = sizeof(Secret),
+    .most_of_one = 1024,  // 16 connections that have not come yet, of 64 lanes each
+    .most = 4096,
+    .lifetime_ns = 30'000'000'000};
 
 /// A mutex whose one busy user lets all others go first, so that fence() never starves behind serve().
 class ServeLock {
@@ -93,7 +99,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   ServeLock lock_;  // guards everything below
   ExportedRegions regions_;
   DeviceSource device_;  // empty: no device memory is exported
-  Invitations invitations_;
+  Invitations invitations_{kInvitationLimits};
   uint64_t next_serial_;                       // names a socket to epoll; never used twice
   std::map<uint64_t, PendingSocket> pending_;  // oldest first
   std::unordered_map<uint64_t, ServedConnection> served_;

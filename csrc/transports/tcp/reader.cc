@@ -10,7 +10,7 @@
 
 #include "base/blob.h"
 #include "base/clock.h"
-#include "transports/tcp/admission.h"
+#include "base/invitations.h"
 #include "transports/tcp/response_queue.h"
 
 namespace kvlink::tcp {
@@ -97,7 +97,7 @@ Status Reader::wait_for(short events, int64_t deadline_ns) const {
 }
 
 Status Reader::establish(std::string_view reply, int64_t timeout_ns) {
-  const auto invitation = Invitation::parse(reply);
+  const auto invitation = Invitation::parse(reply, sizeof(Secret));
   if (!invitation)
     return Status::Unreachable("protocol error: " + peer_ + " admitted us with a malformed reply");
   const int64_t deadline_ns = now_ns() + timeout_ns;
@@ -125,7 +125,8 @@ Status Reader::exchange_hello(const Invitation& invitation, int64_t deadline_ns)
   errno = failed;
   if (failed != 0) return Status::Unreachable(errno_text("cannot connect to " + peer_));
 
-  const Hello hello{kHelloMagic, kVersion, 0, owner_.instance, invitation.id, invitation.secret};
+  Hello hello{kHelloMagic, kVersion, 0, owner_.instance, invitation.id, {}};
+  std::memcpy(hello.secret.data(), invitation.secret.data(), sizeof(Secret));
   // A fresh socket has room for 64 bytes.
   if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) {
     return Status::Unreachable(errno_text("cannot send the hello to " + peer_));

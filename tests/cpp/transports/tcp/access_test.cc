@@ -256,41 +256,5 @@ TEST(Tcp, RefusesHostsThatPeersCannotDial) {
   EXPECT_EQ(tcp_make(taken).status().code(), Code::kConfig);
 }
 
-TEST(TcpInvitations, ExpireAndAreWithdrawn) {
-  tcp::Invitations invitations;
-  EXPECT_FALSE(invitations.redeem(invitations.issue(1, 0), tcp::Invitations::kLifetimeNs));
-  const tcp::Invitation issued = invitations.issue(1, 0);
-  EXPECT_TRUE(invitations.withdraw(1));
-  EXPECT_FALSE(invitations.withdraw(1));
-  EXPECT_FALSE(invitations.redeem(issued, 0));
-}
-
-TEST(TcpInvitations, AFloodLeavesThoseOfOthersAlone) {
-  tcp::Invitations invitations;
-  const tcp::Invitation before = invitations.issue({1, 7}, 0);
-  const tcp::Invitation flooders = invitations.issue({2, 8}, 0);
-  for (size_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count) invitations.issue({2, 8}, 0);
-  const tcp::Invitation after = invitations.issue({3, 9}, 0);
-  EXPECT_EQ(invitations.redeem(before, 1), 1U);
-  EXPECT_EQ(invitations.redeem(after, 1), 3U);
-  EXPECT_FALSE(invitations.redeem(flooders, 1)) << "the oldest of the flood lapsed";
-}
-
-TEST(TcpInvitations, AFloodByManyLeavesThoseOfOthersAlone) {
-  tcp::Invitations invitations;
-  const tcp::Invitation before = invitations.issue({1, 1}, 0);
-  for (uint64_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count)
-    invitations.issue({2, 100 + count % 50}, 0);
-  EXPECT_EQ(invitations.redeem(before, 1), 1U);
-}
-
-TEST(TcpInvitations, OneThatFloodsGetsInAllTheSame) {
-  tcp::Invitations invitations;
-  for (size_t count = 0; count < 2 * tcp::Invitations::kMaxUnused; ++count) invitations.issue({2, 8}, 0);
-  const tcp::Invitation last = invitations.issue({3, 8}, 0);
-  for (size_t count = 1; count < tcp::Invitations::kMaxUnusedOfOne; ++count) invitations.issue({4, 8}, 0);
-  EXPECT_EQ(invitations.redeem(last, 1), 3U);
-}
-
 }  // namespace
 }  // namespace kvlink::testing

@@ -107,7 +107,7 @@ struct FakeOwner {
       socket->hear(sizeof(tcp::Hello));
       socket->say(raw(tcp::HelloReply{tcp::kHelloMagic, tcp::kVersion, tcp::Verdict::kAdmitted}));
     });
-    EXPECT_TRUE(endpoint->establish(tcp::Invitation{}.encode(), 20 * kSecondNs).ok());
+    EXPECT_TRUE(endpoint->establish(uninvited(), 20 * kSecondNs).ok());
     admit.join();
     EXPECT_TRUE(endpoint->import_region(BlobWriter().u64(1).u64(1 << 20).u32(0).take()).ok());
   }

@@ -11,9 +11,9 @@
 #include <string_view>
 #include <vector>
 
+#include "base/invitations.h"
 #include "base/unique_fd.h"
 #include "cpp/transports/copy_peers.h"
-#include "transports/tcp/admission.h"
 #include "transports/tcp/protocol.h"
 #include "transports/tcp/response_queue.h"
 #include "transports/tcp/socket.h"
@@ -24,6 +24,9 @@ template <typename T>
 std::string raw(const T& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
+
+/// A reply that admits nobody.
+inline std::string uninvited() { return Invitation{0, std::string(sizeof(tcp::Secret), 0)}.encode(); }
 
 inline std::string read_frame(const std::vector<tcp::ReadEntry>& entries, uint64_t id) {
   std::string frame = raw(
@@ -117,9 +120,11 @@ class RawSocket {
     return false;
   }
   tcp::Verdict greet(const std::string& address, const std::string& reply) {
-    const tcp::Invitation invitation = tcp::Invitation::parse(reply).value();
-    say(raw(tcp::Hello{tcp::kHelloMagic, tcp::kVersion, 0, (*tcp::Address::parse(address)).instance,
-                       invitation.id, invitation.secret}));
+    const Invitation invitation = Invitation::parse(reply, sizeof(tcp::Secret)).value();
+    tcp::Hello hello{
+        tcp::kHelloMagic, tcp::kVersion, 0, (*tcp::Address::parse(address)).instance, invitation.id, {}};
+    std::memcpy(hello.secret.data(), invitation.secret.data(), sizeof(tcp::Secret));
+    say(raw(hello));
     tcp::HelloReply answer{0, 0, tcp::Verdict::kRefused};
     const std::string heard = hear(sizeof answer);
     if (heard.size() == sizeof answer) std::memcpy(&answer, heard.data(), sizeof answer);

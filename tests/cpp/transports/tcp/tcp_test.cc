@@ -216,7 +216,7 @@ TEST(Tcp, WaitsForAStoppedOwnerOnlyAsLongAsTheCallerWants) {
     ASSERT_FALSE(result.progressed);
   }
   auto late = std::move(*open_one(*reader.transport, pair.owner.card().address));
-  EXPECT_EQ(late->establish(tcp::Invitation{}.encode(), kSecondNs / 10).code(), Code::kPeerUnreachable);
+  EXPECT_EQ(late->establish(uninvited(), kSecondNs / 10).code(), Code::kPeerUnreachable);
   reader.endpoint->cancel(1);
   reader.endpoint->close();
   reader.endpoint->close();
