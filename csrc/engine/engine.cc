@@ -256,7 +256,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
                                                  std::shared_ptr<PathStats> path_stats) {
   TransportState* state = find(transport);
   if (!state || closing_) return absent(transport);
-  Result<std::vector<LaneEnd>> lanes = open_lanes_of(*state, address, options_.num_lanes);
+  Result<std::vector<LaneEnd>> lanes = open_lane_ends(*state, address, options_.num_lanes);
   if (!lanes.ok()) return lanes.status();
   const std::shared_ptr<Connection> connection(
       new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
@@ -270,27 +270,22 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
 }
 
 /// At least one has an endpoint.
-Result<std::vector<LaneEnd>> Engine::open_lanes_of(const TransportState& state, const std::string& address,
-                                                   uint32_t num_lanes) {
+Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state, const std::string& address,
+                                                    uint32_t num_lanes) {
   Result<Endpoints> endpoints = state.transport->open(address, num_lanes);
   if (!endpoints.ok()) return endpoints.status();
   std::vector<LaneEnd> lanes(endpoints->size());
-  Status why;
-  bool any = false;
-  for (size_t lane = 0; lane < lanes.size(); ++lane) {
-    std::unique_ptr<Endpoint>& endpoint = (*endpoints)[lane];
-    if (endpoint && state.staging) {
-      auto wrapped = state.staging->wrap(std::move(endpoint));
-      if (!wrapped.ok()) why = wrapped.status();
-      if (wrapped.ok()) {
-        lanes[lane].staging = wrapped->get();
-        endpoint = std::move(*wrapped);
-      }
-    }
-    any |= endpoint != nullptr;
-    lanes[lane].endpoint = std::move(endpoint);
+  if (state.staging) {
+    endpoints = wrap_lanes(std::move(endpoints), [&](uint32_t lane, std::unique_ptr<Endpoint> inner) {
+      auto wrapped = state.staging->wrap(std::move(inner));
+      if (!wrapped.ok()) return Result<std::unique_ptr<Endpoint>>(wrapped.status());
+      lanes[lane].staging = wrapped->get();
+      return Result<std::unique_ptr<Endpoint>>(std::move(*wrapped));
+    });
+    if (!endpoints.ok()) return endpoints.status();
   }
-  return any ? Result<std::vector<LaneEnd>>(std::move(lanes)) : why;
+  for (size_t lane = 0; lane < lanes.size(); ++lane) lanes[lane].endpoint = std::move((*endpoints)[lane]);
+  return lanes;
 }
 
 Status Engine::check_serving() const {

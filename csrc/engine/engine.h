@@ -130,8 +130,8 @@ class Engine {
   void wrap_for_device_pool();
   Status wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared);
   void add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared);
-  static Result<std::vector<LaneEnd>> open_lanes_of(const TransportState& state, const std::string& address,
-                                                    uint32_t num_lanes);
+  static Result<std::vector<LaneEnd>> open_lane_ends(const TransportState& state, const std::string& address,
+                                                     uint32_t num_lanes);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool reads_without_export(const TransportState& state) const;

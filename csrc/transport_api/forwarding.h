@@ -37,12 +37,8 @@ class WrappedTransport : public Transport {
   }
   /// The endpoints of `inner_`, each wrapped by wrap().
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
-    Result<Endpoints> opened = inner_->open(owner_address, num_lanes);
-    if (!opened.ok()) return opened;
-    return open_lanes(static_cast<uint32_t>(opened->size()), [&](uint32_t lane) {
-      if (!(*opened)[lane]) return Result<std::unique_ptr<Endpoint>>(nullptr);
-      return wrap(std::move((*opened)[lane]));
-    });
+    return wrap_lanes(inner_->open(owner_address, num_lanes),
+                      [this](uint32_t, std::unique_ptr<Endpoint> inner) { return wrap(std::move(inner)); });
   }
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     return inner_->accept(reader, hello);

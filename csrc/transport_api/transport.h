@@ -120,4 +120,14 @@ Result<Endpoints> open_lanes(uint32_t num_lanes, Open open) {
   return why;
 }
 
+/// Wraps each endpoint that could be opened, by `wrap(lane, endpoint)`, which answers the same type.
+template <typename Wrap>
+Result<Endpoints> wrap_lanes(Result<Endpoints> opened, Wrap wrap) {
+  if (!opened.ok()) return opened;
+  return open_lanes(static_cast<uint32_t>(opened->size()), [&](uint32_t lane) {
+    std::unique_ptr<Endpoint>& endpoint = (*opened)[lane];
+    return endpoint ? wrap(lane, std::move(endpoint)) : Result<std::unique_ptr<Endpoint>>(nullptr);
+  });
+}
+
 }  // namespace kvlink
