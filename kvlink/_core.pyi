@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
 
+def prior_cost(transport: str) -> tuple[float, float, float]:
+    """Returns the assumed cost of pulls over "verbs" or "cuda": start-up in us, ns of an operation, GiB/s."""
+
 class HostMemory:
     """A zeroed, mapped memfd. Raises ConfigError when there is no memory."""
 
@@ -181,8 +184,11 @@ class Connection:
         """Transfers queued or under way, one that uses several lanes as often."""
     def time_read(self, region: int, offset: int, local: int, bytes: int) -> int:
         """Nanoseconds of one bare read into this worker's first region; for benchmarks, on an idle connection."""
-    def mend_after(self, seconds: float) -> None:
-        """It counts as broken from then on: something better may be back. To be called before it is shared."""
+    def replace_soon(self) -> None:
+        """Makes the connection count as broken 10 s from now, because a better path may be back by then.
+
+        To be called before the connection is shared.
+        """
     def why_broken(self) -> str: ...
     def paths(self) -> list[str]:
         """Of each lane: "mlx5_0:1->mlx5_1:1" (this worker's port and the owner's), "" where there are no ports."""

@@ -9,6 +9,7 @@
 #include "bindings/wait.h"
 #include "device/cuda_memory.h"
 #include "engine/engine.h"
+#include "staging/device_staging.h"
 #include "transports/registry.h"
 
 template <>
@@ -147,9 +148,7 @@ void register_connection(py::module_& m) {
             return take(self.time_read({offset, bytes, region, 0, 1}, segment));
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
-      .def(
-          "mend_after", [](Connection& self, double seconds) { self.mend_after(to_ns(seconds)); },
-          py::arg("seconds"))
+      .def("replace_soon", &Connection::replace_soon)
       .def("why_broken", own(&Connection::why_broken))
       .def("paths", own(&Connection::paths))
       .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });
@@ -344,6 +343,13 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     }
     return rows;
   });
+  m.def(
+      "prior_cost",
+      [](const std::string& transport) {
+        const WayCost& direct = prior_costs(transport).direct;
+        return py::make_tuple(direct.start_us, std::max(direct.op_ns, direct.piece_ns), direct.gib_per_s);
+      },
+      py::arg("transport"));
   register_memory(m);
   register_plan(m);
   register_transfer(m);

@@ -9,7 +9,7 @@
 namespace kvlink {
 namespace {
 
-constexpr int64_t kMendNs = 10'000'000'000;
+constexpr int64_t kRetryNs = 10'000'000'000;
 
 }  // namespace
 
@@ -118,7 +118,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   }
   if (alive.empty()) return why;
   lanes_ = std::move(alive);
-  if (missing_ > 0) mend_at_ns_ = now_ns() + kMendNs;
+  if (missing_ > 0) replace_soon();
   const Traits& traits = lanes_.front()->traits();
   copies_ = traits.cpu_copies;
   launches_ = traits.device_driven;
@@ -222,14 +222,14 @@ bool Connection::settle(uint32_t slot, uint64_t value) {
 
 bool Connection::broken() const {
   return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||
-         (mend_at_ns_ != INT64_MAX && now_ns() >= mend_at_ns_);
+         (replace_at_ns_ != INT64_MAX && now_ns() >= replace_at_ns_);
 }
 
 bool Connection::idle() const {
   return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
 }
 
-void Connection::mend_after(int64_t ns) { mend_at_ns_ = std::min(mend_at_ns_, now_ns() + ns); }
+void Connection::replace_soon() { replace_at_ns_ = std::min(replace_at_ns_, now_ns() + kRetryNs); }
 
 void Connection::look_after() {
   std::unique_lock lock(connecting_, std::try_to_lock);

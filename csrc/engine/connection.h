@@ -53,8 +53,9 @@ class Connection {
   /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
   bool broken() const;
   bool idle() const;
-  /// Before it is shared: it stands in for a better way, which may be back by then.
-  void mend_after(int64_t ns);
+  /// Makes the connection count as broken some seconds from now, because a better path may be back by then.
+  /// To be called before it is shared.
+  void replace_soon();
   /// Makes idle lanes find out that they broke, and wakes the drivers of the others. Never waits for a lane.
   void look_after();
   /// Transfers queued or under way, one that uses several lanes as often.
@@ -77,9 +78,9 @@ class Connection {
 
   const ProcessMark process_;
   const uint64_t inline_bytes_;
-  uint64_t stripe_bytes_ = 0;       // pulls from this size on use every lane
-  size_t missing_ = 0;              // lanes that should be there
-  int64_t mend_at_ns_ = INT64_MAX;  // when to try for them again
+  uint64_t stripe_bytes_ = 0;          // pulls from this size on use every lane
+  size_t missing_ = 0;                 // lanes that should be there
+  int64_t replace_at_ns_ = INT64_MAX;  // when to try for them, or for a better path, again
   bool copies_ = false, launches_ = false;
   std::shared_ptr<StagingPolicy> policy_;
   std::shared_ptr<ScratchPool> scratch_;

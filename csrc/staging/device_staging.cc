@@ -17,6 +17,8 @@ constexpr StagingCosts kByGpu = {.direct = {15, 0, 2, 300}, .staged = {30, 0, 4,
 
 }  // namespace
 
+const StagingCosts& prior_costs(std::string_view transport) { return transport == "cuda" ? kByGpu : kByNic; }
+
 Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
                                                     const MakeDeviceCopier& make_copier) {
   const uint64_t num_slots = memory.bytes / SlotRing::kSlotBytes;
@@ -30,7 +32,7 @@ Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
 
 DeviceStaging::DeviceStaging(std::shared_ptr<StagingBuffer> staging, std::string_view transport, bool always,
                              uint32_t slot_region)
-    : staging_(std::move(staging)), costs_(transport == "cuda" ? kByGpu : kByNic), slot_region_(slot_region) {
+    : staging_(std::move(staging)), costs_(prior_costs(transport)), slot_region_(slot_region) {
   costs_.always = always;
 }
 

@@ -20,6 +20,9 @@ struct StagingOptions {
   bool always = false;      // else where it should be faster
 };
 
+/// What the two ways into GPU memory cost over a transport, until pulls show what they do.
+const StagingCosts& prior_costs(std::string_view transport);
+
 /// kConfig for less than a slot.
 Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
                                                     const MakeDeviceCopier& make_copier);

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvlink import _core
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -26,10 +28,7 @@ PRIORS = {
     "shm": Cost(3, 40, 10),
     "cma": Cost(5, 100, 5),
     "tcp": Cost(35, 100, 3),
-    "verbs": Cost(
-        16, 80, 45.6
-    ),  # verbs and cuda are assumptions, the same as in csrc/staging/device_staging.cc
-    "cuda": Cost(15, 2, 300),
+    **{name: Cost(*_core.prior_cost(name)) for name in ("verbs", "cuda")},  # assumptions, not measured
 }
 
 

@@ -22,7 +22,6 @@ from kvlink.transfer.shared_connect import SharedConnects
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _DRAIN_TICK_S = 0.02
-_BETTER_PATH_RETRY_S = 10.0  # the same as kMendNs in csrc/engine/connection.cc
 
 
 class Directory(Protocol):
@@ -121,7 +120,7 @@ class Peers:
                 continue
             if by_nic and self._is_fallback(key, by_nic, opened):
                 peer.is_fallback = True
-                peer.connection.mend_after(_BETTER_PATH_RETRY_S)
+                peer.connection.replace_soon()
             self._replace(key, peer)
             return peer
         for name, _ in candidates:

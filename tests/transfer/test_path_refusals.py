@@ -61,7 +61,7 @@ class Path:
         self._engine.fail("establish", self._name)
         return [0]
 
-    def mend_after(self, seconds: float) -> None: ...
+    def replace_soon(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True
