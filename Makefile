@@ -132,12 +132,18 @@ test-transports: build $(VENV)/.checked ## the whole transport and fault suites,
 .PHONY: test-processes
 test-processes: build $(VENV)/.checked ## tests that need real time, a real etcd, or processes that are killed
 	.ci/system-packages $(PYTHON) processes || true
-	pytest -m verify --ignore tests/transports --ignore tests/deploy --ignore tests/metrics/test_page.py
+	pytest -m verify --ignore tests/transports --ignore tests/deploy --ignore tests/pages
 
 .PHONY: test-deploy
-test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit, the status page in a browser
+test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit
+	.ci/system-packages $(PYTHON) deploy || true
+	pytest -m verify tests/deploy
+
+.PHONY: test-pages
+test-pages: build $(VENV)/.checked ## the status page and the report in Chromium, with axe-core
 	.ci/system-packages $(PYTHON) page || true
-	pytest -m verify tests/deploy tests/metrics/test_page.py
+	$(PIP_INSTALL) --group pages
+	pytest -m verify tests/pages
 
 .PHONY: release-wheel
 release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 # Folders under tests/ whose tests run in other processes, containers, namespaces or devices, in real time.
 OUTSIDE_FOLDERS = frozenset(
-    {"demo", "deploy", "engines", "gpu", "netns", "outages", "softroce", "soak", "transports"}
+    {"demo", "deploy", "engines", "gpu", "netns", "outages", "pages", "softroce", "soak", "transports"}
 )
 
 # Marks of single tests, classes and modules that need real time.

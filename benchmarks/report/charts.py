@@ -180,5 +180,5 @@ def _svg(figure: Figure, axes: Any, name: str, *, legend: bool = True) -> str:
     drawing = text.getvalue()[text.getvalue().index("<svg") :]
     drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)  # ids that another chart of the page has, too
     drawing = _COLOUR.sub(lambda found: f"var({variables()[found[0]]})", drawing)
-    named = f'<svg role="img" aria-label="{escape(name)}"'
-    return f"<figure>{drawing.replace('<svg', named, 1)}<figcaption>{escape(name)}</figcaption></figure>"
+    drawing = drawing.replace("<svg", f'<svg role="img" aria-label="{escape(name)}"', 1)
+    return f'<figure tabindex="0">{drawing}<figcaption>{escape(name)}</figcaption></figure>'

@@ -115,9 +115,8 @@ def _titled(said: str) -> str:
 def _details(found: Results) -> Iterator[str]:
     for (path, blocks), measures in groups(found.measures).items():
         where = _NAMED.get(path, path[:1].upper() + path[1:])
-        yield folded(
-            f"{where}, {blocks:,} block{'s' if blocks > 1 else ''} a transfer", _group(blocks, measures)
-        )
+        what = f"{where}, {blocks:,} block{'s' if blocks > 1 else ''} a transfer"
+        yield folded(what, _group(what, blocks, measures))
     yield folded("Predictions against measurements", _predictions(found))
     yield folded("Goals of kvlink's developers", _goals(found))
     if found.settings:
@@ -131,13 +130,13 @@ def _details(found: Results) -> Iterator[str]:
     yield folded("Machine", _machine(found))
 
 
-def _group(blocks: int, measures: Sequence[Measure]) -> Iterator[str]:
+def _group(what: str, blocks: int, measures: Sequence[Measure]) -> Iterator[str]:
     if len({measure.key.block_bytes for measure in measures}) >= _LEAST_SIZES:
         yield charts.speeds(measures)
     for size in dict.fromkeys(measure.key.block_bytes for measure in measures):
         alike = [measure for measure in measures if measure.key.block_bytes == size]
         if any(measure.quantiles_us for measure in alike):
-            yield f"<h4>Blocks of {size_text(size)}</h4>"
+            yield _titled(f"Blocks of {size_text(size)}")
             yield charts.distributions(alike)
     if any(measure.cpu_s_per_gib for measure in measures) and blocks > 1:
         yield charts.cpu_time(measures)
@@ -149,7 +148,7 @@ def _group(blocks: int, measures: Sequence[Measure]) -> Iterator[str]:
         for each in measures
     )  # fmt: skip
     names = ("way", "block", "p50 µs", "95 % interval", "p99 µs", "GiB/s", "CPU-s/GiB", "verified")
-    yield table("All ways: times, speed, and CPU time of both processes", names, rows)
+    yield table(f"{what}: times, speed, and CPU time of both processes", names, rows)
 
 
 def _interval(measure: Measure) -> str:

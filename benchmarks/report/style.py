@@ -42,7 +42,6 @@ body {{ font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
 h1 {{ font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; }}
 h2 {{ font-size: 1.3rem; margin: 2.6rem 0 .4rem; padding-bottom: .2rem; border-bottom: 1px solid var(--line); }}
 h3 {{ font-size: 1.05rem; font-weight: 600; margin: 1.8rem 0 .5rem; }}
-h4 {{ font-size: 1rem; margin: 1.2rem 0 .3rem; }}
 p {{ margin: .4rem 0; }} a {{ color: var(--link); }}
 .soft, caption, figcaption {{ color: var(--soft); font-size: .875rem; }}
 caption {{ text-align: left; padding-bottom: .3rem; }}

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from kvlink import __version__
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
@@ -53,6 +55,16 @@ _CLOSE_GRACE_S = 0.5
 """A closing coordinator waits this long for replies that are being sent."""
 
 
+class About(NamedTuple):
+    """Tells operators where and how a coordinator serves. `problem` is "" if it is ready."""
+
+    address: str
+    version: str
+    store: str
+    tls: bool
+    problem: str
+
+
 class Coordinator:
     """Serves one Store. Belongs to the event loop that starts it."""
 
@@ -63,8 +75,11 @@ class Coordinator:
         reflect: bool = False,
         security: Security | None = None,
         gate: Gate = coordinator_gate,
+        store_name: str = MEMORY,
     ) -> None:
-        """Under TLS, `gate` identifies callers, and `tenant_stores.stores` must make `store`. Raises ConfigError."""
+        """Under TLS, `gate` identifies callers, and `tenant_stores.stores` must make `store`. `store_name` is what
+        `about` tells. Raises ConfigError.
+        """
         security = Security.from_env() if security is None else security
         security.check_coordinator()
         self._store = store or stores(lambda tenant: MemoryStore(lease_s), security)
@@ -83,6 +98,7 @@ class Coordinator:
         """Counts of calls and their refusals."""
         self.readiness = Readiness(self._server.set_ready, self._store.health, lambda: self._draining)
         self._add_calls(self._server)
+        self._about = About("", __version__, _without_passwords(store_name), security.keyring is not None, "")
         self.address = ""
 
     def __repr__(self) -> str:
@@ -211,6 +227,10 @@ class Coordinator:
 
         await HandoffServer(self._store, counted, self._server.failures).serve(batches)
 
+    def about(self) -> About:
+        """Returns where and how this coordinator serves."""
+        return self._about._replace(address=self.address, problem=self.readiness.why_not())
+
     async def status(self) -> CoordinatorStatus:
         """Returns the counts of the caller's tenant, or of all tenants when this process calls."""
         return (await self._store.status())._replace(uptime_s=now() - self._started)
@@ -219,6 +239,10 @@ class Coordinator:
         """Returns the overview of the workers that `status` counts, and the calls if the caller sees all tenants."""
         views = self._reports.views(await by_tenant(self._store))
         return self.counts.overview(views) if caller().sees_all else Overview(views)
+
+
+def _without_passwords(store: str) -> str:
+    return re.sub(r"[^/,@]*@", "", store)
 
 
 BackgroundService = Callable[[Coordinator], contextlib.AbstractAsyncContextManager[object]]
@@ -251,7 +275,7 @@ async def serve(
     """
     security = security or Security.from_env()
     tenants = stores(store_maker(store, lease_s, limits), security)
-    coordinator = Coordinator(tenants, lease_s, reflect, security, gate)
+    coordinator = Coordinator(tenants, lease_s, reflect, security, gate, store)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

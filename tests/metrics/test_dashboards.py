@@ -33,7 +33,7 @@ ALERTS = (DOCS / "operate" / "monitoring.md").read_text()
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="no promtool: .ci/system-packages python3 page (or apt-get install prometheus)"
+    PROMTOOL is None, reason="no promtool: .ci/system-packages python3 deploy (or apt-get install prometheus)"
 )
 
 

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 from aiohttp import ClientSession
 
+from kvlink import __version__
 from kvlink.coordinator import Coordinator
+from kvlink.coordinator.coordinator import serve
+from kvlink.errors import ConfigError
 from kvlink.log import JsonFormatter
 from kvlink.monitoring.status_page import connections
 from kvlink.monitoring.status_page.serving import serve_status_page
@@ -87,3 +93,49 @@ async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest
             assert await oldest[0].read() == b"", "hung up on"
         third[1].write(b"x\r\nHost: x\r\n\r\n")
         assert (await third[0].readline()).split(b" ")[1] == b"200", "the others may go on"
+
+
+async def test_the_page_is_one_answer_that_loads_nothing_from_elsewhere(url: str) -> None:
+    async with ClientSession() as session, session.get(f"{url}/") as answer:
+        page, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+    assert "page.css" not in page
+    assert "page.js" not in page
+    assert "<main>" in page
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page)
+    [script] = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy
+
+
+@pytest.mark.parametrize(
+    ("store", "shown"),
+    [
+        ("memory", "memory"),
+        ("etcd://a:2379,b:2379/prod", "etcd://a:2379,b:2379/prod"),
+        ("etcd://root:secret@a:2379,u:secret@b:2379/prod", "etcd://a:2379,b:2379/prod"),
+    ],
+)
+async def test_the_page_knows_what_serves_and_no_password(store: str, shown: str) -> None:
+    coordinator = Coordinator(store_name=store)
+    address = await coordinator.start()
+    async with (
+        serve_status_page(coordinator, "127.0.0.1", 0) as url,
+        ClientSession() as session,
+        session.get(f"{url}/stats.json") as answer,
+    ):
+        about = (await answer.json())["about"]
+    await coordinator.close()
+    assert about == {"address": address, "version": __version__, "store": shown, "tls": False, "problem": ""}
+
+
+def test_the_command_names_its_store_to_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Coordinator] = []
+
+    async def started(coordinator: Coordinator, host: str, port: int) -> str:
+        made.append(coordinator)
+        raise ConfigError("stop here")
+
+    monkeypatch.setattr(Coordinator, "start", started)
+    with pytest.raises(ConfigError, match="stop here"):
+        asyncio.run(serve(store="etcd://127.0.0.1:1/prod"))
+    assert made[0].about().store == "etcd://127.0.0.1:1/prod"

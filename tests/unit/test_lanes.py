@@ -31,6 +31,7 @@ def lanes() -> ModuleType:
         ("csrc/device/cuda_copier.cc", ["transports", "sanitizers", "gpu"]),
         ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy"]),
         ("kvlink/worker/worker.py", ["transports", "processes"]),
+        ("kvlink/monitoring/status_page/page.js", ["processes", "pages"]),
         ("integrations/vllm/loads.py", ["processes", "engines"]),
         ("docs/operate/coordinator.md", ["docs"]),
         ("integrations/deploy/chart/values.yaml", ["deploy"]),

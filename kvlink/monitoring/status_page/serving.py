@@ -23,7 +23,7 @@ from kvlink.monitoring.metrics.coordinator import exposition
 from kvlink.monitoring.status_page.connections import BoundedConnections
 from kvlink.monitoring.status_page.request_log import request_log
 
-_PAGE = Path(__file__).with_name("page.html")
+_HERE = Path(__file__).parent
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FRESH_S = 1.0
 _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -60,7 +60,7 @@ def _url(host: str, listening: asyncio.Server) -> str:
 
 
 def _application(coordinator: Coordinator) -> web.Application:
-    page = _PAGE.read_text(encoding="utf-8")
+    page = read_page()
     headers = {**_NO_STORE, "Content-Security-Policy": policy(page), "Referrer-Policy": "no-referrer"}
 
     async def show(_: web.Request) -> web.Response:
@@ -85,6 +85,14 @@ def _application(coordinator: Coordinator) -> web.Application:
     return app
 
 
+def read_page() -> str:
+    """Returns the page with its style and script inside, so that it is one answer and loads nothing else."""
+    page = (_HERE / "page.html").read_text(encoding="utf-8")
+    for place, name in (("/* page.css */", "page.css"), ("// page.js", "page.js")):
+        page = page.replace(place, (_HERE / name).read_text(encoding="utf-8"))
+    return page
+
+
 class CachedStats:
     """Makes the JSON of the status page at most once per second, whatever the number of clients.
 
@@ -101,8 +109,9 @@ class CachedStats:
         """Returns the JSON, which is at most one second old."""
         async with self._lock:
             if time.monotonic() - self._made >= _FRESH_S:
+                about = self._coordinator.about()._asdict()
                 shown = await self._coordinator.status(), await self._coordinator.overview()
-                self._text = await asyncio.to_thread(lambda: json.dumps(plain(*shown)))
+                self._text = await asyncio.to_thread(lambda: json.dumps({"about": about, **plain(*shown)}))
                 self._made = time.monotonic()
             return self._text
 
