@@ -254,9 +254,7 @@ def measure_peers(
         list[int] | None,
         typer.Option(min=1, help="Move this many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Give each library this many seconds at each shape.")
-    ] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Measure each shape for this many seconds.")] = 3.0,
     environments: Annotated[Path, typer.Option(help="Find the other libraries here.")] = Path("build/peers"),
     log: Annotated[Path, typer.Option(help="Write output of the peers here.")] = Path("build/peers/log"),
     as_json: Json = False,
