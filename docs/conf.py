@@ -21,6 +21,7 @@ nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+smartquotes_action = "qe"  # not "D", which makes a dash of the -- of an option
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -31,5 +32,6 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 html_theme = "furo"
 html_title = f"kvlink {release}"
 html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {"navigation_with_keys": True}
 html_show_sourcelink = False

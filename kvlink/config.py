@@ -35,22 +35,22 @@ class WorkerConfig:
     transports: str = _setting(
         "KVLINK_TRANSPORTS",
         "",
-        "Selects the transports that this worker may use. shm,tcp allows only these, in this order; ^cma allows all "
-        "others; all, or an empty value, allows all.",
+        "Selects the transports that this worker may use. `shm,tcp` allows only these, in this order; `^cma` allows "
+        "all others; `all`, or an empty value, allows all.",
         "By default each pair of workers uses the best transport that works at both ends. Set it to compare two.",
     )
     nics: str = _setting(
         "KVLINK_NICS",
         "",
-        "Selects the NIC ports that verbs uses. mlx5_0:1,mlx5_1 uses these; ^mlx5_2 excludes one; an empty value uses "
-        "the active ports that are nearest to the pool.",
+        "Selects the NIC ports that verbs uses. `mlx5_0:1,mlx5_1` uses these; `^mlx5_2` excludes one; an empty value "
+        "uses the active ports that are nearest to the pool.",
         "Set it where some NICs carry other traffic. `kvlink topology` lists the ports and their distances.",
     )
     rdma_connect: str = _setting(
         "KVLINK_RDMA_CONNECT",
         "",
-        "Sets how verbs connects: direct exchanges addresses over the control plane, and cm uses rdma_cm. An empty "
-        "value uses cm for iWARP and direct for all other NICs.",
+        "Sets how verbs connects: `direct` exchanges addresses over the control plane, and `cm` uses rdma_cm. An "
+        "empty value uses `cm` for iWARP and `direct` for all other NICs.",
         "Set it to the same value at both ends.",
         choices=("", "direct", "cm"),
     )
@@ -66,9 +66,9 @@ class WorkerConfig:
     gpudirect: str = _setting(
         "KVLINK_GPUDIRECT",
         "",
-        "Lists the ways to GPU memory that are allowed, best first: some of dma-buf, peermem and bounce. An empty "
-        "value allows all three in this order.",
-        "Leave bounce out to get an error instead of copies through host memory.",
+        "Lists the ways to GPU memory that are allowed, best first: some of `dma-buf`, `peermem` and `bounce`. An "
+        "empty value allows all three in this order.",
+        "Leave `bounce` out to get an error instead of copies through host memory.",
     )
     bounce_bytes: int = _setting(
         "KVLINK_BOUNCE_BYTES",
@@ -83,16 +83,16 @@ class WorkerConfig:
     staging: str = _setting(
         "KVLINK_STAGING",
         "auto",
-        "Sets when reads that arrive in many small pieces pass through a staging buffer in GPU memory. auto does so "
+        "Sets when reads that arrive in many small pieces pass through a staging buffer in GPU memory. `auto` does so "
         "where NICs read and it is predicted to be faster.",
-        "Set always or never to compare; `pull.explain()` shows both predictions.",
+        "Set `always` or `never` to compare; `pull.explain()` shows both predictions.",
         choices=("auto", "always", "never"),
     )
     staging_bytes: int = _setting(
         "KVLINK_STAGING_BYTES",
         16 << 20,
         "Sets the bytes of the staging buffer, which is allocated on the pool's GPU.",
-        "KVLINK_STAGING=never allocates none.",
+        "`KVLINK_STAGING=never` allocates none.",
         unit="bytes",
         least=1 << 20,
         most=1 << 30,
@@ -202,7 +202,7 @@ class WorkerConfig:
         "KVLINK_TICKET_KEYS",
         "",
         "Names the file with the secrets that sign tickets, one per line, the newest first. All workers of a tenant "
-        "need the same. Under TLS a file is required; none as the value turns signatures off.",
+        "need the same. Under TLS a file is required; the value `none` turns signatures off.",
     )
     insecure: bool = _setting(
         "KVLINK_INSECURE",
@@ -213,7 +213,7 @@ class WorkerConfig:
     fault: str = _setting(
         "KVLINK_FAULT",
         "",
-        "Sets the faults that a transport with a name such as fault+shm injects: drop@3 loses the third read.",
+        "Sets the faults that a transport with a name such as `fault+shm` injects: `drop@3` loses the third read.",
         "It is for tests. `csrc/transports/fault/plan.h` has the grammar.",
     )
     metrics_port: int = _setting(

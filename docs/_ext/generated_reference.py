@@ -34,7 +34,7 @@ def settings() -> Iterator[str]:
             limits = " Allowed: " + ", ".join(f"`{choice}`" for choice in setting.choices if choice) + "."
         elif setting.most is not None:
             limits = f" Allowed: {setting.least:,.16g} to {setting.most:,.16g}."
-        text = " ".join(filter(None, (setting.meaning, setting.advice))).replace("|", "¦").replace("^", r"\^")
+        text = " ".join(filter(None, (setting.meaning, setting.advice))).replace("|", "¦")
         yield f"| `{setting.env}` | {_default(setting)} | {text}{limits} |"
 
 
