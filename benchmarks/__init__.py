@@ -269,8 +269,8 @@ def measure_peers(
 
     begin(as_json)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as said:
-        contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, said)
+    with log.open("w") as output:
+        contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, output)
         rows = show_parts(
             [part if as_json else map(run.brief, part) for part in contests], as_json, "bench peers"
         )

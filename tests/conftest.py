@@ -79,7 +79,7 @@ def _markers(item: pytest.Item) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _log_as_found() -> Iterator[None]:
-    """What a test sets up of the library's log is gone after it: tests that count lines would see more."""
+    """Restores the library's log after each test, because tests that count lines would see more."""
     log = logging.getLogger("kvlink")
     found = log.level, log.propagate, log.handlers[:]
     yield

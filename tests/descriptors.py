@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def descriptors() -> Counter[str]:
-    """Of this process: how many of each kind."""
+    """Counts the descriptors of this process by kind."""
     gc.collect()  # what nobody holds is not held
     found: Counter[str] = Counter()
     for path in Path("/proc/self/fd").iterdir():

@@ -31,7 +31,7 @@ _ALLOWED = {
     "router/fake_engine.py": "paces a stand-in for a server; no test judges by it",
     "tracing/test_handoff_spans.py:test_a_warm_pull_on_the_callers_thread": "orders spans by the clock that they bear",
     "tracing/test_handoff_spans.py:test_offer_read_settle": "orders spans by the clock that they bear",
-    "transfer/test_path_refusals.py:connect": "hands over a deadline that no test reaches",
+    "transfer/test_path_refusals.py:connect": "passes a deadline that no test reaches",
     "waiting.py": "the one way to wait for another thread or process: it polls, and judges nothing",
 }
 

@@ -47,8 +47,8 @@ class Replica:
         environment = os.environ | {"KVLINK_LOG": "error"}
         command = [sys.executable, "-m", "kvlink", "coordinator", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        said = self.process.stdout.readline() if self.process.stdout else ""
-        self.address = said.strip().rpartition(" ")[2]
+        output = self.process.stdout.readline() if self.process.stdout else ""
+        self.address = output.strip().rpartition(" ")[2]
         if not self.address:
             raise ConfigError("the coordinator did not start")
 

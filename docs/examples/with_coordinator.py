@@ -12,7 +12,7 @@ LAYOUT = kvlink.dense(kvlink.Geometry(num_layers=4, total_heads=2, row_bytes=128
 
 
 def main() -> None:
-    """Starts `kvlink coordinator` on a free port, joins two workers to it, and hands over one request."""
+    """Starts `kvlink coordinator` on a free port, joins two workers to it, and hands off one request."""
     command = [sys.executable, "-m", "kvlink", "coordinator", "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -15,18 +15,18 @@ _LOOK_EVERY_S = 0.5
 
 
 class Readiness:
-    """Checks the store every 0.5 s until `close`, and calls `say(ready)` for the health service on a change."""
+    """Checks the store every 0.5 s until `close`, and calls `report(ready)` for the health service on a change."""
 
     def __init__(
         self,
-        say: Callable[[bool], Awaitable[None]],
+        report: Callable[[bool], Awaitable[None]],
         health: Callable[[], StoreHealth],
         is_draining: Callable[[], bool],
     ) -> None:
         self.health = health
-        self._say = say
+        self._report = report
         self._is_draining = is_draining
-        self._said = True
+        self._reported = True
         self._looking: asyncio.Task[None] | None = None
 
     def why_not(self) -> str:
@@ -46,16 +46,16 @@ class Readiness:
     async def look(self) -> None:
         """Checks the store now, and reports a change to the health service."""
         why = self.why_not()
-        if self._said == (not why):
+        if self._reported == (not why):
             return
-        self._said = not why
+        self._reported = not why
         if self._is_draining():
             _log.info("not ready: %s", why)
         elif why:
             _log.warning("not ready: %s", why)
         else:
             _log.warning("ready again")
-        await self._say(self._said)
+        await self._report(self._reported)
 
     async def _look_on(self) -> None:
         while True:

@@ -22,10 +22,10 @@ def select(spec: str, available: Sequence[str]) -> list[str]:
     if written == ["all"] and not forbids:
         return list(available)
     names = [_plain_name(name) for name in written]
-    for name, said in zip(names, written, strict=True):
+    for name, given in zip(names, written, strict=True):
         if name.removeprefix("fault+") not in available or (forbids and "+" in name):
             raise ConfigError(
-                f"there is no transport {said!r} (in {spec!r}); write some of {', '.join(available)}, "
+                f"there is no transport {given!r} (in {spec!r}); write some of {', '.join(available)}, "
                 "fault+NAME to wrap one, ^ before the first to forbid the listed ones, or all alone"
             )
     chosen = [name for name in available if name not in names] if forbids or not names else names

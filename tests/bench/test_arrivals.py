@@ -35,7 +35,7 @@ HERE = [name for name, why_not in host_transports().items() if not why_not]
 
 
 def least_us(at_s: list[float], stalled: int) -> list[float]:
-    """What each request takes at least when the server stops for STALL_S as it begins with one of them."""
+    """Returns the least time of each request if the server stops for STALL_S when it begins with one of them."""
     over = at_s[stalled] + STALL_S
     return [1e6 * max(0.0, over - each) if number >= stalled else 0.0 for number, each in enumerate(at_s)]
 

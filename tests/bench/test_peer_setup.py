@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvlink bench peers` says about libraries that are not installed."""
+"""`kvlink bench peers` says how to get libraries that are not installed."""
 
 from __future__ import annotations
 

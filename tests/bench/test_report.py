@@ -61,7 +61,7 @@ def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
     assert "$" not in text  # formulas that nothing draws
     assert not re.search("(?:fill|stroke|color): #", "".join(drawings)), "the page decides on light and dark"
     assert "prefers-color-scheme: dark" in text
-    for said in (
+    for shown in (
         "1 of 1 are met",
         "12.5%",
         "Not measured",
@@ -70,7 +70,7 @@ def test_the_page_has_every_chart_and_needs_no_network(tmp_path: Path) -> None:
         "process_vm_readv",
         "no difference",
     ):
-        assert said in text
+        assert shown in text
 
 
 def test_simulated_fleets_have_a_curve_for_each_scene(tmp_path: Path) -> None:

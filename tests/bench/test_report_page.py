@@ -55,8 +55,8 @@ def test_bars_begin_at_zero_and_have_the_fastest_mode_of_each_library() -> None:
 
 
 def test_pulls_are_drawn_beside_their_limit() -> None:
-    [(said, drawn)] = headlines.pulls(results_of("x", [pull_row()]).measures)
-    assert said == "cma: up to 6.2 GiB/s, 97% of the limit's speed"
+    [(reported, drawn)] = headlines.pulls(results_of("x", [pull_row()]).measures)
+    assert reported == "cma: up to 6.2 GiB/s, 97% of the limit's speed"
     assert "width:96.9%" in drawn
     assert "left:100.0%" in drawn
 

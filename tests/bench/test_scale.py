@@ -36,7 +36,7 @@ def run(workers: Sequence[int], **options: Any) -> list[Row]:
 
 
 def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None:
-    """Of one number of workers, with 3 tickets each."""
+    """Checks the rows of one number of workers, with 3 tickets each."""
     assert [row["what"] for row in rows] == [*phases]
     assert [row for row in rows if (row["verified"], row["workers"]) != (True, workers)] == []
     row = {row["what"]: row for row in rows}
@@ -133,10 +133,10 @@ def test_progress_on_a_terminal_says_how_much_there_is(
         monkeypatch.setenv(name, value)
     rows = [{"what": "join"}, {"what": "idle"}]
     assert show_parts([rows] * parts, True, "bench scale") == rows * parts
-    said = capsys.readouterr()
-    assert list(map(json.loads, said.out.splitlines())) == rows * parts
-    assert (f"{parts}/{parts}" in said.err) == bar
-    assert f"bench scale: {2 * parts} rows, idle" in said.err
+    output = capsys.readouterr()
+    assert list(map(json.loads, output.out.splitlines())) == rows * parts
+    assert (f"{parts}/{parts}" in output.err) == bar
+    assert f"bench scale: {2 * parts} rows, idle" in output.err
 
 
 def test_progress_leaves_no_trace_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:

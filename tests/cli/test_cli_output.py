@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print fits where it goes: narrow terminals, pipes, other encodings, full disks, people."""
+"""Printed text fits where it goes: narrow terminals, pipes, other encodings, full disks, people."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _DAY = timedelta(days=1)
 
 
 class _Unchecked:
-    """What a Keyring would refuse to load, or what went bad since."""
+    """Holds files that a Keyring would refuse to load, or that went bad since."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys

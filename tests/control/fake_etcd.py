@@ -19,7 +19,7 @@ FULL = "etcdserver: mvcc: database space exceeded"
 
 
 class Clock:
-    """Of a store; the test moves it."""
+    """Is the clock of a store, which the test moves."""
 
     now = 1_000.0
 

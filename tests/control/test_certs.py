@@ -43,7 +43,7 @@ def _environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def settings(stdout: str) -> list[dict[str, str]]:
-    """What each `export` line sets, in order: the coordinator, then each tenant."""
+    """Returns the settings of each `export` line, in order: the coordinator, then each tenant."""
     lines = [shlex.split(line)[1:] for line in stdout.splitlines() if line.startswith("export ")]
     return [dict(word.split("=", 1) for word in words) for words in lines]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator sees of callers that are turned away, and what callers cannot make him see."""
+"""An operator sees callers that are turned away, and callers cannot write into the log."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ async def test_no_claim_fails_while_replicas_restart_in_turn(etcd: EtcdCluster) 
         for victim in fleet.replicas:
             await load.goes_on(50)
             victim.send(signal.SIGTERM)
-            _, said = await asyncio.to_thread(victim.process.communicate)
+            _, output = await asyncio.to_thread(victim.process.communicate)
             assert victim.process.returncode == 0
-            assert [line for line in said.splitlines() if not SAID_UNDER_LOAD.fullmatch(line)] == []
+            assert [line for line in output.splitlines() if not SAID_UNDER_LOAD.fullmatch(line)] == []
             await load.goes_on(50)
             await asyncio.to_thread(victim.start)
     load.check()

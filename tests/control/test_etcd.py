@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the store on etcd can get wrong: batches, its history, its limits, members that fall silent."""
+"""The store on etcd handles batches, its history, its limits, and members that fall silent."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ async def test_coordinators_meet_in_it(pki: Pki, etcd: EtcdCluster, monkeypatch:
 
 
 def strangers(folder: Path, believes: bytes) -> TlsFiles:
-    """Of another CA, for one that trusts `believes`."""
+    """Makes files of another CA, for a process that trusts `believes`."""
     pki = Pki(folder)
     files = pki.files("stranger", NAMES)
     files.ca.write_bytes(believes + pki.authority.pem.cert)

@@ -41,8 +41,8 @@ async def test_offers_are_refused_as_retryable_and_the_log_stays_short(
     assert "operator's guide" in why.sentence
     clock.now += 60.0
     await refused(store, "later")
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [line.partition(" error=")[0] for line in said] == [
+    output = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line.partition(" error=")[0] for line in output] == [
         "etcd is full, see the operator's guide unsaid=0",
         "etcd is full, see the operator's guide unsaid=49",
     ]

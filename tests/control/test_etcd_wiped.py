@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.claims_move_on, pytest.mark.timeou
 _LEASE_S = 3.0
 _REVISIONS = 10_000
 _MOST_CPU_S = 3.0
-"""Of one coordinator for all that follows; one that spins takes that in as many seconds."""
+"""Bounds the CPU time of one coordinator in a test; one that spins takes it in as many seconds."""
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time_and_of_one_
 
 
 class Call(NamedTuple):
-    """What of gRPC's context counts."""
+    """Has the part of gRPC's context that counts."""
 
     address: str
     identities: tuple[bytes, ...] | None = None

@@ -30,7 +30,7 @@ def over_fake_etcd() -> Store:
 
 @pytest.fixture(params=[MemoryStore, over_fake_etcd])
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[CoordinatorClient]:
-    """Of a coordinator over each store, with one worker."""
+    """Yields a client of a coordinator over each store, with one worker."""
     coordinator = Coordinator(request.param())
     async with CoordinatorClient(await coordinator.start()) as client:
         await client.join(make_card())

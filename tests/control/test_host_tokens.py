@@ -78,7 +78,7 @@ async def coordinator(tokens: Tokens) -> AsyncIterator[Coordinator]:
 
 
 async def refusal(address: str, path: str) -> grpc.aio.AioRpcError:
-    """What a call gets that sends nothing yet: it is refused before that."""
+    """Returns the refusal of a call that has sent nothing yet."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(path)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -165,16 +165,16 @@ async def test_a_worker_of_another_version_cannot_join(
 ) -> None:
     request = coordinator_pb2.JoinRequest.FromString(older.first("coordinator", "Join", "sent"))
     _in_other_version(request.card)
-    said = await _refusal(coordinator.address, "/kvlink.v1.Coordinator/Join", request.SerializeToString())
-    assert f"worker 'prefill' {_BOTH}" in said
+    output = await _refusal(coordinator.address, "/kvlink.v1.Coordinator/Join", request.SerializeToString())
+    assert f"worker 'prefill' {_BOTH}" in output
     assert await client.workers() == []
 
 
 async def test_a_reader_of_another_version_cannot_connect(older: Older, agent: WorkerAgent) -> None:
     request = agent_pb2.ConnectRequest.FromString(older.first("agent", "Connect", "sent"))
     request.protocol_version = OTHER
-    said = await _refusal(agent.address, "/kvlink.v1.WorkerAgent/Connect", request.SerializeToString())
-    assert f"the reader {_BOTH}" in said
+    output = await _refusal(agent.address, "/kvlink.v1.WorkerAgent/Connect", request.SerializeToString())
+    assert f"the reader {_BOTH}" in output
 
 
 async def test_a_coordinator_of_another_version_is_not_joined(older: Older) -> None:

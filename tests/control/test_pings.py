@@ -47,7 +47,7 @@ class Peer:
         self._socket.sendall(b"".join(frames))
 
     def frames(self) -> Iterator[tuple[int, int, bytes]]:
-        """What comes: kind, flags and body. Settings are acknowledged, as gRPC does not go on otherwise."""
+        """Yields kind, flags and body of incoming frames, and acknowledges settings, as gRPC waits for that."""
         while head := self._file.read(9):
             kind, flags, body = head[3], head[4], self._file.read(int.from_bytes(head[:3], "big"))
             if kind == _SETTINGS and not flags & _ACK:

@@ -34,7 +34,7 @@ def pki(tmp_path: Path) -> Pki:
 
 
 async def failed_status(address: str, client: Security) -> KVLinkError:
-    """Of one attempt: out of time, it would not say why."""
+    """Returns the error of a single attempt, because a call that runs out of time would not say why."""
     async with CoordinatorClient(address, 20.0, client) as caller:
         caller._channel._patience_s = 0.0
         with pytest.raises(KVLinkError) as caught:
@@ -285,7 +285,7 @@ async def test_plaintext_off_loopback_works_when_asked_for(monkeypatch: pytest.M
 
 
 def _own_address() -> str:
-    """Of an interface that is not loopback, if there is one."""
+    """Returns the address of an interface that is not loopback, if there is one."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as unconnected:
         try:
             unconnected.connect(("10.255.255.255", 1))

@@ -83,7 +83,7 @@ async def test_ten_thousand_workers_are_shown_within_three_seconds(
 async def test_ten_thousand_workers_are_listed_as_json_within_three_seconds_of_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of both ends, which share this process. On an idle core that is all the time it takes."""
+    """Counts the CPU time of both ends, which share this process. On an idle core that is all the time it takes."""
     patient = partial(CoordinatorClient, timeout_s=60.0)
     monkeypatch.setattr(sys.modules["kvlink.cli.status"], "CoordinatorClient", patient)
     coordinator = await serving(10_000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a coordinator says of itself, as a condition to wait for."""
+"""Turns a coordinator's own status into conditions to wait for."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from control_simulation.running import simulate
 
 
 def seeds(given: Iterable[str]) -> Iterator[int]:
-    """Of "7", "100-200" and "random:50"."""
+    """Yields the seeds of "7", "100-200" and "random:50"."""
     for word in given:
         kind, _, count = word.partition(":")
         first, _, last = word.partition("-")

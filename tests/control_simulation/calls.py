@@ -19,7 +19,7 @@ from control_simulation.processes import Process
 _CONNECT_S = 2.0
 _BACKOFF_S = (0.1, 1.0)
 WINDOW_BYTES = 64 << 10
-"""What a stream takes without its being read at the other end."""
+"""A stream takes this many bytes before the other end reads any."""
 
 Metadata = Sequence[tuple[str, str]]
 _numbers = itertools.count(1)
@@ -62,7 +62,7 @@ class Inbox:
         return blob
 
     async def room(self, blob: bytes) -> None:
-        """Of the writer, before `blob` goes on its way."""
+        """Waits for room on the writer's side, before `blob` is sent."""
         while self._unread > WINDOW_BYTES and not self.is_over:
             self._room = asyncio.get_running_loop().create_future()
             await self._room

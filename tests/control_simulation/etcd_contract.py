@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store relies on of etcd, as cases that hold of the simulated one and of a real one."""
+"""Lists what the store relies on in etcd, as cases that hold for the simulated one and for a real one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What etcd holds: keys with all their revisions since the last compaction, leases, a quota. Takes time as a value."""
+"""Holds etcd's keys with all revisions since the last compaction, leases, and a quota. Takes time as a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENTRY_BYTES = 64
 
 
 class Refusal(Exception):
-    """What etcd says instead of an answer."""
+    """Is etcd's error in place of an answer."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -40,7 +40,7 @@ class Lease:
 
 
 class Data:
-    """Of one cluster. Nothing here waits or fails half-way."""
+    """Holds the data of one cluster. Nothing here waits or fails half-way."""
 
     def __init__(self, cluster_id: int, quota_bytes: int = 1 << 30) -> None:
         self.cluster_id = cluster_id
@@ -54,7 +54,7 @@ class Data:
         self.log: list[tuple[int, list[pb.Event]]] = []
         self._sorted: list[bytes] = []
         self._before: dict[tuple[bytes, int], pb.KeyValue | None] = {}
-        """What the write of a key at a revision replaced."""
+        """Maps a key and a revision to the value that this write replaced."""
         self._last_lease = 0x1000
 
     def copy(self) -> Data:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with an etcd, and with coordinators that share it."""
+"""Defines the faults of an etcd, and of coordinators that share it."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ async def etcd_full(world: World) -> None:
 
 
 _SHARED = (
-    *(Fault(of.inflict, of.spares_members, of.spares_hand_offs) for of in faults.ALONE[:6]),
+    *(Fault(of.inflict, of.spares_members, of.spares_handoffs) for of in faults.ALONE[:6]),
     *(
-        Fault(inflict, spares_members=True, spares_hand_offs=True)
+        Fault(inflict, spares_members=True, spares_handoffs=True)
         for inflict in (
             faults.coordinator_killed,
             faults.coordinator_terminated,
@@ -115,12 +115,12 @@ _SHARED = (
 )
 
 SINGLE = (*_SHARED, Fault(member_killed), Fault(member_stopped))
-"""Of two coordinators that share an etcd of one member."""
+"""The faults of two coordinators that share an etcd of one member."""
 
 REPLICATED = (
     *_SHARED,
     *(
-        Fault(inflict, spares_members=True, spares_hand_offs=True)
+        Fault(inflict, spares_members=True, spares_handoffs=True)
         for inflict in (member_killed, member_stopped, member_cut_off)
     ),
 )

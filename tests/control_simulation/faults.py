@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in a simulated fleet. Each fault ends by itself, and has been mended when it returns."""
+"""Defines the faults of a simulated fleet. Each ends by itself, and has been repaired when it returns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from control_simulation.world import CoordinatorSeat, World
 
 
 class Fault(NamedTuple):
-    """One kind. `spares_members`, `spares_hand_offs`: alone, it costs no worker its lease, no handoff its tickets."""
+    """One kind. `spares_members`, `spares_handoffs`: alone, it costs no worker its lease, no handoff its tickets."""
 
     inflict: Callable[[World], Awaitable[None]]
     spares_members: bool = False
-    spares_hand_offs: bool = False
+    spares_handoffs: bool = False
 
     @property
     def cuts_coordinators(self) -> bool:
@@ -122,15 +122,15 @@ async def coordinator_cut_off(world: World) -> None:
 
 
 ALONE = (
-    Fault(duplicate, spares_members=True, spares_hand_offs=True),
-    Fault(watcher_stopped, spares_members=True, spares_hand_offs=True),
-    Fault(slow_network, spares_members=True, spares_hand_offs=True),
+    Fault(duplicate, spares_members=True, spares_handoffs=True),
+    Fault(watcher_stopped, spares_members=True, spares_handoffs=True),
+    Fault(slow_network, spares_members=True, spares_handoffs=True),
     Fault(worker_killed),
     Fault(worker_stopped),
     Fault(worker_cut_off),
-    Fault(coordinator_killed, spares_hand_offs=True),
-    Fault(coordinator_terminated, spares_hand_offs=True),
+    Fault(coordinator_killed, spares_handoffs=True),
+    Fault(coordinator_terminated, spares_handoffs=True),
     Fault(coordinator_stopped),
     Fault(coordinator_cut_off),
 )
-"""Of a single coordinator, which has all in its memory."""
+"""The faults of a single coordinator, which has everything in its memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold in every run, noted while it happens."""
+"""Checks the invariants of every run while it happens."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SERVER_PINGS_S = (20.0, 30.0)
 
 
 class End(Protocol):
-    """What stands at an end of a connection."""
+    """Receives messages at one end of a connection."""
 
     def broken(self, connection: Connection, why: str) -> None:
         """Once."""
@@ -48,7 +48,7 @@ class Network:
 
     @property
     def trace(self) -> str:
-        """Of everything that was delivered, and when."""
+        """Returns a digest of everything that was delivered, and when."""
         return self._trace.hexdigest()
 
     def note(self, what: str) -> None:
@@ -56,7 +56,7 @@ class Network:
         self._trace.update(f"{asyncio.get_running_loop().time():.6f} {what}\n".encode())
 
     def delay_s(self) -> float:
-        """Of one message. TCP sends what is lost again: it comes later."""
+        """Draws the delay of one message. TCP sends what is lost again, so it comes later."""
         delay = 0.0002 + self.chance.expovariate(2000.0) * self.slowness
         while self.loss and self.chance.random() < self.loss:
             delay += 0.2
@@ -66,7 +66,7 @@ class Network:
         return self._cut.get((source, target), 0) > 0
 
     def cut(self, source: str, target: str) -> None:
-        """What `source` sends does not reach `target`, until as many calls of `restore`."""
+        """Drops messages from `source` to `target` until as many calls of `restore`."""
         self._cut[source, target] = self._cut.get((source, target), 0) + 1
         self.look()
 
@@ -182,7 +182,7 @@ class Connection:
         self.down = Pipe(network, *reversed(self.processes))
         self._pings: list[asyncio.TimerHandle] = []
         self.calls: dict[int, Any] = {}
-        """Of the server's end, by number."""
+        """Holds the calls of the server's end, by number."""
         network.connections[self] = None
         self.look()
 

@@ -19,7 +19,7 @@ _of: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class State(Enum):
-    """What a process does."""
+    """Says whether a process runs."""
 
     RUNS = "runs"
     STOPPED = "stopped"

@@ -26,7 +26,7 @@ _KINDS = {0: faults.ALONE, 1: etcd_faults.SINGLE, 3: etcd_faults.REPLICATED}
 
 
 class Outcome(NamedTuple):
-    """Of one seed."""
+    """Holds the result of one seed."""
 
     violations: list[str]
     trace: str
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        """What went wrong, after what, and how to see it again."""
+        """Says what went wrong, after which faults, and how to see it again."""
         lines = [
             *self.violations[:10],
             f"after {', '.join(self.faults)}",
@@ -76,7 +76,7 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
         any(fault.cuts_coordinators for fault in chosen)
         and any(fault.inflict is faults.duplicate for fault in chosen)
     )
-    world.failures_count = chosen[0].spares_hand_offs if len(chosen) == 1 else world.spares_members
+    world.failures_count = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
     before = {worker: worker.num_rejoins for worker in world.running()}
     beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones())]
 

@@ -101,7 +101,7 @@ class ServerCall:
 
 
 class SimulatedServer:
-    """What kvlink needs of a grpc.aio.Server."""
+    """Implements the part of grpc.aio.Server that kvlink needs."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self.process = process
@@ -177,7 +177,7 @@ class _Details:
 
 @dataclass(frozen=True)
 class SimulatedSecurity(Security):
-    """Of one process: it dials and serves on a simulated network, in plaintext."""
+    """Dials and serves for one process on a simulated network, in plaintext."""
 
     network: Network | None = None
     process: Process | None = None

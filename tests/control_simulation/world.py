@@ -138,7 +138,7 @@ class World:
         return [worker for worker in self._workers if worker.process.state is not State.DEAD]
 
     def running(self) -> list[Worker]:
-        """Those that can hand over."""
+        """Returns the workers that can hand off."""
         return [
             worker
             for worker in self.workers()
@@ -151,7 +151,7 @@ class World:
             if not worker.is_joined:
                 self.network.kill(worker.process)
 
-    def hand_over(self, owner: Worker, reader: Worker, rival: Worker | None = None) -> str:
+    def hand_off(self, owner: Worker, reader: Worker, rival: Worker | None = None) -> str:
         """Begins one handoff; `under_way` has it until a reader has its ticket."""
         request_id = f"r{next(self._requests)}"
         waiting = [reader] if rival is None else [reader, rival]
@@ -182,7 +182,7 @@ class World:
                 continue
             owner, reader = self.chance.sample(running, 2)
             rival = self.chance.choice(running) if self.chance.random() < 0.2 else None
-            self.hand_over(owner, reader, rival)
+            self.hand_off(owner, reader, rival)
             if self.chance.random() < 0.1:
                 reader.settle(owner, self.chance.randrange(1000))
 
@@ -214,7 +214,7 @@ class World:
         """Each worker to the next."""
         ring = self.running()
         for owner, reader in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-            self.hand_over(owner, reader)
+            self.hand_off(owner, reader)
         await asyncio.sleep(5.0)
         for request_id, waiting in self.under_way.items():
             if any(worker.process.runs for worker in waiting):
@@ -238,7 +238,7 @@ class World:
         self._check_rates()
 
     def _check_store(self, seat: CoordinatorSeat) -> None:
-        """What it holds, of requests that can still matter to anybody."""
+        """Checks the store's contents for requests that can still matter."""
         while self._begun and self._begun[0] < now() - _KEPT_S:
             self._begun.popleft()
         store = seat.store

@@ -100,9 +100,9 @@ def test_a_record_is_about_its_own_tickets_alone() -> None:
     again = [Ticket(of.offer, 3, 2) for of in old]  # offered again after the worker's lease was lost
     for pair in (again, [new[0], old[1]]):
         assert serve(request(*pair, claimed=known), Claim("r")) is None
-    anew = serve(request(*new, claimed=known), Claim("r"))
-    assert anew is not None
-    assert anew.record == Claimed(digests(*new), ((0, b""),), True, 30.0)
+    again = serve(request(*new, claimed=known), Claim("r"))
+    assert again is not None
+    assert again.record == Claimed(digests(*new), ((0, b""),), True, 30.0)
 
 
 def test_what_expired_is_not_served() -> None:

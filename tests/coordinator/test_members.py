@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose lease ends when, also where the coordinator itself did not run."""
+"""Leases of workers end in time, also if the coordinator itself did not run."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def render(folder: Path, values: dict[str, Any], chart: Path = CHART) -> dict[str, dict[str, Any]]:
-    """What `chart` makes of `values`, by kind, checked."""
+    """Renders `chart` with `values`, checks the result, and returns it by kind."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "kv", str(chart), "--namespace", "prod", "--values", str(file))

@@ -29,7 +29,7 @@ GUIDES = ("coordinator.md", "runbook.md", "monitoring.md", "security.md")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """What kvlink's own parser makes of `kvlink ARGUMENTS…`. Raises click's UsageError."""
+    """Parses `kvlink ARGUMENTS…` with kvlink's own parser. Raises click's UsageError."""
     command: Any = typer.main.get_command(app)
     rest = list(arguments)
     while hasattr(command, "commands"):

@@ -43,7 +43,7 @@ class Composed:
         subprocess.run(["ip", "-n", self._namespace, *arguments], check=True)
 
     def command(self, name: str) -> list[str]:
-        """Of the image's entry point; etcd is configured by its environment alone."""
+        """Returns the arguments of the image's entry point; etcd is configured by its environment alone."""
         given = [self._placed(name, word) for word in self._services[name].get("command", [])]
         return ["ip", "netns", "exec", self._namespace, *self._program(name), *given]
 
@@ -103,7 +103,7 @@ class Composed:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
     def worker(self) -> dict[str, str]:
-        """What the comment at the top of the file tells workers to take."""
+        """Returns the settings that the comment at the top of the file gives workers."""
         certificates = self._folder / "certs"
         return {
             "KVLINK_TLS_CA": str(certificates / "ca.pem"),

@@ -56,7 +56,7 @@ class Image:
         self.do("build", *options, f"--file={commands.CONTAINERFILE}", str(_ROOT))
 
     def settings(self) -> dict[str, Any]:
-        """Of containers made from it."""
+        """Returns the settings of containers that are made from the image."""
         (image,) = json.loads(self.do("image", "inspect", self._name))
         config = image["Config"]
         return config | {"Healthcheck": config.get("Healthcheck") or image.get("Healthcheck")}
@@ -83,8 +83,8 @@ class Image:
         options = [*_CLOSED, *hardened, *given, f"--volume={volume}:/certs:ro"]
         container = self._note("container", self.do("run", "--detach", *options, self._name))
         give_up = time.monotonic() + _READY_WITHIN_S
-        while "kvlink coordinator on" not in (said := self._run("logs", container)).stdout:
-            assert time.monotonic() < give_up, said.stdout + said.stderr
+        while "kvlink coordinator on" not in (output := self._run("logs", container)).stdout:
+            assert time.monotonic() < give_up, output.stdout + output.stderr
             time.sleep(0.2)
         return container
 

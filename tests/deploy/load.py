@@ -28,7 +28,7 @@ async def main(coordinators: str, etcd: str) -> None:
         await store.read(b"/")
         print("a worker may read etcd", flush=True)
     except KVLinkError as error:
-        print(f"{load.num_offered} handed over; etcd to a worker: {error}", flush=True)
+        print(f"{load.num_offered} handed off; etcd to a worker: {error}", flush=True)
     await store.close()
 
 

@@ -48,13 +48,13 @@ class Running:
             text=True,
         )
         assert process.stdout is not None
-        said: dict[str, str] = {}
-        while len(said) < 2:
+        output: dict[str, str] = {}
+        while len(output) < 2:
             line = process.stdout.readline()
             assert line, process.communicate()[1]
             what, _, where = line.strip().rpartition(" on ")
-            said[what] = where
-        return cls(process, said["kvlink coordinator"], said["kvlink status page"])
+            output[what] = where
+        return cls(process, output["kvlink coordinator"], output["kvlink status page"])
 
 
 def run(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

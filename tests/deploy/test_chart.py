@@ -29,7 +29,7 @@ ALL = {
 
 
 def _paths(values: dict[str, Any], prefix: str = "") -> set[str]:
-    """Of what has no fields itself, or is handed on as a whole."""
+    """Returns the paths of values that have no fields, or that are passed on as a whole."""
     whole = ("env", "resources", "nodeSelector", "affinity", "podAnnotations", "labels", "selector")
     found: set[str] = set()
     for key, value in values.items():
@@ -136,8 +136,8 @@ def test_a_pod_starts_is_probed_and_ends(tmp_path: Path) -> None:
     address = f"localhost:{running.address.rpartition(':')[2]}"
     probed = run([address if word == "localhost:7400" else word for word in probe], env)
     running.process.send_signal(signal.SIGTERM)
-    said = running.process.communicate(timeout=30)[1]
-    assert running.process.returncode == 0, said
+    output = running.process.communicate(timeout=30)[1]
+    assert running.process.returncode == 0, output
     assert probed.returncode == 0, probed.stderr
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chart says of workers: the pod by hand, the guide's chart of a server, and doctor on each node."""
+"""The chart's workers are right: the pod by hand, the guide's chart of a server, and doctor on each node."""
 
 from __future__ import annotations
 
@@ -140,17 +140,17 @@ def test_a_node_is_ready_when_doctor_finds_it_so(tmp_path: Path, host: str, chec
         text=True,
     )
     assert looking.stdout is not None
-    said = []
+    output = []
     for line in looking.stdout:
-        said.append(line.strip())
-        if said[-1] in ("ready", "not ready"):
+        output.append(line.strip())
+        if output[-1] in ("ready", "not ready"):
             break
     looking.send_signal(signal.SIGTERM)
     looking.communicate(timeout=30)
     assert looking.returncode == 0
-    assert (said[-1] == "ready", file.exists()) == (ready, ready), said
-    assert any(line.startswith("pass  memfd  ") for line in said)
-    assert (f"does not pass: {check}" in said) == (check == "no such check")
+    assert (output[-1] == "ready", file.exists()) == (ready, ready), output
+    assert any(line.startswith("pass  memfd  ") for line in output)
+    assert (f"does not pass: {check}" in output) == (check == "no such check")
 
 
 def _pod(workload: dict[str, Any]) -> dict[str, Any]:

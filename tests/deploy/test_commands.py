@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What image, compose file, unit and guides tell people to run: kvlink takes it, and a coordinator starts with it."""
+"""kvlink accepts the commands of image, compose file, unit and guides, and a coordinator starts with them."""
 
 from __future__ import annotations
 

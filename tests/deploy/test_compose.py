@@ -43,8 +43,8 @@ def test_names_fit_together() -> None:
 
 def test_etcd_has_these_options() -> None:
     need_etcd()
-    said = subprocess.run(["etcd", "--help"], capture_output=True, text=True)
-    options = set(re.findall(r"--([a-z-]+)", said.stdout + said.stderr))
+    output = subprocess.run(["etcd", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--([a-z-]+)", output.stdout + output.stderr))
     used = {key.removeprefix("ETCD_").lower().replace("_", "-") for key in SERVICES["etcd-0"]["environment"]}
     assert used <= options
 

@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 # What each prints. Those outside the gate have a time limit, load torch, or start a coordinator.
-SAID = {
+OUTPUT = {
     "streaming.py": "all 6 blocks are right: 196608 bytes",
     "asyncio_server.py": "computing it here: request request-2",
     "torch_cache.py": "all rows are equal, converted from NHD to HND on the way",
@@ -24,16 +24,16 @@ _IN_GATE = ("streaming.py", "two_processes.py")
 
 
 def test_each_example_is_known() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == SAID.keys() | {RUN_BY_COMPOSE}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == OUTPUT.keys() | {RUN_BY_COMPOSE}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _IN_GATE else [pytest.mark.verify]) for name in SAID]
+    "name", [pytest.param(name, marks=[] if name in _IN_GATE else [pytest.mark.verify]) for name in OUTPUT]
 )
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name)], cwd=tmp_path, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    assert SAID[name] in ran.stdout
+    assert OUTPUT[name] in ran.stdout
     assert ran.stderr == ""

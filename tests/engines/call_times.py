@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's steps spend in a connector: written down call by call in the server, read here. Needs no vLLM.
+"""Reads how long vLLM's steps spend in a connector, which the server wrote down call by call. Needs no vLLM.
 
 A record has 24 bytes: which of CALLS, when it began, and how long it took, in nanoseconds.
 """

@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marker = metafunc.definition.get_closest_marker("pairs")
         kinds = marker.args if marker else ({"model": "llama"},)
         places = [{"connector": connector, **kind} for connector in CONNECTORS for kind in kinds]
-        metafunc.parametrize("pair", places, ids=map(_said, places), indirect=True, scope="session")
+        metafunc.parametrize("pair", places, ids=map(_output, places), indirect=True, scope="session")
 
 
 @pytest.hookimpl(trylast=True)
@@ -33,12 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
         pair = callspec.params.get("pair") if callspec else None
-        return places.setdefault(_said(pair), len(places)) if isinstance(pair, dict) else -1  # others' pairs
+        return (
+            places.setdefault(_output(pair), len(places)) if isinstance(pair, dict) else -1
+        )  # others' pairs
 
     items.sort(key=place)
 
 
-def _said(options: Mapping[str, Any]) -> str:
+def _output(options: Mapping[str, Any]) -> str:
     return "-".join(
         "".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in options.values()
     )

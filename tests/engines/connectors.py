@@ -88,5 +88,5 @@ def pair_of(
 
 
 def writes_down(path: Path) -> dict[str, str]:
-    """What a server's environment needs for that."""
+    """Returns the environment variables that a server needs for that."""
     return {"PYTHONPATH": str(Path(__file__).parent), FILE_SETTING: str(path)}

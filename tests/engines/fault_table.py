@@ -37,9 +37,11 @@ def main() -> int:
             with pair_of(connector, MODEL, options.policy) as pair:
                 for name in names:
                     outcome = table.setdefault(name, {})[connector] = play(SCENARIOS[name], pair, references)
-                    said = {"scenario": name, "connector": connector, "policy": options.policy}
-                    said |= {"outcome": str(outcome), "noticed": outcome.noticed}
-                    print(json.dumps(said) if options.json else f"{name}, {connector}: {outcome}", flush=True)
+                    output = {"scenario": name, "connector": connector, "policy": options.policy}
+                    output |= {"outcome": str(outcome), "noticed": outcome.noticed}
+                    print(
+                        json.dumps(output) if options.json else f"{name}, {connector}: {outcome}", flush=True
+                    )
     finally:
         references.close()
     if not options.json:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong between a prefill and a decode server: each scenario does it, and says how the client fared."""
+"""Defines faults between a prefill and a decode server: each scenario causes one, and says how the client fared."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a handoff costs in vLLM: kvlink's connector and NIXL's on like pairs of servers, request by request in turn.
+"""Measures handoffs in vLLM: kvlink's connector and NIXL's on like pairs of servers, request by request in turn.
 
     python tests/engines/handoff_times.py [--rounds 20] [--json]
 
@@ -41,7 +41,7 @@ _SUMS = {
 
 
 class FirstToken(NamedTuple):
-    """Of one answer: the time, and both servers' CPU time until then."""
+    """Holds the time of one answer's first token, and both servers' CPU time until then."""
 
     ms: float
     cpu_ms: float
@@ -70,7 +70,7 @@ def main() -> int:
                 for turn in range(3):
                     sample(pair, prompt(f"warm up {turn}", 300), folder)
         for row in rows(pairs, options.rounds, folder):
-            print(json.dumps(row) if options.json else said(row), flush=True)
+            print(json.dumps(row) if options.json else sentence(row), flush=True)
     return 0
 
 
@@ -173,7 +173,7 @@ def cpu_ms(pair: Pair) -> float:
     return total_ns / 1e6
 
 
-def said(row: dict[str, Any]) -> str:
+def sentence(row: dict[str, Any]) -> str:
     return "  ".join(f"{name}={value}" for name, value in row.items())
 
 

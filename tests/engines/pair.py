@@ -46,7 +46,7 @@ def prompt(name: str, num_tokens: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got; `tokens` is None unless the status is 200."""
+    """Holds the client's answer; `tokens` is None unless the status is 200."""
 
     status: int
     tokens: Tokens | None
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def handoff(self) -> Any:
-        """Of a prefill server: what is to be carried to decode."""
+        """Returns the part of a prefill server's answer that is carried to decode."""
         return self.body.get("kv_transfer_params")
 
 
@@ -116,7 +116,7 @@ class Pair:
 
 
 def flags(model: str) -> tuple[str, ...]:
-    """Of every server of this model, whatever its role."""
+    """Returns the flags of every server of this model, whatever its role."""
     blocks = ("--num-gpu-blocks-override", str(_POOL_BLOCKS[model]))
     # On a CPU with AMX vLLM would choose a backend for MLA that does not take float32.
     backend = ("--attention-backend", "CPU_MLA") if model == "deepseek" else ()
@@ -160,10 +160,10 @@ def stream(
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
         for line in answer:
-            said = line.decode().strip().removeprefix("data: ")
-            if said == "[DONE]":
+            output = line.decode().strip().removeprefix("data: ")
+            if output == "[DONE]":
                 return events
-            if said and (choices := json.loads(said)["choices"]):
+            if output and (choices := json.loads(output)["choices"]):
                 events.append(choices[0]["token_ids"])
             if hang_up_after is not None and len(events) >= hang_up_after:
                 return events

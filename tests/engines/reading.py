@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a server's blocks: read by a kvlink worker of the test itself, with a handoff as its ticket."""
+"""Reads a server's blocks with a kvlink worker of the test itself, with a handoff as its ticket."""
 
 from __future__ import annotations
 

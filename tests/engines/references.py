@@ -16,7 +16,7 @@ from connectors import PATIENT_LEASE_S, pair_of
 from pair import Answer, Pair, Tokens, ask, eventually, flags
 from servers import ENGINES, MODELS, running, vllm
 
-_MOST_HANDOVERS = 6
+_MOST_HANDOFFS = 6
 _COUNTED_S = 10.0
 
 Answering = Callable[[Sequence[int]], Answer]
@@ -82,15 +82,15 @@ def _two_with_nixl(model: str) -> Iterator[Answering]:
 
 def _said_twice(pair: Pair, tokens: Sequence[int]) -> Answer:
     """Two handoffs in a row that agree: on a busy machine one of NIXL's gave other tokens."""
-    said: list[Answer] = []
-    for _ in range(_MOST_HANDOVERS):
+    output: list[Answer] = []
+    for _ in range(_MOST_HANDOFFS):
         answer = _handed_off(pair, tokens)
         if answer is None:
             continue
-        said.append(answer)
-        if len(said) > 1 and said[-1].tokens == said[-2].tokens:
+        output.append(answer)
+        if len(output) > 1 and output[-1].tokens == output[-2].tokens:
             return answer
-    raise AssertionError(f"no two of {_MOST_HANDOVERS} handoffs in a row gave the same: {said}")
+    raise AssertionError(f"no two of {_MOST_HANDOFFS} handoffs in a row gave the same: {output}")
 
 
 def _handed_off(pair: Pair, tokens: Sequence[int]) -> Answer | None:

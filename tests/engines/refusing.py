@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector refuses at vLLM's start, without a model: `refusing.py MODEL`.
+"""Prints the connector's refusals at vLLM's start, without a model: `refusing.py MODEL`.
 
 Runs in vLLM's environment. Prints one JSON object: what was configured, and what the connector said to it.
 """
@@ -41,7 +41,7 @@ def _as_it_is(config: Any, caches: Any) -> None:
     pass
 
 
-def said(model: str, change: Callable[[Any, Any], None]) -> str:
+def refusal_of(model: str, change: Callable[[Any, Any], None]) -> str:
     """Empty: it was taken."""
     config, caches = config_of(model, "127.0.0.1:1", 6), caches_of(windows=False)
     change(config, caches)
@@ -54,4 +54,4 @@ def said(model: str, change: Callable[[Any, Any], None]) -> str:
 
 if __name__ == "__main__":
     changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts, _with_mamba)
-    print(json.dumps({change.__name__.strip("_"): said(sys.argv[1], change) for change in changes}))
+    print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))

@@ -81,7 +81,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started, and of its group."""
+        """Returns the pid of the process that was started, which is also that of its group."""
         return self._process.pid
 
     def wait(self, within_s: float = START_S) -> Server:
@@ -124,7 +124,7 @@ class Server:
         return sum(value for sample, value in self.samples().items() if sample.partition("{")[0] == name)
 
     def memory_mib(self) -> float:
-        """What the processes of its group have for themselves: no file's pages."""
+        """Returns the private memory of the processes of its group, without pages of files."""
         kib = 0
         for status in Path("/proc").glob("[0-9]*/status"):
             with suppress(OSError, ValueError):
@@ -133,7 +133,7 @@ class Server:
                     kib += sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
         return kib / 1024
 
-    def said(self, words: str) -> int:
+    def num_logged(self, words: str) -> int:
         """How many lines of the log have `words`."""
         return sum(words in line for line in self.log.read_text(errors="replace").splitlines())
 
@@ -227,7 +227,7 @@ def router(prefill: Iterable[Server], decode: Iterable[Server], *flags: str) -> 
 
 
 def vllms_router(prefill: Server, decode: Server) -> Launch:
-    """Of the vLLM project, which knows NIXL's handoffs."""
+    """Returns the launch of the vLLM project's router, which knows NIXL's handoffs."""
     port = free_port()
     command = [str(ENGINES / "vllm" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]

@@ -138,7 +138,7 @@ class Side:
 
 
 def _lease_s(scenario: str) -> int:
-    """Nobody comes for what is handed over after a preemption. Else no lease ends by itself while this runs."""
+    """Nobody comes for what is handed off after a preemption. Else no lease ends by itself while this runs."""
     return 2 if scenario == "preempted" else 600
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What handoffs in parts gain in vLLM: time to the first token behind two routers in turn, one that asks prefill
+"""Measures handoffs in parts in vLLM: time to the first token behind two routers in turn, one that asks prefill
 first and one that asks both sides at once, in front of the same two servers.
 
     python tests/engines/streaming_times.py [--rounds 7] [--transports tcp] [--json]
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def first_token_ms(url: str, name: str, num_tokens: int) -> float:
-    """Of a prompt that no server has seen."""
+    """Returns the time to the first token of a prompt that no server has seen."""
     start = time.perf_counter()
     stream(url, MODEL, prompt(f"streaming times {name}", num_tokens), hang_up_after=1)
     return (time.perf_counter() - start) * 1e3

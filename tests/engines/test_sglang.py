@@ -62,13 +62,13 @@ class Stack:
     plain = property(lambda self: self.servers[3])
 
     def expected(self, tokens: list[int]) -> list[int]:
-        """Of the plain server."""
+        """Returns the answer of the plain server."""
         status, answer = post(self.plain.url + "/generate", body(tokens))
         assert status == 200, answer
         return answer["output_ids"]
 
     def room(self) -> dict[str, Any]:
-        """What a router adds to the request, the same for both servers."""
+        """Returns the fields that a router adds to the request, the same for both servers."""
         return {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
@@ -187,8 +187,8 @@ def test_tokens_equal_the_plain_servers(stack: Stack, length: int) -> None:
 def test_each_decode_says_over_what_it_reads(stack: Stack) -> None:
     stack.handed_off(prompt(20), stack.decode)
     stack.handed_off(prompt(20), stack.decode_tcp)
-    assert stack.decode.said("/0 over cma") == 1
-    assert stack.decode_tcp.said("/0 over tcp") == 1
+    assert stack.decode.num_logged("/0 over cma") == 1
+    assert stack.decode_tcp.num_logged("/0 over tcp") == 1
 
 
 def test_requests_at_the_same_time_keep_apart(stack: Stack) -> None:
@@ -236,11 +236,11 @@ def test_an_abort_gives_all_pages_back(stack: Stack, who: str) -> None:
 
 def test_decode_that_dies_costs_prefill_no_more_than_a_lease(stack: Stack) -> None:
     request = body(prompt(3000, seed=7)) | stack.room()
-    batches = stack.prefill.said("Prefill batch")
+    batches = stack.prefill.num_logged("Prefill batch")
     with ThreadPoolExecutor(2) as clients:
         answer = clients.submit(post, stack.prefill.url + "/generate", request)
         clients.submit(ask_and_forget, stack.decode_tcp, request)
-        wait_for(lambda: stack.prefill.said("Prefill batch") > batches)
+        wait_for(lambda: stack.prefill.num_logged("Prefill batch") > batches)
         stack.decode_tcp.kill()
         status, text = answer.result()
     assert status >= 400, text
@@ -252,11 +252,11 @@ def test_decode_that_dies_costs_prefill_no_more_than_a_lease(stack: Stack) -> No
 
 def test_prefill_that_dies_fails_the_request_and_is_found_again(stack: Stack) -> None:
     request = body(prompt(3000, seed=9)) | stack.room()
-    batches = stack.prefill.said("Prefill batch")
+    batches = stack.prefill.num_logged("Prefill batch")
     with ThreadPoolExecutor(2) as clients:
         answer = clients.submit(post, stack.decode.url + "/generate", request)
         clients.submit(ask_and_forget, stack.prefill, request)
-        wait_for(lambda: stack.prefill.said("Prefill batch") > batches)
+        wait_for(lambda: stack.prefill.num_logged("Prefill batch") > batches)
         stack.prefill.kill()
         status, text = answer.result()
     assert status == 500, text

@@ -79,7 +79,7 @@ def test_many_at_once(pair: Pair, references: References, routed: Server) -> Non
 
 @ALL_MODELS
 def test_shared_prefixes(pair: Pair, references: References, routed: Server) -> None:
-    """What decode has cached already is not moved again; what differs is."""
+    """Tokens that decode has cached already are not moved again; others are."""
     shared = prompt("shared", 5 * BLOCK_TOKENS)
     prompts = [shared + prompt(f"tail {i}", 30 + 60 * i) for i in range(3)]
     prompts += [prompts[0], prompts[2] + prompt("longer", 200)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers and clients do beside one request, one handoff: refused, multiplied, retried, answered too long.
+"""Routers and clients do more than one request with one handoff: refused, multiplied, retried, answered too long.
 
 The policy is "fail", so that a load that fails shows, and no lease ends by itself while a test runs.
 """

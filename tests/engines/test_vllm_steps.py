@@ -30,21 +30,21 @@ pytestmark = [
 )
 def test_between_two_chunks(scenario: str, announced: str | None, loaded: dict[str, int]) -> None:
     """Part of the prompt is at decode before prefill has its third chunk; in the end nothing is left anywhere."""
-    said = said_by("stepping.py", scenario)
-    assert said == {"announced": announced, "loaded": loaded, "left": [[0, 0], [0, 0]]}
+    output = said_by("stepping.py", scenario)
+    assert output == {"announced": announced, "loaded": loaded, "left": [[0, 0], [0, 0]]}
 
 
 def test_what_cannot_be_served_is_refused_at_the_start() -> None:
     """By the name of the setting, or of the layer."""
-    said = said_by("refusing.py")
-    assert said.pop("as_it_is") == ""
+    output = said_by("refusing.py")
+    assert output.pop("as_it_is") == ""
     named = {
         "in_two_stages": "pipeline_parallel_size=2",
         "contexts_shared": "decode_context_parallel_size=2",
         "with_routed_experts": "--enable-return-routed-experts",
         "with_mamba": "MambaSpec",
     }
-    assert {what for what, name in named.items() if name in said[what]} == set(said)
+    assert {what for what, name in named.items() if name in output[what]} == set(output)
 
 
 def said_by(script: str, *arguments: str) -> dict[str, Any]:
@@ -52,5 +52,5 @@ def said_by(script: str, *arguments: str) -> dict[str, Any]:
     command = [str(PYTHON), str(Path(__file__).with_name(script)), str(MODELS / "llama"), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return said
+    output: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return output

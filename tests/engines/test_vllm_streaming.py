@@ -50,7 +50,7 @@ def test_it_comes_while_prefill_computes(
     assert eventually(lambda: pair.loads() > loads, SETTLE_S)
     came = pair.decode.metric("vllm:kvlink_early_bytes_total") - early
     print(f"{num_tokens} tokens: {came / 2**20:.1f} MiB came early")
-    # Two chunks may be over before the coordinator has taken what it was told first: then the answer hands over, though
+    # Two chunks may be over before the coordinator has taken what it was told first: then the answer hands off, though
     # decode may have followed already, and loads what its prefix cache has not kept of that.
     if num_tokens > 2 * CHUNK_TOKENS:
         assert followed(following) == 1

@@ -36,12 +36,12 @@ def pulled(owner: BlockPool, reader: BlockPool, **options: object) -> str:
     import torch
 
     config = WorkerConfig.from_env(**{"bounce_bytes": LEAST, **options})
-    with Worker(owner, "owner", config=config) as lender, Worker(reader, "reader", config=config) as taker:
+    with Worker(owner, "owner", config=config) as exporter, Worker(reader, "reader", config=config) as taker:
         for count in range(3):
             for region in range(len(reader.regions)):
                 reader.torch(region).fill_(count)
             torch.cuda.synchronize()
-            pull = taker.pull(lender.offer(f"r{count}", ALL), ALL)
+            pull = taker.pull(exporter.offer(f"r{count}", ALL), ALL)
             assert pull.wait(60)
             assert differing(owner, reader) == 0
         return str(pull.explain()[0])
@@ -55,9 +55,9 @@ def test_from_gpu_to_gpu_over_tcp(allocator: str) -> None:
 
 @pytest.mark.parametrize("transport", ["loopback", "shm", "cma", "tcp"])
 def test_from_host_to_gpu(transport: str, host_pool: BlockPool) -> None:
-    said = pulled(host_pool, cuda_pool(2), transports=transport)
-    assert f"over {transport}" in said
-    assert "bounce at reader" in said
+    output = pulled(host_pool, cuda_pool(2), transports=transport)
+    assert f"over {transport}" in output
+    assert "bounce at reader" in output
 
 
 def test_from_gpu_to_host_over_tcp(host_pool: BlockPool) -> None:
@@ -68,8 +68,8 @@ def test_another_layout_is_converted_on_the_way() -> None:
     """From pinned memory, by the kernel: a copy for each row of each head would take a second."""
     owner, reader = cuda_pool(1), by_heads()
     config = WorkerConfig.from_env(bounce_bytes=LEAST, transports="tcp")
-    with Worker(owner, "owner", config=config) as lender, Worker(reader, "reader", config=config) as taker:
-        taker.pull(lender.offer("r", ALL), ALL).wait(60)
+    with Worker(owner, "owner", config=config) as exporter, Worker(reader, "reader", config=config) as taker:
+        taker.pull(exporter.offer("r", ALL), ALL).wait(60)
         assert converted(owner, reader)
 
 
@@ -78,29 +78,32 @@ def test_bytes_are_there_for_work_launched_next(host_pool: BlockPool) -> None:
 
     reader = cuda_pool(2)
     config = WorkerConfig(transports="tcp")
-    with Worker(host_pool, "owner", config=config) as lender, Worker(reader, "taker", config=config) as taker:
+    with (
+        Worker(host_pool, "owner", config=config) as exporter,
+        Worker(reader, "taker", config=config) as taker,
+    ):
         for count in range(20):
             reader.torch().fill_(count)
             torch.cuda.synchronize()
-            taker.pull(lender.offer(f"r{count}", ALL), ALL).wait(60)
+            taker.pull(exporter.offer(f"r{count}", ALL), ALL).wait(60)
             sums = reader.torch().sum(dtype=torch.int64)  # on torch's stream, not on kvlink's
             assert int(sums) == int(host_pool.torch().sum(dtype=torch.int64))
 
 
 def test_a_nic_without_gpudirect_stages_what_it_reads(nic: str, host_pool: BlockPool) -> None:
-    said = pulled(host_pool, cuda_pool(2), transports="verbs", nics=nic, gpudirect="bounce")
-    assert "over verbs" in said
-    assert "bounce at reader" in said
+    output = pulled(host_pool, cuda_pool(2), transports="verbs", nics=nic, gpudirect="bounce")
+    assert "over verbs" in output
+    assert "bounce at reader" in output
 
 
 def test_where_it_is_not_allowed_it_is_refused() -> None:
     config = WorkerConfig(transports="tcp", gpudirect="dma-buf,peermem")
     with (
-        Worker(cuda_pool(1), "owner", config=config) as lender,
+        Worker(cuda_pool(1), "owner", config=config) as exporter,
         Worker(cuda_pool(2), "reader", config=config) as taker,
         pytest.raises(TransportUnavailable, match="add it to KVLINK_GPUDIRECT"),
     ):
-        taker.pull(lender.offer("r", ALL), ALL).wait(10)
+        taker.pull(exporter.offer("r", ALL), ALL).wait(10)
 
 
 @pytest.fixture(autouse=True)

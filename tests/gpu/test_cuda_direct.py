@@ -19,14 +19,14 @@ ALL = range(BLOCKS)
 CONFIG = {"transports": "cuda"}
 
 
-class Lender:
-    """lender.py, running."""
+class PoolOwner:
+    """Runs pool_owner.py."""
 
     def __init__(self, kind: str, seed: int, **env: str) -> None:
         import os
 
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("lender.py")), kind, str(seed)],
+            [sys.executable, str(Path(__file__).with_name("pool_owner.py")), kind, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,21 +53,21 @@ class Lender:
 
 
 @pytest.fixture
-def lend() -> Iterator[Callable[..., Lender]]:
-    """Starts lenders, which end with the test."""
-    started: list[Lender] = []
+def start_owner() -> Iterator[Callable[..., PoolOwner]]:
+    """Starts owners, which end with the test."""
+    started: list[PoolOwner] = []
 
-    def start(kind: str, seed: int, **env: str) -> Lender:
-        started.append(Lender(kind, seed, **env))
+    def start(kind: str, seed: int, **env: str) -> PoolOwner:
+        started.append(PoolOwner(kind, seed, **env))
         return started[-1]
 
     yield start
-    for lender in started:
-        lender.close()
+    for pool_owner in started:
+        pool_owner.close()
 
 
 def filled(seed: int) -> BlockPool:
-    from lender import fill, pool_of
+    from pool_owner import fill, pool_of
 
     pool = pool_of("torch")
     fill(pool, seed)
@@ -84,15 +84,19 @@ MEMORY = [
 @pytest.mark.parametrize("image", ["kernel", "no kernel"])
 @pytest.mark.parametrize(("kind", "env"), MEMORY)
 def test_every_byte_arrives(
-    lend: Callable[..., Lender], kind: str, env: dict[str, str], image: str, monkeypatch: pytest.MonkeyPatch
+    start_owner: Callable[..., PoolOwner],
+    kind: str,
+    env: dict[str, str],
+    image: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if image == "no kernel":
         monkeypatch.setattr(engine, "compiled_for", lambda gpu: b"")
-    lender, wanted, pool = lend(kind, 5, **env), filled(5), cuda_pool(6)
+    pool_owner, wanted, pool = start_owner(kind, 5, **env), filled(5), cuda_pool(6)
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         for count in range(3):  # cold, then warm
             pool.torch().fill_(count)
-            pull = reader.pull(lender.offer(f"r{count}"), ALL)
+            pull = reader.pull(pool_owner.offer(f"r{count}"), ALL)
             pull.wait(60)
             assert equal(pool, wanted)
         (path,) = pull.explain()
@@ -100,24 +104,24 @@ def test_every_byte_arrives(
 
 
 @pytest.mark.parametrize("staging", ["never", "always"])
-def test_another_layout_is_converted_on_the_way(lend: Callable[..., Lender], staging: str) -> None:
-    lender, wanted, pool = lend("kvlink", 5), filled(5), by_heads()
+def test_another_layout_is_converted_on_the_way(start_owner: Callable[..., PoolOwner], staging: str) -> None:
+    pool_owner, wanted, pool = start_owner("kvlink", 5), filled(5), by_heads()
     with Worker(pool, "reader", config=WorkerConfig.from_env(staging=staging, **CONFIG)) as reader:
-        pull = reader.pull(lender.offer("r"), ALL)
+        pull = reader.pull(pool_owner.offer("r"), ALL)
         pull.wait(60)
         assert converted(wanted, pool)
         assert pull.explain()[0].staged == (staging == "always")
 
 
-def test_scattered_blocks_land_where_they_belong(lend: Callable[..., Lender]) -> None:
+def test_scattered_blocks_land_where_they_belong(start_owner: Callable[..., PoolOwner]) -> None:
     import torch
 
-    lender, wanted, pool = lend("kvlink", 5), filled(5), cuda_pool(6)
+    pool_owner, wanted, pool = start_owner("kvlink", 5), filled(5), cuda_pool(6)
     before = [pool.torch(n).clone() for n in range(len(pool.regions))]
     into = [*range(BLOCKS)][::-1]
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         tokens = (16, 16 * (BLOCKS // 2))  # neither the first block nor the second half
-        reader.pull(lender.offer("r"), into, tokens=tokens).wait(60)
+        reader.pull(pool_owner.offer("r"), into, tokens=tokens).wait(60)
     moved = list(range(1, BLOCKS // 2))
     places = [into[block] for block in moved]
     rest = sorted(set(range(BLOCKS)) - set(places))
@@ -129,29 +133,29 @@ def test_scattered_blocks_land_where_they_belong(lend: Callable[..., Lender]) ->
         assert torch.equal(here[:, rest], old[:, rest])
 
 
-def test_blocks_that_were_given_back_are_never_used(lend: Callable[..., Lender]) -> None:
-    lender = lend("kvlink", 5)
+def test_blocks_that_were_given_back_are_never_used(start_owner: Callable[..., PoolOwner]) -> None:
+    pool_owner = start_owner("kvlink", 5)
     with Worker(cuda_pool(6), "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         for count in range(20):
-            ticket = lender.offer(f"r{count}")
-            lender.tell(f"abort r{count}")
-            lender.tell(f"fill {count}")
+            ticket = pool_owner.offer(f"r{count}")
+            pool_owner.tell(f"abort r{count}")
+            pool_owner.tell(f"fill {count}")
             with pytest.raises(StaleBlocks):
                 reader.pull(ticket, ALL).wait(60)
 
 
 @pytest.mark.parametrize(("kind", "env"), MEMORY)
 def test_an_owner_that_is_killed_is_an_error_and_the_gpu_goes_on(
-    lend: Callable[..., Lender], kind: str, env: dict[str, str]
+    start_owner: Callable[..., PoolOwner], kind: str, env: dict[str, str]
 ) -> None:
     import torch
 
-    lender, pool = lend(kind, 5, **env), cuda_pool(6)
+    pool_owner, pool = start_owner(kind, 5, **env), cuda_pool(6)
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
-        reader.pull(lender.offer("warm"), ALL).wait(60)
-        ticket = lender.offer("r")
+        reader.pull(pool_owner.offer("warm"), ALL).wait(60)
+        ticket = pool_owner.offer("r")
         pulls = [reader.pull(ticket, ALL, settle=False) for _ in range(50)]
-        lender.close()
+        pool_owner.close()
         failed = 0
         for pull in pulls:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lending GPU memory: the decision over every combination of facts, and the calls that follow from it."""
+"""GPU memory is exported: the decision over every combination of facts, and the calls that follow from it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_memory_that_cuda_does_not_know(root: FakeRoot) -> None:
         export(FakeCuda(HOPPER), 0x1000, 1, root=root.path)
 
 
-def test_lending_by_dma_buf(root: FakeRoot) -> None:
+def test_exporting_by_dma_buf(root: FakeRoot) -> None:
     cuda = FakeCuda(HOPPER, at(0x1000000, 2 * MIB, Kind.VMM), at(0x1000000 + 2 * MIB, 2 * MIB, Kind.VMM))
     exported = export(cuda, 0x1000000 + 512, 3 * MIB, root=root.path)
     assert exported.decision.way is Way.DMA_BUF
@@ -204,7 +204,7 @@ def test_lending_by_dma_buf(root: FakeRoot) -> None:
         os.fstat(fd)
 
 
-def test_lending_by_peermem_exports_nothing(root: FakeRoot) -> None:
+def test_exporting_by_peermem_exports_nothing(root: FakeRoot) -> None:
     root.write("sys/module/nvidia_peermem/version", "570")
     cuda = FakeCuda(replace(HOPPER, dma_buf=False), at(0x1000000, MIB))
     with export(cuda, 0x1000000, MIB, root=root.path) as exported:

@@ -118,7 +118,7 @@ class Commands:
         return self.handoff.submit(Handoff.from_json(handoff), **options)
 
     def tokens(self, request_id: str) -> list[int]:
-        """Of a request that has finished, waiting for it."""
+        """Waits for a request to finish and returns its tokens."""
         deadline = time.monotonic() + _WAIT_S
         while request_id not in self.finished:
             if time.monotonic() > deadline:
@@ -166,7 +166,7 @@ class Commands:
         }
 
     def resident_bytes(self) -> int:
-        """What this process has in memory, without what it shares."""
+        """Returns this process's memory, without what it shares."""
         gc.collect()
         pages = [int(number) for number in Path("/proc/self/statm").read_text().split()]
         return (pages[1] - pages[2]) * os.sysconf("SC_PAGE_SIZE")

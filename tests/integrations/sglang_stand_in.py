@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's backends build on, reduced to how it keeps a request's status: under its room alone.
+"""Stands in for what SGLang's backends build on, reduced to how it keeps a request's status: under its room alone.
 
 Follows sglang/srt/disaggregation/common/conn.py of 0.5.23. SGLang itself runs in the engines' lane.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines look up by name. Their own packages are needed only once they do."""
+"""Engines find kvlink by name. Their own packages are needed only once they do."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def test_an_owner_that_is_gone_has_given_its_room_back() -> None:
     ],
 )
 def test_two_decode_servers_with_one_room(other: Want, refused: bool) -> None:
-    said = refusal({(WANT.endpoint, WANT.dst_port): WANT}, other)
-    assert bool(said) is refused
-    assert ("10.0.0.1:7000" in said) is refused
+    output = refusal({(WANT.endpoint, WANT.dst_port): WANT}, other)
+    assert bool(output) is refused
+    assert ("10.0.0.1:7000" in output) is refused
 
 
 @pytest.fixture

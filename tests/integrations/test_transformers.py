@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests handed over between two processes of transformers' continuous batching give the tokens of one."""
+"""Requests handed off between two processes of transformers' continuous batching give the tokens of one."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_more_handoffs_than_blocks_wait_for_each_other(peers: Peers) -> None:
 def test_nothing_is_left_of_200_requests(peers: Peers) -> None:
     """Eight at a time, of eight lengths. What a process takes at first it keeps."""
 
-    def hand_over(number: int) -> None:
+    def hand_off(number: int) -> None:
         prompts = [prompt_of(1 + 19 * length) for length in range(8)]
         handoffs = [peers.prefill.call("prefill", prompt=prompt) for prompt in prompts]
         request_ids = [peers.decode.call("submit", handoff=handoff, max_new_tokens=2) for handoff in handoffs]
@@ -238,10 +238,10 @@ def test_nothing_is_left_of_200_requests(peers: Peers) -> None:
 
     before = peers.decode.call("stats")
     for number in range(10):
-        hand_over(number)
+        hand_off(number)
     settled = [peer.call("resident_bytes") for peer in (peers.prefill, peers.decode)]
     for number in range(15):
-        hand_over(number)
+        hand_off(number)
     left = [peer.call("resident_bytes") for peer in (peers.prefill, peers.decode)]
     assert gained(before, peers.decode.call("stats"))["pulled"] == 200
     assert max(after - first for first, after in zip(settled, left, strict=True)) < MAX_GROWTH_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides on the router's message: there and back as JSON, and foreign dicts are refused."""
+"""Handoffs survive the router's message as JSON, and foreign dicts are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
 NAMES = st.text(min_size=1, max_size=20)
 BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
-HANDOVERS = st.builds(
+HANDOFFS = st.builds(
     Handoff,
     request_id=NAMES,
     owners=st.lists(st.builds(Owner, NAMES, U64, NAMES), min_size=1, max_size=4).map(tuple),
@@ -49,7 +49,7 @@ SAMPLE = Handoff(
 )  # fmt: skip
 
 
-@given(HANDOVERS)
+@given(HANDOFFS)
 def test_it_survives_a_router(handoff: Handoff) -> None:
     passed_on = json.loads(json.dumps({KEY: handoff.to_params(), "other": None}))
     assert Handoff.from_params(passed_on) == handoff
@@ -86,7 +86,7 @@ def test_a_field_that_is_not_ours_is_refused_or_harmless(field: str, value: Any)
     assert len(handoff.prompt) == 32
 
 
-@given(HANDOVERS, st.booleans(), st.booleans(), st.integers(0, 99))
+@given(HANDOFFS, st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_part_survives_the_coordinator(handoff: Handoff, last: bool, written: bool, more: int) -> None:
     num_tokens = min(handoff.num_tokens + (0 if last else more), 2**31 - 1)
     handoff = replace(handoff, num_tokens=min(handoff.num_tokens, num_tokens))

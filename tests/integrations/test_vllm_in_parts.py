@@ -114,7 +114,7 @@ def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> 
 
 @pytest.mark.verify
 def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> None:
-    """Who looks at a slot that is not taken yet finds it stale."""
+    """A reader finds a slot that is not taken yet stale."""
     prefill, decode = new("p", 2), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
     decode.scheduler.on_new_request(waits)

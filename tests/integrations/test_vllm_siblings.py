@@ -108,7 +108,7 @@ def test_the_last_to_go_gives_them_back_unread(servers: tuple[Server, Server]) -
 def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
     servers: tuple[Server, Server],
 ) -> None:
-    """What the first loaded may be in the prefix cache by then."""
+    """The blocks that the first loaded may be in the prefix cache by then."""
     prefill, decode = servers
     params = handed_off(prefill)
     [x] = arrive(decode, params, "x")

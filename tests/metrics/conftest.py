@@ -14,7 +14,7 @@ from kvlink import Worker, WorkerConfig
 
 @pytest.fixture
 def free_port() -> int:
-    """Of loopback; somebody else may take it, which no test here has seen."""
+    """Returns a free port of loopback; another process may take it, which no test here has seen."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

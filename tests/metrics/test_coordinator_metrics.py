@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a coordinator shows by HTTP and by its Overview call, of real workers and of its own calls."""
+"""A coordinator shows real workers and its own calls by HTTP and by its Overview call."""
 
 from __future__ import annotations
 

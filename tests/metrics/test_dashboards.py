@@ -99,18 +99,18 @@ def test_every_metric_that_is_asked_for_is_exported(exported: set[str]) -> None:
 def test_every_metric_of_vllm_that_is_asked_for_is_one_of_the_connector() -> None:
     """And so is every reason."""
     connector = DEPLOY.parent / "vllm"
-    said = "\n".join(path.read_text() for path in connector.glob("*.py"))
+    output = "\n".join(path.read_text() for path in connector.glob("*.py"))
     rules = RULES.read_text()
     names = set(re.findall(r"vllm:kvlink_[a-z_]+", rules))
     assert len(names) >= 4
-    assert names <= set(re.findall(r'"(vllm:kvlink_[a-z_]+)"', said))
+    assert names <= set(re.findall(r'"(vllm:kvlink_[a-z_]+)"', output))
     reasons = {
         reason
         for given in re.findall(r'reason=~"([a-z_|]+)"\}\[\d+m\]\)\) > 0', rules)
         for reason in given.split("|")
     }
     assert reasons
-    assert reasons <= set(re.findall(r'counts\["(\w+)"\]', said))
+    assert reasons <= set(re.findall(r'counts\["(\w+)"\]', output))
 
 
 def test_the_reference_explains_every_metric_and_no_other(exported: set[str]) -> None:

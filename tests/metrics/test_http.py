@@ -44,7 +44,7 @@ async def visit(url: str) -> AsyncIterator[Visit]:
     writer.close()
 
 
-async def said(url: str, request: bytes) -> bytes:
+async def status_of(url: str, request: bytes) -> bytes:
     async with visit(url) as (reader, writer):
         writer.write(request)
         return (await reader.readline()).split(b" ")[1]
@@ -55,7 +55,7 @@ async def test_bad_requests_are_a_few_lines_of_json_without_tracebacks(
 ) -> None:
     long = b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"
     for _ in range(30):
-        assert await said(url, long) == b"400"
+        assert await status_of(url, long) == b"400"
     assert len(caplog.records) == 10
     lines = [JsonFormatter().format(record) for record in caplog.records]
     assert max(map(len, lines)) < 600
@@ -77,9 +77,9 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
         for _ in range(20):
             assert (await session.get("/metrics")).status == 500
     await coordinator.close()
-    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == 10
-    assert all(record.exc_info and record.levelno == logging.ERROR for record in said)
+    logged = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(logged) == 10
+    assert all(record.exc_info and record.levelno == logging.ERROR for record in logged)
 
 
 async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest
         for _, writer in (oldest, second, third):
             writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
             await writer.drain()
-        assert await said(url, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") == b"200"
+        assert await status_of(url, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") == b"200"
         with suppress(ConnectionError):
             assert await oldest[0].read() == b"", "hung up on"
         third[1].write(b"x\r\nHost: x\r\n\r\n")

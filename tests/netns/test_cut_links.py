@@ -54,8 +54,10 @@ class Members:
         while True:
             for name in _MEMBERS:
                 ask = ["env", "ETCDCTL_API=3", "etcdctl", "--endpoints=127.0.0.1:2379", "endpoint", "status"]
-                said = subprocess.run([*self._lan.inside(name), *ask], capture_output=True, text=True).stdout
-                if said.split(", ")[4:5] == ["true"]:
+                output = subprocess.run(
+                    [*self._lan.inside(name), *ask], capture_output=True, text=True
+                ).stdout
+                if output.split(", ")[4:5] == ["true"]:
                     return name
             time.sleep(0.1)
 
@@ -84,7 +86,7 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[On]:
         for name in ("a", "b"):
             store, options = f"etcd://{members.addresses}/cut", ("--host", lan.address(name))
             programs.append(Coordinator(folder, name, store, lan.inside(name), *options, **env))
-        addresses = ",".join(program.said.rpartition(" ")[2] for program in programs)
+        addresses = ",".join(program.output.rpartition(" ")[2] for program in programs)
         load = LoadProcess(folder, addresses, ticket_secret(token), lan.inside("load"), **env)
         programs.append(load)
         scene = Scene(folder, programs[:-1], load, secrets_of(token))

@@ -24,7 +24,7 @@ from kvlink.control.values import SettleOrder
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, UnknownRequest
 
 PATIENCE_S = 60.0
-"""Of each call: longer than every fault, so that a call which fails was refused for another reason."""
+"""Is the patience of each call: longer than every fault, so that a call that fails was refused for another reason."""
 _READERS = 4
 _RIVALS = 0.25
 NONCE = 0x5EC2E7_5EC2E7
@@ -32,7 +32,7 @@ NONCE = 0x5EC2E7_5EC2E7
 
 @dataclass
 class Totals:
-    """What became of the handoffs that ended since the last line."""
+    """Counts the outcomes of the handoffs that ended since the last line."""
 
     done: int = 0
     lost: list[str] = field(default_factory=list)

@@ -31,7 +31,7 @@ class Program:
         self.start()
 
     def start(self) -> None:
-        """Returns when it has said its first line, which is `said`."""
+        """Returns when it has said its first line, `first_line`."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -42,7 +42,7 @@ class Program:
             )
         self._unread = b""
         try:
-            self.said = self.line(_FIRST_LINE_S)
+            self.first_line = self.line(_FIRST_LINE_S)
         except BaseException:
             self.kill()
             raise
@@ -107,10 +107,10 @@ class Coordinator(Program):
         super().start()
         self._command = bare
         self.page = ""
-        if "status page" in self.said:
-            self.page = self.said.rpartition(" ")[2]
-            self.said = self.line(_FIRST_LINE_S)
-        self.address = self.said.rpartition(" ")[2]
+        if "status page" in self.first_line:
+            self.page = self.first_line.rpartition(" ")[2]
+            self.first_line = self.line(_FIRST_LINE_S)
+        self.address = self.first_line.rpartition(" ")[2]
         self._ports = ["--port", self.address.rpartition(":")[2]]
 
 
@@ -135,7 +135,7 @@ class LoadProcess(Program):
         """Ends it when every handoff has ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        said = Totals(**json.loads(self.line(150.0)))
+        totals = Totals(**json.loads(self.line(150.0)))
         self.process.stdin = None
         self.process.communicate(timeout=30)
-        return said
+        return totals

@@ -27,7 +27,7 @@ _SETTLED_S = 5.0
 
 @dataclass
 class Seen:
-    """What one fault did."""
+    """Holds the effects of one fault."""
 
     totals: Totals
     gap_s: float
@@ -35,7 +35,7 @@ class Seen:
     lines: int
     """At INFO, of the process that logged most."""
     growth_mib: float
-    """Of the process that grew most."""
+    """The growth of the process that grew most."""
     calm_s: float
     """The slowest handoff of some seconds before."""
 
@@ -117,11 +117,11 @@ class Scene:
     def check_logs(self) -> None:
         """No secret is in any, and no traceback."""
         for program in self.programs:
-            said = program.logged
-            assert said or program is self.load, f"{program.log.name} is empty"
-            assert "Traceback" not in said, said[said.index("Traceback") :][:3_000]
+            output = program.logged
+            assert output or program is self.load, f"{program.log.name} is empty"
+            assert "Traceback" not in output, output[output.index("Traceback") :][:3_000]
             for secret in self.secrets:
-                assert secret not in said, f"{program.log.name} has {secret}"
+                assert secret not in output, f"{program.log.name} has {secret}"
 
     def close(self) -> None:
         for program in self.programs:
@@ -129,7 +129,7 @@ class Scene:
 
 
 def secrets_of(token: Path) -> list[str]:
-    """What no log may have: what each ticket contains, what settles, the token of the host."""
+    """Returns what no log may have: the contents of each ticket, what settles, the token of the host."""
     return [ticket_secret(token), str(NONCE), hex(NONCE)[2:], token.read_text().strip()]
 
 
@@ -138,7 +138,7 @@ def ticket_secret(token: Path) -> str:
 
 
 def make_token(folder: Path) -> Path:
-    """Of this scene alone."""
+    """Makes the token of this scene."""
     path = folder / "token"
     path.write_text(os.urandom(24).hex() + "\n")
     path.chmod(0o600)

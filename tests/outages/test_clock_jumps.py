@@ -21,7 +21,7 @@ _SOURCE = Path(__file__).with_name("wall_clock.c")
 
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What to preload, and the file that moves the clock."""
+    """Returns the library to preload, and the file that moves the clock."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler on this machine: apt-get install gcc")
@@ -41,7 +41,7 @@ def scene(clock: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     programs: list[Program] = []
     try:
         programs.append(Coordinator(folder, "a", "memory", (), "--lease-s", "20", **env))
-        address = programs[0].said.rpartition(" ")[2]
+        address = programs[0].first_line.rpartition(" ")[2]
         load = LoadProcess(folder, address, ticket_secret(token), **env)
         programs.append(load)
         yield Scene(folder, programs[:-1], load, secrets_of(token))
@@ -62,13 +62,13 @@ def test_nothing_is_lost_and_nobody_joins_again(scene: Scene, clock: tuple[str, 
 
 
 def test_the_clock_does_move(clock: tuple[str, Path]) -> None:
-    """What is preloaded works: other tests of this file would pass without it."""
+    """The preloaded library works: other tests of this file would pass without it."""
     clock[1].write_text(f"{10 * _HOUR}\n")
     program = "import time, datetime; print(time.time() - 36000, datetime.datetime.now().timestamp() - 36000)"
     env = {"LD_PRELOAD": clock[0], "WALL_CLOCK_FILE": str(clock[1])}
-    said = subprocess.run(
+    output = subprocess.run(
         ["python3", "-c", program], env={"PATH": "/usr/bin:/bin", **env}, capture_output=True, text=True
     )
     clock[1].write_text("0\n")
-    assert said.returncode == 0, said.stderr
-    assert all(abs(float(at) - time.time()) < 60 for at in said.stdout.split())
+    assert output.returncode == 0, output.stderr
+    assert all(abs(float(at) - time.time()) < 60 for at in output.stdout.split())

@@ -45,7 +45,7 @@ async def has_no_sideways_scroll(page: Page) -> bool:
 
 
 async def violations(page: Page) -> list[str]:
-    """What axe-core finds against WCAG 2.2 A and AA, and its best practices: rule and place."""
+    """Returns what axe-core finds against WCAG 2.2 A and AA, and its best practices: rule and place."""
     axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="no axe-core: make test-pages")
     found: Any = await axe.Axe().run(page)
     return [

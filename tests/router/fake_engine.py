@@ -84,8 +84,8 @@ class FakeEngine:
             params = body.get("kv_transfer_params", {})
             if params.get("do_remote_decode"):
                 name = params.get("kvlink_stream")
-                said = {"kvlink_announced": name} if name and self.follows else {}
-                answer["kv_transfer_params"] = self.handoff and self.handoff | said
+                output = {"kvlink_announced": name} if name and self.follows else {}
+                answer["kv_transfer_params"] = self.handoff and self.handoff | output
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)

@@ -262,8 +262,8 @@ async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
     body = pieces() if sent_in_pieces else io.BytesIO(b"1" * ((1 << 20) + 1))
     async with place.client.post("/v1/completions", data=body) as answer:
         assert answer.status == 413
-        said = (await answer.json())["error"]["message"]
-    assert said == "the body exceeds 1 MiB, the limit of this router; send a shorter prompt"
+        output = (await answer.json())["error"]["message"]
+    assert output == "the body exceeds 1 MiB, the limit of this router; send a shorter prompt"
     assert [engine.asked for engine in (*place.prefill, *place.decode)] == [[], [], [], []]
 
 

@@ -20,7 +20,7 @@ NOTES = {"tracestate": "vendor=1"}
 
 
 async def asked(**headers: str) -> list[tuple[str, str, str]]:
-    """What each side got: traceparent as a header and in the handoff, and tracestate."""
+    """Returns what each side got: traceparent as a header and in the handoff, and tracestate."""
     async with AsyncExitStack() as stack:
         place = await Place(stack).start()
         assert (await place.post(**headers))[0] == 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks hold: each word says by whom, for which request and for which place it was written."""
+"""Defines the contents of blocks: each word says by whom, for which request and for which place it was written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def words_of(pool: BlockPool) -> Words:
 
 
 def written(owner: int, request: int, first: int, num_blocks: int) -> Words:
-    """What `owner` writes for blocks `first`… of a request, a row a block."""
+    """Returns what `owner` writes for blocks `first`… of a request, a row a block."""
     places = np.arange(BLOCK_WORDS, dtype=np.uint64)
     blocks = np.arange(first, first + num_blocks, dtype=np.uint64)[:, None] << _BLOCK
     whose = np.uint64(owner) << _OWNER | np.uint64(request) << _REQUEST

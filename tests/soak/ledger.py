@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the pulls of a soak, and whether that may be."""
+"""Judges the outcomes of the pulls of a soak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAD = ("wrong", "foreign", "late", "unguarded", "leaked", "hung", "innocent")
 
 @dataclass(slots=True)
 class Excuses:
-    """What was done to a pull, to its lease or to its owner, until it ended."""
+    """Holds what was done to a pull, to its lease or to its owner, until it ended."""
 
     may_be_stale: bool = False
     """Its lease is short, aborted, or settled by another pull. It is valid until the owner looks."""
@@ -24,11 +24,11 @@ class Excuses:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one pull. `error` is the name of an exception, and empty when all is valid."""
+    """Is the outcome of one pull. `error` is the name of an exception, and empty when all is valid."""
 
     error: str = ""
     why: str = ""
-    """Of stale blocks, in lower case."""
+    """Why blocks are stale, in lower case."""
     message: str = ""
     settled: bool = False
     differences: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Ledger:
         self.examples.setdefault(kind, example)
 
     def at_rest(self, about: str, held: Mapping[str, int]) -> None:
-        """What is still held, by kind, when nothing is under way any more."""
+        """Records what is still held, by kind, when nothing runs any more."""
         for kind, number in held.items():
             if number:
                 self.note("leaked", f"{about}: {number} {kind}", number)

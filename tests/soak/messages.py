@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a soak tell each other."""
+"""Defines the messages between the processes of a soak."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from soak.ledger import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Of an owner: a ticket for readers."""
+    """An owner sends a ticket for readers."""
 
     owner: int
     request: int
@@ -66,7 +66,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Of a reader."""
+    """A reader reports a pull."""
 
     number: int
     outcome: Outcome
@@ -74,7 +74,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Of a reader: so many places were written to after their pull."""
+    """A reader reports how many places were written to after their pull."""
 
     transport: str
     places: int
@@ -87,6 +87,6 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """Of both, as the last."""
+    """Both send this as their last message."""
 
     held: Mapping[str, int]

@@ -18,7 +18,7 @@ from kvlink.errors import UnknownRequest
 
 _NUM_BLOCKS = 1024
 MAX_BLOCKS = 96
-"""Of one request."""
+"""Bounds the blocks of one request."""
 _MAX_LIVE = 48
 _LONG_S, _REST_S = 120.0, 15.0
 _SHARE_OF_SHORT, _SHARE_OF_ABORTS = 0.04, 0.04
@@ -45,7 +45,7 @@ class Owner:
         self._worker = Worker(pool, name, config=WorkerConfig(transports=transports))
         self._free = list(range(_NUM_BLOCKS))
         self._blocks: dict[int, list[int]] = {}
-        """Of each live request."""
+        """Holds the blocks of each live request."""
         self._requests = itertools.count(NOBODY + 1)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -147,7 +147,7 @@ class Owner:
             heapq.heappop(self._later)[2]()
 
     def _held_at_rest(self) -> dict[str, int]:
-        """What is held although every offer was ended."""
+        """Returns what is held although every offer was ended."""
         for request in list(self._blocks):
             self._abort(request)
         until = time.monotonic() + _REST_S
@@ -159,5 +159,5 @@ class Owner:
 
 
 def tokens(first: int, num_blocks: int) -> tuple[int, int]:
-    """Of these blocks."""
+    """Returns the range of tokens in these blocks."""
     return first * BLOCK_TOKENS, (first + num_blocks) * BLOCK_TOKENS

@@ -81,7 +81,7 @@ def offer(owner: RemoteWorker, blocks: list[int], **options: Any) -> Ticket:
 
 
 def expected(spec: PoolSpec, ticket: Ticket) -> np.ndarray:
-    """What `Reader.blocks` must return."""
+    """Returns what `Reader.blocks` must return."""
     layout, contents = spec.layout(), random_contents(spec.layout(), SEED)
     tokens, heads = range(ticket.num_tokens), range(layout.num_heads)
     return np.stack(

@@ -20,8 +20,8 @@ def check_reads(owner: str, reader: str, qps: int = 1) -> None:
 
 
 def test_libibverbs_opens_the_device(device: str) -> None:
-    said = subprocess.run(["ibv_devinfo", "-d", device], check=True, capture_output=True, text=True).stdout
-    assert "PORT_ACTIVE" in said
+    output = subprocess.run(["ibv_devinfo", "-d", device], check=True, capture_output=True, text=True).stdout
+    assert "PORT_ACTIVE" in output
 
 
 def test_the_device_reads_itself(device: str) -> None:

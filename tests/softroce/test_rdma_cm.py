@@ -52,7 +52,7 @@ def new_pair(port: str) -> Iterator[NewPair]:
 
 
 class Invitation(NamedTuple):
-    """What the owner answers to a hello."""
+    """Is the owner's answer to a hello."""
 
     ip: str
     port: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with links and leases: pulls fail within a second or go on by another NIC, no late byte lands, and
+"""Faults of links and leases: pulls fail within a second or go on by another NIC, no late byte lands, and
 all heals by itself. The owner reads through rxe1 and rxe2, the reader through rxe3 and rxe4."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rails(new_process: NewProcess) -> Iterator[Rails]:
 
 
 def lanes(pair: Pair, **options: Any) -> int:
-    """Of the connection that a pull finds now."""
+    """Counts the lanes of the connection that a pull finds now."""
     return pair.pull(pair.offer(range(8)), range(8), timeout_s=30, **options).explain()[0].lanes
 
 

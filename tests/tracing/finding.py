@@ -27,7 +27,7 @@ class Found:
 
     @classmethod
     def of(cls, span: Any) -> Found:
-        """Of the SDK's."""
+        """Converts a span of the SDK."""
         return cls(
             name=span.name,
             kind=span.kind.name,

@@ -15,7 +15,7 @@ from kvlink import tracing
 
 
 class Collected:
-    """What has ended so far."""
+    """Holds the spans that have ended so far."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an inference server does for a handoff, and nothing else. Usage: server.py prefill|decode COORDINATOR.
+"""Does what an inference server does for a handoff, and nothing else. Usage: server.py prefill|decode COORDINATOR.
 
 Says its URL, and ends with its input.
 """

@@ -22,10 +22,10 @@ from kvlink.tracing import TraceParent
 @contextmanager
 def pair(fault: str = "") -> Iterator[tuple[Worker, Worker]]:
     """An owner, and a reader with a plan of faults."""
-    lending = WorkerConfig(transports="loopback")
+    config = WorkerConfig(transports="loopback")
     reading = WorkerConfig(transports="fault+loopback" if fault else "loopback", fault=fault)
     with (
-        Worker(PoolSpec().make(), "prefill", config=lending) as owner,
+        Worker(PoolSpec().make(), "prefill", config=config) as owner,
         Worker(PoolSpec().make(), "decode", config=reading) as reader,
     ):
         yield owner, reader
@@ -116,7 +116,7 @@ def test_without_a_request_an_offer_begins_the_trace(
 
 
 def test_the_callers_span_is_the_parent(workers: tuple[Worker, Worker], collected: Collected) -> None:
-    """Of an offer without a request of its own, and of a read whose owner is not traced."""
+    """It is the parent of an offer without a request of its own, and of a read whose owner is not traced."""
     owner, reader = workers
     with collected.provider.get_tracer("server").start_as_current_span("serving"):
         ticket = owner.offer("r1", [1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who collects spans is decided by OTEL_* variables; by default nobody does, and nothing is imported for it."""
+"""OTEL_* variables decide where spans go; by default nowhere, and nothing is imported for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 from tracing.collector import collecting
 
-_HAND_OVER = """
+_HANDOFF = """
 import sys
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.layout import Geometry, dense
@@ -51,11 +51,11 @@ OFF = {
 
 @pytest.mark.parametrize("variables", OFF.values(), ids=OFF.keys())
 def test_without_an_exporter_nothing_is_imported(variables: dict[str, str]) -> None:
-    assert run(_HAND_OVER + _SAY_WHAT_IS_LOADED, **variables).stdout == "[]\n"
+    assert run(_HANDOFF + _SAY_WHAT_IS_LOADED, **variables).stdout == "[]\n"
 
 
 def test_without_the_extra_it_says_so_and_goes_on() -> None:
-    done = run(_BLOCKED + _HAND_OVER, OTEL_TRACES_EXPORTER="otlp")
+    done = run(_BLOCKED + _HANDOFF, OTEL_TRACES_EXPORTER="otlp")
     assert "pip install 'kvlink[otel]'" in done.stderr
 
 
@@ -68,29 +68,29 @@ def test_without_the_extra_it_says_so_and_goes_on() -> None:
     ],
 )
 def test_what_cannot_be_had_is_said_and_harmless(variables: dict[str, str], problem: str) -> None:
-    assert problem in run(_HAND_OVER, **variables).stderr
+    assert problem in run(_HANDOFF, **variables).stderr
 
 
 def test_the_console() -> None:
-    assert '"name": "kvlink.read"' in run(_HAND_OVER, OTEL_TRACES_EXPORTER="console").stdout
+    assert '"name": "kvlink.read"' in run(_HANDOFF, OTEL_TRACES_EXPORTER="console").stdout
 
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
 def test_an_address_suffices(variable: str) -> None:
     with collecting() as collector:
-        run(_HAND_OVER, OTEL_SERVICE_NAME="both", **{variable: f"http://{collector.address}"})
+        run(_HANDOFF, OTEL_SERVICE_NAME="both", **{variable: f"http://{collector.address}"})
         offer, read = collector.wait_for("kvlink.offer", "kvlink.read")
     assert read.within(offer)
     assert collector.services == {"both"}
 
 
 def test_the_samplers_are_opentelemetrys() -> None:
-    done = run(_HAND_OVER, OTEL_TRACES_EXPORTER="console", OTEL_TRACES_SAMPLER="always_off")
+    done = run(_HANDOFF, OTEL_TRACES_EXPORTER="console", OTEL_TRACES_SAMPLER="always_off")
     assert done.stdout == ""
 
 
 def test_a_provider_of_the_process_is_used() -> None:
-    """Of an inference server that set OpenTelemetry up before: its resource, its processors."""
+    """An inference server may have set OpenTelemetry up before: its resource and its processors are used."""
     set_up = """
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -100,8 +100,8 @@ provider = TracerProvider(resource=Resource({"service.name": "server"}))
 provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter()))
 trace.set_tracer_provider(provider)
 """
-    said = run(set_up + _HAND_OVER, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1").stdout
-    assert said.count('"service.name": "server"') == said.count('"name": "kvlink.') > 2
+    output = run(set_up + _HANDOFF, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1").stdout
+    assert output.count('"service.name": "server"') == output.count('"name": "kvlink.') > 2
 
 
 def test_the_process_keeps_its_default() -> None:
@@ -109,5 +109,5 @@ def test_the_process_keeps_its_default() -> None:
 from opentelemetry import trace
 print(type(trace.get_tracer_provider()).__name__)
 """
-    said = run(_HAND_OVER + later, OTEL_TRACES_EXPORTER="console").stdout
-    assert "ProxyTracerProvider" in said.splitlines()
+    output = run(_HANDOFF + later, OTEL_TRACES_EXPORTER="console").stdout
+    assert "ProxyTracerProvider" in output.splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan must do, said slowly: one row after the other, one byte string a row."""
+"""Executes a plan slowly: one row after the other, one byte string a row."""
 
 from __future__ import annotations
 

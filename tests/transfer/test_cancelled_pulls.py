@@ -53,7 +53,7 @@ class HeldTransfer:
 
 
 class Waiter:
-    """Of the loop, in place of one that waits for a C++ thread."""
+    """Stands in for the loop's waiter, which waits for a C++ thread."""
 
     @classmethod
     def of_running_loop(cls) -> Waiter:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of paths: in `explain()`, in the log of a library, at the end of the demo."""
+"""Paths are explained in `explain()`, in the log of a library, and at the end of the demo."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_worker_tells_how_it_is_reached_and_how_it_reads(caplog: pytest.LogCap
     ):
         for number in range(3):
             reader.pull(owner.offer(f"r{number}", [1]), into=[2]).wait()
-    said = [record.getMessage() for record in caplog.records if record.name == "kvlink.path"]
-    assert said == [
+    output = [record.getMessage() for record in caplog.records if record.name == "kvlink.path"]
+    assert output == [
         f"started worker=owner agent={owner.card.agent} transports=shm,tcp",
         f"started worker=reader agent={reader.card.agent} transports=tcp",
         "reads from owner=owner transport=tcp",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NICs are given of a pool: ports by its place, and the memory of a GPU by a way that reaches it."""
+"""NICs get ports by the place of a pool, and the memory of a GPU by a way that reaches it."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_landed_bytes_are_flushed_when_the_gpu_says_so(
     assert driver.flushed == [Ordering.OWNER] * flushes
 
 
-def test_the_staging_buffer_is_lent_as_the_pool_is(root: Path, gpu: Gpu) -> None:
+def test_the_staging_buffer_is_exported_as_the_pool_is(root: Path, gpu: Gpu) -> None:
     """The engine is given it behind the pool's regions; without NICs that reach it, only when it always stages."""
     memory = SimpleNamespace(address=BASE + (2 << 20), bytes=1 << 20)
     driver = cuda(gpu)

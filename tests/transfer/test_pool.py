@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools: what kvlink allocates and what it may be lent."""
+"""Pools take memory that kvlink allocates and memory that a caller registers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_torch_view_shares_memory() -> None:
     assert pool.numpy().view(np.float32)[3] == 1.5
 
 
-def test_lent_torch_tensors_keep_their_address() -> None:
+def test_exported_torch_tensors_keep_their_address() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
     tensors = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in PER_LAYER.region_bytes()]
     pool = BlockPool.from_tensors(tensors, PER_LAYER)
@@ -49,7 +49,7 @@ def test_lent_torch_tensors_keep_their_address() -> None:
     assert not pool.mappable
 
 
-def test_torch_view_of_a_lent_tensor_counts_from_its_first_element() -> None:
+def test_torch_view_of_a_exported_tensor_counts_from_its_first_element() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
     whole = torch.zeros(ONE.region_bytes()[0] // 4 + 16, dtype=torch.float32)
     pool = BlockPool.from_tensors([whole[16:]], dense(replace(GEOMETRY, dtype="float32")))
@@ -114,7 +114,7 @@ def test_gpu_memory_comes_over_dlpack_by_way_of_torch() -> None:
         assert BlockPool.from_tensors([array], ONE).regions[0].address == tensor.data_ptr()
 
 
-def test_lent_view_counts_from_its_first_element() -> None:
+def test_exported_view_counts_from_its_first_element() -> None:
     whole = np.zeros(ONE.region_bytes()[0] + 64, np.uint8)
     pool = BlockPool.from_tensors([whole[64:]], ONE)
     pool.numpy()[0] = 9

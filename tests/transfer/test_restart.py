@@ -258,7 +258,7 @@ async def test_a_connection_that_breaks_before_the_start_is_replaced() -> None:
 
 
 class Waiter:
-    """Of the loop, in place of one that waits for a C++ thread."""
+    """Stands in for the loop's waiter, which waits for a C++ thread."""
 
     @classmethod
     def of_running_loop(cls) -> Waiter:

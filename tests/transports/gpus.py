@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of pools on a GPU share. tests/fake_cuda stands for the GPU and its driver."""
+"""Has what tests of pools on a GPU share. tests/fake_cuda stands for the GPU and its driver."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a shared or emulated machine adds to whatever is measured on it."""
+"""Measures the time that a shared or emulated machine adds to whatever is measured on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAP_S = 0.01
 
 
 class LostTime:
-    """Of threads that only nap, one on each CPU: when any of them slept longer than it asked for."""
+    """Runs threads that only nap, one on each CPU, and notes when any of them slept longer than it asked for."""
 
     def __init__(self) -> None:
         self._late: list[tuple[float, float]] = []  # from when a nap was to end until it did

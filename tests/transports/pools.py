@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools to lend and to pull into, what they hold, and what a pull must make of them: by index, one row at a time."""
+"""Makes pools to offer and to pull into, their contents, and the result of a pull: by index, one row at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvlink.transfer.pool import Region
 
 Bytes = npt.NDArray[np.uint8]
 Contents = list[Bytes]
-"""Of each region."""
+"""The bytes of each region."""
 
 
 class Memory(Enum):
-    """Who allocates a pool."""
+    """Says which library allocates a pool."""
 
     KVLINK = "kvlink"
     NUMPY = "numpy"
@@ -38,13 +38,13 @@ OWN_GPU = "own gpu"
 """The same, or a real one's, allocated by kvlink: other processes may map it."""
 
 USUAL = os.environ.get("KVLINK_TEST_MEMORY", Memory.KVLINK.value)
-"""What pools are in unless a test says. OWN_GPU: test_gpu_direct.py has the suite run over the transport `cuda`."""
+"""Pools are in this memory unless a test says otherwise. test_gpu_direct.py runs the suite over transport `cuda`."""
 
 _GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/fake.h has it
 
 
 class _StandInPool(BlockPool):
-    """What the tests fill and look at is the memory behind those addresses."""
+    """Gives tests the memory behind the stand-in's addresses, to fill and to look at."""
 
     def numpy(self, region: int = 0) -> Bytes:
         memory = self.regions[region]
@@ -60,7 +60,7 @@ class _RealGpuPool(BlockPool):
 
 
 class _OnlyDlpack:
-    """What another framework's tensor looks like."""
+    """Looks like another framework's tensor."""
 
     def __init__(self, array: Bytes) -> None:
         self._array = array
@@ -175,7 +175,7 @@ def rows(
 
 @dataclass(frozen=True)
 class Source:
-    """What one owner gives to a pull."""
+    """Holds what one owner gives to a pull."""
 
     layout: KVLayout
     contents: Contents

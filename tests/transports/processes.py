@@ -177,7 +177,7 @@ def _state(task: Path) -> str:
 
 
 def open_fds(pid: int) -> Counter[str]:
-    """What the process has open; numbers of sockets and the like left out."""
+    """Counts the open descriptors of a process, without numbers of sockets and the like."""
     found: Counter[str] = Counter()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -186,7 +186,7 @@ def open_fds(pid: int) -> Counter[str]:
 
 
 def native_threads(pid: int) -> Counter[str]:
-    """Of the data plane; gRPC's own come and go."""
+    """Counts threads of the data plane; gRPC's own come and go."""
     found: Counter[str] = Counter()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

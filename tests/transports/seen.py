@@ -11,7 +11,7 @@ _PAGE_BYTES = 256
 
 
 class _Copy:
-    """Of a region. Only pages that were written are sent: others may be landing meanwhile."""
+    """Holds a copy of a region. Only pages that were written are sent, because others may be written meanwhile."""
 
     def __init__(self, device: Any) -> None:
         import torch

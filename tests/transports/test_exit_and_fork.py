@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python promises when an interpreter ends with workers in it, or forks."""
+"""Workers keep Python's promises when an interpreter ends with workers in it, or forks."""
 
 from __future__ import annotations
 

@@ -33,29 +33,29 @@ def test_every_byte_arrives_and_explain_says_bounce(
     opened: Open, transport: str, owner: str, reader: str, at: list[str]
 ) -> None:
     spec = wide(512)
-    lender, taker = opened(spec, owner, reader, transports=f"{transport},tcp")
+    exporter, taker = opened(spec, owner, reader, transports=f"{transport},tcp")
     for blocks in ([5], list(range(0, 512, 3)), list(range(512))):
         into = [511 - block for block in blocks]
-        ticket = lender.offer(blocks)
+        ticket = exporter.offer(blocks)
         path = taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
         assert (path["transport"], path["bounces_at"]) == (transport, at)
         assert path["bytes"] == len(blocks) << 14
         assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
-        assert lender.fate_of(ticket.request_id) == "settled"
+        assert exporter.fate_of(ticket.request_id) == "settled"
 
 
 def test_scattered_heads_and_layers_find_their_places(opened: Open) -> None:
     spec = PoolSpec(num_blocks=48, regions="PER_LAYER", order="HND")
-    lender, taker = opened(spec, ON_GPU, ON_GPU, transports="tcp")
-    ticket = lender.offer(list(range(0, 48, 2)))
+    exporter, taker = opened(spec, ON_GPU, ON_GPU, transports="tcp")
+    ticket = exporter.offer(list(range(0, 48, 2)))
     into = list(range(47, 0, -2))
     taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
     assert taker.do("differing", into=into, seed=3, blocks=list(range(0, 48, 2))) == 0
 
 
 def test_transports_that_cannot_send_from_a_gpu_are_refused_by_name(opened: Open) -> None:
-    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports="shm,cma,tcp")
-    ticket = lender.offer([1])
+    exporter, taker = opened(wide(8), ON_GPU, ON_GPU, transports="shm,cma,tcp")
+    ticket = exporter.offer([1])
     path = taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
     assert path["transport"] == "tcp"
     assert set(path["refused"]) == {"shm", "cma"}
@@ -64,15 +64,15 @@ def test_transports_that_cannot_send_from_a_gpu_are_refused_by_name(opened: Open
 
 @pytest.mark.parametrize("better", [pytest.param("verbs", marks=NEEDS_NIC)])
 def test_nics_that_do_not_reach_the_owners_gpu_are_refused_by_name(opened: Open, better: str) -> None:
-    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports=f"{better},tcp")
-    path = taker.do("pull", ticket=lender.offer([1]).to_text(), into=[2], timeout_s=60)
+    exporter, taker = opened(wide(8), ON_GPU, ON_GPU, transports=f"{better},tcp")
+    path = taker.do("pull", ticket=exporter.offer([1]).to_text(), into=[2], timeout_s=60)
     assert path["transport"] == "tcp"
     assert "NICs do not reach this GPU memory" in path["refused"][better]
 
 
 def test_where_staging_is_not_allowed_it_is_refused_with_the_fix(opened: Open) -> None:
-    lender, taker = opened(wide(8), ON_GPU, ON_GPU, transports="tcp", gpudirect="dma-buf,peermem")
-    ticket = lender.offer([1])
+    exporter, taker = opened(wide(8), ON_GPU, ON_GPU, transports="tcp", gpudirect="dma-buf,peermem")
+    ticket = exporter.offer([1])
     with pytest.raises(TransportUnavailable, match="bounce is not allowed; add it to KVLINK_GPUDIRECT"):
         taker.do("pull", ticket=ticket.to_text(), into=[2], timeout_s=60)
 

@@ -13,30 +13,30 @@ from kvlink.errors import PeerUnreachable, StaleBlocks
 
 def test_every_byte_arrives_without_a_stop_on_the_host(opened: Open) -> None:
     spec = wide(512)
-    lender, taker = opened(spec, OWN_GPU, OWN_GPU)
+    exporter, taker = opened(spec, OWN_GPU, OWN_GPU)
     for blocks in ([5], list(range(0, 512, 3)), list(range(512))):
         into = [511 - block for block in blocks]
-        ticket = lender.offer(blocks)
+        ticket = exporter.offer(blocks)
         path = taker.do("pull", ticket=ticket.to_text(), into=into, timeout_s=60)
         assert (path["transport"], path["bounces_at"]) == ("cuda", [])
         assert path["bytes"] == len(blocks) << 14
         assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
-        assert lender.fate_of(ticket.request_id) == "settled"
+        assert exporter.fate_of(ticket.request_id) == "settled"
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_scattered_heads_and_layers_find_their_places(opened: Open, order: str) -> None:
     spec = PoolSpec(num_blocks=48, regions="PER_LAYER", order=order)
-    lender, taker = opened(spec, OWN_GPU, OWN_GPU, transports="cuda")
+    exporter, taker = opened(spec, OWN_GPU, OWN_GPU, transports="cuda")
     blocks, into = list(range(0, 48, 2)), list(range(47, 0, -2))
-    taker.do("pull", ticket=lender.offer(blocks).to_text(), into=into, timeout_s=60)
+    taker.do("pull", ticket=exporter.offer(blocks).to_text(), into=into, timeout_s=60)
     assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
 
 
-def test_a_pool_that_cannot_be_lent_is_still_read_into(opened: Open) -> None:
-    """What numpy allocated bears the stand-in's addresses, and its driver knows nothing of it."""
-    lender, taker = opened(wide(64), OWN_GPU, ON_GPU)
-    path = taker.do("pull", ticket=lender.offer([1, 2]).to_text(), into=[3, 4], timeout_s=60)
+def test_a_pool_that_cannot_be_exported_is_still_read_into(opened: Open) -> None:
+    """The stand-in has addresses that numpy allocated, and its driver knows nothing of them."""
+    exporter, taker = opened(wide(64), OWN_GPU, ON_GPU)
+    path = taker.do("pull", ticket=exporter.offer([1, 2]).to_text(), into=[3, 4], timeout_s=60)
     assert path["transport"] == "cuda"
     assert taker.do("differing", into=[3, 4], seed=3, blocks=[1, 2]) == 0
 
@@ -45,16 +45,16 @@ def test_a_pool_that_cannot_be_lent_is_still_read_into(opened: Open) -> None:
     ("owner", "why"), [(ON_GPU, "cannot export this memory"), (ON_HOST, "does not offer it")]
 )
 def test_where_it_cannot_be_taken_it_is_refused_by_name(opened: Open, owner: str, why: str) -> None:
-    lender, taker = opened(wide(8), owner, OWN_GPU, transports="cuda,tcp")
-    path = taker.do("pull", ticket=lender.offer([1]).to_text(), into=[2], timeout_s=60)
+    exporter, taker = opened(wide(8), owner, OWN_GPU, transports="cuda,tcp")
+    path = taker.do("pull", ticket=exporter.offer([1]).to_text(), into=[2], timeout_s=60)
     assert path["transport"] == "tcp"
     assert why in path["refused"]["cuda"]
 
 
 def test_blocks_that_were_given_back_are_never_used(opened: Open) -> None:
-    lender, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda")
-    ticket = lender.offer([1, 2])
-    lender.do("abort", request_id=ticket.request_id)
+    exporter, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda")
+    ticket = exporter.offer([1, 2])
+    exporter.do("abort", request_id=ticket.request_id)
     with pytest.raises(StaleBlocks):
         taker.do("pull", ticket=ticket.to_text(), into=[3, 4], timeout_s=60)
 
@@ -83,10 +83,10 @@ def test_an_owner_killed_in_the_middle_is_an_error(holdable: Holdable) -> None:
 )
 def test_other_layouts_come_by_way_of_the_staging_buffer(opened: Open, reader: PoolSpec) -> None:
     owner = PoolSpec(num_blocks=48, order="HND")
-    lender, taker = opened(owner, OWN_GPU, OWN_GPU, reader, transports="cuda", staging="always")
+    exporter, taker = opened(owner, OWN_GPU, OWN_GPU, reader, transports="cuda", staging="always")
     blocks, into = list(range(0, 48, 2)), list(range(reader.num_blocks - 1, -1, -2))
     path = taker.do(
-        "pull", ticket=lender.offer(blocks, readers=reader.tp_size).to_text(), into=into, timeout_s=60
+        "pull", ticket=exporter.offer(blocks, readers=reader.tp_size).to_text(), into=into, timeout_s=60
     )
     assert path["staged"]
     assert all(predicted > 0 for predicted in path["predicted_us"])
@@ -95,9 +95,9 @@ def test_other_layouts_come_by_way_of_the_staging_buffer(opened: Open, reader: P
 
 @pytest.mark.parametrize(("staging", "predicts"), [("auto", False), ("never", False), ("always", True)])
 def test_a_staging_buffer_is_there_where_it_may_be_of_use(opened: Open, staging: str, predicts: bool) -> None:
-    """Of cuda small pieces ask nothing: there is none unless it is asked for."""
-    lender, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda", staging=staging)
-    path = taker.do("pull", ticket=lender.offer([1, 2]).to_text(), into=[3, 4], timeout_s=60)
+    """Small pieces cost cuda nothing, so there is no buffer unless it is asked for."""
+    exporter, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda", staging=staging)
+    path = taker.do("pull", ticket=exporter.offer([1, 2]).to_text(), into=[3, 4], timeout_s=60)
     assert (path["staged"], path["predicted_us"] != [None, None]) == (predicts, predicts)
     assert taker.do("differing", into=[3, 4], seed=3, blocks=[1, 2]) == 0
 

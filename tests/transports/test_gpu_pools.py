@@ -30,7 +30,7 @@ def gpu_worker() -> Worker:
     return Worker(gpu_pool(PoolSpec()), "gpu", transports=HOST)
 
 
-def test_the_card_says_why_gpu_memory_is_not_lent() -> None:
+def test_the_card_says_why_gpu_memory_is_not_exported() -> None:
     with gpu_worker() as worker:
         for card in worker.card.transports:
             assert card.refused.endswith("use verbs (KVLINK_TRANSPORTS) or a pool in host memory"), card

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong on the way to an owner ends in the right exception, in time; the next pull works by itself."""
+"""Faults on the way to an owner end in the right exception, in time; the next pull works by itself."""
 
 from __future__ import annotations
 

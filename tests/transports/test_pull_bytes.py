@@ -150,7 +150,7 @@ def test_sizes_from_one_token_to_many_blocks(
 
 
 @pytest.mark.parametrize("memory", ["numpy", "torch", "dlpack"])
-def test_shm_says_why_it_cannot_lend_foreign_memory_and_another_path_is_taken(
+def test_shm_says_why_it_cannot_export_foreign_memory_and_another_path_is_taken(
     distant: str,
     memory: str,
     new_owner: Callable[..., RemoteWorker],

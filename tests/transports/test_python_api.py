@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python promises: event loops, threads, waiting, cancelling and closing."""
+"""Pulls keep Python's promises: event loops, threads, waiting, cancelling and closing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupted(Exception):
-    """What a handler raises."""
+    """Is the exception that a handler raises."""
 
 
 @pytest.fixture

@@ -133,22 +133,22 @@ class SlowKernels:
 
 
 def test_readers_wait_for_the_kernels_that_write_the_blocks(transport: str, new_reader: NewReader) -> None:
-    lender, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
+    exporter, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
     kernels = SlowKernels()
-    pull = taker.pull(lender.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
+    pull = taker.pull(exporter.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
     time.sleep(0.05)
     assert not pull.done()
-    lender.pool.numpy()[:] = 9  # later than the offer
+    exporter.pool.numpy()[:] = 9  # later than the offer
     kernels.passed.set()
     pull.wait()
     assert (taker.pool.numpy().reshape(8, -1)[3:5] == 9).all()
-    assert lender.offer("again", [1, 2], after=kernels).ready == 2
+    assert exporter.offer("again", [1, 2], after=kernels).ready == 2
 
 
 def test_blocks_of_a_lost_device_are_never_used(transport: str, new_reader: NewReader) -> None:
-    lender, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
+    exporter, taker = (new_reader(wide(8), transports=transport) for _ in range(2))
     kernels = SlowKernels()
-    pull = taker.pull(lender.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
+    pull = taker.pull(exporter.offer("r", [1, 2], after=kernels), [3, 4], timeout_s=20)
     kernels.lost = True
     with pytest.raises(StaleBlocks):
         pull.wait()

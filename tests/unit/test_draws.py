@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Hypothesis draws in the gate depends on the test alone."""
+"""Hypothesis draws the same values in the gate whatever ran before."""
 
 from __future__ import annotations
 

@@ -64,5 +64,5 @@ def test_counts_come_from_closing_lines_alone(lanes: ModuleType) -> None:
     === 2 failed, 120 passed, 3 skipped, 1 error in 12.34s ===
     119 passed, 4 skipped in 0.51s
     """
-    said = "\n".join(line.strip() for line in output.splitlines())
-    assert lanes.counts(said) == {"passed": 710, "failed": 3, "skipped": 7}
+    shown = "\n".join(line.strip() for line in output.splitlines())
+    assert lanes.counts(shown) == {"passed": 710, "failed": 3, "skipped": 7}

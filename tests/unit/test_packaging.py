@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an installation promises: light imports, complete metadata, and sources of a readable size."""
+"""An installation has light imports, complete metadata, and sources of a readable size."""
 
 from __future__ import annotations
 

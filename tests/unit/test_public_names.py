@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import kvlink` offers: names that can be found, imported one by one, and read about on one screen."""
+"""`import kvlink` offers names that can be found, imported one by one, and read about on one screen."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _BYTES = 4096
 
 
 def _memory() -> tuple[np.ndarray[Any, Any], Any]:
-    """What is on the device, and the tests' view of it."""
+    """Returns memory of the device, and the tests' view of it."""
     tensor = torch.arange(_BYTES).to(torch.uint8)
     return tensor.numpy(), seen(tensor)
 

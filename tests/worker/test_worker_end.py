@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends with a worker, and what must not stay behind it."""
+"""Everything of a worker ends with it, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def test_a_constructor_that_failed_is_told_of_once() -> None:
         "pool = BlockPool.allocate(layout)\n"
         "Worker(pool, 'worker', config=WorkerConfig(transports='loopback', token_file='/no/such/file'))\n"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "ConfigError: cannot read the token" in said.stderr
-    assert said.stderr.count("Traceback") == said.stderr.count("direct cause") + 1
-    assert "Exception ignored" not in said.stderr
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: cannot read the token" in output.stderr
+    assert output.stderr.count("Traceback") == output.stderr.count("direct cause") + 1
+    assert "Exception ignored" not in output.stderr
 
 
 def test_a_second_close_waits_for_the_first(worker: Worker) -> None:
@@ -186,8 +186,8 @@ def test_a_ticket_that_cannot_be_signed_holds_no_lease(worker: Worker) -> None:
 
 def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:
     program = "import sys, kvlink.background; print('concurrent.futures.thread' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout == "True\n"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert output.stdout == "True\n"
 
 
 def test_owners_that_are_gone_make_room() -> None:

@@ -59,7 +59,7 @@ def read(files: TlsFiles) -> Keys:
     """Reads the files and tests them with a TLS handshake of the certificate with itself. Raises ConfigError."""
     try:
         ca, cert, key = (path.read_bytes() for path in files)
-        said = _shake_hands(files)
+        certificate = _shake_hands(files)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"the certificate {files.cert} is not valid under {files.ca}: {error.verify_message}; renew it with that "
@@ -75,8 +75,8 @@ def read(files: TlsFiles) -> Keys:
         raise ConfigError(
             f"cannot read {error.filename}: {error.strerror} (KVLINK_TLS_CA, _CERT, _KEY)"
         ) from None
-    names = tuple(name for _, name in said.get("subjectAltName", ()))
-    return Keys(ca, cert, key, names, ssl.cert_time_to_seconds(said["notAfter"]))
+    names = tuple(name for _, name in certificate.get("subjectAltName", ()))
+    return Keys(ca, cert, key, names, ssl.cert_time_to_seconds(certificate["notAfter"]))
 
 
 def expiry(expires_at: float) -> str:

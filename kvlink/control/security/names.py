@@ -28,8 +28,8 @@ def tenant_name(tenant: str) -> str:
 
 def tenants_in(names: Iterable[str]) -> list[str]:
     """Returns the tenants that the names in a certificate state."""
-    said = [name.removesuffix(_OF_TENANT) for name in names if name.endswith(_OF_TENANT)]
-    return [tenant for tenant in dict.fromkeys(said) if _TENANT.fullmatch(tenant)]
+    stated = [name.removesuffix(_OF_TENANT) for name in names if name.endswith(_OF_TENANT)]
+    return [tenant for tenant in dict.fromkeys(stated) if _TENANT.fullmatch(tenant)]
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker and a reader say on the control plane, each call once, in one order; runs with any release."""
+"""Makes each call of a worker and a reader once, in one order; runs with any release."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _handoff(client: CoordinatorClient) -> None:
 
 
 async def with_agent(address: str) -> None:
-    """What a reader says to the owner it reads from."""
+    """Makes the calls of a reader to the owner it reads from."""
     async with AgentClient(address) as client:
         assert await client.card() == make_card()
         reply = await client.connect("prefill", 1, "tcp", HELLOS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every Store must do is asked of each in turn."""
+"""Runs the contract of stores on each store in turn."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is there: joins, leases and watches."""
+"""Joins, leases and watches of a store follow its contract."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pools in GPU memory: who lends them, by which way, and what is said where there is none.
+// Pools in GPU memory: who exports them, by which way, and what is said where there is none.
 #include "cpp/device/fake_device.h"
 #include "engine/engine.h"
 
@@ -100,9 +100,9 @@ TEST(DevicePool, IsNotMixedWithOther) {
 }
 
 TEST(Refused, HostMemoryThatCannotBeLentIsStillADestination) {
-  const auto lent = *HostMemory::allocate(kBytes, false);
+  const auto exported = *HostMemory::allocate(kBytes, false);
   const auto owner = make("shm");
-  ASSERT_TRUE(owner->add_pool_region(lent->range()).ok());
+  ASSERT_TRUE(owner->add_pool_region(exported->range()).ok());
   ASSERT_TRUE(owner->start().ok());
 
   std::vector<std::byte> foreign(kBytes);

@@ -21,12 +21,12 @@ TEST(HostMemory, IsZeroAndSealed) {
 
 /// Whoever has the descriptor: the owner's mapping stays writable, others are so only where peers write.
 TEST(HostMemory, IsWritableToOthersOnlyWherePeersWrite) {
-  for (const Access lent_for : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
-    const auto memory = *HostMemory::allocate(4096, false, {}, lent_for);
+  for (const Access exported_for : {Access::kRead, Access::kReadWords, Access::kWriteWords}) {
+    const auto memory = *HostMemory::allocate(4096, false, {}, exported_for);
     const MemoryRange range = memory->range();
     range.base[0] = std::byte{7};
     void* const other = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, range.memfd, 0);
-    EXPECT_EQ(other != MAP_FAILED, lent_for == Access::kWriteWords);
+    EXPECT_EQ(other != MAP_FAILED, exported_for == Access::kWriteWords);
     if (other != MAP_FAILED) ::munmap(other, 4096);
     void* const reading = ::mmap(nullptr, 4096, PROT_READ, MAP_SHARED, range.memfd, 0);
     ASSERT_NE(reading, MAP_FAILED);

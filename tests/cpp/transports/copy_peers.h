@@ -63,7 +63,7 @@ struct Card {
   std::string address, pool_key, table_key, words_key;
 };
 
-/// A transport that lends a pool of random bytes (of a seed), and a zeroed table and words.
+/// A transport that exports a pool of random bytes (of a seed), and a zeroed table and words.
 class Owner {
  public:
   explicit Owner(const std::string& name, uint64_t seed = 1)
@@ -72,13 +72,13 @@ class Owner {
     auto made = make_transport(name, {}, transports_and_toy());
     EXPECT_TRUE(made.ok()) << made.status().what();
     transport = std::move(*made);
-    auto lent_pool = transport->register_memory(pool->range(), Access::kRead);
-    auto lent_table = transport->register_memory(table->range(), Access::kReadWords);
-    auto lent_words = transport->register_memory(words->range(), Access::kWriteWords);
-    EXPECT_TRUE(lent_pool.ok() && lent_table.ok() && lent_words.ok());
-    pool_region = std::move(*lent_pool);
-    table_region = std::move(*lent_table);
-    words_region = std::move(*lent_words);
+    auto exported_pool = transport->register_memory(pool->range(), Access::kRead);
+    auto exported_table = transport->register_memory(table->range(), Access::kReadWords);
+    auto exported_words = transport->register_memory(words->range(), Access::kWriteWords);
+    EXPECT_TRUE(exported_pool.ok() && exported_table.ok() && exported_words.ok());
+    pool_region = std::move(*exported_pool);
+    table_region = std::move(*exported_table);
+    words_region = std::move(*exported_words);
   }
   Card card() const {
     return {transport->address(), pool_region->remote_key(), table_region->remote_key(),

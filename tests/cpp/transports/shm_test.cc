@@ -25,7 +25,7 @@ TEST(Shm, RefusesMemoryOfOthers) {
   ::close(unsealed);
 }
 
-TEST(Shm, LendsPartsThatDoNotStartOnAPage) {
+TEST(Shm, ExportsPartsThatDoNotStartOnAPage) {
   Owner owner("shm");
   Server server(*owner.transport);
   MemoryRange part = owner.pool->range();
@@ -43,7 +43,7 @@ TEST(Shm, LendsPartsThatDoNotStartOnAPage) {
   EXPECT_EQ(reader.read_at(*index, 1, 70'000).code(), Code::kAccessDenied);
 }
 
-TEST(Shm, LendsManyRegions) {
+TEST(Shm, ExportsManyRegions) {
   Owner owner("shm");
   Server server(*owner.transport);
   std::vector<std::unique_ptr<MemoryRegion>> regions;

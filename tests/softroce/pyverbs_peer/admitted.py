@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent on loopback wants to see of a caller that is not kvlink: the token of its user."""
+"""Shows an agent on loopback the token of its user, as a caller that is not kvlink must."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers of the verbs transport say to each other besides gRPC messages. Little-endian throughout.
+"""Packs what peers of the verbs transport exchange besides gRPC messages. Little-endian throughout.
 
     address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, u32 Mb/s, GID)
     hello    "kvh1" | u32 port of the owner, counted in its address | queue pair
@@ -35,7 +35,7 @@ WORDS_BYTES = 16
 SETTLED, READER = 0, 8
 """Offsets in the peer words of a slot."""
 SETTLED_TOMBSTONE, EXPIRED_TOMBSTONE, ABORTED_TOMBSTONE = 1, 2, 3
-"""What stands in place of the nonce of a lease that has ended."""
+"""These stand in place of the nonce of a lease that has ended."""
 WITHDRAWN = 1 << 31
 TABLE_MAGIC = int.from_bytes(b"KVLease2", "little")
 
@@ -70,7 +70,7 @@ class QueuePair(NamedTuple):
 
 
 def announcement(connection_id: int, nonce: int) -> int:
-    """What a reader stores before it reads."""
+    """Returns the word that a reader stores before it reads."""
     return (nonce >> 32 | 1) << 32 | connection_id
 
 
@@ -126,7 +126,7 @@ def unpack_address(blob: bytes) -> list[Port]:
 
 
 class Key(NamedTuple):
-    """A region that an owner lends. `rkeys` by port and slice."""
+    """A region that an owner registers. `rkeys` by port and slice."""
 
     writable: int
     base: int
@@ -150,7 +150,7 @@ class Key(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """What a reader needs of it. `seats` are (slot, nonce, settle nonce)."""
+    """Holds what a reader needs of a ticket. `seats` are (slot, nonce, settle nonce)."""
 
     request_id: str
     worker_id: str

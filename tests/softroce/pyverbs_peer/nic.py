@@ -178,7 +178,7 @@ class Connection:
         self._finish(1)
 
     def write(self, remote: int, rkey: int, value: int, source: Memory) -> None:
-        """Stores 8 bytes; `source` lends its first word for it. Raises WorkRefused."""
+        """Stores 8 bytes, which pass through the first word of `source`. Raises WorkRefused."""
         source.words()[0] = value
         self._post(e.IBV_WR_RDMA_WRITE, [SGE(source.address, 8, source.lkey)], remote, rkey)
         self._finish(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill side: lends memory and a lease table, admits readers. While they read and settle, nothing runs here."""
+"""Implements the prefill side: registers memory and a lease table, admits readers. Reads and settles run nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Owner:
         self._slots = self._table.words().reshape(_NUM_SLOTS, -1)
         self._slots[0, :3] = TABLE_MAGIC, _EPOCH, _NUM_SLOTS
         self._words = Memory(nic, _NUM_SLOTS * WORDS_BYTES, PEERS_WRITE)
-        self._said = self._words.words().reshape(_NUM_SLOTS, -1)
+        self._output = self._words.words().reshape(_NUM_SLOTS, -1)
         self._lanes: list[Connection] = []
         self._num_offers = 0
         self.num_connects = 0
@@ -77,7 +77,7 @@ class Owner:
         """All tokens of these blocks, for one reader, until `end`. `ready`: blocks already written, or all."""
         self._num_offers += 1
         slot, nonce, settle_nonce = self._num_offers, secrets.randbits(63) + 256, secrets.randbits(63) + 256
-        self._said[slot] = 0
+        self._output[slot] = 0
         ready = len(block_ids) if ready is None else ready
         self._slots[slot, 1] = ready
         self._slots[slot, 0] = nonce
@@ -90,20 +90,20 @@ class Owner:
     def is_settled(self, ticket: Ticket) -> bool:
         """The reader has written what the ticket says."""
         slot, _, settle_nonce = ticket.seats[0]
-        return int(self._said[slot, 0]) == settle_nonce
+        return int(self._output[slot, 0]) == settle_nonce
 
     def is_announced(self, ticket: Ticket) -> bool:
         """The reader has said who it is."""
         slot, nonce, _ = ticket.seats[0]
-        return int(self._said[slot, 1]) == announcement(_CONNECTION_ID, nonce)
+        return int(self._output[slot, 1]) == announcement(_CONNECTION_ID, nonce)
 
     def is_withdrawn(self, ticket: Ticket) -> bool:
         """The reader has said that it reads no more."""
         slot, nonce, _ = ticket.seats[0]
-        return int(self._said[slot, 1]) == announcement(_CONNECTION_ID | WITHDRAWN, nonce)
+        return int(self._output[slot, 1]) == announcement(_CONNECTION_ID | WITHDRAWN, nonce)
 
     def end(self, ticket: Ticket) -> None:
-        """What is read from now on does not count."""
+        """Ends a lease: later reads do not count."""
         self._slots[ticket.seats[0][0], 0] = ABORTED_TOMBSTONE
 
     def cut(self) -> None:

@@ -12,12 +12,12 @@ from softroce.pyverbs_peer.nic import Memory, Nic
 
 _SOFT_ROCE = 0xFFFFFF  # RXE_VENDOR_ID
 
-LENT_BY_WINDOWS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_MW_BIND
+OPENED_BY_WINDOWS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_MW_BIND
 """For a memory that has no key of its own."""
 
 
 class Limits(NamedTuple):
-    """Of a device. `has_windows`: of this type. `is_soft_roce`: is the kernel's own."""
+    """Holds limits of a device. `has_windows`: of this type. `is_soft_roce`: is the kernel's own."""
 
     has_windows: bool
     is_soft_roce: bool
@@ -26,9 +26,9 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, nic: Nic) -> Limits:
-        said = nic.context.query_device()
-        has_windows = bool(said.device_cap_flags & e.IBV_DEVICE_MEM_WINDOW_TYPE_2B)
-        return cls(has_windows, said.vendor_id == _SOFT_ROCE, said.max_mw, said.max_mr)
+        limits = nic.context.query_device()
+        has_windows = bool(limits.device_cap_flags & e.IBV_DEVICE_MEM_WINDOW_TYPE_2B)
+        return cls(has_windows, limits.vendor_id == _SOFT_ROCE, limits.max_mw, limits.max_mr)
 
 
 class Window:

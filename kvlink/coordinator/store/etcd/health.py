@@ -12,7 +12,7 @@ from kvlink.control.values import StoreHealth
 
 _log = logging.getLogger("kvlink.control")
 
-_SAID_EVERY_S = 60.0
+_LOGGED_EVERY_S = 60.0
 LOST_S = 3.0
 """The store counts as lost this long after the first doubt. An election takes less."""
 
@@ -28,7 +28,7 @@ class Health:
         self.is_full = False
         self.is_lost = False
         self._clock = clock
-        self._quota = LogQuota(1, _SAID_EVERY_S, clock)
+        self._quota = LogQuota(1, _LOGGED_EVERY_S, clock)
         self._doubted_at = math.inf
 
     def note_full(self, error: Exception) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What owners of GPU memory lend, to whom, and what becomes of it: over tests/fake_cuda, in place of the
+// What owners of GPU memory export, to whom, and what becomes of it: over tests/fake_cuda, in place of the
 // driver.
 #include <cstdlib>
 #include <fstream>
@@ -135,7 +135,7 @@ TEST_F(Cuda, RefusesMemoryThatCudaDoesNotShare) {
   EXPECT_NE(status.fix().find("gpu="), std::string::npos);
 }
 
-TEST_F(Cuda, LendsAPieceOfAnAllocation) {
+TEST_F(Cuda, ExportsAPieceOfAnAllocation) {
   GpuPair pair;
   MemoryRange piece = pair.owner.pool.range();
   piece.base += 12'345;

@@ -64,21 +64,21 @@ class GpuPool {
   MemoryRange range_;
 };
 
-/// Lends a pool of random bytes and a zeroed table.
+/// Exports a pool of random bytes and a zeroed table.
 struct GpuOwner {
   explicit GpuOwner(GpuPool::Kind kind = GpuPool::Kind::kKvlink)
       : pool(kind), table(allocate(kTableBytes)), words(allocate_words()) {
     pool.fill(1);
     transport = std::move(*make_transport("cuda", {}));
-    auto lent_pool = transport->register_memory(pool.range(), Access::kRead);
-    auto lent_table = transport->register_memory(table->range(), Access::kReadWords);
-    auto lent_words = transport->register_memory(words->range(), Access::kWriteWords);
-    EXPECT_TRUE(lent_pool.ok()) << lent_pool.status().what();
-    EXPECT_TRUE(lent_table.ok()) << lent_table.status().what();
-    pool_region = std::move(*lent_pool);
-    EXPECT_TRUE(lent_words.ok()) << lent_words.status().what();
-    table_region = std::move(*lent_table);
-    words_region = std::move(*lent_words);
+    auto exported_pool = transport->register_memory(pool.range(), Access::kRead);
+    auto exported_table = transport->register_memory(table->range(), Access::kReadWords);
+    auto exported_words = transport->register_memory(words->range(), Access::kWriteWords);
+    EXPECT_TRUE(exported_pool.ok()) << exported_pool.status().what();
+    EXPECT_TRUE(exported_table.ok()) << exported_table.status().what();
+    pool_region = std::move(*exported_pool);
+    EXPECT_TRUE(exported_words.ok()) << exported_words.status().what();
+    table_region = std::move(*exported_table);
+    words_region = std::move(*exported_words);
   }
   Card card() const {
     return {transport->address(), pool_region->remote_key(), table_region->remote_key(),
@@ -98,7 +98,7 @@ class GpuReader {
     TransportOptions options;
     options.cuda_image = image;
     transport = std::move(*make_transport("cuda", options));
-    // Its own pool need not be lent.
+    // Its own pool need not be exported.
     [[maybe_unused]] const auto region = transport->register_memory(pool.range(), Access::kRead);
     poison();
   }

@@ -213,11 +213,11 @@ TEST(Tcp, RevokesMemoryThatIsBeingSent) {
   void* mapping = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(mapping, MAP_FAILED);
   Owner owner("tcp");
-  auto lent = owner.transport->register_memory({static_cast<std::byte*>(mapping), kBytes}, Access::kRead);
+  auto exported = owner.transport->register_memory({static_cast<std::byte*>(mapping), kBytes}, Access::kRead);
   auto server = std::make_unique<Server>(*owner.transport);
   const auto admit = [&](const std::string& hello) { return *owner.transport->accept(1, hello); };
   Reader reader("tcp", owner.card(), admit), other("tcp", owner.card(), admit);
-  const uint32_t region = *reader.endpoint->import_region((*lent)->remote_key());
+  const uint32_t region = *reader.endpoint->import_region((*exported)->remote_key());
   std::vector<std::byte> destination(kBytes / kOps);
   Scatter scatter;
   for (size_t op = 0; op < kOps; ++op) {
@@ -229,7 +229,7 @@ TEST(Tcp, RevokesMemoryThatIsBeingSent) {
   while (destination[0] == std::byte{} && !poll_once(*reader.endpoint, ended).progressed) {
   }
   EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());
-  (*lent).reset();
+  (*exported).reset();
   const Status status = reader.wait(1);
   EXPECT_EQ(status.code(), Code::kPeerUnreachable) << status.what();
   EXPECT_TRUE(other.read_at(kPool, 0, kBlock).ok());

@@ -38,8 +38,8 @@ TEST(TcpFuzz, OwnerSurvivesMutatedFrames) {
   Server server(*owner.transport);
   const Card card = owner.card();
   std::vector<std::byte> fenced(3 * 4096, kPoison);
-  auto lent = owner.transport->register_memory({fenced.data() + 4096, 4096}, Access::kWriteWords);
-  const uint64_t keys[] = {BlobReader(card.pool_key).u64(), BlobReader((*lent)->remote_key()).u64()};
+  auto exported = owner.transport->register_memory({fenced.data() + 4096, 4096}, Access::kWriteWords);
+  const uint64_t keys[] = {BlobReader(card.pool_key).u64(), BlobReader((*exported)->remote_key()).u64()};
   Random random(21);
   for (int round = 0; round < 400; ++round) {
     RawSocket socket(card.address);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that lends a pool on the GPU: python lender.py KIND SEED. Each line of input is a command with its answer.
+"""Offers a pool on the GPU: python pool_owner.py KIND SEED. Each line of input is a command with its answer.
 
 KIND: torch (what its allocator gives) or kvlink (BlockPool.allocate). Commands: `offer ID`, of all blocks, `fill SEED`,
 `abort ID`.
@@ -36,7 +36,7 @@ def main() -> None:
     kind, seed = sys.argv[1], int(sys.argv[2])
     pool = pool_of(kind)
     fill(pool, seed)
-    with Worker(pool, "lender", config=WorkerConfig.from_env(transports="cuda")) as worker:
+    with Worker(pool, "owner", config=WorkerConfig.from_env(transports="cuda")) as worker:
         print("ready", flush=True)
         for line in sys.stdin:
             command, argument = line.split()
