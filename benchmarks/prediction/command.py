@@ -19,7 +19,7 @@ from .machines import Machine, request_of
 from .path import Path as Way
 from .path import Request
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 _HOST_PATHS = ("shm", "cma", "tcp")
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ from kvlink.errors import ConfigError
 from ..prediction.calibration import read_rows
 from .measures import results_of
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 @app.command()

@@ -21,7 +21,7 @@ from ..workloads.traces import requests_of
 from .curve import SIZES, Scene, rows
 from .workload import Move, path_of
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 _MOST_WORKERS = 1 << 16
 _LONG = {

@@ -12,6 +12,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from kvlink.cli import app as cli
+from kvlink.cli.numbers import size_text
 from kvlink.cli.plugins import GROUP
 from kvlink.config import CATALOGUE
 from kvlink.setting import Setting
@@ -21,6 +22,8 @@ def _default(setting: Setting) -> str:
     if setting.default == "":
         return "empty"
     value = int(setting.default) if isinstance(setting.default, bool) else setting.default
+    if setting.unit == "bytes":
+        return f"`{value}` ({size_text(int(value))})"
     return f"`{value}`" + (f" {setting.unit}" if setting.unit else "")
 
 

@@ -27,6 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings=plugins.HELP,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 _ANYWHERE = ("--debug", "--wide")

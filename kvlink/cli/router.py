@@ -11,24 +11,10 @@ from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import ReadyJson, print_ready
 from kvlink.errors import ConfigError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-# Only the first paragraph of a docstring is filled, so the others have no line breaks.
-_HELP = (
-    "Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. This is a demo, not for "
-    "production.\n\n"
-    "It is also the reference for the messages between a router and "
-    "servers with kvlink. Servers take turns. If one is "
-    "gone, the router asks the next one. It refuses bodies above 256 "
-    "MiB. It does not balance load, limits neither the "
-    "number of requests nor their time, speaks plain HTTP and checks no API key.\n\n"
-    "For production, use vLLM's router, llm-d, NVIDIA Dynamo or vLLM's "
-    "production stack. Servers with kvlink run behind "
-    "those unchanged."
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-@app.command(help=_HELP, epilog=examples_of("router"))
+@app.command(epilog=examples_of("router"))
 def router(
     prefill: Annotated[
         list[str], typer.Option(help="Send prompts to the prefill server at this base URL. May be repeated.")
@@ -58,7 +44,16 @@ def router(
     ] = None,
     as_json: ReadyJson = False,
 ) -> None:
-    """Implements `kvlink router`."""
+    """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. This is a demo, not for
+    production.
+
+    It is also the reference for the messages between a router and servers with kvlink. Servers take turns. If one is
+    gone, the router asks the next one. It refuses bodies above 256 MiB. It does not balance load, limits neither the
+    number of requests nor their time, speaks plain HTTP and checks no API key.
+
+    For production, use vLLM's router, llm-d, NVIDIA Dynamo or vLLM's production stack. Servers with kvlink run behind
+    those unchanged.
+    """
     import asyncio
 
     try:
