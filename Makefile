@@ -37,7 +37,7 @@ demo: build ## prefill in one process, decode in another, over every transport
 .PHONY: test
 test: export PYTHONHASHSEED := 0
 test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the wheel: all that a change must pass
-	pytest -m "not engines and not netns and not softroce and not slow and not verify"
+	pytest -m "not engines and not netns and not softroce and not slow and not newcomer and not verify"
 	kvlink demo
 	.ci/test-wheel $(PYTHON)
 
@@ -149,6 +149,10 @@ test-pages: build $(VENV)/.checked ## the status page and the report in Chromium
 release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
+
+.PHONY: test-newcomer
+test-newcomer: build release-wheel $(VENV)/.checked ## pages followed literally, with the wheel and an index alone (root)
+	pytest -m newcomer
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine

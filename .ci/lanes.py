@@ -50,6 +50,7 @@ LANES = {
     "gpu": Lane("pytest -m gpu", 3),
     "slow": Lane("make test-slow", 3),
     "soak": Lane("make soak", 3),
+    "newcomer": Lane("make test-newcomer", 3),
     "release": Lane("make release-wheel", 3),
 }
 
@@ -81,6 +82,8 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/netns/", ("netns",)),
     (r"tests/deploy/", ("deploy",)),
     (r"tests/pages/", ("pages",)),
+    (r"tests/newcomer/|README\.md", ("newcomer",)),
+    (r"docs/getting-started/|docs/operate/systemd\.md", ("docs", "newcomer")),
     (r"tests/softroce/", ("rdma",)),
     (r"tests/engines/", ("engines",)),
     (r"tests/gpu/", ("gpu",)),

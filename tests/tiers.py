@@ -7,11 +7,23 @@ from collections.abc import Collection
 
 # Folders under tests/ whose tests run in other processes, containers, namespaces or devices, in real time.
 OUTSIDE_FOLDERS = frozenset(
-    {"demo", "deploy", "engines", "gpu", "netns", "outages", "pages", "softroce", "soak", "transports"}
+    {
+        "demo",
+        "deploy",
+        "engines",
+        "gpu",
+        "netns",
+        "newcomer",
+        "outages",
+        "pages",
+        "softroce",
+        "soak",
+        "transports",
+    }
 )
 
 # Marks of single tests, classes and modules that need real time.
-OUTSIDE_MARKS = frozenset({"engines", "netns", "slow", "softroce", "verify"})
+OUTSIDE_MARKS = frozenset({"engines", "netns", "newcomer", "slow", "softroce", "verify"})
 
 # Fixtures that start an etcd or a coordinator as processes.
 OUTSIDE_FIXTURES = frozenset({"cluster", "coordinator_process", "etcd", "etcd_cluster", "fleet", "served"})
