@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode as coroutines: awaiting pulls, time limits, and blocks that return to their allocator.
+"""Runs prefill and decode as coroutines that await pulls, limit their time, and return blocks to an allocator.
 
 Run: python asyncio_server.py
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reader that pulls blocks while others are still being written. Run: python streaming.py"""
+"""Pulls blocks while others are still being written. Run: python streaming.py"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of torch tensors that exists already, pulled into a cache with another layout. Run: python torch_cache.py"""
+"""Pulls an existing cache of torch tensors into a cache with another layout. Run: python torch_cache.py"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two worker processes that hand off requests until they are stopped, so that metrics show something.
+"""Runs one of two workers that hand off requests until they are stopped, so that metrics show something.
 
 Start `kvlink coordinator`, set KVLINK_COORDINATOR=127.0.0.1:7400, and run `python traffic.py prefill-0` and
 `python traffic.py decode-0`. The compose file runs both with `--profile demo`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill process offers one request, a decode process pulls it. Run: python two_processes.py"""
+"""Offers one request in a prefill process and pulls it in a decode process. Run: python two_processes.py"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers find each other by request id at a coordinator, without passing tickets. Run: python with_coordinator.py"""
+"""Finds a request by its id at a coordinator, without passing a ticket. Run: python with_coordinator.py"""
 
 from __future__ import annotations
 

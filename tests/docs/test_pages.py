@@ -79,6 +79,14 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     assert listed == Counter(there)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_begins_with_a_sentence(path: Path) -> None:
+    """Before any command, table, list or section, it says what it is for."""
+    title, opening = path.read_text().split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert re.match(r"(\[|`|\*\*)?[A-Za-z]", opening), opening
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_of_the_repository_that_a_page_names_exist(path: Path) -> None:
     named = re.findall(r"`((?:csrc|docs|integrations|protos|tests)/[\w./-]*[\w/])`", path.read_text())
