@@ -20,9 +20,7 @@ _FIELDS = (
 
 
 def model_text(architectures: Sequence[str] | None, config: Any) -> str:
-    """Returns a readable text of a Hugging Face text configuration, without the model's path or the
-    engine's version.
-    """
+    """Returns a readable text of a Hugging Face text configuration without the model's path or the engine's version."""
     values = {name: getattr(config, name, None) for name in _FIELDS}
     known = [f"{name}={value}" for name, value in values.items() if value is not None]
     return " ".join(["/".join(architectures or ["?"]), *known])

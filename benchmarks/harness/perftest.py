@@ -30,9 +30,7 @@ def read_latency(owner: str, reader: str, size: int, iterations: int) -> float:
 
 
 def gid_index(device: str, port: int = 1) -> int:
-    """Returns the index of the device's first RoCE v2 GID that is an IPv4 address, or 0 without
-    one, as on InfiniBand.
-    """
+    """Returns the index of the device's first RoCE v2 GID that is an IPv4 address; 0 without one, as on InfiniBand."""
     folder = Path(f"/sys/class/infiniband/{device}/ports/{port}")
     for number in sorted(int(path.name) for path in (folder / "gids").iterdir()):
         if "0000:0000:0000:0000:0000:ffff" in (folder / f"gids/{number}").read_text() and _is_v2(

@@ -60,9 +60,7 @@ class Change(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Returns whether the count is within TOLERANCE. A lower one must update the baseline, or it would hide the
-        next loss.
-        """
+        """Returns whether the count is within TOLERANCE. A lower one must update the baseline, or hides a loss."""
         return abs(self.ratio - 1) <= TOLERANCE
 
 

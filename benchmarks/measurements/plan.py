@@ -80,9 +80,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Judges the promise about PROMISED from its row, with a plan's fresh memory. Yields nothing if posting was not
-    timed.
-    """
+    """Judges the promise about PROMISED from its row, with a plan's fresh memory. Yields nothing without posting."""
     for row in rows:
         if row["layout"] == PROMISED.name and row["posted_ns_per_descriptor"] is not None:
             ns = row["fresh_ns_per_descriptor"] + row["posted_ns_per_descriptor"]
@@ -146,9 +144,7 @@ def _blocks(case: Case) -> tuple[array[int], array[int], int]:
 
 
 def _cpu_ns(call: Callable[[], None]) -> list[float]:
-    """Returns CPU nanoseconds per call. A sample spans several calls, as reading the clock costs as much as a small
-    plan.
-    """
+    """Returns CPU nanoseconds per call. A sample spans several calls, as reading the clock costs as much as one."""
     calls = 10
     samples = []
     for _ in range(REPEATS):

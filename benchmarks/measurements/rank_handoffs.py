@@ -190,9 +190,7 @@ class Bench:
         return Request(request_id, owner_ids, ids, tokens)
 
     def _request(self, tokens: int, within: int) -> Request:
-        """Makes a request and tells the owners their parts. A claim waits for every rank's offer, even one without a
-        reader.
-        """
+        """Makes a request and tells owners their parts. A claim waits for all ranks' offers, even without a reader."""
         request = self._draw(tokens, within, next(self._names))
         for owner, seats in self._owners:
             owner.call(

@@ -93,9 +93,7 @@ def _at_most(most: float, bar: str, by: str, row: Row, peer: Row, bare: Sequence
 def _beside(
     row: Row, peer: Row, bare: Sequence[Row], by: str
 ) -> tuple[float, float | None, float | None, str]:
-    """Returns kvlink's share of the peer's value, the limit's share of it and of kvlink's, and the
-    name of the limit.
-    """
+    """Returns kvlink's share of the peer's value, the limit's share of it and of kvlink's, and the limit's name."""
     limit = min((each for each in bare if _limits(each, row)), key=lambda each: float(each[by]), default=None)
     if limit is None:
         return row[by] / peer[by], None, None, ""
@@ -112,9 +110,7 @@ def _what(row: Row, peer: Row) -> tuple[str, int, int, str]:
 
 
 def _best(peers: Sequence[Row], by: str) -> list[Row]:
-    """Returns the best of all peers. If it is UCX alone, without metadata or handles, then also the
-    best of the others.
-    """
+    """Returns the best of all peers. If it is UCX alone, without metadata or handles, also the best of the others."""
     ranked = sorted(peers, key=lambda peer: float(peer[by]))
     libraries = [peer for peer in ranked if peer["peer"] != _UCX]
     return ranked[:1] if ranked[:1] == libraries[:1] else [*ranked[:1], *libraries[:1]]

@@ -76,9 +76,7 @@ class _Score:
 def rows(
     path: str, shape: Shape, seconds: float, environments: Path, log: IO[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields one row per contender, from `seconds` of turns each, also for those that cannot run.
-    Peers write to `log`.
-    """
+    """Yields one row per contender, from `seconds` of turns each, also for those that cannot run. Logs to `log`."""
     others = OtherLoad()
     with ExitStack() as stack:
         there, absent = _gather(path, shape, environments, log, stack)

@@ -139,9 +139,7 @@ def _largest(cost: Cost, request: Request, ranks: int) -> str:
 
 
 def _fit_rows(fits: dict[str, Fit]) -> Iterator[Row]:
-    """Yields the fits. Errors are those of shapes that the model had not seen, and absent if there
-    are too few shapes.
-    """
+    """Yields the fits. Errors are those of shapes that the model had not seen; absent if there are too few."""
     for name, fit in fits.items():
         yield {
             "transport": name,

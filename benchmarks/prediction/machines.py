@@ -22,9 +22,7 @@ _KERNEL_US = 15.0  # assumed: a gather kernel and its event
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of each side: `nics` of `gbps` Gb/s on PCIe of generation `pcie` with 16 lanes, for all ranks
-    together.
-    """
+    """The machine of each side: `nics` of `gbps` Gb/s on PCIe generation `pcie` with 16 lanes, for all ranks."""
 
     nics: int = 8
     gbps: float = 400.0
@@ -58,9 +56,7 @@ class Machine:
 
 
 def request_of(model: Model, tokens: int, ranks: int, block_tokens: int, run: int) -> Request:
-    """Returns a request of all ranks. `run` is the average number of contiguous blocks at the owner. Raises
-    ConfigError.
-    """
+    """Returns a request of all ranks. `run` is the mean number of adjacent blocks at the owner. Raises ConfigError."""
     if tokens < 1 or run < 1:
         raise ConfigError("a request needs one token at least, and a run one block")
     geometry = model.geometry(ranks, 1, block_tokens)

@@ -37,9 +37,7 @@ class Staging(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The data of all ranks together. A piece is contiguous at the owner: one block of one plane of
-    one rank, or a run.
-    """
+    """The data of all ranks. A piece is contiguous at the owner: one block of one plane of one rank, or a run."""
 
     num_bytes: int
     pieces: int
@@ -89,9 +87,7 @@ class Path:
         return Prediction(self.name, total, bottleneck, terms)
 
     def rails_to_hide(self, request: Request, prefill_ms: float) -> int | None:
-        """Returns how many rails move all layers except the last while prefill computes, or None if no number of them
-        does.
-        """
+        """Returns how many rails move all layers but the last while prefill computes, or None if no number does."""
         behind = prefill_ms * (request.layers - 1) / request.layers
         for rails in range(1, 1025):
             terms = replace(self, rails=rails).terms_ms(request)

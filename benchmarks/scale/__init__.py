@@ -39,9 +39,7 @@ _COSTS = {
 """By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out)."""
 
 _JOINING_LEASE_S = 600.0
-"""The lease while workers join. They send four heartbeats per lease, so a short one would add to
-the cost of joining.
-"""
+"""The lease while workers join. They send four heartbeats per lease, so a short one would add to joining."""
 
 Phase = Callable[[Load, int], Iterator[Row]]
 

@@ -91,9 +91,7 @@ class Crowd:
         return holds()
 
     async def brace(self, address: str = "") -> int:
-        """Prepares for the loss of the coordinator, or the one at an address. Returns for how many workers `rejoined`
-        waits.
-        """
+        """Prepares for the loss of the coordinator, or the one at an address. Returns how many workers must rejoin."""
         self._missing = [
             (session, session.num_rejoins)
             for client, session in self._sessions
@@ -150,9 +148,7 @@ class Crowd:
 
 
 def make_card(worker_id: str, mark: int = 0) -> WorkerCard:
-    """Returns a card as large as that of a worker with a common model and four transports. `mark` distinguishes
-    versions.
-    """
+    """Returns a card as large as that of a worker with a common model and four transports. `mark` sets its version."""
     return replace(_CARD, worker_id=worker_id, region_bytes=(mark,))
 
 

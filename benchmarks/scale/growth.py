@@ -22,9 +22,7 @@ def exponent(costs: Mapping[int, float]) -> float:
 
 
 def exponents(costs: Mapping[int, Sequence[float]]) -> tuple[float, float, float]:
-    """Returns exponents of costs measured several times: the least of the repetitions, that of the medians, the
-    largest.
-    """
+    """Returns exponents of costs measured several times: of the least, of the medians, and of the largest."""
     each = [exponent(dict(zip(costs, once, strict=True))) for once in zip(*costs.values(), strict=False)]
     middle = exponent({number: statistics.median(values) for number, values in costs.items()})
     return min(each), middle, max(each)

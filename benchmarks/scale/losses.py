@@ -18,9 +18,7 @@ _ASK_EVERY_S = 0.02
 
 
 def restart(load: Load, workers: int, tickets: int) -> Row:
-    """Measures a restart. Times count from when the next coordinator listens. `tickets` per worker
-    come back with it.
-    """
+    """Measures a restart. Times count from when the next coordinator listens. `tickets` a worker come back with it."""
     load.crowds.each("brace")
     load.lose_coordinator()
     return _came_back(load, workers, workers, tickets)
@@ -56,9 +54,7 @@ def _came_back(
 
 
 async def _come_back(load: Load, lose: Callable[[], None]) -> tuple[float, list[float], float, float]:
-    """Returns when it was lost, when each worker had joined again, the slowest other call and the busiest moment
-    meanwhile.
-    """
+    """Returns when it was lost, when each worker had rejoined, the slowest other call and the busiest moment."""
     asking = asyncio.create_task(_longest_stall_s(load.coordinator.address))
     busy = asyncio.create_task(peak_share(load.coordinator.process.pid))
     await asyncio.sleep(_ASK_EVERY_S)

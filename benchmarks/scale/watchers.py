@@ -38,9 +38,7 @@ def fan_out(load: Load, watchers: int, changes: int) -> Iterator[Row]:
 
 
 async def _change(load: Load, changes: int) -> tuple[list[float], list[float], float]:
-    """Returns milliseconds from the call that changes the card: all deliveries in order, each event's last; then CPU
-    time.
-    """
+    """Returns milliseconds from the call that changes the card: each delivery, each event's last; then CPU time."""
     delivered_ms: list[float] = []
     last_ms: list[float] = []
 

@@ -190,17 +190,13 @@ class Simulation:
             self._look_later(pull)
 
     def _expire(self, pull: _Pull) -> None:
-        """Expires a lease: the owner cuts off the reader. No earlier pull still waits then, as it
-        was cut off before.
-        """
+        """Expires a lease: the owner cuts off the reader. No earlier pull still waits, as it was cut off before."""
         if not pull.over:
             self._progress(pull)
             self._end(pull, Fate.EXPIRED)
 
     def _fail(self, port: Port) -> None:
-        """Fails a rail. Pulls continue on their other rails, and repeat what was in flight on it once the loss is
-        known.
-        """
+        """Fails a rail. Pulls continue on their other rails, and repeat what was in flight when the loss shows."""
         port.capacity = 0.0
         affected = [(flow, flow.of) for flow in port.flows]
         changed = [end for flow, _ in affected for end in flow.end()]

@@ -83,9 +83,7 @@ def share(changed: Iterable[Port]) -> list[Flow]:
 
 
 def _reached(port: Port, lower: float) -> list[Port]:
-    """Returns the other ends that a change of `port`'s level affects: those above the lower of its
-    old and new level.
-    """
+    """Returns the other ends that a change of `port`'s level affects: those above the lower of old and new level."""
     found = [end for end in port.flows.values() if lower < end.level and not end.pending]
     for end in found:
         end.pending = True

@@ -177,9 +177,7 @@ class _Bench:
                 self._pull(reader, self._task(SHAPES[-1]))
 
     def alone(self) -> list[Sample]:
-        """Measures the first reader, with the shapes in turn and the load of the runs: each pull's
-        time once it began.
-        """
+        """Measures the first reader, with the shapes in turn and the runs' load: each pull's time from its start."""
         shapes = SHAPES * _ALONE_PULLS
         tasks = list(map(self._task, shapes))
         start = time.perf_counter_ns()

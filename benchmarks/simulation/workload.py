@@ -46,9 +46,7 @@ class Move:
         return self.alone_s(tokens) - max(self.path.terms_ms(shape).values()) / 1e3
 
     def rails(self) -> Rails:
-        """Returns the bytes/s that each stage of the cost model allows for pieces of this size. Posting is the
-        reader's.
-        """
+        """Returns the bytes/s that each stage of the cost model allows for this piece size. Posting is the reader's."""
         path, shape = self.path, self.shape(1)
         piece = shape.num_bytes / shape.pieces
         send = min(path.wire_gbps, path.pcie_gbps, piece / path.rail_ns if path.rail_ns else inf)
@@ -58,9 +56,7 @@ class Move:
 
 
 def path_of(name: str, cost: Cost, model: Model, tp: int) -> Path:
-    """Returns a measured transport as a path, with one rail per rank at the cost model's rate for
-    pieces of this model.
-    """
+    """Returns a measured transport as a path, with one rail per rank at the cost model's rate for these pieces."""
     one = request_of(model, BLOCK_TOKENS, tp, BLOCK_TOKENS, 1)
     piece = one.num_bytes / one.pieces
     ns = cost.op_ns + piece / (cost.gib_per_s * 2**30 / _GB)

@@ -30,9 +30,7 @@ _LEAD_S = 0.05  # until the first arrival, so that all threads wait for it
 
 
 class Served(NamedTuple):
-    """The times in µs from the intended arrival until the request began, and until it was done or
-    failed with `error`.
-    """
+    """The times in µs from the intended arrival until the request began, and until it ended or failed with `error`."""
 
     late_us: float
     took_us: float

@@ -22,9 +22,7 @@ _DEGREES = re.compile("([1-9][0-9]{0,2})(?::([1-9][0-9]{0,2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The tensor-parallel degrees of prefill and decode. With `decode` None, one rank's share moves
-    to an equal rank.
-    """
+    """The tensor-parallel degrees of prefill and decode. With `decode` None, one rank's share moves to an equal."""
 
     prefill: int = 1
     decode: int | None = None

@@ -66,9 +66,7 @@ class Incoming:
         _cancel_pulls(earlier)
 
     def generation(self, room: int) -> int:
-        """Returns the number that chunks of this attempt at the room carry, which distinguishes
-        them from earlier ones.
-        """
+        """Returns the number that chunks of this attempt at the room carry, to distinguish them from earlier ones."""
         return self._rooms[room].generation
 
     def arrived(self, chunk: Chunk) -> None:

@@ -81,9 +81,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """Offers a chunk and sends its tickets to the decode ranks that want it, once the CUDA event `wait_event` has
-        happened.
-        """
+        """Offers a chunk and sends its tickets to the decode ranks that want it, after the CUDA event `wait_event`."""
         if self.request_status.get(bootstrap_room) in (None, KVPoll.Failed):
             return
         wants = [

@@ -80,9 +80,7 @@ class Batching:
             _run(self._jobs.get_nowait())
 
     def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it
-        is replaced already.
-        """
+        """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it is replaced."""
         if name in vars(owner):
             raise ConfigError(
                 f"{type(owner).__name__}.{name} is replaced already; use one KVLinkHandoff per manager"

@@ -75,9 +75,7 @@ class _Peer(_Engine):
         self.manager.start()
 
     def digest(self, block_ids: Sequence[int], num_tokens: int) -> str:
-        """Returns a digest that is equal on both sides exactly if every byte of every token is,
-        whatever the block ids.
-        """
+        """Returns a digest that is equal on both sides exactly if every token's bytes are, whatever the block ids."""
         pool, planes = self.handoff.worker.pool, 2 * self.manager.model.config.num_hidden_layers
         seen = pool.numpy() if pool.gpu is None else pool.torch().cpu().numpy()
         blocks = seen.reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)

@@ -27,9 +27,7 @@ from .support import layout_of, request_types
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Counts since the start. `held_tables` is the current number of block tables that wait for a lease's end or for
-    bytes.
-    """
+    """Counts since the start. `held_tables` is the current number of block tables that wait for a lease or bytes."""
 
     offered: int
     settled: int
@@ -217,9 +215,7 @@ class KVLinkHandoff:
         deliver_batch([output for output in outputs if not self._outgoing.deliver(output)])
 
     def _schedule(self, schedule: Callable[..., Any], *budgets: int) -> Any:
-        """Schedules a batch. A cache that is full only because kvlink holds blocks is not an error:
-        they become free.
-        """
+        """Schedules a batch. A cache that is full only because kvlink holds blocks is no error: they become free."""
         scheduled = schedule(*budgets)
         if scheduled[0] is None and self._waits_for_blocks():
             if self._batching.cache.evict_cached_blocks():
@@ -229,7 +225,5 @@ class KVLinkHandoff:
         return scheduled
 
     def _waits_for_blocks(self) -> bool:
-        """Returns whether starved requests wait for blocks that kvlink holds. Of two starved ones transformers preempts
-        one.
-        """
+        """Returns whether starved requests wait for blocks that kvlink holds. Of two, transformers preempts one."""
         return self._held.num_tables > 0 and len(self._batching.scheduler.starved_requests) < 2

@@ -98,9 +98,7 @@ class Incoming:
                 self._background.submit(self._pull(arrival))
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that ended, was cancelled or failed. Its blocks become free once no byte is written to
-        them.
-        """
+        """Forgets a request that ended, was cancelled or failed. Its blocks are free once nothing writes to them."""
         arrival = self._arrivals.pop(request_id, None)
         if arrival is not None or request_id in self._adopted:
             self._adopted.discard(request_id)
@@ -110,9 +108,7 @@ class Incoming:
             self._background.loop.call_soon_threadsafe(_cancel, arrival)
 
     def close(self) -> None:
-        """Recomputes requests that have not arrived, or fails them if nothing generates. Afterwards
-        no pull is active.
-        """
+        """Recomputes requests that have not arrived, or fails them if nothing generates. Afterwards no pull runs."""
         closed = Cancelled("the handoff was closed")
         if not self._batching.manager.is_running():
             while self._arrivals:

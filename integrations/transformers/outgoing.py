@@ -66,9 +66,7 @@ class Outgoing:
     # The following methods run on the generation thread.
 
     def keep(self, request_id: str) -> bool:
-        """Offers the blocks of a request that is being freed. Returns False if it is not handed off, so they may be
-        freed.
-        """
+        """Offers the blocks of a request that is being freed. Returns False if they may be freed now."""
         prefill = self._prefills.get(request_id)
         if prefill is None:
             return False

@@ -63,9 +63,7 @@ def check_manager(manager: Any) -> None:
 
 
 def full_attention_allocator(processor: Any) -> Any:
-    """Returns the only allocator of the cache. Raises ConfigError, naming the attention types that kvlink cannot hand
-    off.
-    """
+    """Returns the cache's only allocator. Raises ConfigError, naming the attention types that are not supported."""
     _require("ContinuousBatchProcessor", processor, _PROCESSOR)
     allocators: Mapping[str, Any] = processor.cache.cache_allocators
     if list(allocators) != [_FULL_ATTENTION]:

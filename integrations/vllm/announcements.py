@@ -95,17 +95,13 @@ class Announcements:
     def announce(
         self, name: str, number: int, owner: Owner, ttl_s: float, part: bytes, trace: TraceParent | None
     ) -> Future[None]:
-        """Offers part number `number` of `name` in the background, on behalf of a worker that has joined the
-        coordinator.
-        """
+        """Offers part number `number` of `name` in the background, for a worker that has joined the coordinator."""
         # One rank announces to one reader: these are servers, whatever the number of their workers.
         offer = Offer(_numbered(name, number), owner.worker_id, owner.epoch, ttl_s, 0, 1, 1, part)
         return self._control.submit(self._offer(offer, trace))
 
     def follow(self, name: str, trace: TraceParent | None) -> Following:
-        """Claims the parts of `name`, one after the other, until the last or `stop`. `trace` is the trace of the
-        reader.
-        """
+        """Claims the parts of `name` one after the other, until the last or `stop`. `trace` is the reader's."""
         following = Following(name, trace)
         following._job = self._control.submit(self._follow(following))
         return following

@@ -72,9 +72,7 @@ class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Exports prefill's blocks, and pulls them for decode by one-sided reads. Raises ConfigError for what is not
-    supported.
-    """
+    """Exports prefill's blocks, and pulls them for decode by one-sided reads. Raises ConfigError if not supported."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -137,9 +135,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._worker is None else KVLinkHandshake(self._worker.rank_info)
 
     def bind_connector_metadata(self, connector_metadata: KVLinkMetadata) -> None:
-        """Carries out the commands before the step: pulls start now, not after the forward that vLLM starts them
-        behind.
-        """
+        """Carries out the commands before the step: pulls start now, not after the forward, where vLLM starts them."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.carry_out(connector_metadata.commands)
@@ -237,9 +233,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
 
     def reset_cache(self) -> bool:
-        """Serves /reset_prefix_cache?reset_external=true. False means that leases were active; they end with the next
-        step.
-        """
+        """Serves /reset_prefix_cache?reset_external=true. Returns False while leases are active until the next step."""
         return self._scheduler.reset()
 
     # The following methods run in either process.

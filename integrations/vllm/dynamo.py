@@ -12,9 +12,7 @@ _PROTOCOLS = "dynamo.vllm.kv_connector_protocols"
 
 
 def make_known() -> None:
-    """Makes Dynamo carry this connector's handoffs like NIXL's: unchanged, from prefill's answer.
-    No-op without Dynamo.
-    """
+    """Makes Dynamo carry this connector's handoffs like NIXL's: unchanged, from prefill's answer, if it is there."""
     protocols = getattr(sys.modules.get(_PROTOCOLS), "KV_CONNECTOR_PROTOCOLS", {})
     if "NixlConnector" in protocols:
         protocols.setdefault("KVLinkConnector", protocols["NixlConnector"])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the parts of a handoff: what a prefill server announces of a prompt that it still
-computes, chunk by chunk.
-"""
+"""Defines the parts of a handoff: what a prefill server announces of a prompt while it computes it by chunks."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ class Part:
     """Everything that has blocks by now, from token 0 on. Parts of one handoff differ in nothing else."""
 
     handoff: Handoff
-    """`num_tokens` counts these blocks' tokens; `prompt` is that of the whole prompt. Groups that come last have no
-    blocks yet.
-    """
+    """`num_tokens` counts these blocks' tokens; `prompt` is the whole prompt's. Last groups have no blocks yet."""
     num_tokens: int
     """The number of tokens in the whole prompt."""
     last: bool
@@ -49,9 +45,7 @@ class Part:
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Part:
-        """Parses bytes of a peer. Raises StaleBlocks for `gone`, ConfigError for what neither
-        method can have written.
-        """
+        """Parses bytes of a peer. Raises StaleBlocks for `gone`, ConfigError for what neither method can write."""
         try:
             given = json.loads(blob)
             check_signature(given)

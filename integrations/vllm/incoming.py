@@ -104,9 +104,7 @@ class Incoming:
             self._compute_here(request, f"its prefill server sent no handoff{without}")
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Returns the tokens to load beyond those computed, and whether that runs in the background. None: not known
-        yet.
-        """
+        """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
         incoming = self._requests.get(request.request_id)
         if incoming is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False

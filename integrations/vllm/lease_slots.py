@@ -10,9 +10,7 @@ from kvlink.ticket import SMALLEST_NONCE, LeaseSeat
 
 
 class SlotGroups:
-    """Groups of `seats` slots each. Takes the longest unused first, so that late writes of an earlier reader have
-    arrived.
-    """
+    """Groups of `seats` slots. Takes the longest unused first, so late writes of an earlier reader have arrived."""
 
     def __init__(self, num_slots: int, seats: int) -> None:
         self._seats = seats

@@ -81,9 +81,7 @@ class SchedulerSide:
         self._incoming.arrived(request)
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Returns the tokens to load beyond those computed, and whether that runs in the
-        background. None: ask again.
-        """
+        """Returns the tokens to load beyond those computed, and whether in the background. None: ask again."""
         return self._incoming.num_matched(request, num_computed)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
@@ -105,9 +103,7 @@ class SchedulerSide:
     # The following methods belong to prefill.
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
-        """Handles what the step computes, and which requests lost their blocks to it. Call it
-        before `take_commands`.
-        """
+        """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`."""
         for request_id in preempted:
             seats = self._seats.get(request_id)
             # A request that is read while it is computed loses its lease before others write into its blocks.
@@ -130,9 +126,7 @@ class SchedulerSide:
                 self._slots.give_back(seats)
 
     def finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether the request's blocks stay until `sent`, and its reader's parameters.
-        `complete`: not aborted.
-        """
+        """Returns whether the request's blocks stay until `sent`, and its reader's parameters; `complete`: no abort."""
         request_id = request.request_id
         params = request.kv_transfer_params or {}
         self._incoming.ended(request, self._commands)

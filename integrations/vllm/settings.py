@@ -28,13 +28,9 @@ class Settings:
 
     worker: WorkerConfig
     seats: int = _SEATS
-    """The number of decode ranks that may read one prefill rank, and of slots that a request takes at the prefill
-    server.
-    """
+    """The number of decode ranks that may read one prefill rank, and of a request's slots at the prefill server."""
     streaming_from_tokens: int = _STREAMING_FROM
-    """Prompts of at least this length are handed off chunk by chunk, if the router asks for it and there is a
-    coordinator.
-    """
+    """Prompts of at least this length are handed off in chunks, if the router asks and there is a coordinator."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:

@@ -80,9 +80,7 @@ class SharedLeases:
         return shared is not None and shared.read
 
     def leave(self, handoff: Handoff, request_id: str) -> bool:
-        """Removes a request. Returns whether it was the last under its lease; False if it was not
-        under it. Idempotent.
-        """
+        """Removes a request. Returns whether it was the last under its lease; False if it was not under it."""
         key = key_of(handoff)
         shared = self._shared.get(key)
         if shared is None or request_id not in shared.live:

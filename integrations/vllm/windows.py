@@ -35,9 +35,7 @@ Windows = Sequence[Window | None]
 
 
 def needed_from(windows: Windows, prompt: int, num_loaded: int) -> tuple[int, ...]:
-    """Returns, by group, the first token that the step after a load reads. It always computes the
-    prompt's last token.
-    """
+    """Returns, by group, the first token that the step after a load reads. It always computes the last token."""
     position = min(num_loaded, prompt - 1)
     return tuple(0 if window is None else window.first(position) for window in windows)
 

@@ -31,9 +31,7 @@ class Cluster:
         return str(coordinator.call("coordinator", "address")["address"])
 
     def hosts(self, transport: str) -> tuple[Child, Child]:
-        """Returns the processes for prefill and decode. Loopback ends at the process, so there one process has both
-        roles.
-        """
+        """Returns the processes for prefill and decode. Loopback ends at the process, so one process has both roles."""
         _, prefill, decode, _ = self._children
         alone = transport.removeprefix("fault+") == "loopback"
         return prefill, prefill if alone else decode

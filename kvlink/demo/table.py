@@ -14,9 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one transport. `bytes`, `p50_us` and `gib_per_s` are those of the longest prompt, pulled
-    repeatedly.
-    """
+    """The result of one transport. `bytes`, `p50_us` and `gib_per_s` are of the longest prompt, pulled repeatedly."""
 
     engine: str
     """The engine that prefilled and decoded."""

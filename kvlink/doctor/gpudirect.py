@@ -24,9 +24,7 @@ _SMALL_BAR1_BYTES = 256 << 20  # the size on boards without Resizable BAR
 def checks(
     root: Path, gpus: Sequence[PciDevice], nics: Sequence[RdmaDevice], run: tools.Run = tools.run
 ) -> Iterator[Check]:
-    """Yields every check of this module, in the order in which they are shown. Without a GPU it yields one that says
-    so.
-    """
+    """Yields every check of this module, in the order in which they are shown. Without a GPU there is only one."""
     if not gpus:
         yield Check("gpudirect", Verdict.PASS, "no NVIDIA GPU on the PCI bus: nothing to check")
         return

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the proxy: prefill computes one token, its handoff goes to decode, and decode's answer
-is streamed back.
-"""
+"""Implements the proxy: prefill computes one token, its handoff goes to decode, and its answer is streamed back."""
 
 from __future__ import annotations
 
@@ -211,9 +209,7 @@ class Proxy:
 async def _passed_on(
     request: web.Request, request_id: str, answer: Answer, rest: AsyncIterator[bytes]
 ) -> web.StreamResponse:
-    """Streams an answer to the client. If it breaks off, the connection is aborted, so that it does
-    not look complete.
-    """
+    """Streams an answer to the client. If it breaks off, the connection is aborted, so it does not look complete."""
     response = web.StreamResponse(status=answer.status, headers=_kept(answer))
     await response.prepare(request)
     try:

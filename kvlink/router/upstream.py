@@ -52,9 +52,7 @@ class Upstream:
     async def ask_any(
         self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Returns the whole answer of the first server that gives one. Raises the NotServed of the
-        last that did not.
-        """
+        """Returns the whole answer of the first server that gives one. Raises the NotServed of the last one else."""
         tried: list[str] = []
         last = NotServed(f"no {self.role} server is up", untouched=True)
         while (url := self.ring.choose(time.monotonic(), tried)) is not None:

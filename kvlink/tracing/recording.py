@@ -42,9 +42,7 @@ class OpenSpan:
 
 
 class Spans:
-    """Records spans. Safe from any thread. Children of a parent that is not recorded are not
-    recorded: samplers decide.
-    """
+    """Records spans. Safe from any thread. Children of a parent that is not recorded are not: samplers decide."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("kvlink", version("kvlink"))
@@ -74,9 +72,7 @@ class Spans:
     def span(
         self, name: str, kind: Kind, parent: TraceParent | None, attributes: Attributes
     ) -> Iterator[OpenSpan]:
-        """Records a span until the block ends; it is the current span meanwhile. An exception of the block becomes its
-        error.
-        """
+        """Records a span until the block ends; it is the current span meanwhile. An exception becomes its error."""
         started = self._tracer.start_as_current_span(
             name, _within(parent), SpanKind[kind.name], dict(attributes)
         )

@@ -58,9 +58,7 @@ class End:
         return {}
 
     def move(self, other_pid: int) -> Answer:
-        """Runs the prepared transfers. Times are in µs; CPU time is in ns of both processes, without the first
-        transfer.
-        """
+        """Runs the prepared transfers. Times are in µs; CPU time is in ns of both ends, without the first transfer."""
         took_us: list[float] = []
         first, *others = self._transfers
         first.run()

@@ -16,9 +16,7 @@ _HOST = "127.0.0.1"
 
 
 class Mooncake:
-    """One engine. The option `push` writes from the owner, as Mooncake's vLLM connector does; the
-    default is to read.
-    """
+    """One engine. The option `push` writes from the owner, as Mooncake's vLLM connector does; the default reads."""
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = version("mooncake-transfer-engine-non-cuda")
