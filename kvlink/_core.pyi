@@ -213,10 +213,12 @@ class Engine:
         bounce_bytes: int = 0,
         rdma_traffic_class: int = 0,
         cuda_image: bytes = b"",
+        advertise: str = "",
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
         `cuda_image`: kvlink/hardware/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
+        `advertise`: the number that peers of tcp dial instead of `host`, which may be a wildcard then.
         """
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def disable(self, transport: str, why: str) -> None:

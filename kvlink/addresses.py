@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses and classifies hosts and addresses (brackets, loopback, wildcards) without asking a name server."""
+"""Parses and classifies hosts and addresses: brackets, loopback, wildcards. Only `numeric` asks a name server."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 from kvlink.errors import ConfigError
 
@@ -33,6 +34,15 @@ def is_wildcard(host: str) -> bool:
     """Returns whether `host` stands for every address of a host, which a process can listen on but no peer can dial."""
     address = _ip(host)
     return not plain_host(host) if address is None else address.is_unspecified
+
+
+def numeric(host: str, setting: str) -> str:
+    """Asks the name server for the first address of `host`. Raises ConfigError, which names the setting."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{setting}={host}: {error.strerror or error}; set an address") from None
+    return str(found[0][4][0])
 
 
 def split_address(address: str) -> tuple[str, int]:

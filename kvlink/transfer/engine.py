@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from kvlink import _core, errors
+from kvlink.addresses import numeric
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
@@ -152,6 +153,7 @@ class Engine:
             rdma_connect=config.rdma_connect,
             rdma_traffic_class=config.rdma_traffic_class,
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
+            advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
             cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),
         )
         if self._nics.refused:

@@ -21,7 +21,7 @@ from kvlink.transfer.path_log import log_start
 from kvlink.types import WorkerCard
 from kvlink.worker.directory import ControlDirectory
 from kvlink.worker.port_events import PortLog
-from kvlink.worker.reachability import advertised_host, loopback_problem, with_advertised_host
+from kvlink.worker.reachability import advertised_host, loopback_problem
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -93,7 +93,7 @@ class WorkerMembership:
             host=this_host(),
             layout=engine.pool.layout,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
-            transports=with_advertised_host(engine.cards(), self._config),
+            transports=engine.cards(),
         )
         if self._client is not None:
             await self._leave_session()

@@ -3,27 +3,20 @@
 
 from __future__ import annotations
 
-import socket
-import struct
-from collections.abc import Iterable
-from dataclasses import replace
-
 from kvlink.addresses import is_loopback, is_wildcard, split_address
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError
-from kvlink.types import TransportCard
 
 _FIX = "set KVLINK_HOST to an address of this host that peers reach (ip -brief address)"
 _BEHIND_NAT = "; set KVLINK_ADVERTISE too if peers connect to another address"
-_COUNT = struct.Struct("<I")
 
 
 def advertised_host(config: WorkerConfig) -> str:
-    """Returns the host that peers connect to. Raises ConfigError if KVLINK_HOST is a wildcard address."""
-    if is_wildcard(config.host):
+    """Returns the host that peers connect to. Raises ConfigError if that is a wildcard address."""
+    if not config.advertise and is_wildcard(config.host):
         raise ConfigError(
-            f"KVLINK_HOST={config.host} means every address of this host, and a worker listens on one; {_FIX}"
-            f"{_BEHIND_NAT}"
+            f"KVLINK_HOST={config.host} means every address of this host, and peers connect to one: set "
+            "KVLINK_ADVERTISE to the address that they reach, or KVLINK_HOST to one of this host (ip -brief address)"
         )
     return config.advertise or config.host
 
@@ -51,30 +44,3 @@ def loopback_hint(agent: str) -> str:
     if not is_loopback(host):
         return ""
     return f". {host} is loopback: if that worker runs on another host, set its KVLINK_HOST to one of its addresses"
-
-
-def with_advertised_host(cards: Iterable[TransportCard], config: WorkerConfig) -> tuple[TransportCard, ...]:
-    """Returns the cards, of which those of tcp get the advertised host. Raises ConfigError if it has no address."""
-    if not config.advertise:
-        return tuple(cards)
-    host = _resolve(config.advertise).encode()
-    return tuple(
-        replace(card, address=_readdressed(card.address, host))
-        if card.address and card.name.removeprefix("fault+") == "tcp"
-        else card
-        for card in cards
-    )
-
-
-def _resolve(host: str) -> str:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"KVLINK_ADVERTISE={host}: {error.strerror or error}; set an address") from None
-    return str(found[0][4][0])
-
-
-def _readdressed(address: bytes, host: bytes) -> bytes:
-    """Replaces the host in an address of tcp, which is the length of the host, the host, port and instance."""
-    (length,) = _COUNT.unpack_from(address)
-    return _COUNT.pack(len(host)) + host + address[_COUNT.size + length :]

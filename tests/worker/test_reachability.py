@@ -14,8 +14,7 @@ from kvlink.addresses import is_loopback, is_wildcard, joined, plain_host, split
 from kvlink.doctor import Verdict, network
 from kvlink.errors import ConfigError, KVLinkError, PeerUnreachable
 from kvlink.layout import Geometry, dense
-from kvlink.types import TransportCard
-from kvlink.worker.reachability import advertised_host, loopback_hint, loopback_problem, with_advertised_host
+from kvlink.worker.reachability import advertised_host, loopback_hint, loopback_problem
 
 MAPPED = "::ffff:127.0.0.1"
 
@@ -122,21 +121,21 @@ def test_a_pull_goes_to_the_advertised_address() -> None:
         reader.pull(ticket, into=[2]).wait()
 
 
-def test_only_the_address_of_tcp_changes() -> None:
-    config = WorkerConfig(advertise="192.0.2.7")
-    tcp = b"\x09\x00\x00\x00127.0.0.1\x39\x30\x00\x00instance"
-    cards = [TransportCard(name, tcp, (), b"") for name in ("tcp", "fault+tcp", "shm")] + [
-        TransportCard("tcp", b"", (), b"", refused="none here")
-    ]
-    told = with_advertised_host(cards, config)
-    moved = b"\x09\x00\x00\x00192.0.2.7\x39\x30\x00\x00instance"
-    assert [card.address for card in told] == [moved, moved, tcp, b""]
-    assert with_advertised_host(cards, WorkerConfig()) == tuple(cards)
+def test_a_worker_that_listens_on_every_address_advertises_one() -> None:
+    config = WorkerConfig(host="0.0.0.0", advertise="localhost", insecure=True)
+    assert network.advertised_address(config).verdict is Verdict.PASS
+    with (
+        Worker(pool(), "owner", transports="tcp", config=config) as owner,
+        Worker(pool(), "reader", transports="tcp") as reader,
+    ):
+        assert owner.card.agent.startswith("localhost:")
+        assert b"0.0.0.0" not in owner.card.transports[0].address
+        reader.pull(owner.offer("r", [1]), into=[2]).wait()
 
 
 def test_a_name_that_has_no_address_is_not_advertised() -> None:
     with pytest.raises(ConfigError, match=r"KVLINK_ADVERTISE=nowhere\.invalid: .*; set an address"):
-        with_advertised_host([], WorkerConfig(advertise="nowhere.invalid"))
+        Worker(pool(), "alone", transports="tcp", config=WorkerConfig(advertise="nowhere.invalid"))
 
 
 def test_readers_are_told_of_the_owners_host_where_its_address_is_loopback() -> None:

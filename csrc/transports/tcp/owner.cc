@@ -81,10 +81,15 @@ void ServeLock::lock_serving() {
 }
 
 Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
-  Result<UniqueFd> listener = listen_on(options.host, options.port);
+  const std::string& advertised = options.advertise;
+  if (!advertised.empty() && !can_be_dialled(advertised)) {
+    return Status::Config("tcp cannot advertise '" + advertised + "': it is no address that peers can dial");
+  }
+  Result<UniqueFd> listener = listen_on(options.host, options.port, !advertised.empty());
   if (!listener.ok()) return listener.status();
   Result<Address> address = local_address(listener->get());
   if (!address.ok()) return address.status();
+  if (!advertised.empty()) address->host = advertised;
   address->instance = random_u64();
   auto owner = std::make_shared<Owner>(std::move(*listener), std::move(*address));
   if (Status status = owner->open_descriptors(); !status.ok()) return status;

@@ -83,11 +83,17 @@ std::string Address::text() const {
   return (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
 }
 
-Result<UniqueFd> listen_on(const std::string& host, uint16_t port) {
+bool can_be_dialled(const std::string& host) {
+  std::string why;
+  const Resolved found = resolve(host, 0, AI_NUMERICHOST, why);
+  return found && !is_wildcard(found->ai_addr);
+}
+
+Result<UniqueFd> listen_on(const std::string& host, uint16_t port, bool any) {
   std::string why;
   const Resolved found = resolve(host, port, 0, why);
   if (!found) return Status::Config("tcp cannot listen on host '" + host + "': " + why);
-  if (is_wildcard(found->ai_addr)) {
+  if (!any && is_wildcard(found->ai_addr)) {
     return Status::Config("tcp cannot listen on '" + host +
                           "': name the address that peers reach this host by");
   }

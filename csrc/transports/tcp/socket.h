@@ -23,8 +23,10 @@ struct Address {
   std::string text() const;
 };
 
-/// Binds `host` (a name or a number; not a wildcard, which peers could not dial) and listens.
-Result<UniqueFd> listen_on(const std::string& host, uint16_t port);
+/// Binds `host`, a name or a number, and listens. Refuses a wildcard, which peers cannot dial, unless `any`.
+Result<UniqueFd> listen_on(const std::string& host, uint16_t port, bool any = false);
+/// Whether `host` is a number that peers can dial.
+bool can_be_dialled(const std::string& host);
 /// Where `socket` is bound.
 Result<Address> local_address(int socket);
 /// Starts connecting; the socket becomes writable when it is decided.

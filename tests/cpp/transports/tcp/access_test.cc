@@ -256,5 +256,20 @@ TEST(Tcp, RefusesHostsThatPeersCannotDial) {
   EXPECT_EQ(tcp_make(taken).status().code(), Code::kConfig);
 }
 
+TEST(Tcp, ListensOnEveryAddressIfItAdvertisesOne) {
+  TransportOptions options;
+  options.host = "0.0.0.0";
+  options.advertise = "127.0.0.1";
+  auto made = tcp_make(options);
+  ASSERT_TRUE(made.ok()) << made.status().what();
+  const auto address = tcp::Address::parse((*made)->address());
+  ASSERT_TRUE(address.ok());
+  EXPECT_EQ(address->host, "127.0.0.1");
+  for (const char* host : {"0.0.0.0", "::", "a name"}) {
+    options.advertise = host;
+    EXPECT_EQ(tcp_make(options).status().code(), Code::kConfig) << host;
+  }
+}
+
 }  // namespace
 }  // namespace kvlink::testing
