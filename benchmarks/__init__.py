@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 
 from kvlink.cli.tables import show_parts, show_rows
-from kvlink.config import WorkerConfig
-from kvlink.transfer.transport_names import select
 
+from .harness.arguments import names_of, numbers_of
 from .harness.run_record import begin, finish
 
 app = typer.Typer(
@@ -216,7 +215,7 @@ def measure_control(
         finish([control.rows(workers)], as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    finish([several.rows(_numbers(replicas, "--replicas"))], as_json, "bench control on etcd")
+    finish([several.rows(numbers_of(replicas, "--replicas"))], as_json, "bench control on etcd")
 
 
 @app.command("scale")
@@ -240,7 +239,7 @@ def measure_scale(
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
     begin(as_json)
-    parts = bench.parts(_numbers(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
+    parts = bench.parts(numbers_of(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
     finish(parts, as_json, "bench scale", by="what")
 
 
@@ -280,22 +279,3 @@ def measure_peers(
     if missing := advice(rows, environments.absolute()):
         typer.echo(missing, err=True)
     raise typer.Exit(0 if all(row.get("verified", True) for row in rows) else 1)
-
-
-def names_of(transport: str) -> list[str]:
-    """Returns the transports of an option; "all" means every one that works here and KVLINK_TRANSPORTS allows."""
-    from kvlink.transfer.engine import host_transports
-
-    here = host_transports()
-    if transport != "all":
-        return select(transport, list(here))
-    allowed = select(WorkerConfig.from_env().transports, list(here))
-    return [name for name in allowed if not here[name.removeprefix("fault+")]]
-
-
-def _numbers(listed: str, option: str) -> list[int]:
-    """Parses numbers separated by commas. Raises BadParameter for anything else."""
-    counts = [int(count) if count.isdecimal() else 0 for count in listed.split(",")]
-    if min(counts) < 1:
-        raise typer.BadParameter("write numbers separated by commas, as in 1,2,3", param_hint=option)
-    return counts
