@@ -23,7 +23,7 @@ from .style import LIMIT, OTHERS, OURS, variables
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "kvlink", "font.family": "sans-serif", "font.size": 9, "grid.alpha": 0.25,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "legend.frameon": False,
-    "text.parse_math": False,
+    "text.parse_math": False, "axes.axisbelow": True,
 }  # fmt: skip
 _WIDE = 500  # as a ratio of the ends, from which on only powers of ten fit
 _MOST_SHARE = 99  # of transfers in a distribution: a few outliers would hide all others
