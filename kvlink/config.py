@@ -43,7 +43,7 @@ class WorkerConfig:
         "KVLINK_NICS",
         "",
         "Selects the NIC ports that verbs uses. `mlx5_0:1,mlx5_1` uses these; `^mlx5_2` excludes one; an empty value "
-        "uses the active ports that are nearest to the pool.",
+        "uses those nearest to the pool. `0000:1b:00.0=mlx5_0;0000:43:00.0=mlx5_1` sets a list for each GPU.",
         "Set it where some NICs carry other traffic. `kvlink topology` lists the ports and their distances.",
     )
     rdma_connect: str = _setting(

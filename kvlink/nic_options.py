@@ -9,6 +9,8 @@ from enum import Enum
 
 from kvlink.errors import ConfigError
 
+_PCI_ADDRESS = re.compile(r"(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
+
 
 class Way(Enum):
     """Ways from a NIC to GPU memory, best first: directly (DMA_BUF and PEERMEM) or through host memory (BOUNCE)."""
@@ -30,18 +32,36 @@ def parse_ways(spec: str) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NicNames:
-    """The parsed form of KVLINK_NICS. `excludes` says whether `ports` are excluded; no ports mean no restriction."""
+    """One list of KVLINK_NICS. `excludes` says whether `ports` are excluded; no ports mean no restriction."""
 
-    excludes: bool
-    ports: tuple[tuple[str, int | None], ...]
+    excludes: bool = False
+    ports: tuple[tuple[str, int | None], ...] = ()
     """Device and port number. None stands for every port of the device."""
 
 
-def parse_nics(spec: str) -> NicNames:
-    """Parses "mlx5_0:1,mlx5_1" or "^mlx5_2" without a check that the ports exist. Raises ConfigError."""
-    excludes = spec.strip().startswith("^")
-    listed = spec.strip().removeprefix("^")
-    parts = [part.strip() for part in listed.split(",")] if listed or excludes else []
+def parse_nics(spec: str) -> dict[str, NicNames]:
+    """Parses lists such as "mlx5_0:1,mlx5_1" or "^mlx5_2", separated by ";", each for one GPU if ADDRESS= precedes it.
+
+    Returns the lists by the PCI address of the GPU, with "" for all others, without a check that the ports exist.
+    Raises ConfigError.
+    """
+    found: dict[str, NicNames] = {}
+    for entry in spec.split(";") if ";" in spec or "=" in spec else [spec]:
+        gpu, equals, listed = entry.rpartition("=")
+        gpu = gpu.strip()
+        if gpu in found or bool(equals) != bool(re.fullmatch(_PCI_ADDRESS, gpu)):
+            raise ConfigError(
+                f"KVLINK_NICS={spec!r} must have one list for each GPU, as in 0000:1b:00.0=mlx5_0;0000:43:00.0=mlx5_1 "
+                "(`kvlink topology` shows the addresses)"
+            )
+        found[gpu] = _parse_names(listed, spec)
+    return found
+
+
+def _parse_names(listed: str, spec: str) -> NicNames:
+    excludes = listed.strip().startswith("^")
+    names = listed.strip().removeprefix("^")
+    parts = [part.strip() for part in names.split(",")] if names or excludes or spec != listed else []
     matches = [re.fullmatch(r"([\w.-]+)(?::([1-9]\d{0,2}))?", part, re.ASCII) for part in parts]
     if not all(matches):
         raise ConfigError(

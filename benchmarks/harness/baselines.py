@@ -58,7 +58,7 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     """Returns the installed ones for a transport. Raises ConfigError if KVLINK_NICS does not fit this machine."""
     if transport.removeprefix("fault+") != "verbs" or not shutil.which("ib_read_bw"):
         return []
-    ports, _ = select_ports(MemoryPlace(), WorkerConfig.from_env().nics)
+    ports, *_ = select_ports(MemoryPlace(), WorkerConfig.from_env().nics)
     device = ports[0][0].partition(":")[0]
     if blocks == 1:
         return [Reference("ib_read_lat", lambda: read_latency(device, device, block_bytes, _LATENCY_READS))]

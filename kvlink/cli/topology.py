@@ -176,8 +176,10 @@ def _matrix(nics: Sequence[RdmaDevice], places: Sequence[_Place]) -> Table:
 
 
 def _notes(topology: Topology, places: Sequence[_Place]) -> Iterator[str]:
-    """Yields every reason of a place that has no NIC; of other places only faults of ports."""
+    """Yields every reason of a place that has no NIC; of other places only faults of ports and warnings."""
     for place in places:
+        if place.selection.warning:
+            yield place.selection.warning
         if not place.selection.chosen:
             for refusal in place.selection.refused:
                 yield f"{place.name}: {refusal}"

@@ -16,7 +16,8 @@ from kvlink.doctor.software import extension
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import KVLinkError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Driver, decide, inspect
-from kvlink.hardware.topology import PciDevice, PortState, RdmaDevice, discover, distance
+from kvlink.hardware.nics import MemoryPlace, NicSelection, choose, port_name
+from kvlink.hardware.topology import PciDevice, PortState, RdmaDevice, Topology, discover
 from kvlink.layout import Geometry, dense
 from kvlink.nic_options import Way
 
@@ -30,9 +31,9 @@ _LAYOUT = dense(
 
 
 def trial(root: Path = Path("/")) -> Iterator[Check]:
-    """Yields checks of the required parts, then one per NIC and way. GPUDirect does not work if any of them is FAIL.
+    """Yields checks of the required parts, then one per GPU, NIC and way. GPUDirect does not work if any is FAIL.
 
-    Each NIC is tested with the GPU nearest to it. KVLINK_* variables are ignored.
+    Each GPU is tested with the NICs that a worker chooses for it. KVLINK_* variables are ignored.
     """
     machine = discover(root)
     parts = [gpu(machine.gpus), torch_gpu(), cuda_python(), nic(machine.nics), verbs()]
@@ -40,11 +41,19 @@ def trial(root: Path = Path("/")) -> Iterator[Check]:
     if any(part.verdict is Verdict.FAIL for part in parts):
         return
     driver = CudaDriver()
-    for card in machine.nics:
-        device = nearest(driver, card, machine.gpus)
-        for port in active_ports((card,)):
+    for device, selection in chosen(driver, machine):
+        if not selection.chosen:
+            reasons = "; ".join(map(str, selection.refused))
+            yield Check(
+                f"cuda:{device}", Verdict.FAIL, f"no NIC serves this GPU: {reasons}", "kvlink topology"
+            )
+        if selection.warning:
+            yield Check(
+                f"cuda:{device}", Verdict.WARN, selection.warning, "use a slot beside the GPU's switch"
+            )
+        for port in selection.chosen:
             for way in (Way.DMA_BUF, Way.PEERMEM):
-                yield through(driver, port, way, device)
+                yield through(driver, port_name(port.device, port.port), way, device)
 
 
 def gpu(gpus: Sequence[PciDevice]) -> Check:
@@ -107,13 +116,12 @@ def verbs() -> Check:
     return Check("part: verbs", Verdict.PASS, "the transport is ready")
 
 
-def nearest(driver: Driver, card: RdmaDevice, gpus: Sequence[PciDevice]) -> int:
-    """Returns CUDA's number of the visible GPU with the shortest path to a NIC."""
+def chosen(driver: Driver, machine: Topology) -> Iterator[tuple[int, NicSelection]]:
+    """Yields CUDA's number of each visible GPU, and the ports that a worker chooses for it."""
     import torch
 
-    places = {each.address: each for each in gpus}
-    numbers = {number: driver.gpu(number).bus_id for number in range(torch.cuda.device_count())}
-    return min(numbers, key=lambda number: distance(places.get(numbers[number]), card.pci))
+    for number in range(torch.cuda.device_count()):
+        yield number, choose(machine, MemoryPlace(gpu=driver.gpu(number).bus_id))
 
 
 def through(driver: Driver, port: str, way: Way, device: int) -> Check:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def register_with_nics(
     `nic_refuses_dma_buf` is the answer of a NIC to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
     """
     if pool.gpu is None:
-        return NicRegistration(*select_ports(MemoryPlace(), config.nics, root))
+        return _on_host(MemoryPlace(), config, root)
     ways = parse_ways(config.gpudirect)
     try:
         driver = make_driver()
@@ -97,7 +97,11 @@ def register_with_nics(
     left_out: tuple[RefusedNic, ...] = ()
     try:
         place = MemoryPlace(gpu=driver.gpu(pool.gpu).bus_id)
-        ports, left_out = select_ports(place, config.nics, root)
+        if ways == (Way.BOUNCE,):
+            return _bounced(place, config, root, _why_bounced(Decision(Way.BOUNCE, ())))
+        ports, left_out, warning = select_ports(place, config.nics, root)
+        if not ports and Way.BOUNCE in ways:
+            return _bounced(place, config, root, _none_near(place, left_out))
         if not ports:
             raise TransportUnavailable(_none_near(place, left_out))
         ranges = [(region.address, region.num_bytes) for region in pool.regions]
@@ -108,7 +112,9 @@ def register_with_nics(
         _log.warning("pool is not registered with NICs device=cuda:%d error=%s", pool.gpu, error)
         return NicRegistration(ports, left_out, refused=str(error))
     if bounced is not None:
-        return NicRegistration(ports, left_out, bounced=_why_bounced(bounced))
+        return _bounced(place, config, root, _why_bounced(bounced))
+    if warning:
+        _log.warning("far from its NIC device=cuda:%d reason=%s", pool.gpu, warning)
     for decision in dict.fromkeys(each.decision for each in exported):
         level = logging.WARNING if decision.refused else logging.INFO
         _log.log(level, "exported device=cuda:%d by=%s", pool.gpu, decision)
@@ -125,7 +131,17 @@ def _without_driver(
     if Way.BOUNCE not in ways:
         _log.warning("pool is not registered with NICs device=cuda:%d error=%s", gpu, why)
         return NicRegistration(refused=str(why))
-    return NicRegistration(*select_ports(MemoryPlace(), config.nics, root), bounced=f"{_OUT_OF_REACH}: {why}")
+    return _on_host(MemoryPlace(), config, root, f"{_OUT_OF_REACH}: {why}")
+
+
+def _bounced(place: MemoryPlace, config: WorkerConfig, root: Path, why: str) -> NicRegistration:
+    return _on_host(replace(place, bounced=True), config, root, why)
+
+
+def _on_host(place: MemoryPlace, config: WorkerConfig, root: Path, bounced: str = "") -> NicRegistration:
+    """Returns the registration of host memory, which is the pool's own or what its blocks pass through."""
+    ports, left_out, _ = select_ports(place, config.nics, root)
+    return NicRegistration(ports, left_out, bounced=bounced)
 
 
 def _export_all(

@@ -27,18 +27,18 @@ def test_the_tables(
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "mlx5_0:1 ACTIVE InfiniBand 200 0000:18:00.0 504 0 28.39.1002" in lines
     assert "mlx5_0:1 0 fe80::a3f:d2ff:fe06:1 IB/RoCE v1 used" in lines
-    assert "GPU 0000:16:00.0 PIX PHB SYS SYS mlx5_0:1" in lines
+    assert "GPU 0000:16:00.0 PIX NODE SYS SYS mlx5_0:1" in lines
     assert "node 1 SYS SYS PHB PHB mlx5_2:1, mlx5_3:1" in lines
     assert any(line.startswith("NVLink and C2C are not in sysfs") for line in lines)
 
 
-def test_a_gpu_without_a_nic_and_a_port_without_a_link_are_explained(
+def test_a_gpu_far_from_its_nic_and_a_port_without_a_link_are_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machines.cloud_vm(tmp_path).nic("mlx5_2", "", 0, DOWN)
     show("", as_json=False, root=tmp_path)
     shown = capsys.readouterr().out
-    assert "GPU 0000:11:00.0: mlx5_0:1 is PHB from the GPU" in shown
+    assert "\n  mlx5_0:1 is PHB from GPU 0000:11:00.0: bytes pass through the CPU" in shown
     assert "\n  mlx5_2:1 is DOWN (physically Disabled); check the cable" in shown
 
 

@@ -6,9 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from hardware import machines
+from hardware.fake_cuda import HOPPER
 from hardware.fake_root import GPU, FakeRoot
 
 from kvlink.doctor import Verdict, trial
@@ -110,3 +114,17 @@ def test_a_way_that_the_facts_rule_out_is_not_tried(monkeypatch: pytest.MonkeyPa
     assert (check.name, check.verdict) == ("mlx5_0:1 cuda:0 dma-buf", Verdict.WARN)
     assert "this GPU does not support GPUDirect RDMA" in check.evidence
     assert check.fix
+
+
+def test_a_gpu_is_tried_with_the_ports_that_a_worker_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = machines.azure_nd(tmp_path).discover()
+
+    class Driver:
+        def gpu(self, number: int) -> Gpu:
+            return replace(HOPPER, bus_id=machine.gpus[2 * number].address)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = dict(trial.chosen(Driver(), machine))  # type: ignore[arg-type]
+    assert [[nic.device for nic in found[number].chosen] for number in (0, 1)] == [["mlx5_7"], ["mlx5_5"]]

@@ -71,13 +71,15 @@ class Machine:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).symlink_to(os.path.relpath(self.root / target, (self.root / path).parent))
 
-    def pci(self, parent: str, vendor: int, kind: int, node: int, slot: str = "") -> str:
+    def pci(
+        self, parent: str, vendor: int, kind: int, node: int, slot: str = "", device: str = "0x1021"
+    ) -> str:
         """Adds a function under `parent` ("" a new host bridge) and returns its folder."""
         parent = parent or self.host_bridge()
         address = slot or f"0000:{next(self.bus):02x}:00.0"
         at = f"{parent}/{address}"
         for name, text in {
-            "vendor": f"{vendor:#06x}", "device": "0x1021", "class": f"{kind:#08x}", "numa_node": str(node),
+            "vendor": f"{vendor:#06x}", "device": device, "class": f"{kind:#08x}", "numa_node": str(node),
             "current_link_speed": "32.0 GT/s PCIe", "current_link_width": "16",
         }.items():  # fmt: skip
             self.write(f"{at}/{name}", text)
@@ -87,6 +89,11 @@ class Machine:
     def host_bridge(self) -> str:
         return f"sys/devices/pci0000:{next(self.bus):02x}"
 
+    def domain(self) -> tuple[str, str]:
+        """A host bridge with a PCI domain of its own, and the address of the device on it."""
+        number = next(self.bus)
+        return f"sys/devices/pci{number:04x}:00", f"{number:04x}:00:00.0"
+
     def root_port(self, node: int, parent: str = "") -> str:
         return self.pci(parent, BROADCOM, BRIDGE, node)
 
@@ -95,8 +102,8 @@ class Machine:
         upstream = self.pci(parent, BROADCOM, BRIDGE, node)
         return [self.pci(upstream, BROADCOM, BRIDGE, node) for _ in range(num_ports)]
 
-    def gpu(self, parent: str, node: int) -> str:
-        return self.pci(parent, NVIDIA, GPU, node)
+    def gpu(self, parent: str, node: int, slot: str = "", device: str = "0x2330") -> str:
+        return self.pci(parent, NVIDIA, GPU, node, slot, device)
 
     def nic(self, name: str, parent: str, node: int, *ports: Port, slot: str = "") -> str:
         at = self.pci(parent, MELLANOX, NIC, node, slot)
@@ -211,4 +218,77 @@ def only_soft(root: Path) -> Machine:
     machine.gpu(machine.root_port(0), 0)
     machine.soft("rxe0", "lo")
     machine.soft("rxe1", "veth0")
+    return machine
+
+
+def gb200_nvl72(root: Path) -> Machine:
+    """A compute tray: two Grace CPUs, each with two GPUs and two NICs on root ports in PCI domains of their own."""
+    machine = Machine(root, num_nodes=2)
+    for index in range(4):
+        bridge, slot = machine.domain()
+        machine.gpu(bridge, index // 2, slot, "0x2941")
+    for index in range(4):
+        bridge, slot = machine.domain()
+        machine.nic(f"mlx5_{index}", bridge, index // 2, slot=slot)
+    return machine
+
+
+def gh200(root: Path) -> Machine:
+    """One Grace CPU with one GPU, and two NICs on root ports (github.com/NVIDIA/nccl/issues/1579)."""
+    machine = Machine(root)
+    bridge, slot = machine.domain()
+    machine.gpu(bridge, 0, slot, "0x2342")
+    for index in range(2):
+        bridge, slot = machine.domain()
+        machine.nic(f"mlx5_{index}", bridge, 0, Port(200), slot=slot)
+    return machine
+
+
+def l40s_box(root: Path) -> Machine:
+    """Two sockets, each with two GPUs and one NIC on root ports of their own: NODE."""
+    machine = Machine(root, num_nodes=2)
+    for node in range(2):
+        for _ in range(2):
+            machine.gpu(machine.root_port(node), node, device="0x26b9")
+        machine.nic(
+            f"mlx5_{node}", machine.root_port(node), node, Port(layer="Ethernet", netdev=f"rail{node}")
+        )
+    return machine
+
+
+def azure_nd(root: Path) -> Machine:
+    """Eight GPUs and eight NICs, each in a PCI domain of its own, four to a NUMA node (Azure/aks-rdma-infiniband#36).
+
+    The NICs are numbered against the PCI order.
+    """
+    machine = Machine(root, num_nodes=2)
+    for index in range(8):
+        bridge, slot = machine.domain()
+        machine.gpu(bridge, index // 4, slot)
+    for index in range(8):
+        bridge, slot = machine.domain()
+        machine.nic(f"mlx5_{7 - index}", bridge, index // 4, slot=slot)
+    return machine
+
+
+def aws_p5(root: Path) -> Machine:
+    """Eight GPUs beside four EFA devices each, which are neither InfiniBand nor Ethernet."""
+    machine = Machine(root, num_nodes=2)
+    for index in range(8):
+        node = index // 4
+        first, *others = machine.switch(machine.root_port(node), node, 5)
+        machine.gpu(first, node)
+        for number, port in enumerate(others):
+            machine.nic(f"rdmap{4 * index + number}s0", port, node, Port(100, "Unspecified"))
+    return machine
+
+
+def gcp_a3_ultra(root: Path) -> Machine:
+    """Eight GPUs with one RoCE NIC each behind a switch that the VM shows."""
+    machine = Machine(root, num_nodes=2)
+    for index in range(8):
+        node = index // 4
+        first, second = machine.switch(machine.root_port(node), node, 2)
+        machine.gpu(first, node)
+        machine.nic(f"mlx5_{index}", second, node, Port(layer="Ethernet", netdev=f"gpu{index}rdma0"))
     return machine

@@ -33,8 +33,9 @@ def test_every_gpu_of_a_dgx_h100_has_its_nic(tmp_path: Path) -> None:
     assert [(nic.distance, nic.weight) for nic in selection.chosen] == [(Distance.PXB, 400)]
     refused = reasons(selection)
     assert len(refused) == 11
-    assert "mlx5_1:1 is PHB from the GPU" in refused["mlx5_1:1"]
-    assert "set KVLINK_NICS=mlx5_1:1" in refused["mlx5_1:1"]
+    assert "mlx5_1:1 is NODE, farther than mlx5_0:1 (PXB)" in refused["mlx5_1:1"]
+    assert "set KVLINK_NICS=mlx5_0:1,mlx5_1:1" in refused["mlx5_1:1"]
+    assert selection.warning == ""
 
 
 def test_host_memory_uses_the_nics_of_its_node(tmp_path: Path) -> None:
@@ -92,13 +93,82 @@ def test_a_nearer_switch_wins_and_equal_ones_share(tmp_path: Path) -> None:
     assert "is PXB, farther than mlx5_1:1 (PIX)" in reasons(selection)["mlx5_0:1"]
 
 
-def test_a_vm_that_hides_its_switches_needs_the_operator(tmp_path: Path) -> None:
+def test_a_vm_that_hides_its_switches_pairs_by_pci_order(tmp_path: Path) -> None:
     found = machines.cloud_vm(tmp_path).discover()
-    assert of_gpus(found) == [[], []]
+    assert of_gpus(found) == [["mlx5_0:1"], ["mlx5_1:1"]]
     assert of_gpus(found, "mlx5_1") == [["mlx5_1:1"], ["mlx5_1:1"]]
+    assert of_gpus(found, "^mlx5_0") == [["mlx5_1:1"], ["mlx5_1:1"]]
     assert chosen(found, MemoryPlace(numa_node=0)) == ["mlx5_0:1", "mlx5_1:1"]
-    refused = reasons(choose(found, MemoryPlace(gpu=found.gpus[0].address)))
-    assert "if a hypervisor hides the PCIe switches" in refused["mlx5_0:1"]
+    selection = choose(found, MemoryPlace(gpu=found.gpus[0].address))
+    assert "mlx5_1:1 is paired with another of the 2 GPUs" in reasons(selection)["mlx5_1:1"]
+    assert selection.warning.startswith(
+        f"mlx5_0:1 is PHB from GPU {found.gpus[0].address}: bytes pass through the CPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected", "apart", "share"),
+    [
+        ("dgx_h100", "0 3 4 5 6 9 10 11", "PXB", 1.0),
+        ("hgx_h100", "0 1 2 3 4 5 6 7", "PIX", 1.0),
+        ("hgx_pairs", "0 0 1 1 2 2 3 3", "PIX", 1.0),
+        ("gcp_a3_ultra", "0 1 2 3 4 5 6 7", "PIX", 1.0),
+        ("gb200_nvl72", "0 1 2 3", "NODE", 1.0),
+        ("gh200", "0+1", "NODE", 1.0),
+        ("l40s_box", "0 0 1 1", "NODE", 0.5),
+        ("azure_nd", "7 6 5 4 3 2 1 0", "NODE", 0.5),
+        ("cloud_vm", "0 1", "PHB", 0.5),
+        ("aws_p5", "- - - - - - - -", "", 0.0),
+    ],
+)
+def test_nics_of_the_gpus_of_published_machines(
+    tmp_path: Path, machine: str, expected: str, apart: str, share: float
+) -> None:
+    found = getattr(machines, machine)(tmp_path).discover()
+    selections = [choose(found, MemoryPlace(gpu=gpu.address)) for gpu in found.gpus]
+    names = ["+".join(nic.device.removeprefix("mlx5_") for nic in each.chosen) or "-" for each in selections]
+    assert " ".join(names) == expected
+    for selection in selections:
+        assert {nic.distance.name for nic in selection.chosen} <= {apart}
+        assert {nic.weight / nic.rate_gbps for nic in selection.chosen} <= {share}
+        assert bool(selection.warning) == (share == 0.5)
+
+
+def test_a_gpu_without_a_near_nic_uses_one_of_the_other_node(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, num_nodes=2)
+    for node in range(2):
+        machine.gpu(machine.root_port(node), node)
+    machine.nic("mlx5_0", machine.root_port(0), 0)
+    found = machine.discover()
+    assert of_gpus(found) == [["mlx5_0:1"], ["mlx5_0:1"]]
+    near, far = (choose(found, MemoryPlace(gpu=gpu.address)) for gpu in found.gpus)
+    assert [(nic.distance.name, nic.weight) for nic in (*near.chosen, *far.chosen)] == [
+        ("NODE", 200),
+        ("SYS", 100),
+    ]
+
+
+def test_bounced_bytes_use_the_nics_of_the_gpus_node(tmp_path: Path) -> None:
+    machine = machines.azure_nd(tmp_path)
+    machine.soft("rxe0", "lo")
+    found = machine.discover()
+    place = MemoryPlace(gpu=found.gpus[5].address, bounced=True)
+    assert chosen(found, place) == ["mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"]
+    only = machines.only_soft(tmp_path / "soft").discover()
+    assert chosen(only, MemoryPlace(gpu=only.gpus[0].address, bounced=True)) == ["rxe0:1", "rxe1:1"]
+
+
+def test_the_operator_s_list_of_one_gpu(tmp_path: Path) -> None:
+    found = machines.azure_nd(tmp_path).discover()
+    first, second = (gpu.address for gpu in found.gpus[:2])
+    spec = f"0000{first.upper()}=mlx5_1,mlx5_2;{second}=^mlx5_7"
+    assert of_gpus(found, spec)[:3] == [
+        ["mlx5_1:1", "mlx5_2:1"],
+        ["mlx5_4:1", "mlx5_5:1", "mlx5_6:1"],
+        ["mlx5_6:1", "mlx5_7:1"],
+    ]
+    assert of_gpus(found, f"mlx5_5;{first}=mlx5_1")[:3] == [["mlx5_1:1"], ["mlx5_5:1"], ["mlx5_5:1"]]
+    assert chosen(found, MemoryPlace(numa_node=1), spec) == chosen(found, MemoryPlace(numa_node=1))
 
 
 def test_soft_devices_serve_host_memory_only(tmp_path: Path) -> None:
@@ -239,7 +309,7 @@ def test_named_distances_mix_with_their_weights(three: Topology) -> None:
         ("mlx5", "names mlx5, which does not exist"),
         ("mlx5_0,mlx5_10:1", "names mlx5_10:1, but mlx5_10:1 is DOWN"),
         ("^mlx5_0,mlx5_1,mlx5_10", "excludes every NIC"),
-        ("mlx5_0;mlx5_1", "is no list of NICs"),
+        ("mlx5_0;mlx5_1", "must have one list for each GPU"),
     ],
 )
 def test_lists_that_do_not_fit_the_machine(three: Topology, spec: str, says: str) -> None:
@@ -268,9 +338,9 @@ def test_what_the_data_plane_is_told(tmp_path: Path) -> None:
     machine = Machine(tmp_path, num_nodes=2)
     machine.nic("mlx5_0", "", 0, Port(100))
     machine.nic("mlx5_1", "", 1, Port(400))
-    chosen, left_out = select_ports(MemoryPlace(numa_node=0), "", tmp_path)
+    chosen, left_out, _ = select_ports(MemoryPlace(numa_node=0), "", tmp_path)
     assert (chosen, [nic.device for nic in left_out]) == ([("mlx5_0:1", 50_000)], ["mlx5_1"])
     assert discover(tmp_path).nics[0].ports[0].gids
     assert not discover(tmp_path, gids=False).nics[0].ports[0].gids
     named = select_ports(MemoryPlace(numa_node=0), "mlx5_1:1,mlx5_0:1,mlx5_9:1", tmp_path)
-    assert named == ([("mlx5_1:1", 100_000), ("mlx5_0:1", 50_000), ("mlx5_9:1", 1)], ())
+    assert named == ([("mlx5_1:1", 100_000), ("mlx5_0:1", 50_000), ("mlx5_9:1", 1)], (), "")

@@ -23,7 +23,7 @@ from kvlink.hardware.topology import (
     normalize,
 )
 
-LOC, PIX, PXB, PHB, SYS, DIS = Distance
+LOC, PIX, PXB, PHB, NODE, SYS, DIS = Distance
 
 
 def matrix(topology: Topology) -> list[str]:
@@ -35,14 +35,14 @@ def test_dgx_h100(tmp_path: Path) -> None:
     found = machines.dgx_h100(tmp_path).discover()
     assert [nic.name for nic in found.nics] == [f"mlx5_{number}" for number in range(12)]
     assert matrix(found) == [
-        "PXB PHB PHB PHB PHB PHB SYS SYS SYS SYS SYS SYS",
-        "PHB PHB PHB PXB PHB PHB SYS SYS SYS SYS SYS SYS",
-        "PHB PHB PHB PHB PXB PHB SYS SYS SYS SYS SYS SYS",
-        "PHB PHB PHB PHB PHB PXB SYS SYS SYS SYS SYS SYS",
-        "SYS SYS SYS SYS SYS SYS PXB PHB PHB PHB PHB PHB",
-        "SYS SYS SYS SYS SYS SYS PHB PHB PHB PXB PHB PHB",
-        "SYS SYS SYS SYS SYS SYS PHB PHB PHB PHB PXB PHB",
-        "SYS SYS SYS SYS SYS SYS PHB PHB PHB PHB PHB PXB",
+        "PXB NODE NODE NODE NODE NODE SYS SYS SYS SYS SYS SYS",
+        "NODE NODE NODE PXB NODE NODE SYS SYS SYS SYS SYS SYS",
+        "NODE NODE NODE NODE PXB NODE SYS SYS SYS SYS SYS SYS",
+        "NODE NODE NODE NODE NODE PXB SYS SYS SYS SYS SYS SYS",
+        "SYS SYS SYS SYS SYS SYS PXB NODE NODE NODE NODE NODE",
+        "SYS SYS SYS SYS SYS SYS NODE NODE NODE PXB NODE NODE",
+        "SYS SYS SYS SYS SYS SYS NODE NODE NODE NODE PXB NODE",
+        "SYS SYS SYS SYS SYS SYS NODE NODE NODE NODE NODE PXB",
     ]
     assert distance(found.nics[1].pci, found.nics[2].pci) is LOC
     assert distance(found.nics[2].pci, found.nics[7].pci) is SYS
@@ -50,26 +50,26 @@ def test_dgx_h100(tmp_path: Path) -> None:
 
 def test_hgx_h100(tmp_path: Path) -> None:
     assert matrix(machines.hgx_h100(tmp_path).discover()) == [
-        "PIX PHB PHB PHB SYS SYS SYS SYS PHB",
-        "PHB PIX PHB PHB SYS SYS SYS SYS PHB",
-        "PHB PHB PIX PHB SYS SYS SYS SYS PHB",
-        "PHB PHB PHB PIX SYS SYS SYS SYS PHB",
-        "SYS SYS SYS SYS PIX PHB PHB PHB SYS",
-        "SYS SYS SYS SYS PHB PIX PHB PHB SYS",
-        "SYS SYS SYS SYS PHB PHB PIX PHB SYS",
-        "SYS SYS SYS SYS PHB PHB PHB PIX SYS",
+        "PIX NODE NODE NODE SYS SYS SYS SYS NODE",
+        "NODE PIX NODE NODE SYS SYS SYS SYS NODE",
+        "NODE NODE PIX NODE SYS SYS SYS SYS NODE",
+        "NODE NODE NODE PIX SYS SYS SYS SYS NODE",
+        "SYS SYS SYS SYS PIX NODE NODE NODE SYS",
+        "SYS SYS SYS SYS NODE PIX NODE NODE SYS",
+        "SYS SYS SYS SYS NODE NODE PIX NODE SYS",
+        "SYS SYS SYS SYS NODE NODE NODE PIX SYS",
     ]
 
 
 def test_one_nic_for_two_gpus(tmp_path: Path) -> None:
     found = machines.hgx_pairs(tmp_path).discover()
     assert matrix(found) == [
-        *["PIX PHB SYS SYS"] * 2,
-        *["PHB PIX SYS SYS"] * 2,
-        *["SYS SYS PIX PHB"] * 2,
-        *["SYS SYS PHB PIX"] * 2,
+        *["PIX NODE SYS SYS"] * 2,
+        *["NODE PIX SYS SYS"] * 2,
+        *["SYS SYS PIX NODE"] * 2,
+        *["SYS SYS NODE PIX"] * 2,
     ]
-    assert [distance(found.gpus[0], gpu) for gpu in found.gpus[:4]] == [LOC, PIX, PHB, PHB]
+    assert [distance(found.gpus[0], gpu) for gpu in found.gpus[:4]] == [LOC, PIX, NODE, NODE]
 
 
 def test_a_cloud_vm_without_numa_nodes(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ FAR = at(ROOT, PORT, UP, "0000:02:00.0", "0000:03:00.0", "0000:04:00.0", "0000:0
         ),
         (FAR, at(ROOT, PORT, UP, "0000:02:01.0", "0000:06:00.0"), PXB),
         (FAR, at(ROOT, "0000:00:03.0", "0000:09:00.0"), PHB),
-        (FAR, at(OTHER_ROOT, "0000:80:01.0"), PHB),
+        (FAR, at(OTHER_ROOT, "0000:80:01.0"), NODE),
         (FAR, at(OTHER_ROOT, "0000:80:01.0", node=1), SYS),
         (FAR, at(OTHER_ROOT, "0000:80:01.0", node=None), SYS),
         (at(ROOT, "0000:00:02.0", node=None), at(ROOT, "0000:00:03.0", node=None), PHB),

@@ -103,7 +103,9 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     registration = export(driver, root)
     assert list(registration.ports) == [("mlx5_0:1", 400_000)]
     assert len(registration.left_out) == 8
-    assert "is SYS from the GPU" in next(str(nic) for nic in registration.left_out if nic.device == "mlx5_4")
+    assert "is SYS, farther than mlx5_0:1 (PIX)" in next(
+        str(nic) for nic in registration.left_out if nic.device == "mlx5_4"
+    )
     assert registration.refused == ""
     assert registration.by_dma_buf
     assert [each.offset for each in registration.exported] == [0, 64]
@@ -152,11 +154,8 @@ def test_a_nic_that_takes_no_dma_buf_is_tried_with_peermem(root: Path, gpu: Gpu)
 def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, says: list[str]) -> None:
     before = descriptors()
     registration = export(cuda(replace(gpu, dma_buf=False)), root, WorkerConfig(gpudirect=gpudirect))
-    assert (registration.exported, registration.flush, list(registration.ports)) == (
-        (),
-        None,
-        [("mlx5_0:1", 400_000)],
-    )
+    near_its_node = [(f"mlx5_{number}:1", 200_000) for number in range(4)]
+    assert (registration.exported, registration.flush, list(registration.ports)) == ((), None, near_its_node)
     assert all(part in registration.bounced for part in says), registration.bounced
     assert registration.refused == ""
     assert not opened_since(before)
@@ -198,12 +197,24 @@ def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gp
     assert not opened_since(before)
 
 
-def test_no_nic_is_better_than_a_far_one(tmp_path: Path) -> None:
-    found = machines.cloud_vm(tmp_path).discover()
-    registration = export(cuda(replace(HOPPER, bus_id=found.gpus[0].address)), tmp_path)
-    assert list(registration.ports) == []
-    assert "no NIC serves GPU" in registration.refused
-    assert "set KVLINK_NICS=mlx5_1:1" in registration.refused
+def test_a_far_nic_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine = machines.cloud_vm(tmp_path)
+    machine.write("proc/sys/kernel/osrelease", "6.8.0-40-generic")
+    gpus = machine.discover().gpus
+    registration = export(cuda(replace(HOPPER, bus_id=gpus[1].address)), tmp_path)
+    assert list(registration.ports) == [("mlx5_1:1", 50_000)]
+    assert len(registration.exported) == 2
+    assert f"far from its NIC device=cuda:0 reason=mlx5_1:1 is PHB from GPU {gpus[1].address}" in caplog.text
+
+
+def test_without_a_nic_that_reaches_the_gpu_its_bytes_are_staged(tmp_path: Path) -> None:
+    gpu = replace(HOPPER, bus_id=machines.only_soft(tmp_path).discover().gpus[0].address)
+    staged = export(cuda(gpu), tmp_path)
+    assert [name for name, _ in staged.ports] == ["rxe0:1", "rxe1:1"]
+    assert "rxe0:1 is a soft device, which cannot reach GPU memory" in staged.bounced
+    refused = export(cuda(gpu), tmp_path, WorkerConfig(gpudirect="dma-buf,peermem"))
+    assert (refused.ports, refused.bounced) == ([], "")
+    assert "no NIC serves GPU" in refused.refused
 
 
 def test_without_cuda_python_it_says_so(root: Path) -> None:

@@ -160,7 +160,7 @@ def test_addresses_that_are_none(text: str) -> None:
     ],
 )
 def test_nic_lists(spec: str, names: NicNames) -> None:
-    assert parse_nics(spec) == names
+    assert parse_nics(spec) == {"": names}
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,27 @@ def test_nic_lists(spec: str, names: NicNames) -> None:
         "mlx5_0 mlx5_1",
         "a,^b",
         "ä",
-        "=a",
+        "0000:1b:00.0=",
     ],
 )
 def test_nic_lists_that_are_none(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"KVLINK_NICS=.*mlx5_0:1,mlx5_1"):
+        parse_nics(spec)
+
+
+def test_nic_lists_of_gpus() -> None:
+    ports = NicNames(False, (("mlx5_0", None),)), NicNames(True, (("mlx5_1", 2),))
+    assert parse_nics("0000:1b:00.0=mlx5_0; 43:00.0=^mlx5_1:2") == dict(
+        zip(("0000:1b:00.0", "43:00.0"), ports, strict=True)
+    )
+    assert parse_nics("mlx5_0;00000000:43:00.0=^mlx5_1:2") == dict(
+        zip(("", "00000000:43:00.0"), ports, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", ["=a", "gpu0=a", "a;b", "0000:1b:00.0=a;0000:1b:00.0=b", "0000:1b:00=a", "a=b=c", "1b:00.0=a;"]
+)
+def test_nic_lists_of_no_gpu(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"KVLINK_NICS=.*one list for each GPU|is no list of NICs"):
         parse_nics(spec)

@@ -22,7 +22,6 @@ from kvlink.hardware.topology import (
     normalize,
 )
 
-_FARTHEST_GPUDIRECT = Distance.PXB
 # The kernel's costs between NUMA nodes are at least 10 and below this, so an unknown cost counts as the worst.
 _UNKNOWN_COST = 255
 _SUBNET_MANAGER = "start the subnet manager of its fabric"
@@ -37,6 +36,8 @@ class Candidate:
     distance: Distance
     cost: int
     """The kernel's cost between the NUMA nodes of the memory and of the NIC, 0 for GPUs."""
+    by_c2c: bool = False
+    """Whether the path goes from a coherent GPU to the CPU by NVLink-C2C. It then counts as one through switches."""
 
     @property
     def name(self) -> str:
@@ -46,7 +47,12 @@ class Candidate:
     @property
     def sort_key(self) -> tuple[Distance, int]:
         """A key that sorts nearer ports first."""
-        return self.distance, self.cost
+        return Distance.PXB if self.by_c2c else self.distance, self.cost
+
+    @property
+    def position(self) -> tuple[list[int], int]:
+        """A key that sorts ports by PCI address and number."""
+        return position(self.device.pci.address) if self.device.pci else [], self.port.number
 
     def refuse(self, reason: str, fix: str = "") -> RefusedNic:
         """Returns the refusal of this port."""
@@ -55,14 +61,24 @@ class Candidate:
 
 def candidates(topology: Topology, place: MemoryPlace) -> list[Candidate]:
     """Returns every port of the machine. Raises ConfigError if the machine does not have the GPU of `place`."""
-    gpu = _gpu(topology, place.gpu) if place.gpu else None
-    node = topology.only_node if place.numa_node is None else place.numa_node
-    found = []
-    for device in topology.nics:
-        apart = distance(gpu, device.pci) if gpu else distance_to_node(device.pci, node)
-        cost = 0 if gpu else _cost(topology, node, device.pci)
-        found += [Candidate(device, port, apart, cost) for port in device.ports]
-    return found
+    gpu = find_gpu(topology, place.gpu) if place.gpu else None
+    if gpu and not place.bounced:
+        return [
+            Candidate(device, port, distance(gpu, device.pci), 0, _by_c2c(gpu, device.pci))
+            for device in topology.nics
+            for port in device.ports
+        ]
+    node = gpu.numa_node if gpu else topology.only_node if place.numa_node is None else place.numa_node
+    return [
+        Candidate(device, port, distance_to_node(device.pci, node), _cost(topology, node, device.pci))
+        for device in topology.nics
+        for port in device.ports
+    ]
+
+
+def position(address: str) -> list[int]:
+    """Returns a key that sorts PCI addresses in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    return [int(part, 16) for part in normalize(address).replace(".", ":").split(":")]
 
 
 def best_gid(device: RdmaDevice, port: RdmaPort) -> Gid | None:
@@ -100,23 +116,19 @@ def unable(candidate: Candidate) -> RefusedNic | None:
     return None
 
 
-def no_gpudirect(candidate: Candidate, named: bool) -> RefusedNic | None:
-    """Returns the refusal of a port whose path to the GPU goes through the CPU, or None.
-
-    `named` says whether the operator named the port, which permits such a path.
-    """
-    apart = candidate.distance
-    if apart is Distance.DIS:
+def no_gpudirect(candidate: Candidate) -> RefusedNic | None:
+    """Returns the refusal of a port that has no path to a GPU, or None."""
+    if candidate.distance is Distance.DIS:
         return candidate.refuse("is a soft device, which cannot reach GPU memory", "use a PCIe NIC")
-    if named or apart <= _FARTHEST_GPUDIRECT:
-        return None
-    return candidate.refuse(
-        f"is {apart.name} from the GPU, and GPUDirect needs {_FARTHEST_GPUDIRECT.name} or nearer",
-        f"set KVLINK_NICS={candidate.name} if a hypervisor hides the PCIe switches, or to use it anyway",
-    )
+    return None
 
 
-def _gpu(topology: Topology, address: str) -> PciDevice:
+def _by_c2c(gpu: PciDevice, nic: PciDevice | None) -> bool:
+    return gpu.is_coherent_gpu and Distance.PHB <= distance(gpu, nic) <= Distance.NODE
+
+
+def find_gpu(topology: Topology, address: str) -> PciDevice:
+    """Returns the GPU with this PCI address. Raises ConfigError if the machine does not have it."""
     for gpu in topology.gpus:
         if gpu.address == normalize(address):
             return gpu

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects NIC ports and their weights for a place in memory, from a topology that was read before.
 
-Only the nearest ports are used. Adding farther ports makes a transfer slower, so a worse path is used only if an
-operator names its NIC (KVLINK_NICS) or if host memory has no better one.
+Only the nearest ports are used, because adding farther ports makes a transfer slower. An operator may name others
+(KVLINK_NICS). Where GPUs and NICs meet only at the CPU, as in a virtual machine that hides its switches, each GPU uses
+its share of the ports by PCI order.
 """
 
 from __future__ import annotations
@@ -11,14 +12,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvlink.errors import ConfigError
-from kvlink.hardware.nics.candidates import Candidate, best_gid, candidates, down, no_gpudirect, unable
+from kvlink.hardware.nics.candidates import (
+    Candidate,
+    best_gid,
+    candidates,
+    down,
+    find_gpu,
+    no_gpudirect,
+    position,
+    unable,
+)
 from kvlink.hardware.nics.values import MemoryPlace, NicChoice, NicSelection, RefusedNic, port_name
-from kvlink.hardware.topology import Distance, Topology
+from kvlink.hardware.topology import Distance, Topology, normalize
 from kvlink.nic_options import NicNames, parse_nics
 
 # First guess of the share of the link's rate that a path achieves: peer-to-peer traffic through a CPU costs about half
 # of it on many machines. It matters only if an operator mixes distances, and measured rates should replace it.
-_RATE_SHARE = {Distance.PHB: 0.5, Distance.SYS: 0.25, Distance.DIS: 0.25}
+_RATE_SHARE = {Distance.PHB: 0.5, Distance.NODE: 0.5, Distance.SYS: 0.25, Distance.DIS: 0.25}
 # A port slower than this share of the fastest port belongs to another network (management, storage). A transfer would
 # wait for its part.
 _SLOWEST_SHARE = 0.5
@@ -30,19 +40,34 @@ def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelecti
     Raises ConfigError if the machine does not have the GPU, if `spec` names a port that is absent or down, or if `spec`
     excludes every port.
     """
-    wish = parse_nics(spec)
-    named = bool(wish.ports) and not wish.excludes
+    wish = wished(spec, place)
+    usable, refused = _usable(topology, place, wish)
+    if not wish.ports or wish.excludes:
+        usable = _fast(_nearest(usable, refused), refused)
+        if place.gpu and not place.bounced:
+            usable = _paired(topology, place, spec, usable, refused)
+            return NicSelection(_weighted(usable), tuple(refused), _warning(place, usable))
+    return NicSelection(_weighted(usable), tuple(refused))
+
+
+def wished(spec: str, place: MemoryPlace) -> NicNames:
+    """Returns the list of KVLINK_NICS that holds for a place. Raises ConfigError if `spec` is malformed."""
+    lists = {normalize(gpu) if gpu else "": names for gpu, names in parse_nics(spec).items()}
+    return lists.get(normalize(place.gpu) if place.gpu else "", lists.get("", NicNames()))
+
+
+def _usable(
+    topology: Topology, place: MemoryPlace, wish: NicNames
+) -> tuple[list[Candidate], list[RefusedNic]]:
     wanted, refused = _apply(wish, candidates(topology, place))
     usable: list[Candidate] = []
     for candidate in wanted:
-        refusal = unable(candidate) or (no_gpudirect(candidate, named) if place.gpu else None)
+        refusal = unable(candidate) or (no_gpudirect(candidate) if place.gpu and not place.bounced else None)
         if refusal:
             refused.append(refusal)
         else:
             usable.append(candidate)
-    if not named:
-        usable = _fast(_nearest(usable, refused), refused)
-    return NicSelection(_weighted(usable), tuple(refused))
+    return usable, refused
 
 
 def weigh(topology: Topology, place: MemoryPlace, ports: Sequence[str]) -> tuple[NicChoice, ...]:
@@ -104,6 +129,45 @@ def _fast(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candid
     return [candidate for candidate in usable if candidate not in slow]
 
 
+def _paired(
+    topology: Topology, place: MemoryPlace, spec: str, nearest: list[Candidate], refused: list[RefusedNic]
+) -> list[Candidate]:
+    """Returns this GPU's share of ports that several GPUs reach only through the CPU, alike, by PCI order."""
+    if not nearest or nearest[0].distance < Distance.PHB:
+        return nearest
+    gpu = find_gpu(topology, place.gpu)
+    alike = [other for other in topology.gpus if _reaches(topology, other.address, spec, nearest)]
+    gpus = sorted((other.address for other in alike), key=position)
+    ports = sorted(nearest, key=lambda candidate: candidate.position)
+    index, num = gpus.index(gpu.address), len(gpus)
+    first = index * len(ports) // num
+    own = ports[first : max(first + 1, (index + 1) * len(ports) // num)]
+    for other in nearest:
+        if other not in own:
+            reason = f"is paired with another of the {num} GPUs that reach it through the CPU"
+            refused.append(other.refuse(reason, _name_both(own[0], other)))
+    return [candidate for candidate in nearest if candidate in own]
+
+
+def _reaches(topology: Topology, gpu: str, spec: str, ports: Sequence[Candidate]) -> bool:
+    """Returns whether these ports are the nearest to another GPU, too."""
+    place = MemoryPlace(gpu=gpu)
+    wish = wished(spec, place)
+    if wish.ports and not wish.excludes:
+        return False
+    nearest = _fast(_nearest(_usable(topology, place, wish)[0], []), [])
+    return [each.name for each in nearest] == [each.name for each in ports]
+
+
+def _warning(place: MemoryPlace, usable: Sequence[Candidate]) -> str:
+    if not usable or usable[0].by_c2c or usable[0].distance < Distance.PHB:
+        return ""
+    return (
+        f"{usable[0].name} is {usable[0].distance.name} from GPU {place.gpu}: bytes pass through the CPU, which costs "
+        "about half of the rate on many machines. Compare `kvlink bench pull --path gpudirect,bounce`"
+    )
+
+
 def _name_both(better: Candidate, worse: Candidate) -> str:
     return f"to use both set KVLINK_NICS={better.name},{worse.name}"
 
@@ -131,7 +195,8 @@ def _choice(candidate: Candidate, num_sharers: int) -> NicChoice:
         link_layer=port.link_layer,
         rate_gbps=port.rate_gbps,
         distance=candidate.distance,
-        weight=min(known_gbps, default=1.0) * _RATE_SHARE.get(candidate.distance, 1.0),
+        weight=min(known_gbps, default=1.0)
+        * (1.0 if candidate.by_c2c else _RATE_SHARE.get(candidate.distance, 1.0)),
     )
 
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from kvlink.hardware.nics.choice import choose, weigh
+from kvlink.hardware.nics.choice import choose, weigh, wished
 from kvlink.hardware.nics.values import MemoryPlace, NicSelection, RefusedNic, port_and_mbps, port_name
 from kvlink.hardware.topology import discover
-from kvlink.nic_options import parse_nics
 
 
 def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> NicSelection:
@@ -18,16 +18,24 @@ def select_nics(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> N
     return choose(discover(root), place, spec)
 
 
-def select_ports(
-    place: MemoryPlace, spec: str = "", root: Path = Path("/")
-) -> tuple[list[tuple[str, int]], tuple[RefusedNic, ...]]:
-    """Returns the selected ports with their weights in Mb/s, best first, and the refused ports."""
-    wish = parse_nics(spec)
+class PortSelection(NamedTuple):
+    """The ports for one memory place."""
+
+    ports: list[tuple[str, int]]
+    """Names and weights in Mb/s, best first."""
+    refused: tuple[RefusedNic, ...]
+    warning: str = ""
+
+
+def select_ports(place: MemoryPlace, spec: str = "", root: Path = Path("/")) -> PortSelection:
+    """Returns the selected ports in the form that the core takes, and the refused ports."""
+    wish = wished(spec, place)
     if wish.ports and not wish.excludes and all(port is not None for _, port in wish.ports):
         names = [port_name(*named) for named in wish.ports]
         known = dict(map(port_and_mbps, weigh(discover(root, gids=False), place, names)))
-        return [
-            (name, known.get(name, 1)) for name in names
-        ], ()  # no advice on paths for explicitly named ports
+        # There is no advice on the paths of ports that the operator has named.
+        return PortSelection([(name, known.get(name, 1)) for name in names], ())
     selection = select_nics(place, spec, root)
-    return [port_and_mbps(nic) for nic in selection.chosen], selection.refused
+    return PortSelection(
+        [port_and_mbps(nic) for nic in selection.chosen], selection.refused, selection.warning
+    )

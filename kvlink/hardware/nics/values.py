@@ -15,6 +15,8 @@ class MemoryPlace:
     gpu: str = ""
     """PCI address in the form of the kernel or of CUDA."""
     numa_node: int | None = None
+    bounced: bool = False
+    """Whether the bytes of the GPU pass through host memory near it, so that NICs need not reach the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class NicSelection:
 
     chosen: tuple[NicChoice, ...]
     refused: tuple[RefusedNic, ...]
+    warning: str = ""
+    """Says that the bytes pass through the CPU between the GPU and the chosen ports, or is empty."""
 
 
 def port_name(device: str, port: int | None) -> str:

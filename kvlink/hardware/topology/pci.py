@@ -19,6 +19,8 @@ DEVICES = "sys/bus/pci/devices"
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _NVIDIA = 0x10DE
+# GH200 (github.com/NVIDIA/gpu-admin-tools, gpu/devid_names.py), GB200 and GB300. NVLink-C2C joins them to the CPU.
+_COHERENT = frozenset({0x2342, 0x2343, 0x2345, 0x2348, 0x2941, 0x31C2})
 _DISPLAY_CLASSES = (0x0300, 0x0302)
 # The kernel shows a switch as two bridges on a path: the upstream port, then the downstream port of the device.
 _BRIDGES_PER_SWITCH = 2
@@ -36,10 +38,12 @@ class Distance(IntEnum):
     PXB = 2
     """The path goes through several switches but not through the CPU."""
     PHB = 3
-    """The path goes through the host bridges of one NUMA node. `nvidia-smi topo` splits this into PHB and NODE."""
-    SYS = 4
+    """The path goes through one host bridge, which belongs to the CPU."""
+    NODE = 4
+    """The path goes through several host bridges of one NUMA node."""
+    SYS = 5
     """The path crosses NUMA nodes."""
-    DIS = 5
+    DIS = 6
     """One of the two is not a PCI device. For example, a soft NIC moves bytes with the CPU."""
 
 
@@ -68,6 +72,11 @@ class PciDevice:
     def card(self) -> str:
         """The address without the function, which identifies the card in one slot."""
         return self.address.rpartition(".")[0]
+
+    @property
+    def is_coherent_gpu(self) -> bool:
+        """Whether this is a GPU that reaches its CPU, and the NICs behind it, by NVLink-C2C instead of PCIe."""
+        return self.vendor_id == _NVIDIA and self.device_id in _COHERENT
 
     @property
     def link_gbps(self) -> float:
@@ -130,9 +139,10 @@ def distance(a: PciDevice | None, b: PciDevice | None) -> Distance:
     if shared > 1:  # a bridge, not the host bridge alone
         further = sum((len(path) - shared - 1) // _BRIDGES_PER_SWITCH for path in (a.path, b.path))
         return Distance.PXB if further else Distance.PIX
-    if a.numa_node is None or b.numa_node is None:
-        return Distance.PHB if shared else Distance.SYS
-    return Distance.PHB if a.numa_node == b.numa_node else Distance.SYS
+    nodes = {a.numa_node, b.numa_node}
+    if shared and (None in nodes or len(nodes) == 1):
+        return Distance.PHB
+    return Distance.NODE if len(nodes) == 1 and None not in nodes else Distance.SYS
 
 
 def distance_to_node(device: PciDevice | None, node: int | None) -> Distance:
