@@ -45,9 +45,8 @@ class Order:
         kind, _, run = text.partition(":")
         if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
             raise ConfigError(
-                f"order {text!r} is not known; write random, runs:K for runs of K blocks, or allocator:N "
-                f"for the order of "
-                "an allocator after a trace of N requests at a time"
+                f"order {text!r} is not known; write random, runs:K for runs of K blocks, or allocator:N for the order "
+                "of an allocator after a trace of N requests at a time"
             )
         return cls(min(int(run), blocks))
 

@@ -32,9 +32,8 @@ def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> l
     for shape in found:
         if shape.block_bytes % _WORD_BYTES or shape.num_bytes > _MOST_BYTES:
             raise ConfigError(
-                f"{shape.blocks} blocks of {shape.block_bytes} bytes cannot be measured: a block needs a "
-                f"multiple of {_WORD_BYTES} "
-                f"bytes, and a transfer at most {_MOST_BYTES >> 20} MiB"
+                f"{shape.blocks} blocks of {shape.block_bytes} bytes cannot be measured: a block needs a multiple of "
+                f"{_WORD_BYTES} bytes, and a transfer at most {_MOST_BYTES >> 20} MiB"
             )
     return found
 

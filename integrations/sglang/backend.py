@@ -9,8 +9,7 @@ SGLang's own backends push: decode registers its memory, and prefill writes into
 - decode, any time: pulls each chunk into its own pages, validates it, and settles the lease
 - prefill, `poll`: returns Success once every lease is settled; only then does SGLang free the pages
 
-So only decode writes into decode's pages, and an abort there has only its own pulls to stop. Written against SGLang
-0.5.23.
+So only decode writes into decode's pages, and an abort there has only its own pulls to stop. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -46,7 +45,10 @@ class _OwnsRoom:
     conclude_state: Any
     _refused: str = ""
 
-    def _assign_room(self) -> None:
+    def __init__(
+        self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)  # type: ignore[call-arg]
         self._refused = self.kv_mgr.live_rooms.assign(self.bootstrap_room, self)
         if self._refused:
             self._owns_bootstrap_room = False
@@ -56,19 +58,15 @@ class _OwnsRoom:
     def _release_room(self) -> None:
         self.kv_mgr.live_rooms.release(self.bootstrap_room, self)
 
-    def _raise_if_refused(self) -> None:
+    def failure_exception(self) -> None:
+        """Raises the error of the request."""
         if self._refused:
             raise KVTransferError(self.bootstrap_room, self._refused)
+        super().failure_exception()  # type: ignore[misc]
 
 
 class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
     """A request on the prefill server. SGLang frees its pages after `clear` or `abort`."""
-
-    def __init__(
-        self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
-    ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
-        self._assign_room()
 
     def poll(self) -> Any:
         """Returns a KVPoll. Never waits."""
@@ -84,11 +82,6 @@ class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
             self.kv_mgr.remember_failed(self.bootstrap_room)
         super().clear()
         self._release_room()
-
-    def failure_exception(self) -> None:
-        """Raises the error of the request."""
-        self._raise_if_refused()
-        super().failure_exception()
 
     def abort(self) -> None:
         """Aborts the request and notifies decode, which otherwise waits for its timeout."""
@@ -109,7 +102,6 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
-        self._assign_room()
         owner = mgr.live_rooms.owner(bootstrap_room)
         if self._refused and getattr(owner, "bootstrap_addr", "") != bootstrap_addr:
             # A failure of this prefill server does not concern the room's owner.
@@ -155,11 +147,6 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.incoming.drop(self.bootstrap_room)
         super().clear()
         self._release_room()
-
-    def failure_exception(self) -> None:
-        """Raises the error of the request."""
-        self._raise_if_refused()
-        super().failure_exception()
 
     def abort(self) -> None:
         """Ends the active pulls and notifies prefill."""

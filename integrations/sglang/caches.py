@@ -2,8 +2,7 @@
 """Describes SGLang's buffers as kvlink pools: one Worker for each group of equally shaped buffers.
 
 SGLang lists its buffers as addresses: K of every layer, then V of every layer, and separately the state buffers
-(sliding window, Mamba, …). A handoff consists of items of fixed size: a page of the KV cache, a slot or a page of a
-state.
+(sliding window, Mamba, …). A handoff has items of fixed size: a page of the KV cache, a slot or a page of a state.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ class Incoming:
     def expect(self, room: int, pages: Any, states: Sequence[Any | None], num_ranks: int) -> None:
         """Prepares for the chunks of `num_ranks` prefill ranks. From now on the pages may be written.
 
-        Raises ConfigError for a room whose earlier request still waits for its pages, as the two could not be
-        distinguished.
+        Raises ConfigError for a room whose earlier request still waits for its pages: the two would be confused.
         """
         with self._lock:
             earlier = self._rooms.get(room)
@@ -81,8 +80,7 @@ class Incoming:
                 room.error = error
 
     def poll(self, room_id: int) -> tuple[bytes, ...] | None:
-        """Returns the rows of the metadata buffers once all bytes are in place and valid; before that, None. Never
-        waits.
+        """Returns the rows of the metadata buffers once all bytes are valid in place, until then None. Never waits.
 
         Raises KVLinkError if the room failed: the caller must `drop` it.
         """

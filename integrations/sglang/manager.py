@@ -30,8 +30,6 @@ _log = logging.getLogger("kvlink.sglang")
 
 _FAILED_ROOMS = 1024  # kept to notify decode ranks that come late
 
-Handlers = dict[bytes, Callable[[list[bytes]], None]]
-
 
 class KVLinkManager(CommonKVManager):  # type: ignore[misc]
     """The manager of a scheduler process.
@@ -162,7 +160,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
 
     # The following methods handle messages of peers, on the listener's thread.
 
-    def _listen(self, handlers: Handlers) -> None:
+    def _listen(self, handlers: dict[bytes, Callable[[list[bytes]], None]]) -> None:
         receive = self._make_worker_recv(self.server_socket)
 
         def handle_next() -> bool:

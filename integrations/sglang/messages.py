@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the messages between decode and prefill over SGLang's ZMQ sockets, besides SGLang's ABORT and status
-messages.
+"""Defines the messages between decode and prefill over SGLang's ZMQ sockets, besides SGLang's own.
 
-A message consists of frames, the first of which is its tag. Messages of peers are bounded, and rejected as a whole if
-malformed.
+A message consists of frames, the first of which is its tag. Messages of peers are bounded, and refused if malformed.
 
 - want: decode has pages ready for a room: tag | header | decode's host
 - chunk: prefill has written pages of it: tag | header | one cache index per ticket | tickets… | aux rows…
@@ -14,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvlink.errors import ConfigError
 from kvlink.ticket import MAX_BLOCKS, Ticket
@@ -66,15 +65,12 @@ class Want:
         """Parses frames of a peer. Raises ConfigError."""
         try:
             _, header, host = frames
-            version, room, generation, port, heads, tp_rank, tp_size, num_ranks, prefix, is_dummy = (
-                _WANT.unpack(header)
+            room, generation, port, heads, tp_rank, tp_size, num_ranks, prefix, is_dummy = _unpack(
+                _WANT, header
             )
             endpoint = host.decode()
         except (ValueError, struct.error) as error:
-            raise ConfigError(
-                f"a peer sent a malformed want: {error}; run the same kvlink on both servers"
-            ) from None
-        _check_version(version)
+            raise _malformed("want", error) from None
         if not 0 < len(host) <= _MAX_HOST_BYTES or not 0 <= tp_rank < tp_size or not port or not num_ranks:
             raise ConfigError(
                 f"a peer sent a malformed want: rank {tp_rank} of {tp_size}, {num_ranks} at {host!r}:{port}"
@@ -86,8 +82,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Announces that pages from `first_page` of a want are written. It has no tickets if this rank has none of their
-    heads.
+    """Announces that pages from `first_page` of a want are written. It has no tickets if this rank lacks their heads.
 
     Each ticket comes with the index of its cache. The last chunk has a row of every metadata buffer in `aux`.
     """
@@ -115,14 +110,9 @@ class Chunk:
         """Parses frames of a peer. Raises ConfigError."""
         try:
             _, header, caches, *rest = frames
-            version, room, generation, rank, first, count, is_last, num_tickets, num_rows = _CHUNK.unpack(
-                header
-            )
+            room, generation, rank, first, count, is_last, num_tickets, num_rows = _unpack(_CHUNK, header)
         except (ValueError, struct.error) as error:
-            raise ConfigError(
-                f"a peer sent a malformed chunk: {error}; run the same kvlink on both servers"
-            ) from None
-        _check_version(version)
+            raise _malformed("chunk", error) from None
         if len(caches) != num_tickets or len(rest) != num_tickets + num_rows or num_rows > _MAX_ROWS:
             raise ConfigError("a peer sent a malformed chunk: the number of frames differs from its header")
         aux = tuple(rest[num_tickets:])
@@ -132,9 +122,15 @@ class Chunk:
         return cls(room, generation, rank, first, count, bool(is_last), tickets, aux)
 
 
-def _check_version(version: int) -> None:
+def _malformed(kind: str, error: Exception) -> ConfigError:
+    return ConfigError(f"a peer sent a malformed {kind}: {error}; run the same kvlink on both servers")
+
+
+def _unpack(header: struct.Struct, data: bytes) -> Any:
+    version, *fields = header.unpack(data)
     if version != _VERSION:
         raise ConfigError(
             f"the other server's kvlink uses version {version} of its messages, this one {_VERSION}; run "
             f"the same kvlink on both"
         )
+    return fields

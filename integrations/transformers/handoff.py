@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from kvlink import Ticket, Worker, WorkerConfig
@@ -95,9 +94,7 @@ class KVLinkHandoff:
     def __enter__(self) -> KVLinkHandoff:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def prefill(
@@ -106,8 +103,7 @@ class KVLinkHandoff:
         """Computes a prompt and its first token, and offers the blocks until they are settled or the lease ends.
 
         The future gives the Handoff, or a TransferError with the reason. The manager's own results do not include the
-        request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache and for a request_id
-        that already runs here.
+        request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache or an id in use.
         """
         return self._outgoing.prefill(prompt, request_id, logit_processor_kwargs)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the decode side: it pulls blocks in the background, and the request joins the batch once they are
-complete.
+"""Implements the decode side: it pulls blocks in the background, and the request then joins the batch.
 
 Meanwhile a request is active and pending: the manager knows it, so that it can be cancelled and keeps a stopping
 manager running, and no scheduler puts it into a batch.

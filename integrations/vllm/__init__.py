@@ -32,9 +32,8 @@ def register() -> None:
 
     from .dynamo import make_known
 
-    if (
-        "KVLinkConnector" not in KVConnectorFactory._registry
-    ):  # it may be called twice, and registering twice raises
+    # It may be called twice, and registering twice raises.
+    if "KVLinkConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "KVLinkConnector", "kvlink.integrations.vllm.connector", "KVLinkConnector"
         )

@@ -194,11 +194,11 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Keeps the request's lease at the prefill server alive while it waits."""
-        self._scheduler.on_new_request(request)
+        self._scheduler.incoming.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that the prefill server has and this server has not."""
-        return self._scheduler.num_matched(request, num_computed_tokens)
+        return self._scheduler.incoming.num_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plans the load, or the lease of a request that will be handed off."""
@@ -213,7 +213,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Handles what the workers reported."""
-        self._scheduler.received(
+        self._scheduler.incoming.received(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
         self._scheduler.sent(connector_output.finished_sending or ())

@@ -98,10 +98,10 @@ class Incoming:
             following = self._announcements.follow(name, trace_of(request))
             self._requests[request.request_id] = _Incoming(following=following, ask_again=True)
         else:
-            without = "; set KVLINK_COORDINATOR on this server to follow a prefill that still runs" * bool(
-                name
+            advice = (
+                "; set KVLINK_COORDINATOR on this server to follow a prefill that still runs" if name else ""
             )
-            self._compute_here(request, f"its prefill server sent no handoff{without}")
+            self._compute_here(request, f"its prefill server sent no handoff{advice}")
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
 from kvlink import Pull, Worker
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
@@ -25,13 +24,6 @@ _log = logging.getLogger("vllm.kvlink")
 
 _REASONS: dict[type[KVLinkError], str] = {StaleBlocks: "stale", PeerUnreachable: "unreachable"}
 """The metric labels of some errors; the others have the name of their exception."""
-
-
-class Ended(NamedTuple):
-    """Request ids that ended since the last call; `failed` are among `received`."""
-
-    received: set[str]
-    failed: set[str]
 
 
 @dataclass(slots=True)
@@ -82,6 +74,7 @@ class Loads:
         self._block_tokens = block_tokens
         self._stats = stats
         self._loading: dict[str, _Loading] = {}
+        self._known: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return len(self._loading)
@@ -125,18 +118,18 @@ class Loads:
                 with contextlib.suppress(KVLinkError):  # `take` reports it
                     pull.wait(max(deadline - time.monotonic(), 0))
 
-    def take(self) -> Ended:
-        """Returns those that ended since the last call. Never waits."""
-        received, failed = set(), set()
+    def take(self) -> tuple[set[str], set[str]]:
+        """Returns those that ended since the last call, and those of them that failed. Never waits."""
+        ended, failed = set(), set()
         for request_id in [name for name, loading in self._loading.items() if loading.over()]:
             loading = self._loading.pop(request_id)
-            received.add(request_id)
+            ended.add(request_id)
             if loading.error is None:
                 self._conclude(request_id, loading)
             else:
                 failed.add(request_id)
                 self._report(loading.load, loading.error)
-        return Ended(received, failed)
+        return ended, failed
 
     def _pull(self, loading: _Loading, handoff: Handoff, end: int, *, written: bool) -> None:
         """Starts one pull for each cache group that has tokens to load."""
@@ -204,7 +197,7 @@ class Loads:
         self._stats.early_bytes += loading.early_bytes
         self._stats.transfers.append(
             Transfer(
-                seconds=loading.seconds(),
+                transfer_s=loading.seconds(),
                 noticed_s=(time.perf_counter_ns() - loading.started_ns) / 1e9,
                 post_s=loading.post_ns / 1e9,
                 num_bytes=sum(path.num_bytes for path in paths),
@@ -213,7 +206,8 @@ class Loads:
             )
         )
         for path in paths:
-            if self._stats.is_new_path(path.worker_id, path.transport):
+            if (path.worker_id, path.transport) not in self._known:
+                self._known.add((path.worker_id, path.transport))
                 _log.info("request %s came from %s", request_id, path)
 
     def _report(self, load: Load, error: KVLinkError) -> None:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from kvlink.ticket import LeaseSeat
 from kvlink.tracing import TraceParent
@@ -24,20 +24,8 @@ from .handoff_parts import STREAM, Part
 _MAX_NAME = 256
 
 GroupIds = tuple[list[int], ...]
-
-
-class Writes(Protocol):
-    """Makes the handoff of a request."""
-
-    def __call__(
-        self,
-        request: Any,
-        seats: tuple[LeaseSeat, ...],
-        groups: tuple[array[int], ...],
-        num_tokens: int,
-        prompt: str,
-    ) -> Handoff:
-        """`groups` are blocks of the pool that hold `num_tokens`. `prompt` is the digest of the whole prompt."""
+Writes: TypeAlias = "Callable[[Any, tuple[LeaseSeat, ...], tuple[array[int], ...], int, str], Handoff]"
+"""Makes a request's handoff from its seats, blocks of the pool, the tokens in them, and the whole prompt's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +69,7 @@ class _Outgoing:
 class Outgoing:
     """The requests whose blocks are announced while they are computed.
 
-    Prompts shorter than `from_tokens` are not. `grows` says, by group, whether its blocks stay until the prompt has
-    ended.
+    Prompts shorter than `from_tokens` are not. `grows` says, by group, whether its blocks stay until the prompt's end.
     """
 
     def __init__(

@@ -7,12 +7,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+SAMPLES = ("transfer_s", "noticed_s", "post_s", "num_bytes", "num_ops")
+"""The fields of a Transfer of which every value is reported."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One request that was loaded."""
 
-    seconds: float
+    transfer_s: float
     """The time from the call until all was valid."""
     noticed_s: float
     """The time from the call until vLLM was notified."""
@@ -35,36 +38,21 @@ class RankStats:
     early_bytes: int = 0
     """The bytes of loads in parts that were here before the prefill's last chunk began."""
     _leases: int = 0
-    _paths: set[tuple[str, str]] = field(default_factory=set)
-
-    def is_new_path(self, worker_id: str, transport: str) -> bool:
-        """Returns whether this is the first transfer from a peer by this transport, which is logged."""
-        path = (worker_id, transport)
-        if path in self._paths:
-            return False
-        self._paths.add(path)
-        return True
 
     def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
         """Returns plain data for vLLM's statistics, or None if nothing happened."""
         if not (self.transfers or self.failures or self.expired or leases or self._leases):
             return None
         self._leases = leases  # a change to 0 is reported once
-        transfers, self.transfers = self.transfers, []
-        failures, self.failures = self.failures, Counter()
-        expired, self.expired = self.expired, 0
-        early_bytes, self.early_bytes = self.early_bytes, 0
-        return {
-            "transfer_s": [transfer.seconds for transfer in transfers],
-            "noticed_s": [transfer.noticed_s for transfer in transfers],
-            "post_s": [transfer.post_s for transfer in transfers],
-            "num_bytes": [transfer.num_bytes for transfer in transfers],
-            "num_ops": [transfer.num_ops for transfer in transfers],
-            "transports": dict(Counter(name for transfer in transfers for name in transfer.transports)),
-            "failures": dict(failures),
+        data = {
+            **{name: [getattr(transfer, name) for transfer in self.transfers] for name in SAMPLES},
+            "transports": dict(Counter(name for transfer in self.transfers for name in transfer.transports)),
+            "failures": dict(self.failures),
             "unused": {},
-            "expired": expired,
-            "early_bytes": early_bytes,
+            "expired": self.expired,
+            "early_bytes": self.early_bytes,
             "leases": leases,
             "oldest_lease_s": oldest_s,
         }
+        self.transfers, self.failures, self.expired, self.early_bytes = [], Counter(), 0, 0
+        return data

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements the scheduler's side, in the engine's process: it decides which requests are handed off or loaded.
 
-It is called between steps; nothing here waits or does I/O. Requests and blocks are vLLM's own, used by their
-attributes.
+It is called between steps; nothing here waits or does I/O. Requests and blocks are vLLM's own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvlink.ticket import LeaseSeat
@@ -31,7 +30,7 @@ _log = logging.getLogger("vllm.kvlink")
 
 
 class SchedulerSide:
-    """Combines both roles: a request says which side of a handoff it is on.
+    """Combines both roles: a request says which side of a handoff it is on. `incoming` has those that decode pulls.
 
     `slots` are the lease slots of every worker. `select` picks the transferred groups from vLLM's block ids. `own` is
     the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
@@ -67,22 +66,12 @@ class SchedulerSide:
         self.counts: Counter[str] = Counter()
         """Handoffs that were not used since the last `take_counts`, by reason."""
         self._windows = windows
-        self._incoming = Incoming(own, announcements, self._digest, self.counts, windows)
+        self.incoming = Incoming(own, announcements, self._digest, self.counts, windows)
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
-
-    # The following methods belong to decode.
-
-    def on_new_request(self, request: Any) -> None:
-        """Registers a request, which may wait for long before it is scheduled."""
-        self._incoming.arrived(request)
-
-    def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Returns the tokens to load beyond those computed, and whether in the background. None: ask again."""
-        return self._incoming.num_matched(request, num_computed)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
@@ -92,15 +81,9 @@ class SchedulerSide:
         groups = self._select(blocks)
         if params.get("do_remote_decode") and self._may_send:
             self._grant(request, groups)
-        self._incoming.allocated(
+        self.incoming.allocated(
             request, tuple(array("I", group) for group in groups), num_external, self._commands
         )
-
-    def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
-        """Handles loads that ended, well or not."""
-        self._incoming.received(request_ids, failed)
-
-    # The following methods belong to prefill.
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
         """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`."""
@@ -129,7 +112,7 @@ class SchedulerSide:
         """Returns whether the request's blocks stay until `sent`, and its reader's parameters; `complete`: no abort."""
         request_id = request.request_id
         params = request.kv_transfer_params or {}
-        self._incoming.ended(request, self._commands)
+        self.incoming.ended(request, self._commands)
         seats = self._seats.get(request_id)
         if seats is None:
             return False, None
@@ -164,8 +147,7 @@ class SchedulerSide:
     def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:
         """Returns whether every token that decode reads still has a block.
 
-        vLLM reuses the blocks that a window has left behind. After more than one token of the answer that includes
-        blocks of the prompt.
+        vLLM reuses the blocks that a window has left behind. After more than one token, some are of the prompt.
         """
         needed = needed_from(self._windows, request.num_prompt_tokens, num_tokens)
         block_tokens = self._ranks[0].block_tokens
@@ -189,11 +171,9 @@ class SchedulerSide:
         )
         return False
 
-    # The following methods belong to both.
-
     def take_commands(self, *, idle: bool = False) -> StepCommands:
         """Returns the commands for the workers in this step. `idle` says that it computes nothing."""
-        self._incoming.forward_parts(self._commands)
+        self.incoming.forward_parts(self._commands)
         commands, self._commands = self._commands, StepCommands()
         commands.idle = idle
         return commands
@@ -214,7 +194,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
-        self._incoming.close()
+        self.incoming.close()
         if self._announcements is not None:
             self._announcements.close()
 
@@ -235,9 +215,7 @@ class SchedulerSide:
             return
         self._seats[request_id] = seats
         self._commands.granted[request_id] = seats
-        if (
-            not request.num_preemptions
-        ):  # a reader that followed it before the preemption cannot follow it again
+        if not request.num_preemptions:  # a reader that followed it before a preemption cannot do so again
             self._outgoing.begin(
                 request, seats, groups, lambda: self._digest(request, request.num_prompt_tokens)
             )

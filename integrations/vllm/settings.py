@@ -61,8 +61,7 @@ def _check_security(extra: Mapping[str, Any]) -> None:
     if misplaced:
         raise ConfigError(
             f"kv_connector_extra_config cannot set {', '.join(misplaced)}, because vLLM's scheduler also "
-            f"needs them and has "
-            f"only the environment; set {', '.join(misplaced.values())} there"
+            f"needs them and has only the environment; set {', '.join(misplaced.values())} there"
         )
 
 

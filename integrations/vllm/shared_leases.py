@@ -6,7 +6,6 @@ Each reads independently, and the last to end releases the blocks. Pure; used on
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from .handoff import Handoff
@@ -36,9 +35,7 @@ class SharedLeases:
 
     def __init__(self) -> None:
         self._shared: dict[Key, _Shared] = {}
-        self._spent: OrderedDict[Key, bool] = (
-            OrderedDict()
-        )  # the value says whether a load was begun under it
+        self._spent: dict[Key, bool] = {}  # whether a load was begun under it
 
     def join(self, handoff: Handoff, request_id: str) -> None:
         """Adds a request that came with this handoff."""
@@ -97,4 +94,4 @@ class SharedLeases:
         """Records that the lease ends. `used` says that a load was begun under it."""
         self._spent[key_of(handoff)] = used
         while len(self._spent) > _SPENT:
-            self._spent.popitem(last=False)
+            del self._spent[next(iter(self._spent))]

@@ -10,11 +10,6 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-_SAMPLES = ("transfer_s", "noticed_s", "post_s", "num_bytes", "num_ops")
-_BY_NAME = ("transports", "failures", "unused")
-_SUMS = ("expired", "early_bytes")
-_GAUGES = ("leases", "oldest_lease_s")
-
 _SECONDS = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
 _BYTES = [float(1 << shift) for shift in range(12, 36, 2)]
 _OPS = [1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
@@ -63,6 +58,15 @@ _TOTALS = {
 }
 
 
+_GAUGES = {
+    "leases": (
+        "vllm:kvlink_active_leases",
+        "Requests under a lease that are computed for others or wait for their readers.",
+    ),
+    "oldest_lease_s": ("vllm:kvlink_oldest_lease_seconds", "Age of the oldest lease."),
+}
+
+
 class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
     """The statistics. `data` is the result of RankStats.take, or an empty one with `unused` filled in."""
 
@@ -85,18 +89,18 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
     def reset(self) -> None:
         """Clears the statistics."""
         self.data = {
-            **{name: [] for name in _SAMPLES},
-            **{name: {} for name in _BY_NAME},
-            **dict.fromkeys((*_SUMS, *_GAUGES), 0),
+            **{name: [] for name in _HISTOGRAMS},
+            **{name: {} for name in _COUNTERS},
+            **dict.fromkeys((*_TOTALS, *_GAUGES), 0),
         }
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds those of another rank or a later step. A gauge takes the larger value."""
-        for name in _SAMPLES:
+        for name in _HISTOGRAMS:
             self.data[name].extend(other.data[name])
-        for name in _BY_NAME:
+        for name in _COUNTERS:
             self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
-        for name in _SUMS:
+        for name in _TOTALS:
             self.data[name] += other.data[name]
         for name in _GAUGES:
             self.data[name] = max(self.data[name], other.data[name])
@@ -104,7 +108,7 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         """Returns whether only gauges are set, which are not worth a line in the log."""
-        return not any(self.data[name] for name in (*_SAMPLES, *_BY_NAME, *_SUMS))
+        return not any(self.data[name] for name in (*_HISTOGRAMS, *_COUNTERS, *_TOTALS))
 
     def reduce(self) -> dict[str, int | float | str]:
         """Returns the values of the log line."""
@@ -157,16 +161,10 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             key: self._counter_cls(name=name, documentation=what, labelnames=names)
             for key, (name, what) in _TOTALS.items()
         }
-        self._leases = self._gauge_cls(
-            name="vllm:kvlink_active_leases",
-            documentation="Requests under a lease that are computed for others or wait for their readers.",
-            labelnames=names,
-        )
-        self._oldest = self._gauge_cls(
-            name="vllm:kvlink_oldest_lease_seconds",
-            documentation="Age of the oldest lease.",
-            labelnames=names,
-        )
+        self._gauges = {
+            key: self._gauge_cls(name=name, documentation=what, labelnames=names)
+            for key, (name, what) in _GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the values of `KVLinkStats.data`."""
@@ -179,5 +177,5 @@ class KVLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.labels(*labels, name).inc(count)
         for key, counter in self._totals.items():
             counter.labels(*labels).inc(transfer_stats_data[key])
-        self._leases.labels(*labels).set(transfer_stats_data["leases"])
-        self._oldest.labels(*labels).set(transfer_stats_data["oldest_lease_s"])
+        for key, gauge in self._gauges.items():
+            gauge.labels(*labels).set(transfer_stats_data[key])

@@ -46,9 +46,8 @@ class WorkerSide:
         self._out: set[str] = set()  # leases whose tickets are sent
         self._ended: set[str] = set()  # leases that ended before their tickets were known to be sent
         self._sent: set[str] = set()
-        self._written: list[
-            tuple[Callable[[], bool], dict[str, int]]
-        ] = []  # with a check whether it is written by now
+        # What readers wait for, each with a check whether it is written by now.
+        self._written: list[tuple[Callable[[], bool], dict[str, int]]] = []
         self._idle_wait_s = 0.0
         self._stats = RankStats()
         card = self._worker.card

@@ -117,8 +117,7 @@ def certs(
         list[str] | None,
         typer.Option(
             help="Make a certificate and ticket keys for this tenant's "
-            "workers. May be repeated, also in a later call with the same folder. The default is the "
-            "tenant default."
+            "workers. May be repeated, also in a later call with the same folder. The default is the tenant default."
         ),
     ] = None,
     days: Annotated[

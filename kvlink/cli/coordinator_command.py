@@ -25,8 +25,7 @@ def coordinator(
         typer.Option(
             metavar="STORE",
             help="Keep state in memory, or in etcd://host:2379,host2:2379, "
-            "which several coordinators can share. Append "
-            "/NAME to keep several fleets in one etcd.",
+            "which several coordinators can share. Append /NAME to keep several fleets in one etcd.",
         ),
     ] = "memory",
     lease_s: Annotated[
@@ -68,8 +67,7 @@ def coordinator(
         typer.Option(
             "--insecure",
             help="Allow plaintext connections from other hosts, like "
-            "KVLINK_INSECURE=1. Everybody on the network can "
-            "then read and write every request's blocks.",
+            "KVLINK_INSECURE=1. Everybody on the network can then read and write every request's blocks.",
         ),
     ] = False,
     as_json: ReadyJson = False,

@@ -69,10 +69,9 @@ async def _first(client: CoordinatorClient, limit: int) -> list[Row]:
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:
     return (
-        f"{address}: up {age_text(status.uptime_s)}, {status.workers} workers, "
-        f"{status.tickets} offers unclaimed, "
-        f"{status.waiting_claims} claims waiting; since the start {status.offered} offered, "
-        f"{status.claimed} claimed, {status.expired} expired, {status.lost_workers} workers lost"
+        f"{address}: up {age_text(status.uptime_s)}, {status.workers} workers, {status.tickets} offers unclaimed, "
+        f"{status.waiting_claims} claims waiting; since the start {status.offered} offered, {status.claimed} claimed, "
+        f"{status.expired} expired, {status.lost_workers} workers lost"
     )
 
 

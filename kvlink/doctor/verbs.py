@@ -132,8 +132,5 @@ def pinning(root: Path) -> Check:
         return Check("capabilities", Verdict.PASS, "CAP_IPC_LOCK: registered memory is not limited")
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
         return Check("capabilities", Verdict.PASS, "no CAP_IPC_LOCK, but locked memory is unlimited")
-    fix = (
-        "docker run --cap-add=IPC_LOCK --ulimit memlock=-1; Kubernetes: "
-        "securityContext.capabilities.add: [IPC_LOCK]"
-    )
+    fix = "docker run --cap-add=IPC_LOCK --ulimit memlock=-1; Kubernetes: securityContext.capabilities.add: [IPC_LOCK]"
     return Check("capabilities", Verdict.WARN, "no CAP_IPC_LOCK, and locked memory is limited", fix)

@@ -60,7 +60,7 @@ PAIRS = [(prefill, decode, "NHD") for prefill in DEGREES for decode in DEGREES]
 @pytest.mark.parametrize(
     ("prefill", "decode", "layout"), [*PAIRS, (1, 8, "HND"), (8, 1, "HND"), (2, 4, "HND"), (4, 2, "HND")]
 )
-def test_every_degree_hands_over_to_every_other(model: str, prefill: int, decode: int, layout: str) -> None:
+def test_every_degree_hands_off_to_every_other(model: str, prefill: int, decode: int, layout: str) -> None:
     pair = f"{prefill}:{decode}"
     row = whole(list(migrate.rows(model, TOKENS, "loopback", pair, iters=2, layout=layout)))
     assert row["verified"] is True

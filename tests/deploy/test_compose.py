@@ -95,7 +95,7 @@ def test_it_runs_under_load_while_coordinators_restart_in_turn(composed: Compose
         assert say(load, "on\n") == "going"
     last = say(load, "end\n")
     print(last)
-    assert "handed over; etcd to a worker: etcd at" in last, last
+    assert "handed off; etcd to a worker: etcd at" in last, last
 
 
 @pytest.mark.netns

@@ -32,7 +32,7 @@ def test_it_is_compiled_once_for_each_source_and_gpu(tmp_path: Path) -> None:
     assert compiler.asked == ["sm_90", "sm_90", "sm_100"]
 
 
-def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
+def test_a_file_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     compiler = Compiler()
     cached(tmp_path, b"a", "sm_90", compiler)
     (file,) = tmp_path.iterdir()

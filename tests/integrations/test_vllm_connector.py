@@ -169,7 +169,7 @@ def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, S
     assert not decode.received
 
 
-def test_an_aborted_prefill_hands_nothing_over(servers: tuple[Server, Server]) -> None:
+def test_an_aborted_prefill_hands_off_nothing(servers: tuple[Server, Server]) -> None:
     prefill, _ = servers
     assert prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1], complete=False) == (False, None)
     prefill.step()
@@ -182,7 +182,7 @@ def test_a_decode_request_that_ends_early_gives_the_blocks_back(servers: tuple[S
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     rejected = request("x", PROMPT, params)
-    decode.scheduler.on_new_request(rejected)
+    decode.scheduler.incoming.arrived(rejected)
     assert decode.scheduler.finished(rejected, ([],), False) == (False, None)
     prefill.step_until(lambda: "r" in prefill.sent)
 
@@ -193,13 +193,13 @@ def test_a_waiting_request_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> N
     with Server("p", lease_s=4.0) as prefill, Server("d") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
         waiting = request("x", PROMPT, params)
-        decode.scheduler.on_new_request(waiting)
+        decode.scheduler.incoming.arrived(waiting)
         end = time.monotonic() + 5
         while time.monotonic() < end:
             prefill.step()
             time.sleep(0.05)
         assert not prefill.sent
-        count, _ = decode.scheduler.num_matched(waiting, 0)
+        count, _ = decode.scheduler.incoming.num_matched(waiting, 0)
         decode.scheduler.allocated(waiting, ([5, 6, 7],), count)
         decode.step_until(lambda: "x" in decode.received)
         assert not decode.failed

@@ -58,7 +58,7 @@ def gone(server: Server) -> bool:
 def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMPT) -> tuple[Any, Any]:
     """Prefill has computed 6 tokens of request r into blocks 3 and 9; decode loads x into 5, 6 and 7."""
     asks, waits = request("r", PROMPT, PREFILL), request("x", waits_for, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6)
     decode.load_when_announced(waits, [5, 6, 7])
@@ -69,7 +69,7 @@ def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMP
 def test_what_is_written_comes_while_the_rest_is_computed(new: NewServer, theirs: int, ours: int) -> None:
     prefill, decode = new("p", theirs), new("d", ours)
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     assert decode.awaits(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 6, writes=[3, 9])
@@ -93,7 +93,7 @@ def test_nothing_that_is_being_computed_is_taken_for_written(new: NewServer) -> 
     """A chunk's blocks are announced before it runs."""
     prefill, decode = new("p"), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9])
     prefill.compute(asks, 4)
     decode.load_when_announced(waits, [5, 6, 7])
@@ -117,7 +117,7 @@ def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> N
     """A reader finds a slot that is not taken yet stale."""
     prefill, decode = new("p", 2), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9, 1])
     prefill.scheduler.scheduled({"r": Chunk((), 10)}, ())
     commands = prefill.scheduler.take_commands()
@@ -137,7 +137,7 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
     groups = (("full.0", "full.1"), ("window.0",))
     prefill, decode = new("p", groups=groups), new("d", groups=groups)
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9], [10, 11])
     prefill.compute(asks, 8, writes=[3, 9, 10, 11])
     decode.load_when_announced(waits, [5, 6, 7], [0, 0, 8])
@@ -158,7 +158,7 @@ def test_windows_come_with_the_last_part(new: NewServer) -> None:
 def test_short_prompts_are_handed_off_by_the_answer(new: NewServer) -> None:
     prefill, decode = new("p", streaming_from=11), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9, 1])
     prefill.compute(asks, 10)
     answer = prefill.end(asks, [3, 9, 1])
@@ -230,7 +230,7 @@ def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_the_answer_hands_over_what_decode_has_followed(
+def test_the_answer_hands_off_what_decode_has_followed(
     new: NewServer, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
     """Decode heard of the parts before prefill heard that they were taken: the router comes again with the answer."""
@@ -265,26 +265,26 @@ def test_the_answer_hands_over_what_decode_has_followed(
 def test_without_a_coordinator_it_is_computed_here(new: NewServer) -> None:
     decode = new("d", coordinator="")
     waits = request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
-    assert decode.scheduler.num_matched(waits, 0) == (0, False)
+    decode.scheduler.incoming.arrived(waits)
+    assert decode.scheduler.incoming.num_matched(waits, 0) == (0, False)
     assert decode.scheduler.take_counts() == {"not_offered": 1}
 
 
-def test_when_the_coordinator_dies_the_answer_still_hands_over(
+def test_when_the_coordinator_dies_the_answer_still_hands_off(
     new: NewServer, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcements, "_CLAIM_S", 0.2)
     prefill, decode = new("p"), new("d")
     ControlThread.shared().run(coordinator.close())
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.on_new_request(waits)
+    decode.scheduler.incoming.arrived(waits)
     prefill.begin(asks, [3, 9, 1])
     prefill.compute(asks, 10)
     answer = prefill.end(asks, [3, 9, 1])
     assert answer
     assert ANNOUNCED not in answer
     eventually(lambda: not decode.awaits(waits))
-    assert decode.scheduler.num_matched(waits, 0) == (0, False)
+    assert decode.scheduler.incoming.num_matched(waits, 0) == (0, False)
     decode.load(request("y", PROMPT, answer), [5, 6, 7])
     decode.step_until(lambda: "y" in decode.received)
     assert not decode.failed

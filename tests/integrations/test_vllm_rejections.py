@@ -32,7 +32,7 @@ def test_a_request_that_decode_refuses_gives_the_blocks_back(
     notice = request("x", [0], params)
     if aborted is not None:
         notice.abort_immediately = aborted
-    decode.scheduler.on_new_request(notice)
+    decode.scheduler.incoming.arrived(notice)
     assert decode.scheduler.finished(notice, ([],), False) == (False, None)
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
@@ -57,6 +57,6 @@ def test_a_refusal_without_a_handoff_is_no_error(
 ) -> None:
     notice = request("x", [0], {"do_remote_prefill": True} | handed_off)
     notice.abort_immediately = True
-    servers[1].scheduler.on_new_request(notice)
+    servers[1].scheduler.incoming.arrived(notice)
     servers[1].scheduler.finished(notice, ([],), False)
     assert servers[1].scheduler.take_counts() == ({"malformed": 1} if handed_off else {})

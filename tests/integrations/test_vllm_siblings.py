@@ -33,12 +33,12 @@ def handed_off(prefill: Server) -> dict[str, Any]:
 def arrive(decode: Server, params: dict[str, Any], *names: str) -> list[Any]:
     requests = [request(name, PROMPT, params) for name in names]
     for one in requests:
-        decode.scheduler.on_new_request(one)
+        decode.scheduler.incoming.arrived(one)
     return requests
 
 
 def start(decode: Server, asks: Any) -> None:
-    assert decode.scheduler.num_matched(asks, 0) == (10, True)
+    assert decode.scheduler.incoming.num_matched(asks, 0) == (10, True)
     decode.scheduler.allocated(asks, (BLOCKS[asks.request_id],), 10)
 
 
@@ -88,7 +88,7 @@ def test_one_that_reads_nothing_takes_nothing_from_the_others(
     else:
         notice = request("n", [0], y.kv_transfer_params)
         notice.abort_immediately = True
-        decode.scheduler.on_new_request(notice)
+        decode.scheduler.incoming.arrived(notice)
         decode.scheduler.finished(notice, ([],), False)
         decode.scheduler.finished(y, ([],), False)
     start(decode, x)
@@ -116,7 +116,7 @@ def test_one_that_comes_while_the_lease_is_being_settled_waits_and_computes(
     [y] = arrive(decode, params, "y")
     assert decode.awaits(y)
     landed(decode, prefill, "x")
-    assert decode.scheduler.num_matched(y, 8) == (0, False)
+    assert decode.scheduler.incoming.num_matched(y, 8) == (0, False)
     assert decode.scheduler.take_counts() == {"used_already": 1}
     decode.scheduler.finished(y, ([],), True)
     ends(prefill)
@@ -129,7 +129,7 @@ def test_a_load_that_fails_leaves_the_lease_to_the_others(servers: tuple[Server,
     start(decode, x)
     commands = decode.scheduler.take_commands()
     decode.scheduler._commands.loads = commands.loads
-    decode.scheduler.received({"x"}, {"x"})
+    decode.scheduler.incoming.received({"x"}, {"x"})
     decode.scheduler._commands.loads.clear()
     start(decode, y)
     landed(decode, prefill, "y")
@@ -145,7 +145,7 @@ def test_what_was_used_is_not_given_back_once_more(servers: tuple[Server, Server
     landed(decode, prefill, "x")
     notice = request("n", [0], params)
     notice.abort_immediately = True
-    decode.scheduler.on_new_request(notice)
+    decode.scheduler.incoming.arrived(notice)
     assert decode.scheduler.take_counts() == {}
     ends(prefill)
 

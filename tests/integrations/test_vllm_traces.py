@@ -67,7 +67,7 @@ def test_parts_that_are_announced_are_in_the_trace(coordinator: Coordinator) -> 
         named = {STREAM: "s", TRACEPARENT: REQUEST}
         asks = request("r", PROMPT, ASK_PREFILL | named)
         waits = request("x", PROMPT, {"do_remote_prefill": True} | named)
-        decode.scheduler.on_new_request(waits)
+        decode.scheduler.incoming.arrived(waits)
         prefill.begin(asks, [3, 9])
         prefill.compute(asks, 6)
         decode.load_when_announced(waits, [5, 6, 7])

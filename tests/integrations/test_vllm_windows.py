@@ -75,7 +75,7 @@ def test_prefill_keeps_its_ticket_when_the_window_has_passed(num_tokens: int, ha
 
 
 @pytest.mark.parametrize("num_tokens", [4, 9])
-def test_decode_refuses_what_an_older_prefill_hands_over(num_tokens: int) -> None:
+def test_decode_refuses_what_an_older_prefill_hands_off(num_tokens: int) -> None:
     """Before the first byte, of any group; and it is counted."""
     with Server("p", groups=GROUPS) as prefill, server("d") as decode:
         _, params = answered(prefill, num_tokens)

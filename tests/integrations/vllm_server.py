@@ -138,7 +138,7 @@ class Server:
         if done and name == "sent":
             self.scheduler.sent(done)
         if done and name == "received":
-            self.scheduler.received(done, self.failed)
+            self.scheduler.incoming.received(done, self.failed)
 
     def step_until(self, done: Callable[[], object]) -> None:
         """Steps, some milliseconds apart as an idle engine's are."""
@@ -157,8 +157,8 @@ class Server:
         self, request: Any, *groups: list[int], complete: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
         """Arrives, is scheduled and computed, and ends after its first token."""
-        self.scheduler.on_new_request(request)
-        assert self.scheduler.num_matched(request, 0) == (0, False)
+        self.scheduler.incoming.arrived(request)
+        assert self.scheduler.incoming.num_matched(request, 0) == (0, False)
         self.scheduler.allocated(request, groups, 0)
         self.step()
         request.num_computed_tokens = request.num_prompt_tokens
@@ -168,8 +168,8 @@ class Server:
 
     def begin(self, request: Any, *groups: list[int]) -> None:
         """Arrives and is scheduled; its first blocks exist."""
-        self.scheduler.on_new_request(request)
-        assert self.scheduler.num_matched(request, 0) == (0, False)
+        self.scheduler.incoming.arrived(request)
+        assert self.scheduler.incoming.num_matched(request, 0) == (0, False)
         self.scheduler.allocated(request, groups, 0)
 
     def compute(
@@ -194,20 +194,20 @@ class Server:
 
     def awaits(self, request: Any) -> bool:
         """Whether it is not known yet how much there is to load."""
-        return self.scheduler.num_matched(request, 0) == (None, False)
+        return self.scheduler.incoming.num_matched(request, 0) == (None, False)
 
     def load_when_announced(self, request: Any, *groups: list[int]) -> int:
         """Is asked about until its prefill has begun, and is given blocks."""
         self.step_until(lambda: not self.awaits(request))
-        count, _ = self.scheduler.num_matched(request, 0)
+        count, _ = self.scheduler.incoming.num_matched(request, 0)
         assert count is not None
         self.scheduler.allocated(request, groups, count)
         return count
 
     def load(self, request: Any, *groups: list[int], computed: int = 0) -> tuple[int, bool]:
         """Arrives and is given blocks; `step_until` waits for what was asked for."""
-        self.scheduler.on_new_request(request)
-        count, in_background = self.scheduler.num_matched(request, computed)
+        self.scheduler.incoming.arrived(request)
+        count, in_background = self.scheduler.incoming.num_matched(request, computed)
         assert count is not None
         self.scheduler.allocated(request, groups, count)
         return count, in_background
