@@ -2,8 +2,9 @@
 """Checks what works on this machine, with the evidence and the command that fixes what does not.
 
 A check only reads; it changes nothing. To add one, write a function that returns a Check in `software` (what is
-installed), `host` (kernel and limits), `network`, `certificates`, `verbs` and `rdma` (NICs) or `gpudirect`, and add it
-to that module's `checks`. Only `trial` moves data: it reads GPU memory through each NIC.
+installed), `host` (kernel and limits), `network`, `certificates`, `verbs` and `rdma` (NICs), `gpudirect` or `stacks`
+(drivers around GPUs and NICs), and add it to that module's `checks`. Only `trial` moves data: it reads GPU memory
+through each NIC.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from kvlink.doctor import certificates, gpudirect, host, network, rdma, software, verbs
+from kvlink.doctor import certificates, gpudirect, host, network, rdma, software, stacks, verbs
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.hardware import device_caps
 from kvlink.hardware.topology import discover
@@ -33,6 +34,7 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield from rdma.checks(root, machine.nics, active_mtus)
     yield from verbs.checks(root, machine.nics)
     yield from gpudirect.checks(root, machine.gpus, machine.nics)
+    yield from stacks.checks(root, machine.nics, env)
 
 
 def worst(checks: Iterable[Check]) -> Verdict:

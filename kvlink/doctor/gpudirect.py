@@ -17,7 +17,14 @@ from kvlink.hardware.sysfs import leading_number, names, read, read_int
 from kvlink.hardware.topology import PciDevice, RdmaDevice, normalize
 from kvlink.hardware.topology.pci import DEVICES
 
-_CONFIG = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
+_CONFIG = (
+    "CONFIG_DMA_SHARED_BUFFER",
+    "CONFIG_INFINIBAND_ON_DEMAND_PAGING",
+    "CONFIG_PCI_P2PDMA",
+    "CONFIG_DMABUF_MOVE_NOTIFY",
+)
+# mlx5 refuses every dma-buf without CONFIG_INFINIBAND_ON_DEMAND_PAGING (drivers/infiniband/hw/mlx5/mr.c).
+_NEEDED = ("CONFIG_DMA_SHARED_BUFFER", "CONFIG_INFINIBAND_ON_DEMAND_PAGING")
 _SMALL_BAR1_BYTES = 256 << 20  # the size on boards without Resizable BAR
 
 
@@ -50,8 +57,7 @@ def dma_buf(root: Path) -> Check:
     fixes = []
     if kernel < DMA_BUF_KERNEL:
         fixes.append("boot a kernel of 5.12 or later")
-    if config.get("CONFIG_DMA_SHARED_BUFFER") == "n":
-        fixes.append("boot a kernel with CONFIG_DMA_SHARED_BUFFER=y")
+    fixes += [f"boot a kernel with {name}=y" for name in _NEEDED if config.get(name) == "n"]
     if "Open Kernel Module" not in driver:
         fixes.append(
             "install the driver's open kernel modules (nvidia-open, nvidia-driver-*-open; Turing or later)"

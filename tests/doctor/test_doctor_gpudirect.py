@@ -16,6 +16,7 @@ from kvlink.hardware.topology import PciDevice, discover, pci
 PASS, WARN = Verdict.PASS, Verdict.WARN
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03"
+POSSIBLE = "CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_INFINIBAND_ON_DEMAND_PAGING=y"
 GPU_ADDRESS, NIC_ADDRESS, SWITCH = "0000:1b:00.0", "0000:1a:00.0", ("0000:18:00.0", "0000:19:01.0")
 FAST = {"current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe"}
 WIDE = {"current_link_width": "16", "max_link_width": "16"}
@@ -51,12 +52,19 @@ def test_every_check_of_a_machine_with_a_gpu(root: FakeRoot) -> None:
 @pytest.mark.parametrize(
     ("release", "driver", "config", "verdict", "fix"),
     [
-        ("6.8.0-40-generic", OPEN, "CONFIG_DMA_SHARED_BUFFER=y", PASS, ""),
+        ("6.8.0-40-generic", OPEN, POSSIBLE, PASS, ""),
         ("5.12.0", OPEN, "", PASS, ""),
         ("5.11.22", OPEN, "", WARN, "boot a kernel of 5.12 or later"),
         ("4.18.0-553.el8", OPEN, "", WARN, "boot a kernel of 5.12 or later"),
         ("6.8.0", CLOSED, "", WARN, "install the driver's open kernel modules"),
         ("6.8.0", "", "", WARN, "install the driver's open kernel modules"),
+        (
+            "6.8.0",
+            OPEN,
+            "CONFIG_DMA_SHARED_BUFFER=y\n# CONFIG_INFINIBAND_ON_DEMAND_PAGING is not set",
+            WARN,
+            "CONFIG_INFINIBAND_ON_DEMAND_PAGING=y",
+        ),
         ("6.8.0", OPEN, "# CONFIG_DMA_SHARED_BUFFER is not set", WARN, "CONFIG_DMA_SHARED_BUFFER=y"),
     ],
 )
@@ -75,8 +83,8 @@ def test_dma_buf(root: FakeRoot, release: str, driver: str, config: str, verdict
 def test_the_kernel_configuration_may_be_compressed(root: FakeRoot) -> None:
     root.write("proc/sys/kernel/osrelease", "6.8.0")
     root.write("proc/driver/nvidia/version", OPEN)
-    text = b"CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_PCI_P2PDMA=y\n# CONFIG_DMABUF_MOVE_NOTIFY is not set\n"
-    root.write("proc/config.gz", gzip.compress(text))
+    text = f"{POSSIBLE}\nCONFIG_PCI_P2PDMA=y\n# CONFIG_DMABUF_MOVE_NOTIFY is not set\n"
+    root.write("proc/config.gz", gzip.compress(text.encode()))
     check = gpudirect.dma_buf(root.path)
     assert check.verdict is PASS
     assert "CONFIG_PCI_P2PDMA=y, CONFIG_DMABUF_MOVE_NOTIFY=n" in check.evidence

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
 from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Ordering
 from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
 from kvlink.nic_options import Way
+
+_log = logging.getLogger("kvlink.registration")
 
 
 def allocations(driver: Driver, address: int, num_bytes: int) -> tuple[tuple[Allocation, ...], bool]:
@@ -139,19 +142,28 @@ def export(
     """
     facts, gpu, behind = inspect(driver, address, num_bytes, nic_refuses_dma_buf, root)
     decision = decide(facts, allowed)
+    if decision.way is not Way.BOUNCE:
+        _sync_memops(driver, behind)
     fd, offset = -1, 0
     if decision.way is Way.DMA_BUF:
         base, length = whole_pages(address, num_bytes)
         fd, offset = driver.export(gpu.ordinal, base, length), address - base
-    exported = ExportedMemory(driver, gpu, decision, fd, offset)
-    if decision.way is not Way.BOUNCE:
-        try:
-            for allocation in behind:
-                driver.sync_memops(allocation)
-        except BaseException:
-            exported.close()
-            raise
-    return exported
+    return ExportedMemory(driver, gpu, decision, fd, offset)
+
+
+def _sync_memops(driver: Driver, behind: Sequence[Allocation]) -> None:
+    """Makes CUDA's synchronous copies synchronous for NICs too. Drivers before 12.1 refuse it for VMM memory.
+
+    A refusal does not make the memory unusable: offers wait for an event behind the last write to their blocks.
+    """
+    try:
+        for allocation in behind:
+            driver.sync_memops(allocation)
+    except TransportUnavailable as error:
+        _log.warning(
+            "CUDA refuses SYNC_MEMOPS: offer blocks only behind an event, as offer(after=) does error=%s",
+            error,
+        )
 
 
 def whole_pages(
