@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from descriptors import descriptors, opened_since
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 from hardware.fake_root import GPU, FakeRoot, bars
 from hypothesis import given
