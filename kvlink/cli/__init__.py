@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvlink import __version__
-from kvlink.cli import coordinator_command, output, plugins
+from kvlink.cli import coordinator_command, doctor_command, output, plugins
 from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import Json
 from kvlink.errors import ConfigError, KVLinkError
@@ -194,34 +194,7 @@ def top(
     watch(coordinator, every, rounds, as_json)
 
 
-@app.command(epilog=examples_of("doctor"))
-def doctor(
-    gpudirect: Annotated[
-        bool,
-        typer.Option(
-            "--gpudirect",
-            help="Register GPU memory with each NIC, move random bytes both ways, and compare them.",
-        ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Check what works on this machine. Show the evidence, and the command that fixes what does not.
-
-    Run it in the same container and as the same user as the server. The exit status is 1 if a check fails.
-    """
-    from pathlib import Path
-
-    from kvlink.cli import tables
-    from kvlink.doctor import Verdict, examine, worst
-
-    if gpudirect:
-        from kvlink.doctor.trial import trial
-
-        checks = list(trial())
-    else:
-        checks = list(examine(Path("/"), os.environ))
-    tables.show_checks(checks, as_json)
-    raise typer.Exit(1 if worst(checks) is Verdict.FAIL else 0)
+app.command(epilog=examples_of("doctor"))(doctor_command.doctor)
 
 
 @app.command()

@@ -30,6 +30,7 @@ EXAMPLES = {
     "doctor": (
         "kvlink doctor",
         "kvlink doctor --gpudirect --json",
+        "kvlink doctor --day-one --report host-7.md",
     ),
     "router": ("kvlink router --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",),
 }
