@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlink.cli.coordinator_options import address_of
 from kvlink.cli.numbers import age_text, bytes_text
 from kvlink.cli.tables import print_json, show_rows
+from kvlink.config import WorkerConfig
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
+from kvlink.coordinator.coordinator import DEFAULT_PORT
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
 from kvlink.monitoring.fleet_view import plain, worker_row
 from kvlink.types import WorkerCard
@@ -20,8 +21,13 @@ from kvlink.types import WorkerCard
 Row = dict[str, Any]
 
 
+def address_of(given: str) -> str:
+    """Returns `given`, else KVLINK_COORDINATOR, else the default port on this host."""
+    return given or WorkerConfig.from_env().coordinator or f"127.0.0.1:{DEFAULT_PORT}"
+
+
 def show(address: str, as_json: bool, limit: int = 0) -> None:
-    """Asks `address`, else KVLINK_COORDINATOR, else the default port on this host. Raises CoordinatorUnavailable.
+    """Asks the coordinator at `address_of(address)`. Raises CoordinatorUnavailable.
 
     The table has at most `limit` workers; 0 shows all. JSON always has all.
     """

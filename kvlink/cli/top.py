@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.coordinator_options import address_of
 from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.keys import q_pressed
 from kvlink.cli.numbers import age_text, bytes_text, seconds_text
+from kvlink.cli.status import address_of
 from kvlink.cli.tables import make_console, print_json
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable

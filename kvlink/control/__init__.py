@@ -8,7 +8,6 @@ from kvlink.control.agent import WorkerAgent
 from kvlink.control.agent_clients import AgentClients
 from kvlink.control.client import AgentClient, CoordinatorClient
 from kvlink.control.limits import Limits
-from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.security import Security
 from kvlink.control.security.tickets import ticket_signing
 from kvlink.control.session import Session, SessionState
@@ -21,7 +20,6 @@ __all__ = [
     "ConnectReply",
     "CoordinatorClient",
     "CoordinatorStatus",
-    "HandoffStream",
     "Limits",
     "Offer",
     "Renewal",

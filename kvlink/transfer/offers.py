@@ -153,9 +153,7 @@ class Offers:
         except BaseException:
             self._engine.core.abort(lease)  # the content of the blocks is not known
             raise
-        self._engine.core.set_ready(
-            lease, ready
-        )  # returns False if the lease has ended, which is no error here
+        self._engine.core.set_ready(lease, ready)  # False if the lease has ended, which is no error here
 
     def grant_at(self, request_id: str, seats: Sequence[LeaseSeat], ttl_s: float) -> None:
         """Takes a lease at seats that the caller chose, for a ticket that the caller creates.

@@ -118,9 +118,8 @@ class TracedPull(Pull):
         ticket, peer, transfer = part
         stats = transfer.stats()
         error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
-        ago_ns = (
-            time.monotonic_ns() - transfer.started_ns
-        )  # read before the other clock, so that no span is too early
+        # This clock is read before the other, so that no span is too early.
+        ago_ns = time.monotonic_ns() - transfer.started_ns
         began_ns = time.time_ns() - ago_ns
         valid_ns, ended_ns = began_ns + stats.total_ns - stats.settle_ns, began_ns + stats.total_ns
         about = _about(part) | {

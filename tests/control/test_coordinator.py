@@ -42,7 +42,7 @@ async def test_a_ticket_goes_from_one_client_to_another(
 
 
 def client_sees_waiting(coordinator: Coordinator) -> bool:
-    return coordinator._store._offers.num_waiting == 1  # type: ignore[attr-defined]
+    return coordinator._store._offers.waiting  # type: ignore[attr-defined]
 
 
 async def test_a_claim_is_answered_when_the_last_rank_has_offered(client: CoordinatorClient) -> None:

@@ -112,7 +112,7 @@ async def test_a_lone_coordinator_restarts_between_claim_and_offer() -> None:
         waits = asyncio.create_task(client.claim("r", timeout_s=60.0))
         await until_waiting(before)
         refused = asyncio.create_task(client._channel.attempt(CoordinatorCalls.CLAIM, Claim("s", 60.0), 60.0))
-        await until(lambda: before._store._offers.num_waiting == 2)  # type: ignore[attr-defined]
+        await until(lambda: len(before._store._offers.waiting) == 2)  # type: ignore[attr-defined]
         await before.drain()
         with pytest.raises(CoordinatorUnavailable, match="is shutting down; retry"):
             await refused

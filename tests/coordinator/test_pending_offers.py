@@ -101,15 +101,15 @@ class OffersAgainstModel(RuleBasedStateMachine):
         else:
             assert tickets is None
             self.num_claims += 1
-            self.offers.wait(claim, self.num_claims, self.now)
+            self.offers.waiting.add(claim, self.num_claims, self.now + timeout_s)
             self.waiting[self.num_claims] = (claim, self.now + timeout_s)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         if self.waiting:
             waiter = data.draw(st.sampled_from(sorted(self.waiting)))
-            self.offers.cancel(waiter)
-            self.offers.cancel(waiter)
+            assert self.offers.waiting.remove(waiter) == self.waiting[waiter][0]
+            assert self.offers.waiting.remove(waiter) is None
             del self.waiting[waiter]
 
     @rule(worker=workers)
@@ -137,13 +137,12 @@ class OffersAgainstModel(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.offers.num_tickets == sum(map(len, self.tickets.values()))
-        assert self.offers.num_waiting == len(self.waiting)
-        assert self.offers.waiting() == list(self.waiting)
+        assert self.offers.waiting.all() == list(self.waiting)
 
     @invariant()
     def nothing_is_left_behind(self) -> None:
         wanted = {claim.request_id for claim, _ in self.waiting.values()}
-        assert set(self.offers._waiting._by_request) == wanted
+        assert set(self.offers.waiting._by_request) == wanted
         assert set(self.offers._requests) == set(self.tickets)
         assert set(self.offers._by_worker) == {
             offer.worker_id for ranks in self.tickets.values() for offer, _ in ranks.values()

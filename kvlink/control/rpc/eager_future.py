@@ -15,7 +15,7 @@ class EagerFuture(asyncio.Future[T]):
 
     on_answer: Callable[[EagerFuture[T]], None] | None = None
     """Called on the waiting side when a result or an exception is set."""
-    on_cancel: Callable[[EagerFuture[T]], None] | None = None
+    on_cancel: Callable[[EagerFuture[T]], object] | None = None
     """Called on the answering side when the future is cancelled."""
 
     def set_result(self, result: T) -> None:

@@ -110,10 +110,10 @@ class MemoryStore:
     def _wait(self, claim: Claim, answer: EagerFuture[list[bytes]]) -> None:
         if self._closed:
             raise refusals.closing()
-        now = self._clock()
-        self._offers.wait(claim, answer, now)
-        answer.on_cancel = self._offers.cancel
-        self._arm(now + claim.timeout_s)
+        due = self._clock() + claim.timeout_s
+        self._offers.waiting.add(claim, answer, due)
+        answer.on_cancel = self._offers.waiting.remove
+        self._arm(due)
 
     def give_back(self, claim: Claim) -> None:  # noqa: D102
         self._answer(self._offers.give_back(claim, self._clock(), self._members.runs))
@@ -143,7 +143,7 @@ class MemoryStore:
         return CoordinatorStatus(
             workers=len(self._members),
             tickets=self._offers.num_tickets,
-            waiting_claims=self._offers.num_waiting,
+            waiting_claims=len(self._offers.waiting),
             joined=self._num_joined,
             lost_workers=self._num_lost,
             offered=self._num_offered,
@@ -160,8 +160,8 @@ class MemoryStore:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = -math.inf  # never again
-        for waiter in self._offers.waiting():
-            self._offers.cancel(waiter)
+        for waiter in self._offers.waiting.all():
+            self._offers.waiting.remove(waiter)
             waiter.set_exception(refusals.closing())
         for watcher in list(self._watchers):
             watcher.close()

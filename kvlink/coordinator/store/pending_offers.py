@@ -59,7 +59,8 @@ class PendingOffers(Generic[W]):
         self._requests: dict[str, _Request] = {}
         self._by_worker: dict[str, set[tuple[str, int]]] = {}
         self._tickets: Deadlines[tuple[str, int]] = Deadlines()
-        self._waiting: WaitingClaims[W] = WaitingClaims(limits)
+        self.waiting: WaitingClaims[W] = WaitingClaims(limits)
+        """The claims that `take` could not answer."""
         self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
         self._claimed: OrderedDict[str, int] = OrderedDict()
         """Maps those requests in `_ended` that hold tickets to the bytes of their tickets."""
@@ -73,15 +74,6 @@ class PendingOffers(Generic[W]):
     def num_tickets(self) -> int:
         """Offered and neither fully claimed nor expired."""
         return len(self._tickets)
-
-    @property
-    def num_waiting(self) -> int:
-        """Returns the number of claims that wait for an offer."""
-        return len(self._waiting)
-
-    def waiting(self) -> list[W]:
-        """Returns all waiters."""
-        return self._waiting.all()
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
         """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
@@ -128,17 +120,9 @@ class PendingOffers(Generic[W]):
         ended = self._ended.get(claim.request_id)
         if isinstance(ended, _Claimed):
             return ended.tickets if claim.claim_id and claim.claim_id in ended.claim_ids else None
-        if ended is not None and request is None and not self._waiting.of(claim.request_id):
+        if ended is not None and request is None and not self.waiting.of(claim.request_id):
             raise Refused(ended.reason, ended.sentence)
         return None
-
-    def wait(self, claim: Claim, waiter: W, now: float) -> None:
-        """Queues a claim that `take` could not answer. Raises Refused (TOO_MANY)."""
-        self._waiting.add(claim, waiter, now + claim.timeout_s)
-
-    def cancel(self, waiter: W) -> None:
-        """Removes a waiter whose caller is gone. Has no effect for one that does not wait."""
-        self._waiting.remove(waiter)
 
     def give_back(
         self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
@@ -177,7 +161,7 @@ class PendingOffers(Generic[W]):
 
     def next_deadline(self) -> float:
         """Returns a time before which `expire` has nothing to do."""
-        return min(self._tickets.next(), self._waiting.next_deadline(), self._claimed_until.next())
+        return min(self._tickets.next(), self.waiting.next_deadline(), self._claimed_until.next())
 
     def expire(self, now: float) -> list[Answer[W]]:
         """Drops expired tickets, claimed ones too, and then refuses the claims that timed out."""
@@ -187,7 +171,7 @@ class PendingOffers(Generic[W]):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
             self._drop(request_id, rank, refusals.expired(offer))
-        return [self._give_up(waiter) for waiter in self._waiting.due(now)]
+        return [self._give_up(waiter) for waiter in self.waiting.due(now)]
 
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
         request_id, _, reader, num_readers, claim_id = claim
@@ -212,8 +196,8 @@ class PendingOffers(Generic[W]):
 
     def _serve_waiters(self, request_id: str, request: _Request) -> list[Answer[W]]:
         answers: list[Answer[W]] = []
-        for waiter in self._waiting.of(request_id):
-            claim = self._waiting.remove(waiter) if len(request.ranks) == request.tp_size else None
+        for waiter in self.waiting.of(request_id):
+            claim = self.waiting.remove(waiter) if len(request.ranks) == request.tp_size else None
             if claim is None:
                 break
             answers.append((waiter, self._serve(request, claim), None))
@@ -260,7 +244,7 @@ class PendingOffers(Generic[W]):
                 del self._by_worker[worker_id]
 
     def _give_up(self, waiter: W) -> Answer[W]:
-        claim = self._waiting.remove(waiter)
+        claim = self.waiting.remove(waiter)
         assert claim is not None  # a waiter that is removed is never due
         request = self._requests.get(claim.request_id, _NO_OFFER)
         return waiter, [], refusals.claim_timed_out(claim, len(request.ranks), request.tp_size)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from kvlink.hardware.gpudirect.cuda import CudaDriver
-from kvlink.hardware.gpudirect.decision import Decision, Facts, Refusal, decide
+from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
 from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Kind, Ordering
 from kvlink.hardware.gpudirect.export import ExportedMemory, Placement, export, inspect, placed
 
@@ -22,7 +22,6 @@ __all__ = [
     "Kind",
     "Ordering",
     "Placement",
-    "Refusal",
     "decide",
     "export",
     "inspect",

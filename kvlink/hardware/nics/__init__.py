@@ -6,18 +6,16 @@ csrc/transports/verbs/rails.h pairs the ports of two workers.
 
 from kvlink.hardware.nics.candidates import best_gid
 from kvlink.hardware.nics.choice import choose, weigh
-from kvlink.hardware.nics.local import select_nics, select_ports
-from kvlink.hardware.nics.values import MemoryPlace, NicChoice, NicSelection, RefusedNic, port_name
+from kvlink.hardware.nics.local import select_ports
+from kvlink.hardware.nics.values import MemoryPlace, NicSelection, RefusedNic, port_name
 
 __all__ = [
     "MemoryPlace",
-    "NicChoice",
     "NicSelection",
     "RefusedNic",
     "best_gid",
     "choose",
     "port_name",
-    "select_nics",
     "select_ports",
     "weigh",
 ]

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from typing import TypeVar
 
 from kvlink.hardware.sysfs import leading_number, names, numbered, read, read_int
 from kvlink.hardware.topology import pci
 from kvlink.hardware.topology.pci import PciDevice
 
 DEVICES = "sys/class/infiniband"
+_Known = TypeVar("_Known", bound=Enum)
 
 
 class LinkLayer(Enum):
@@ -120,9 +122,9 @@ def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> 
     behind = next((gid.netdev for gid in gids if gid.netdev), "")
     return RdmaPort(
         number=number,
-        state=_state(read(root, f"{at}/state")),
+        state=_known(PortState, leading_number(read(root, f"{at}/state"))),
         phys_state=read(root, f"{at}/phys_state").partition(": ")[2],
-        link_layer=_link_layer(read(root, f"{at}/link_layer")),
+        link_layer=_known(LinkLayer, read(root, f"{at}/link_layer")),
         rate_gbps=leading_number(read(root, f"{at}/rate")),
         lid=read_int(root, f"{at}/lid") or 0,
         gids=gids,
@@ -134,11 +136,10 @@ def _gid(root: Path, port: str, index: int) -> Gid | None:
     value = read(root, f"{port}/gids/{index}")
     if not value.strip("0:") or not _is_address(value):
         return None
-    kind = read(root, f"{port}/gid_attrs/types/{index}")
     return Gid(
         index=index,
         value=value,
-        kind=next((known for known in GidType if known.value == kind), GidType.UNKNOWN),
+        kind=_known(GidType, read(root, f"{port}/gid_attrs/types/{index}")),
         netdev=read(root, f"{port}/gid_attrs/ndevs/{index}"),
     )
 
@@ -158,11 +159,6 @@ def _netdev_of(root: Path, device: str, port: int) -> str:
     return next((name for name, number in numbers if number == port - 1), "")
 
 
-def _state(text: str) -> PortState:
-    number = text.partition(":")[0]
-    known = {str(state.value): state for state in PortState}
-    return known.get(number, PortState.UNKNOWN)
-
-
-def _link_layer(text: str) -> LinkLayer:
-    return next((layer for layer in LinkLayer if layer.value == text), LinkLayer.UNKNOWN)
+def _known(kind: type[_Known], value: str | float) -> _Known:
+    """Returns the member of an enumeration with this value, or UNKNOWN, which each of those above has."""
+    return next((member for member in kind if member.value == value), kind["UNKNOWN"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlink.control.codec import StoredRecords
@@ -33,25 +34,17 @@ class _Stored(NamedTuple):
     ticket: bytes = b""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EtcdOffers:
     """Writes and deletes tickets in etcd. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
 
-    def __init__(
-        self,
-        layout: Keys,
-        mirror: Mirror,
-        sync: Sync,
-        membership: Membership,
-        commits: GroupCommit,
-        limits: Limits,
-    ) -> None:
-        self._layout = layout
-        self._mirror = mirror
-        self._sync = sync
-        self._membership = membership
-        self._commits = commits
-        self._limits = limits
-        self._garbage: Deadlines[tuple[str, int]] = Deadlines()
+    _layout: Keys
+    _mirror: Mirror
+    _sync: Sync
+    _membership: Membership
+    _commits: GroupCommit
+    _limits: Limits
+    _garbage: Deadlines[tuple[str, int]] = field(default_factory=Deadlines)
 
     async def offer(self, offer: Offer) -> None:
         """Implements Store.offer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from dataclasses import dataclass, field
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
@@ -40,23 +41,16 @@ class _Orders(Feed[SettleOrder]):
         return order
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SettleOrders:
     """Writes and forwards settle orders. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
 
-    def __init__(
-        self,
-        layout: Keys,
-        mirror: Mirror,
-        membership: Membership,
-        commits: GroupCommit,
-        limits: Limits,
-    ) -> None:
-        self._layout = layout
-        self._mirror = mirror
-        self._membership = membership
-        self._commits = commits
-        self._limits = limits
-        self._feeds: dict[str, _Orders] = {}
+    _layout: Keys
+    _mirror: Mirror
+    _membership: Membership
+    _commits: GroupCommit
+    _limits: Limits
+    _feeds: dict[str, _Orders] = field(default_factory=dict)
 
     async def settle(self, order: SettleOrder) -> None:
         """Implements Store.settle."""
