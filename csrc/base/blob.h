@@ -4,6 +4,7 @@
 // false for good and every later field zero or empty, so a parser reads all fields and asks done() once.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +23,10 @@ class BlobWriter {
   BlobWriter& bytes(std::string_view value) {
     return u32(static_cast<uint32_t>(value.size())).append(value.data(), value.size());
   }
+  template <size_t size>
+  BlobWriter& bytes(const std::array<char, size>& value) {
+    return bytes(std::string_view(value.data(), size));
+  }
   std::string take() { return std::move(blob_); }
 
  private:
@@ -36,6 +41,8 @@ class BlobWriter {
 class BlobReader {
  public:
   explicit BlobReader(std::string_view blob) : rest_(blob) {}
+  /// Also refuses a blob that does not begin with `magic`.
+  BlobReader(std::string_view blob, uint32_t magic) : rest_(blob) { ok_ = u32() == magic && ok_; }
 
   uint32_t u32() { return integer<uint32_t>(); }
   uint64_t u64() { return integer<uint64_t>(); }
@@ -45,11 +52,26 @@ class BlobReader {
     if (size > max_bytes) ok_ = false;
     return take(size);
   }
+  /// Reads several fields, in this order. A byte array takes a length-prefixed string of its own size.
+  template <typename... Fields>
+  BlobReader& fields(Fields&... into) {
+    (field(into), ...);
+    return *this;
+  }
   bool ok() const { return ok_; }
   /// Every field so far was there and nothing is left over.
   bool done() const { return ok_ && rest_.empty(); }
 
  private:
+  void field(uint32_t& into) { into = u32(); }
+  void field(uint64_t& into) { into = u64(); }
+  template <size_t size>
+  void field(std::array<char, size>& into) {
+    const std::string_view from = bytes(size);
+    ok_ = ok_ && from.size() == size;
+    if (ok_) std::memcpy(into.data(), from.data(), size);
+  }
+
   template <typename T>
   T integer() {
     T value = 0;

@@ -4,12 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-
-#include "base/caller_quota.h"
 
 namespace kvlink {
 
@@ -30,9 +29,10 @@ class Invitations {
     int64_t lifetime_ns;  // INT64_MAX: no end
   };
 
-  explicit Invitations(const Limits& limits) : limits_(limits), quota_(limits.most_of_one, limits.most) {}
+  explicit Invitations(const Limits& limits) : limits_(limits) {}
 
-  /// When too many are unused, those of the same caller lapse first.
+  /// One caller's flood costs no other caller anything: a caller that has its share loses its oldest, and
+  /// when all places are taken, the caller that has most does.
   Invitation issue(uint64_t caller, uint64_t connection_id, int64_t now_ns);
   /// Returns the connection id that an invitation admits to. It admits no second time.
   std::optional<uint64_t> redeem(const Invitation& shown, int64_t now_ns);
@@ -46,12 +46,14 @@ class Invitations {
     std::string secret;
     int64_t expires_ns;
   };
+  void make_room(uint64_t caller);
+  void erase(uint64_t id);
   template <typename Which>
   size_t erase_if(Which which);
 
   const Limits limits_;
-  std::unordered_map<uint64_t, Unused> unused_;  // by Invitation::id
-  CallerQuota quota_;
+  std::unordered_map<uint64_t, Unused> unused_;                   // by Invitation::id
+  std::unordered_map<uint64_t, std::deque<uint64_t>> by_caller_;  // their ids, oldest first; never empty
 };
 
 }  // namespace kvlink

@@ -24,5 +24,8 @@ int64_t baseline_memcpy(BaselinePieces pieces);
 int64_t baseline_streamed_copy(BaselinePieces pieces);
 /// process_vm_readv out of process `pid`, 1,024 pieces a call. Returns ns.
 Result<int64_t> baseline_process_vm_readv(int pid, BaselinePieces pieces);
+/// One cuMemcpyAsync a piece, by the GPU that the first piece lands on or comes from, and the wait for all.
+/// Returns ns. kTransportUnavailable without CUDA.
+Result<int64_t> baseline_cuda_copies(BaselinePieces pieces);
 
 }  // namespace kvlink

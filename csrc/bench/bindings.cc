@@ -7,7 +7,6 @@
 
 #include "bench/baselines.h"
 #include "bench/bounce_baseline.h"
-#include "bench/cuda_baseline.h"
 #include "bench/posting_cost.h"
 #include "bench/tcp_baseline.h"
 #include "device/cuda_memory.h"

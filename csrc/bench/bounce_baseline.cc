@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "bench/cuda_baseline.h"
+#include "bench/baselines.h"
 #include "device/cuda_copier.h"
 #include "device/cuda_device.h"
 #include "staging/bounce_buffer.h"

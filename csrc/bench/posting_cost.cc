@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "transports/verbs/registration.h"
 #include "transports/verbs/work_requests.h"

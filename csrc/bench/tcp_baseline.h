@@ -10,7 +10,6 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <thread>
 #include <vector>
 

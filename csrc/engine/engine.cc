@@ -245,13 +245,6 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   return accepted;
 }
 
-bool Engine::fence(uint64_t connection_id) {
-  bool fenced = false;
-  for (TransportState& state : transports_)
-    fenced |= state.transport && state.transport->fence(connection_id);
-  return fenced;
-}
-
 Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address,
                                                  std::shared_ptr<PathStats> path_stats) {
   TransportState* state = find(transport);
@@ -310,9 +303,7 @@ Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64
 
 void Engine::wake_owner() {
   const std::lock_guard lock(wake_mutex_);
-  if (!wake_fd_) return;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_fd_.get(), &one, sizeof(one));
+  if (wake_fd_) set_event(wake_fd_.get());
 }
 
 void Engine::serve() {
@@ -331,8 +322,7 @@ void Engine::serve() {
         transports_[state].transport->serve();
         check_ports(transports_[state]);
       } else {
-        uint64_t count;
-        [[maybe_unused]] const ssize_t got = ::read(wake_fd_.get(), &count, sizeof(count));
+        clear_event(wake_fd_.get());
       }
     }
     const int64_t now = now_ns();

@@ -85,7 +85,6 @@ class Engine {
   /// take new keys is refused after keys changed.
   Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
                           bool takes_keys = true, uint64_t caller = 0);
-  bool fence(uint64_t connection_id);
   Result<std::shared_ptr<Connection>> open(
       const std::string& transport, const std::string& address,
       std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>());

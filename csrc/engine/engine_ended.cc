@@ -36,7 +36,11 @@ void Engine::cut_off_readers(const Swept& swept) {
     if (!swept.ended.empty() && state.transport && state.transport->capabilities().guards)
       state.transport->fence(0);
   }
-  for (const uint64_t reader : swept.to_fence) fence(reader);
+  for (const uint64_t reader : swept.to_fence) {
+    for (const TransportState& state : transports_) {
+      if (state.transport) state.transport->fence(reader);
+    }
+  }
 }
 
 /// Watchers that are gone are forgotten. REQUIRES mutex_.

@@ -42,7 +42,7 @@ struct CmaAddress {
   std::string boot_id;
   uint64_t pid_namespace = 0, pid = 0, uid = 0;
   uint64_t cookie_address = 0;
-  std::string cookie;
+  Cookie cookie{};
 
   std::string blob() const {
     BlobWriter to;
@@ -50,17 +50,11 @@ struct CmaAddress {
     return to.u64(cookie_address).bytes(cookie).take();
   }
   static Result<CmaAddress> parse(std::string_view blob) {
-    BlobReader from(blob);
-    const bool ours = from.u32() == kMagic;
+    BlobReader from(blob, kMagic);
     CmaAddress parsed;
     parsed.boot_id = from.bytes(kMaxBootIdBytes);
-    parsed.pid_namespace = from.u64();
-    parsed.pid = from.u64();
-    parsed.uid = from.u64();
-    parsed.cookie_address = from.u64();
-    parsed.cookie = from.bytes(kCookieBytes);
-    if (!from.done() || !ours || parsed.cookie.size() != kCookieBytes || parsed.pid == 0 ||
-        parsed.pid > INT32_MAX) {
+    from.fields(parsed.pid_namespace, parsed.pid, parsed.uid, parsed.cookie_address, parsed.cookie);
+    if (!from.done() || parsed.pid == 0 || parsed.pid > INT32_MAX) {
       return Status::Unavailable("not a cma address", "let both ends run the same version of kvlink");
     }
     return parsed;
@@ -120,7 +114,9 @@ class Process {
     const iovec local{found.data(), kCookieBytes}, remote = piece(address_.cookie_address, kCookieBytes);
     const ssize_t got = ::process_vm_readv(pid_, &local, 1, &remote, 1, 0);
     if (got < 0 && errno != EFAULT) return failed(errno);
-    if (got != kCookieBytes || !same_secret({found.data(), kCookieBytes}, address_.cookie)) return replaced();
+    if (got != kCookieBytes ||
+        !same_secret({found.data(), kCookieBytes}, {address_.cookie.data(), kCookieBytes}))
+      return replaced();
     return {};
   }
 
@@ -154,23 +150,18 @@ class CmaEndpoint : public QueuedEndpoint {
   std::string hello() const override { return BlobWriter().u32(kMagic).take(); }
 
   Status establish(std::string_view reply, int64_t) override {
-    BlobReader from(reply);
-    const bool ours = from.u32() == kMagic;
-    if (!from.done() || !ours) return Status::AccessDenied("not a reply of a cma owner");
+    BlobReader from(reply, kMagic);
+    if (!from.done()) return Status::AccessDenied("not a reply of a cma owner");
     set_wake_fd(owner_.pidfd());
     return owner_.check();
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
-    BlobReader from(remote_key);
-    const bool ours = from.u32() == kMagic;
-    const uint64_t address = from.u64();
-    const uint64_t bytes = from.u64();
-    const uint32_t access = from.u32();
-    const uint64_t memfd = from.u64();
-    const uint64_t memfd_inode = from.u64();
-    const uint64_t memfd_offset = from.u64();
-    if (!from.done() || !ours || access > kLastAccess || bytes > UINT64_MAX - address) {
+    BlobReader from(remote_key, kMagic);
+    uint64_t address = 0, bytes = 0, memfd = 0, memfd_inode = 0, memfd_offset = 0;
+    uint32_t access = 0;
+    from.fields(address, bytes, access, memfd, memfd_inode, memfd_offset);
+    if (!from.done() || access > kLastAccess || bytes > UINT64_MAX - address) {
       return Status::AccessDenied("not a key of a cma region");
     }
     const bool mappable = static_cast<Access>(access) == Access::kWriteWords && memfd <= INT32_MAX;
@@ -316,7 +307,7 @@ class CmaTransport : public Transport {
                           static_cast<uint64_t>(::getpid()),
                           ::geteuid(),
                           reinterpret_cast<uint64_t>(cookie_.data()),
-                          cookie}
+                          cookie_}
                    .blob();
   }
   ~CmaTransport() override { close(); }
@@ -335,9 +326,8 @@ class CmaTransport : public Transport {
   }
 
   Result<std::string> accept(ReaderId, std::string_view hello) override {
-    BlobReader from(hello);
-    const bool ours = from.u32() == kMagic;
-    if (!from.done() || !ours) return Status::AccessDenied("not the hello of a cma endpoint");
+    BlobReader from(hello, kMagic);
+    if (!from.done()) return Status::AccessDenied("not the hello of a cma endpoint");
     return BlobWriter().u32(kMagic).take();
   }
 

@@ -101,17 +101,16 @@ class LoopbackEndpoint : public MappedEndpoint {
   std::string hello() const override { return BlobWriter().u32(kMagic).u64(number_).take(); }
 
   Status establish(std::string_view reply, int64_t) override {
-    BlobReader from(reply);
-    const bool ours = from.u32() == kMagic && from.u64() == number_;
-    if (!from.done() || !ours) return Status::AccessDenied("not a reply of this loopback owner");
+    BlobReader from(reply, kMagic);
+    if (from.u64() != number_ || !from.done())
+      return Status::AccessDenied("not a reply of this loopback owner");
     return check_owner();
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
-    BlobReader from(remote_key);
-    const bool ours = from.u32() == kMagic;
+    BlobReader from(remote_key, kMagic);
     const uint64_t number = from.u64();
-    if (!from.done() || !ours) return Status::AccessDenied("not a key of a loopback region");
+    if (!from.done()) return Status::AccessDenied("not a key of a loopback region");
     std::shared_lock lock(owner_->mutex);
     const auto found = owner_->regions.find(number);
     if (found == owner_->regions.end()) return revoked();
@@ -199,12 +198,11 @@ class LoopbackTransport : public Transport {
   }
 
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    BlobReader from(hello);
-    const bool ours = from.u32() == kMagic;
+    BlobReader from(hello, kMagic);
     const uint64_t number = from.u64();
     std::unique_lock lock(owner_->mutex);
     const auto found = owner_->links.find(number);
-    if (!from.done() || !ours || owner_->closed || found == owner_->links.end()) {
+    if (!from.done() || owner_->closed || found == owner_->links.end()) {
       return Status::AccessDenied("not the hello of a loopback endpoint of this owner");
     }
     found->second->connection = reader.connection_id;
@@ -231,11 +229,10 @@ class LoopbackTransport : public Transport {
 
  private:
   Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
-    BlobReader from(owner_address);
-    const bool ours = from.u32() == kMagic;
+    BlobReader from(owner_address, kMagic);
     const uint64_t pid = from.u64();
     const uint64_t id = from.u64();
-    if (!from.done() || !ours) {
+    if (!from.done()) {
       return Status::Unavailable("not a loopback address", "let both ends run the same version of kvlink");
     }
     auto owner = pid == static_cast<uint64_t>(::getpid()) ? Directory::instance().find(id) : nullptr;

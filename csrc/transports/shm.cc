@@ -32,10 +32,9 @@ class ShmEndpoint : public MappedEndpoint {
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
-    BlobReader from(remote_key);
-    const bool ours = from.u32() == kShmMagic;
+    BlobReader from(remote_key, kShmMagic);
     FdOffer wanted;
-    if (!wanted.read(from) || !from.done() || !ours) return Status::AccessDenied("not a key of a shm region");
+    if (!wanted.read(from) || !from.done()) return Status::AccessDenied("not a key of a shm region");
     Result<MemfdMapping> mapping = MemfdMapping::make(client_, wanted);
     if (!mapping.ok()) return mapping.status();
     mappings_.push_back(std::move(*mapping));

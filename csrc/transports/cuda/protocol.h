@@ -42,18 +42,15 @@ struct CudaKey {
 
   /// kAccessDenied for what no owner says.
   static Result<CudaKey> parse(std::string_view blob) {
-    BlobReader from(blob);
+    BlobReader from(blob, kCudaMagic);
     CudaKey key;
-    const bool ours = from.u32() == kCudaMagic;
-    const uint32_t kind = from.u32();
+    uint32_t kind = 0;
+    from.fields(kind, key.bytes, key.offset, key.address);
     key.kind = static_cast<Kind>(kind);
-    key.bytes = from.u64();
-    key.offset = from.u64();
-    key.address = from.u64();
     const std::string_view gpu = from.bytes(sizeof key.gpu.bytes);
     const std::string_view ipc = from.bytes(sizeof key.ipc.bytes);
     const uint32_t count = from.u32();
-    if (!from.ok() || !ours || kind > 2 || gpu.size() != sizeof key.gpu.bytes || count > kMaxCudaParts) {
+    if (!from.ok() || kind > 2 || gpu.size() != sizeof key.gpu.bytes || count > kMaxCudaParts) {
       return malformed();
     }
     std::memcpy(key.gpu.bytes, gpu.data(), gpu.size());

@@ -60,10 +60,9 @@ Result<FdClient> FdClient::of(uint32_t magic, std::string_view owner_address) {
 
 Status FdClient::establish(std::string_view reply, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
-  BlobReader from(reply);
-  const bool ours = from.u32() == magic_;
+  BlobReader from(reply, magic_);
   const std::string_view secret = from.bytes(kFdSecretBytes);
-  if (!from.done() || !ours || secret.size() != kFdSecretBytes) {
+  if (!from.done() || secret.size() != kFdSecretBytes) {
     return Status::AccessDenied("not a reply of this transport's owner");
   }
   if (Status status = connect(deadline_ns); !status.ok()) return status;
@@ -154,7 +153,7 @@ Result<uint32_t> FdClient::receive(int64_t deadline_ns) {
   if ((message.msg_flags & MSG_CTRUNC) != 0) {
     return Status::Unreachable("this process has no room for the owner's descriptors; raise ulimit -n");
   }
-  BlobReader from({bytes.data(), static_cast<size_t>(size)});
+  BlobReader from(std::string_view(bytes.data(), static_cast<size_t>(size)));
   const uint32_t total = from.u32();
   const uint32_t count = from.u32();
   const bool last = received_.size() + count == total;

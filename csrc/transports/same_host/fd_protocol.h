@@ -32,13 +32,12 @@ struct HostAddress {
     return BlobWriter().u32(magic).bytes(boot_id).u64(net_namespace).bytes(socket).take();
   }
   static Result<HostAddress> parse(uint32_t magic, std::string_view blob) {
-    BlobReader from(blob);
-    const bool ours = from.u32() == magic;
+    BlobReader from(blob, magic);
     HostAddress parsed;
     parsed.boot_id = from.bytes(kMaxNameBytes);
     parsed.net_namespace = from.u64();
     parsed.socket = from.bytes(kMaxNameBytes);
-    if (from.done() && ours && !parsed.socket.empty()) return parsed;
+    if (from.done() && !parsed.socket.empty()) return parsed;
     return Status::Unavailable("not an address of this transport",
                                "let both ends run the same version of kvlink");
   }
@@ -53,10 +52,8 @@ struct FdOffer {
   void write(BlobWriter& to) const { to.u64(id).u64(offset).u64(bytes).u32(static_cast<uint32_t>(access)); }
   /// False: not an offer.
   bool read(BlobReader& from) {
-    id = from.u64();
-    offset = from.u64();
-    bytes = from.u64();
-    const uint32_t value = from.u32();
+    uint32_t value = 0;
+    from.fields(id, offset, bytes, value);
     access = static_cast<Access>(value);
     return from.ok() && value <= kLastAccess && bytes != 0 && bytes <= UINT64_MAX - offset;
   }

@@ -8,8 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 

@@ -5,8 +5,6 @@
 // lease slot read behind a data read therefore vouches for it.
 #pragma once
 
-#include <sys/uio.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>

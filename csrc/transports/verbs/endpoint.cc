@@ -2,6 +2,8 @@
 #include "transports/verbs/endpoint.h"
 
 #include <algorithm>
+#include <array>
+#include <deque>
 #include <utility>
 
 #include "base/clock.h"

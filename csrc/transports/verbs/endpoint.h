@@ -2,8 +2,6 @@
 // The reader's end of one queue pair.
 #pragma once
 
-#include <array>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>

@@ -2,7 +2,6 @@
 #include "transports/verbs/protocol.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/blob.h"
 
@@ -19,34 +18,19 @@ constexpr uint32_t k24Bits = 0xff'ffff;
 constexpr uint32_t kMaxMtu = 5;               // IBV_MTU_4096
 constexpr uint32_t kEthernet = 1, kByCm = 2;  // flags of a NicAddress
 
-void write(BlobWriter& to, const Gid& gid) { to.bytes({gid.data(), gid.size()}); }
-
-bool read(BlobReader& from, Gid& gid) {
-  const std::string_view bytes = from.bytes(gid.size());
-  if (bytes.size() != gid.size()) return false;
-  std::memcpy(gid.data(), bytes.data(), gid.size());
-  return true;
-}
-
 /// Names of the other side are shown to people.
 bool printable(std::string_view name) {
   return std::all_of(name.begin(), name.end(), [](char byte) { return byte > ' ' && byte <= '~'; });
 }
 
 void write(BlobWriter& to, const QpAddress& qp) {
-  to.u32(qp.qpn).u32(qp.psn).u32(qp.lid).u32(qp.mtu).u32(qp.reads_out).u32(qp.reads_in);
-  write(to, qp.gid);
+  to.u32(qp.qpn).u32(qp.psn).u32(qp.lid).u32(qp.mtu).u32(qp.reads_out).u32(qp.reads_in).bytes(qp.gid);
 }
 
 bool read(BlobReader& from, QpAddress& qp) {
-  qp.qpn = from.u32();
-  qp.psn = from.u32();
-  qp.lid = from.u32();
-  qp.mtu = from.u32();
-  qp.reads_out = from.u32();
-  qp.reads_in = from.u32();
-  return read(from, qp.gid) && qp.qpn <= k24Bits && qp.psn <= k24Bits && qp.lid <= UINT16_MAX &&
-         qp.mtu >= 1 && qp.mtu <= kMaxMtu && qp.reads_out <= UINT8_MAX && qp.reads_in <= UINT8_MAX;
+  from.fields(qp.qpn, qp.psn, qp.lid, qp.mtu, qp.reads_out, qp.reads_in, qp.gid);
+  return from.ok() && qp.qpn <= k24Bits && qp.psn <= k24Bits && qp.lid <= UINT16_MAX && qp.mtu >= 1 &&
+         qp.mtu <= kMaxMtu && qp.reads_out <= UINT8_MAX && qp.reads_in <= UINT8_MAX;
 }
 
 }  // namespace
@@ -58,15 +42,14 @@ std::string Address::format() const {
     to.bytes(nic.name)
         .u32((nic.ethernet ? kEthernet : 0) | (nic.by_cm ? kByCm : 0))
         .u32(nic.lid)
-        .u32(nic.mbps);
-    write(to, nic.gid);
+        .u32(nic.mbps)
+        .bytes(nic.gid);
   }
   return to.take();
 }
 
 std::optional<Address> Address::parse(std::string_view blob) {
-  BlobReader from(blob);
-  if (from.u32() != kAddressMagic) return {};
+  BlobReader from(blob, kAddressMagic);
   const uint32_t count = from.u32();
   if (count == 0 || count > kMaxNics) return {};
   Address address;
@@ -76,9 +59,8 @@ std::optional<Address> Address::parse(std::string_view blob) {
     const uint32_t flags = from.u32();
     nic.ethernet = flags & kEthernet;
     nic.by_cm = flags & kByCm;
-    nic.lid = from.u32();
-    nic.mbps = from.u32();
-    if (!read(from, nic.gid) || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || nic.mbps == 0 ||
+    from.fields(nic.lid, nic.mbps, nic.gid);
+    if (!from.ok() || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || nic.mbps == 0 ||
         !printable(nic.name))
       return {};
     address.nics.push_back(std::move(nic));
@@ -94,9 +76,8 @@ std::string Hello::format() const {
 }
 
 std::optional<Hello> Hello::parse(std::string_view blob) {
-  BlobReader from(blob);
+  BlobReader from(blob, kHelloMagic);
   Hello hello;
-  if (from.u32() != kHelloMagic) return {};
   hello.owner_nic = from.u32();
   if (!read(from, hello.reader) || hello.owner_nic >= kMaxNics || !from.done()) return {};
   return hello;
@@ -110,26 +91,20 @@ std::string Reply::format() const {
 }
 
 std::optional<Reply> Reply::parse(std::string_view blob) {
-  BlobReader from(blob);
+  BlobReader from(blob, kReplyMagic);
   Reply reply;
-  if (from.u32() != kReplyMagic || !read(from, reply.owner) || !from.done()) return {};
+  if (!read(from, reply.owner) || !from.done()) return {};
   return reply;
 }
 
 std::string CmReply::format() const {
-  BlobWriter to;
-  to.u32(kCmReplyMagic);
-  write(to, ip);
-  to.u32(port).bytes({secret.data(), secret.size()});
-  return to.take();
+  return BlobWriter().u32(kCmReplyMagic).bytes(ip).u32(port).bytes(secret).take();
 }
 
 std::optional<CmReply> CmReply::parse(std::string_view blob) {
-  BlobReader from(blob);
   CmReply reply;
-  if (from.u32() != kCmReplyMagic || !read(from, reply.ip)) return {};
-  reply.port = from.u32();
-  if (!read(from, reply.secret) || reply.port == 0 || reply.port > UINT16_MAX || !from.done()) return {};
+  const bool whole = BlobReader(blob, kCmReplyMagic).fields(reply.ip, reply.port, reply.secret).done();
+  if (!whole || reply.port == 0 || reply.port > UINT16_MAX) return {};
   return reply;
 }
 
@@ -144,16 +119,12 @@ std::string RemoteKey::format() const {
 }
 
 std::optional<RemoteKey> RemoteKey::parse(std::string_view blob) {
-  BlobReader from(blob);
-  if (from.u32() != kKeyMagic) return {};
-  const uint32_t access = from.u32();
+  BlobReader from(blob, kKeyMagic);
   RemoteKey key;
-  key.base = from.u64();
-  key.bytes = from.u64();
-  key.slice_bytes = from.u64();
-  const uint32_t num_nics = from.u32();
-  if (access > kLastAccess || key.bytes == 0 || key.slice_bytes == 0 || key.base > UINT64_MAX - key.bytes ||
-      num_nics == 0 || num_nics > kMaxNics) {
+  uint32_t access = 0, num_nics = 0;
+  from.fields(access, key.base, key.bytes, key.slice_bytes, num_nics);
+  if (!from.ok() || access > kLastAccess || key.bytes == 0 || key.slice_bytes == 0 ||
+      key.base > UINT64_MAX - key.bytes || num_nics == 0 || num_nics > kMaxNics) {
     return {};
   }
   key.access = static_cast<Access>(access);

@@ -14,19 +14,9 @@ Result<CmApi> load() {
   if (!opened.ok()) return opened.status();
   Library& library = *opened;
   CmApi api{};
-  const bool complete =
-      library.load(api.create_event_channel, "rdma_create_event_channel") &&
-      library.load(api.destroy_event_channel, "rdma_destroy_event_channel") &&
-      library.load(api.create_id, "rdma_create_id") && library.load(api.destroy_id, "rdma_destroy_id") &&
-      library.load(api.migrate_id, "rdma_migrate_id") && library.load(api.set_option, "rdma_set_option") &&
-      library.load(api.bind_addr, "rdma_bind_addr") && library.load(api.listen, "rdma_listen") &&
-      library.load(api.get_src_port, "rdma_get_src_port") &&
-      library.load(api.resolve_addr, "rdma_resolve_addr") &&
-      library.load(api.resolve_route, "rdma_resolve_route") && library.load(api.connect, "rdma_connect") &&
-      library.load(api.establish, "rdma_establish") && library.load(api.accept, "rdma_accept") &&
-      library.load(api.init_qp_attr, "rdma_init_qp_attr") &&
-      library.load(api.get_cm_event, "rdma_get_cm_event") &&
-      library.load(api.ack_cm_event, "rdma_ack_cm_event") && library.load(api.event_str, "rdma_event_str");
+#define KVLINK_LOAD(name) &&library.load(api.name, "rdma_" #name)
+  const bool complete = true KVLINK_RDMACM(KVLINK_LOAD);
+#undef KVLINK_LOAD
   if (complete) return api;
   return Status::Unavailable(library.name() + " has no " + library.missing() + ": it is too old",
                              "upgrade rdma-core");

@@ -8,25 +8,18 @@
 
 namespace kvlink::verbs {
 
+/// Each is `rdma_` and this name.
+// clang-format off
+#define KVLINK_RDMACM(F) \
+  F(create_event_channel) F(destroy_event_channel) F(create_id) F(destroy_id) F(migrate_id) F(set_option) \
+  F(bind_addr) F(listen) F(get_src_port) F(resolve_addr) F(resolve_route) F(connect) F(establish) \
+  F(accept) F(init_qp_attr) F(get_cm_event) F(ack_cm_event) F(event_str)
+// clang-format on
+
 struct CmApi {
-  decltype(&::rdma_create_event_channel) create_event_channel;
-  decltype(&::rdma_destroy_event_channel) destroy_event_channel;
-  decltype(&::rdma_create_id) create_id;
-  decltype(&::rdma_destroy_id) destroy_id;
-  decltype(&::rdma_migrate_id) migrate_id;
-  decltype(&::rdma_set_option) set_option;
-  decltype(&::rdma_bind_addr) bind_addr;
-  decltype(&::rdma_listen) listen;
-  decltype(&::rdma_get_src_port) get_src_port;
-  decltype(&::rdma_resolve_addr) resolve_addr;
-  decltype(&::rdma_resolve_route) resolve_route;
-  decltype(&::rdma_connect) connect;
-  decltype(&::rdma_establish) establish;
-  decltype(&::rdma_accept) accept;
-  decltype(&::rdma_init_qp_attr) init_qp_attr;
-  decltype(&::rdma_get_cm_event) get_cm_event;
-  decltype(&::rdma_ack_cm_event) ack_cm_event;
-  decltype(&::rdma_event_str) event_str;
+#define KVLINK_DECLARE(name) decltype(&::rdma_##name) name;
+  KVLINK_RDMACM(KVLINK_DECLARE)
+#undef KVLINK_DECLARE
 };
 
 /// Opens the library once. kTransportUnavailable, with the command that installs it, when it is absent.

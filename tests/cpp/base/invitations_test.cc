@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 namespace kvlink {
 namespace {
 
@@ -56,6 +58,31 @@ TEST(Invitations, OneThatFloodsGetsInAllTheSame) {
   const Invitation last = invitations.issue(8, 3, 0);
   for (size_t count = 1; count < kLimits.most_of_one; ++count) invitations.issue(8, 4, 0);
   EXPECT_EQ(invitations.redeem(last, 1), 3U);
+}
+
+TEST(Invitations, WhenAllPlacesAreTakenTheCallerThatHasMostGivesOneUp) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 3, .most = 4, .lifetime_ns = 10});
+  std::vector<Invitation> of_first;
+  for (int count = 0; count < 3; ++count) of_first.push_back(invitations.issue(1, 1, 0));
+  std::vector<Invitation> others{invitations.issue(2, 1, 0)};
+  others.push_back(invitations.issue(3, 1, 0));
+  others.push_back(invitations.issue(2, 1, 0));
+  for (const Invitation& other : others) EXPECT_TRUE(invitations.redeem(other, 0));
+  EXPECT_FALSE(invitations.redeem(of_first[0], 0));
+  EXPECT_FALSE(invitations.redeem(of_first[1], 0));
+  EXPECT_TRUE(invitations.redeem(of_first[2], 0));
+}
+
+TEST(Invitations, WhatIsRedeemedMakesRoom) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 2, .most = 3, .lifetime_ns = 10});
+  const Invitation first = invitations.issue(1, 1, 0), second = invitations.issue(1, 2, 0);
+  EXPECT_EQ(invitations.redeem(first, 0), 1U);
+  const Invitation third = invitations.issue(1, 3, 0);
+  const Invitation fourth = invitations.issue(1, 4, 0);
+  EXPECT_FALSE(invitations.redeem(second, 0));
+  EXPECT_EQ(invitations.redeem(third, 0), 3U);
+  invitations.clear();
+  EXPECT_FALSE(invitations.redeem(fourth, 0));
 }
 
 TEST(Invitations, WithoutALifetimeTheyStay) {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <fstream>
 
-#include "bench/cuda_baseline.h"
+#include "bench/baselines.h"
 #include "cpp/transports/cuda/pair.h"
 #include "transports/cuda/protocol.h"
 
