@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blobs of transport_api/transport.h (addresses, hellos, replies, keys): little-endian integers and
-// length-prefixed strings. A reader never looks past its end: the first field that does not fit makes ok()
-// false for good and every later field zero or empty, so a parser reads all fields and asks done() once.
+// Writes and reads the blobs of transport_api/transport.h (addresses, hellos, replies, keys): little-endian
+// integers and length-prefixed strings. A reader never looks past its end. The first field that does not fit
+// makes ok() false for good and every later field zero or empty, so a parser reads all fields and checks
+// done() once.
 #pragma once
 
 #include <array>
@@ -46,7 +47,7 @@ class BlobReader {
 
   uint32_t u32() { return integer<uint32_t>(); }
   uint64_t u64() { return integer<uint64_t>(); }
-  /// A length-prefixed string of at most `max_bytes`.
+  /// Reads a length-prefixed string of at most `max_bytes`.
   std::string_view bytes(size_t max_bytes) {
     const uint32_t size = u32();
     if (size > max_bytes) ok_ = false;
@@ -59,7 +60,7 @@ class BlobReader {
     return *this;
   }
   bool ok() const { return ok_; }
-  /// Every field so far was there and nothing is left over.
+  /// Returns whether every field so far was there and nothing is left over.
   bool done() const { return ok_ && rest_.empty(); }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one clock of the data plane: monotonic, in nanoseconds, never compared between hosts.
+// The one clock of the data plane is monotonic, counts nanoseconds, and is never compared between hosts.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@ inline int64_t now_ns() {
 }
 #endif
 
-/// What is done now and then, and at the first call.
+/// Says when work is due that is done once per interval, and at the first call.
 class Interval {
  public:
   explicit Interval(int64_t ns) : ns_(ns) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How C++ threads tell an event loop that something ended: a list and an eventfd, never the GIL.
+// C++ threads report ended work to an event loop through a list and an eventfd. They never take the GIL.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class CompletionQueue {
  public:
   static Result<std::shared_ptr<CompletionQueue>> make();
 
-  /// Writes the eventfd only on empty -> non-empty.
+  /// Writes the eventfd only when the list was empty.
   void push(uint64_t token);
   /// Empties the list and the eventfd.
   std::vector<uint64_t> drain();

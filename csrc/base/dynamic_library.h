@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Libraries that are opened at run time, so that kvlink imports where they are absent.
+// Opens libraries at run time, so that kvlink can be imported where they are absent.
 #pragma once
 
 #include <initializer_list>
@@ -12,10 +12,10 @@ namespace kvlink {
 /// A shared library, open until the process ends.
 class Library {
  public:
-  /// Takes the first of `names` that there is. `fix` is what the refusal recommends.
+  /// Opens the first of `names` that exists. `fix` is what the refusal recommends.
   static Result<Library> open(std::initializer_list<const char*> names, const std::string& fix);
 
-  /// False, and the name in missing(), when the library has no such symbol.
+  /// Returns false, and missing() names the symbol, if the library does not have it.
   template <typename Function>
   bool load(Function*& into, const char* symbol) {
     into = reinterpret_cast<Function*>(find(symbol));

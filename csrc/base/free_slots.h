@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The free slots of a lease table, the longest unused first: a late store of a slot's earlier reader has long
-// arrived by the time the slot is granted again.
+// Keeps the free slots of a lease table, the longest unused first. By the time a slot is granted again, a
+// late store by its earlier reader has arrived.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace kvlink {
 /// takes constant time.
 class FreeSlots {
  public:
-  /// All of 1 to num_slots - 1 are free.
+  /// Slots 1 to num_slots - 1 are free at first.
   explicit FreeSlots(uint32_t num_slots) : next_(num_slots), previous_(num_slots) {
     for (uint32_t slot = 1; slot < num_slots; ++slot) push(slot);
   }
@@ -21,7 +21,7 @@ class FreeSlots {
   bool contains(uint32_t slot) const {
     return slot != 0 && slot < next_.size() && (next_[slot] != 0 || previous_[0] == slot);
   }
-  /// The longest unused one. REQUIRES size() > 0.
+  /// Takes the slot that was unused the longest. REQUIRES size() > 0.
   uint32_t pop() {
     const uint32_t slot = next_[0];
     remove(slot);
@@ -34,7 +34,7 @@ class FreeSlots {
     next_[slot] = 0;
     --size_;
   }
-  /// REQUIRES !contains(slot), and slot to be one of the table's.
+  /// REQUIRES !contains(slot), and that the table has the slot.
   void push(uint32_t slot) {
     next_[slot] = 0;
     previous_[slot] = previous_[0];

@@ -48,7 +48,7 @@ Status fill_random(void* into, size_t bytes) {
 
 std::string random_bytes(size_t bytes) {
   std::string drawn(bytes, '\0');
-  // Engine::make() has tried it, and nobody may go on with a secret that is not random.
+  // Engine::make() has tried it. A process must not continue with a secret that is not random.
   if (!fill_random(drawn.data(), bytes).ok()) std::abort();
   return drawn;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who may connect: one-time secrets that an owner gives out over the control plane and that a reader shows
-// when it connects.
+// Controls who may connect: an owner gives out one-time secrets over the control plane, and a reader shows
+// one when it connects.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A descriptor for work that does not signal its end: readable when it is time to poll again, and when
-// another descriptor is.
+// A descriptor for work that does not signal its end. It becomes readable when it is time to poll again, or
+// when another descriptor does.
 #pragma once
 
 #include <sys/epoll.h>
@@ -18,13 +18,13 @@
 
 namespace kvlink {
 
-/// Polls soon, then less and less often: each wait is longer than the one before by a part of it, in 1/8.
+/// Polls soon, then less and less often. Each wait is longer than the one before by `longer_by` eighths.
 class PollTimer {
  public:
   PollTimer(int64_t first_ns, int64_t last_ns, int64_t longer_by)
       : first_ns_(first_ns), last_ns_(last_ns), longer_by_(longer_by) {}
 
-  /// `other`: borrowed until close(); -1: there is none.
+  /// `other` is borrowed until close(); -1 means none.
   Status open(int other) {
     static const std::string kDoing = "cannot watch a connection";
     Result<UniqueFd> timer = sys::timer(kDoing, Code::kTransportUnavailable),
@@ -37,11 +37,11 @@ class PollTimer {
     return opened ? Status{} : sys::failed(Code::kTransportUnavailable, kDoing, "epoll_ctl", errno);
   }
   int fd() const { return either_.get(); }
-  /// Before sleeping: whether there is something to look for.
+  /// To be called before sleeping. `looks` says whether there is work to poll for.
   void arm(bool looks) {
     if (looks || ns_ > 0) set(looks ? std::clamp(ns_ + ns_ * longer_by_ / 8, first_ns_, last_ns_) : 0);
   }
-  /// Something ended: the next look is soon.
+  /// To be called when work has ended: the next poll is soon again.
   void progressed() {
     if (ns_ > 0) set(0);
   }
@@ -52,7 +52,7 @@ class PollTimer {
 
  private:
   bool add(int fd) { return sys::watch(either_.get(), fd, EPOLLIN, 0); }
-  /// 0 stops the timer; setting it also makes it unreadable.
+  /// Sets the timer; 0 stops it. Either makes it unreadable.
   void set(int64_t ns) {
     ns_ = ns;
     const itimerspec after{{}, {0, ns}};

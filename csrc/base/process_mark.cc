@@ -13,7 +13,8 @@ uint32_t num_forks() { return ProcessMark::forks_.load(std::memory_order_relaxed
 
 namespace {
 
-// Refused only without memory at the start of the process; a child would then use what is its parent's.
+// It fails only without memory at the start of the process. A forked child would then use its parent's
+// objects.
 [[maybe_unused]] const int registered = ::pthread_atfork(nullptr, nullptr, &count_fork);
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which process made an object. A forked child has a copy of the memory, the same sockets and none of the
-// threads: what its parent made must neither be used nor be destroyed there.
+// Records which process made an object. A forked child has a copy of the memory and the same sockets but none
+// of the threads, so it must neither use nor destroy what its parent made.
 #pragma once
 
 #include <atomic>
@@ -10,15 +10,14 @@
 
 namespace kvlink {
 
-/// The number of forks between this process and the one that loaded the library: another number in each
-/// child.
+/// Counts the forks between this process and the one that loaded the library. Each child has another number.
 uint32_t num_forks();
 
 class ProcessMark {
  public:
-  /// Made by a process that this one was forked from. Costs one load.
+  /// Returns whether this process was forked from the one that made the object. Costs one load.
   bool inherited() const { return made_ != forks_.load(std::memory_order_relaxed); }
-  /// kConfig where it is inherited.
+  /// Returns kConfig if the object is inherited.
   Status check() const;
 
  private:
@@ -29,8 +28,8 @@ class ProcessMark {
   uint32_t made_ = forks_.load(std::memory_order_relaxed);
 };
 
-/// Deletes for a shared_ptr, but in a forked child leaves everything as it is: destructors would wait for
-/// threads that are not there and take back what the parent still uses.
+/// Deletes for a shared_ptr, but not in a forked child: destructors would wait for threads that do not exist
+/// there and release what the parent still uses.
 struct DeleteOwn {
   template <typename T>
   void operator()(T* object) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call on the data path answers: success, or a kind of failure with a sentence.
-// No exceptions here; bindings/module.cc turns each Code into the Python exception of the same name.
+// Calls on the data path return a Status: success, or a kind of failure with a message. They throw no
+// exceptions; bindings/module.cc turns each Code into the Python exception of the same name.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ enum class Code : uint8_t {
   kStaleBlocks,           // the lease ended before the read did; the bytes must not be used
 };
 
-/// Why blocks are stale: what stands in the slot in place of the ticket's nonce (1 to 4 are tombstones, see
-/// LeaseEnd), or what is known of the worker.
+/// Says why blocks are stale: the value found in the slot instead of the ticket's nonce (1 to 4 are
+/// tombstones, see LeaseEnd), or what is known of the worker.
 enum class StaleReason : uint8_t {
   kUnknown,
   kSettled,       // another reader of the seat settled it
@@ -62,7 +62,7 @@ class [[nodiscard]] Status {
   const std::string& what() const { return what_; }
   const std::string& fix() const { return fix_; }
   StaleReason stale() const { return stale_; }  // of kStaleBlocks
-  /// Both.
+  /// Returns `what` and `fix` in one line.
   std::string sentence() const { return fix_.empty() ? what_ : what_ + "; " + fix_; }
 
  private:
@@ -71,7 +71,7 @@ class [[nodiscard]] Status {
   std::string what_, fix_;
 };
 
-/// A value or the Status that explains its absence. REQUIRES ok() before `*` and `->`.
+/// Holds a value, or the Status that explains its absence. REQUIRES ok() before `*` and `->`.
 template <typename T>
 class [[nodiscard]] Result {
  public:

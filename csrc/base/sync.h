@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the reader's engine locks, waits and counts with: the standard types and the kernel's descriptors. The
-// simulation (tests/simulation) compiles the same code with types of its own, under a scheduler that a seed
-// decides.
+// Locks, threads and descriptors of the reader's engine: the standard types and the kernel's. The simulation
+// (tests/simulation) compiles the same code with its own types, under a scheduler that a seed decides.
 #pragma once
 
 #ifdef KVLINK_SIMULATED_SYNC
@@ -33,7 +32,7 @@ using Thread = std::thread;
 template <typename T>
 using Atomic = std::atomic<T>;
 
-/// `doing` begins the sentence of a failure, here and below.
+/// `doing` begins the message of a failure, here and below.
 inline Result<UniqueFd> open_event(const std::string& doing) { return sys::event_fd(doing); }
 
 inline Result<Thread> start_thread(const std::string& doing, const char* name, std::function<void()> body) {
@@ -42,7 +41,7 @@ inline Result<Thread> start_thread(const std::string& doing, const char* name, s
 
 inline void yield_thread() { std::this_thread::yield(); }
 
-/// Makes an eventfd readable. Cannot fail: the counter is far from its limit.
+/// Makes an eventfd readable. It cannot fail, because the counter is far from its limit.
 inline void set_event(int fd) {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(fd, &one, sizeof(one));
@@ -54,7 +53,7 @@ inline void clear_event(int fd) {
   [[maybe_unused]] const ssize_t got = ::read(fd, &count, sizeof(count));
 }
 
-/// ppoll() without a signal mask: how many are ready, 0 after `ns`, -1 with errno.
+/// Calls ppoll() without a signal mask. Returns how many are ready, 0 after `ns`, or -1 with errno set.
 inline int wait_ready(std::span<pollfd> fds, int64_t ns) {
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
   return ::ppoll(fds.data(), fds.size(), &timeout, nullptr);

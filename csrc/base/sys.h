@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls to the operating system that may be refused: descriptors, memory and threads can run out, and a
-// container's rules can forbid a call. Every failure is checked here and named by its cause.
+// Wraps system calls that may be refused: descriptors, memory and threads can run out, and a container's
+// rules can forbid a call. Every failure is checked here, and its message names the cause.
 #pragma once
 
 #include <sys/types.h>
@@ -16,33 +16,33 @@
 
 namespace kvlink::sys {
 
-/// A Status of `code` that says what was being done, which call failed, the cause of `error` (an errno), and
-/// what mends it.
+/// Returns a Status of `code` that says what was being done, which call failed, the cause of `error` (an
+/// errno), and the fix.
 Status failed(Code code, const std::string& doing, const char* call, int error);
-/// At construction: a lack of descriptors, memory or threads is the process's and so kConfig; any other
-/// refusal is one transport's, kTransportUnavailable.
+/// For use at construction. A process that lacks descriptors, memory or threads gets kConfig. Any other
+/// refusal concerns one transport: kTransportUnavailable.
 Status transport_failed(const std::string& doing, const char* call, int error);
-/// Whether what `call` lacked is memory.
+/// Returns whether `call` failed because memory is short.
 bool is_memory(const char* call, int error);
 
-// `doing` begins the sentence of a failure, which is of `code`.
+// `doing` begins the message of a failure, which has `code`.
 Result<UniqueFd> event_fd(const std::string& doing, Code code = Code::kConfig);
 Result<UniqueFd> epoll(const std::string& doing, Code code = Code::kConfig);
 Result<UniqueFd> timer(const std::string& doing, Code code = Code::kConfig);
 /// Starts a thread named `name`, at most 15 characters.
 Result<std::thread> start_thread(const std::string& doing, const char* name, std::function<void()> body);
 
-// These answer as the calls do: -1 with errno set.
+// These return what the calls return: -1 with errno set on failure.
 int make_memfd(const char* name, unsigned flags);
 int set_size(int fd, uint64_t bytes);
 int add_seals(int fd, int seals);
-/// MAP_FAILED with errno set.
+/// Returns MAP_FAILED with errno set on failure.
 void* map_shared(uint64_t bytes, int protection, int more_flags, int fd, uint64_t offset);
 int open_file(const char* path, int flags);
 int duplicate(int fd);
 int socket(int family, int type);
 ssize_t draw_random(void* into, size_t bytes);
-// False with errno set.
+// These return false with errno set on failure.
 bool watch(int epoll, int fd, uint32_t events, uint64_t data);
 bool rewatch(int epoll, int fd, uint32_t events, uint64_t data);
 bool set_nonblocking(int fd);
@@ -52,7 +52,8 @@ bool set_option(int socket, int level, int option, const T& value) {
   return set_option(socket, level, option, &value, sizeof value);
 }
 
-/// For tests: asked before each call above by its name. Another answer than 0 is the errno it fails with.
+/// For tests: called before each call above with its name. If it does not return 0, the call fails with that
+/// errno.
 using Refuses = int (*)(const char* call);
 void refuse_calls(Refuses refuses);
 

@@ -31,7 +31,7 @@ constexpr size_t kPageBytes = 4096;
 constexpr size_t kPagesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
 constexpr size_t kTurnBytes = 256;
 
-/// Whole lines of at most a page each, and what is left of the pieces before and after them.
+/// Whole lines of at most a page each, and the rests of the pieces before and after them.
 struct Cut {
   std::vector<BaselinePiece> pages, odds;
 };

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine does without kvlink: bare copies here, bare sockets in bench/tcp_baseline.h, for
-// benchmarks to put beside a pull. Shares no code with the transports, so that a slow transport cannot lower
-// the limit it is compared with. Every time is of the bare work alone: lists are prepared before the clock
-// starts.
+// What this machine does without kvlink: bare copies, and bare sockets in bench/tcp_baseline.h. It shares no
+// code with the transports, so that a slow transport cannot lower the limit it is compared with. Times cover
+// the bare work alone: lists are prepared before the clock starts.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +17,14 @@ struct BaselinePiece {
 };
 using BaselinePieces = std::span<const BaselinePiece>;
 
-/// glibc's memcpy, piece after piece. Returns ns.
+/// Copies piece after piece by glibc's memcpy. Returns ns.
 int64_t baseline_memcpy(BaselinePieces pieces);
-/// Non-temporal stores, eight pages in turns. Returns ns.
+/// Copies eight pages in turns by non-temporal stores. Returns ns.
 int64_t baseline_streamed_copy(BaselinePieces pieces);
-/// process_vm_readv out of process `pid`, 1,024 pieces a call. Returns ns.
+/// Copies out of process `pid` by process_vm_readv, 1,024 pieces a call. Returns ns.
 Result<int64_t> baseline_process_vm_readv(int pid, BaselinePieces pieces);
-/// One cuMemcpyAsync a piece, by the GPU that the first piece lands on or comes from, and the wait for all.
-/// Returns ns. kTransportUnavailable without CUDA.
+/// Copies each piece by one cuMemcpyAsync of the GPU that the first piece lands on or comes from, and waits
+/// for all. Returns ns, or kTransportUnavailable without CUDA.
 Result<int64_t> baseline_cuda_copies(BaselinePieces pieces);
 
 }  // namespace kvlink

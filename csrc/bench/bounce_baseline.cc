@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kBounceBytes = 64 << 20;  // what KVLINK_BOUNCE_BYTES is unless set
 constexpr size_t kUnderWay = 4;
 
-/// The pieces, in the order that they travel in.
+/// Returns the offsets of the pieces in the order of their copies.
 std::vector<uint64_t> places(uint64_t bytes, uint32_t piece_bytes) {
   std::vector<uint64_t> places(bytes / piece_bytes);
   for (uint64_t at = 0; at < places.size(); ++at) places[at] = at * piece_bytes;
@@ -64,7 +64,7 @@ Status bounce_all(Bounce& bounce, CopyQueue& queue, CopyTo to, std::byte* base,
   return {};
 }
 
-/// Of all of `memory`, in pieces as large as what is pinned.
+/// Returns pieces that cover all of `memory`, each as large as the pinned memory.
 std::vector<BaselinePiece> plain_pieces(const MemoryRange& memory, const MemoryRange& pinned, CopyTo to) {
   std::vector<BaselinePiece> pieces;
   for (uint64_t at = 0; at < memory.bytes; at += pinned.bytes) {

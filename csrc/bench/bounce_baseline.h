@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bounce buffer's copies take by themselves, without a wire, for benchmarks.
+// Times the bounce buffer's copies without a wire.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,15 @@
 
 namespace kvlink {
 
-/// Of as many bytes. `plain`: by the driver, as large pieces of pinned memory as there are.
+/// Times for the same number of bytes. `plain` copies pinned memory by the driver, in pieces as large as
+/// possible.
 struct BounceTimes {
   int64_t bounced_ns = 0, plain_ns = 0;
 };
 
-/// Moves all of `memory`, of a GPU, through slots: pieces of `piece_bytes` in an order of their own, a few
-/// slots under way as a connection has them. What the memory holds afterwards is of no use when it went
-/// `to` the device. kTransportUnavailable without CUDA.
+/// Moves all of a GPU's `memory` through slots, in pieces of `piece_bytes` in random order, with a few slots
+/// under way as in a connection. If `to` is the device, the contents of the memory are undefined afterwards.
+/// kTransportUnavailable without CUDA.
 Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes, CopyTo to,
                                 std::string_view image);
 

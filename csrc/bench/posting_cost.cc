@@ -64,7 +64,7 @@ class RingQp {
   std::vector<Entry> ring_ = std::vector<Entry>(kRingEntries);
 };
 
-/// Regions that hold all that the plan names.
+/// Regions that contain everything that the plan names.
 struct Regions {
   std::vector<LocalRegion> locals;
   std::vector<RemoteRegion> remotes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What posting costs the CPU where there is no NIC.
+// Measures what posting costs the CPU, without a NIC.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace kvlink {
 
-/// CPU nanoseconds of checking, chaining and posting a whole plan once, the best of `rounds`. The queue pair
-/// behind ibv_post_send is one whose provider writes each work request to a ring the way NICs want them (a
-/// control segment, the remote address, one pointer a local segment) and rings no doorbell: those cost what
-/// the NIC makes them cost, once per chain.
+/// Returns the CPU nanoseconds of checking, chaining and posting a whole plan once, the best of `rounds`. The
+/// provider behind ibv_post_send writes each work request to a ring as NICs expect it (a control segment, the
+/// remote address, one pointer per local segment). It rings no doorbell, whose cost depends on the NIC and
+/// arises once per chain.
 Result<int64_t> time_posting(const Plan& plan, uint32_t rounds);
 
 }  // namespace kvlink

@@ -39,7 +39,7 @@ void tune(int socket) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
 }
 
-/// Cut to what one call should move.
+/// Cuts pieces to what one call should move.
 void add(std::vector<iovec>& pieces, uint64_t base, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += kSocketCallBytes) {
     pieces.push_back(
@@ -47,7 +47,7 @@ void add(std::vector<iovec>& pieces, uint64_t base, uint64_t bytes) {
   }
 }
 
-/// `call` is sendmsg or recvmsg. Eats the pieces. False: it failed or the other end is gone.
+/// `call` is sendmsg or recvmsg. Consumes the pieces. Returns false if it failed or the other end is gone.
 bool move_all(ssize_t (*call)(int, msghdr&), int socket, std::span<iovec> pieces) {
   while (!pieces.empty()) {
     msghdr message{};
@@ -122,7 +122,7 @@ void BaselineSource::serve(int sink) const {
   ::shutdown(sink, SHUT_RDWR);
 }
 
-/// They come as they are in the sink's memory: both ends are this host.
+/// Receives them in the byte order of the sink's memory, because both ends are on this host.
 bool BaselineSource::take_pieces(int sink, uint64_t count, std::vector<iovec>& pieces) const {
   pieces.clear();
   if (count > kMaxPieces) return false;

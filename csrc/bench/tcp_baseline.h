@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bare stream between two processes over plain blocking sockets of the loopback interface: pieces of memory
-// go by sendmsg, land by recvmsg, and nothing paces them.
+// A bare stream between two processes over blocking sockets of the loopback interface. Pieces of memory are
+// sent by sendmsg and received by recvmsg, and nothing paces them.
 #pragma once
 
 #include <sys/uio.h>
@@ -19,7 +19,7 @@
 
 namespace kvlink {
 
-/// Sends pieces of one span of memory. Owns a thread, and one more for every sink until close().
+/// Sends pieces of one span of memory. Owns one thread, and one more per sink until close().
 class BaselineSource {
  public:
   /// The caller keeps the memory alive until close().
@@ -56,8 +56,8 @@ class BaselineSink {
  public:
   static Result<std::unique_ptr<BaselineSink>> connect(uint16_t port);
 
-  /// Both ends have their lists before the clock starts. Returns ns from before the one word that asks for
-  /// the bytes to the last of them.
+  /// Both ends have their lists before the clock starts. Returns ns from sending the word that requests the
+  /// bytes until the last byte has arrived.
   Result<int64_t> read(BaselinePieces pieces);
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the binding files share: Status to exception, and conversions.
+// Shared by the binding files: Status to exception, and conversions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace kvlink {
 
-// In kvlink.errors, by Code.
+// The exceptions of kvlink.errors, by Code.
 inline constexpr const char* kExceptions[] = {"",
                                               "ConfigError",
                                               "LayoutMismatch",
@@ -48,7 +48,7 @@ inline void check(const Status& status) {
   if (!status.ok()) raise(status);
 }
 
-/// `method`, which raises in a forked child of the process that made the object.
+/// Wraps `method` so that it raises in a forked child of the process that made the object.
 template <typename Object, typename Returned, typename... Arguments>
 auto own(Returned (Object::*method)(Arguments...)) {
   return [method](Object& self, Arguments... arguments) {
@@ -70,8 +70,8 @@ T take(Result<T> result) {
   return std::move(*result);
 }
 
-/// Python has a small struct as a tuple of its fields, in this order; anything else is a TypeError. The
-/// caster of std::tuple takes any sequence and costs every pull 0.3 us more.
+/// Converts a small struct from and to a tuple of its fields, in this order; anything else is a TypeError.
+/// The caster of std::tuple takes any sequence and costs every pull 0.3 us more.
 template <typename Struct, auto... fields>
 struct TupleCaster {
   PYBIND11_TYPE_CASTER(Struct, py::detail::const_name("tuple"));

@@ -18,7 +18,7 @@ uint64_t bytes_of(const Memory& memory) {
   return memory.range().bytes;
 }
 
-/// Raises with the GIL, which `allocate` runs without.
+/// Runs `allocate` without the GIL, and raises with it.
 template <typename Allocate>
 auto allocated(const Allocate& allocate) {
   auto memory = [&] {
@@ -29,7 +29,7 @@ auto allocated(const Allocate& allocate) {
   return take(std::move(memory));
 }
 
-/// Runs Python's signal handlers, on the main thread; false: one raised.
+/// Returns a function that runs Python's signal handlers on the main thread; it returns false if one raised.
 std::function<bool()> handles_signals() {
   if (!on_main_thread()) return {};
   return [] {

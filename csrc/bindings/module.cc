@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments in, Status out as an exception of kvlink.errors, the GIL released around what may wait.
+// The Python module `_core`. A Status becomes an exception of kvlink.errors, and calls that may wait release
+// the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,7 +21,7 @@ struct py::detail::type_caster<kvlink::LeaseSeat>
 namespace kvlink {
 namespace {
 
-/// A tuple with named fields: as cheap as a plain one.
+/// A tuple with named fields, which is as cheap as a plain one.
 py::object as_tuple(const TransferStats& stats) {
   static PyStructSequence_Field fields[] = {
       {"bytes", nullptr},     {"num_ops", nullptr},    {"num_segments", nullptr}, {"plan_ns", nullptr},
@@ -112,7 +113,7 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
   request.seat = seat;
   request.stream = static_cast<StreamUnit>(stream);
   request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
-  // A few microseconds of copying are cheaper than giving the GIL away and queueing for it again.
+  // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
   const uint64_t bytes = request.planner->bytes(tokens.end - tokens.begin, layers);
   if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
   py::gil_scoped_release release;

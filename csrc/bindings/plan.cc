@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layouts, plans and what makes them.
+// Bindings of layouts, plans and planners.
 #include "bindings/plan.h"
 
 #include <pybind11/numpy.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What pulls take from the bindings of plans.
+// Shared by the bindings of plans and pulls.
 #pragma once
 
 #include <memory>

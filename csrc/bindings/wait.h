@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waiting without the GIL. Only the main thread runs Python's signal handlers, so it must not wait for long
-// in one piece: a Ctrl-C would have no effect until the deadline.
+// Waits without the GIL. Only the main thread runs Python's signal handlers, so it must not wait long in one
+// piece: Ctrl-C would have no effect until the deadline.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,12 +22,11 @@ namespace kvlink {
 
 inline constexpr int64_t kSignalsNs = 20'000'000;  // between two looks for signals
 
-/// Python's main thread is the one that the process, or a forked child, began with.
+/// Returns whether this is Python's main thread, with which the process or a forked child began.
 inline bool on_main_thread() { return ::gettid() == ::getpid(); }
 
-/// Calls `wait(ns)` until it answers true or `timeout_ns` have passed (negative: never), which it then
-/// answers with false. Throws what a signal handler raised. Nothing is asked of Python before kSignalsNs have
-/// passed.
+/// Calls `wait(ns)` until it returns true or `timeout_ns` have passed (negative: never), in which case it
+/// returns false. Throws what a signal handler raised. Does not call Python before kSignalsNs have passed.
 template <typename Wait>
 bool wait_for(int64_t timeout_ns, const Wait& wait) {
   const auto piece = [&wait](int64_t ns) {
@@ -44,8 +43,8 @@ bool wait_for(int64_t timeout_ns, const Wait& wait) {
   }
 }
 
-/// Runs `call`, which cannot be left half done, without the GIL. The main thread has another one do it, and
-/// runs signal handlers meanwhile; what they raise is thrown when `call` has returned.
+/// Runs `call`, which cannot be interrupted, without the GIL. The main thread lets another thread run it, and
+/// runs signal handlers meanwhile; what they raise is thrown after `call` has returned.
 template <typename Call>
 auto run_whole(Call call) {
   const auto here = [&call] {

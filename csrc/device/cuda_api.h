@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of libcuda that copies and sharing take, as it is found at run time. Signatures and numbers are
-// those of cuda.h 13.0; the names with a version in them have been the current ones since CUDA 11.4.
+// The part of libcuda that copies and sharing need, loaded at run time. Signatures and numbers are those of
+// cuda.h 13.0; names with a version in them have been current since CUDA 11.4.
 #pragma once
 
 #include <cstddef>
@@ -63,7 +63,7 @@ struct CopyAttributes {
   unsigned flags;
 };
 
-/// Each answers a CUresult.
+/// Each returns a CUresult.
 struct Api {
   int (*init)(unsigned flags);
   int (*get_error_name)(int error, const char** name);
@@ -124,13 +124,13 @@ struct Api {
   int (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
                     size_t* attribute_starts, size_t num_attributes, Stream stream);
 
-  /// kTransportUnavailable unless `result` is kSuccess; `call` is what answered it.
+  /// Returns kTransportUnavailable unless `result`, which `call` returned, is kSuccess.
   Status check(int result, const char* call) const;
 };
 
-/// Opens the driver's library once. kTransportUnavailable, with what fixes it, when it is absent or too old.
+/// Opens the driver's library once. Returns kTransportUnavailable and the fix if it is absent or too old.
 Result<const Api*> library();
-/// And initialises it: from then on children of a fork cannot use it.
+/// Also initialises it. From then on forked children cannot use it.
 Result<const Api*> api();
 
 }  // namespace kvlink::cuda

@@ -18,11 +18,11 @@ using cuda::Device;
 
 constexpr uint32_t kTablePieces = DeviceCopier::kTableBytes / sizeof(GatherPiece);
 constexpr uint32_t kMostCuts = 16;  // that a slot's pieces may need beside themselves
-// On average: from here on copy engines are as fast, and leave the GPU's cores alone.
+// Average piece size from which copy engines are as fast as the kernel, and leave the GPU's cores free.
 constexpr uint64_t kLargeBytes = 128 << 10;
 
-/// What queues share. The kernel reads and writes pinned host memory where it is: one launch a slot, however
-/// many pieces it has.
+/// State that queues share. The kernel accesses pinned host memory in place: one launch per slot, whatever
+/// the number of pieces.
 struct Means {
   const std::shared_ptr<const Device> device;
   const std::shared_ptr<CudaGather> gather;

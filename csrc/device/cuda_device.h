@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GPU, and a stream of it whose work ends under a number.
+// A GPU, and a stream on it that numbers its work.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@ namespace kvlink::cuda {
 
 inline Address address_of(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
-/// A GPU's primary context, which is also torch's, kept alive. Any thread.
+/// Keeps a GPU's primary context, which is also torch's. Any thread.
 class Device {
  public:
-  /// The one that `memory` is on.
+  /// Returns the GPU that has `memory`.
   static Result<std::shared_ptr<const Device>> of(const std::byte* memory);
-  /// By CUDA's number in this process.
+  /// Returns the GPU with CUDA's number in this process.
   static Result<std::shared_ptr<const Device>> at(int ordinal);
   Device(const Api& api, int ordinal, int device, Context context, const Uuid& uuid)
       : api(api), ordinal(ordinal), device(device), context(context), uuid(uuid) {}
@@ -38,7 +38,7 @@ class Device {
   const Uuid uuid;
 };
 
-/// Makes the context current on this thread, whose own comes back.
+/// Makes the context current on this thread, and restores the previous one.
 class Current {
  public:
   explicit Current(const Device& device)
@@ -56,23 +56,23 @@ class Current {
   const Status status_;
 };
 
-/// A non-blocking stream, so it waits for no other kernels: a worker that offers blocks has waited for its
-/// own. Not thread safe, and not tied to a thread. All but done() of an ended number want the device to be
-/// Current.
+/// A non-blocking stream, which waits for no other kernels: a worker that offers blocks has waited for its
+/// own. Not thread safe, and not tied to a thread. Every call requires the device to be Current, except
+/// done() of an ended number.
 class MarkedStream {
  public:
   static Result<std::unique_ptr<MarkedStream>> open(std::shared_ptr<const Device> device);
-  /// Waits for what is under way.
+  /// Waits until nothing is under way.
   ~MarkedStream();
   MarkedStream(const MarkedStream&) = delete;
   MarkedStream& operator=(const MarkedStream&) = delete;
 
   const Device& device() const { return *device_; }
   Stream get() const { return stream_; }
-  /// All that was started so far, under one number. When it fails, nothing is under way.
+  /// Numbers everything started so far. If it fails, nothing is under way.
   Result<uint64_t> mark();
-  /// Whether that has ended: for the CPU, and for what the device starts from now on. Never blocks. Not ok:
-  /// the device is lost.
+  /// Returns whether that work has ended, for the CPU and for what the device starts from now on. Never
+  /// blocks. An error means that the device is lost.
   Result<bool> done(uint64_t number);
   /// Blocks until nothing is under way.
   void drain();

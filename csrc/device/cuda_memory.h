@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPU memory that kvlink allocates: one physical allocation that other processes and NICs may map.
+// GPU memory that kvlink allocates. It is one physical allocation that other processes and NICs may map.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ namespace kvlink {
 /// Owns the allocation and its mapping. Its bytes are zero.
 class CudaMemory {
  public:
-  /// On the GPU with CUDA's number `ordinal`. kConfig without that much memory, kTransportUnavailable without
-  /// a GPU that shares memory.
+  /// Allocates on the GPU with CUDA's number `ordinal`. Returns kConfig if memory is short, and
+  /// kTransportUnavailable without a GPU that shares memory.
   static Result<std::shared_ptr<CudaMemory>> allocate(uint64_t bytes, int ordinal);
   ~CudaMemory();
   CudaMemory(const CudaMemory&) = delete;
   CudaMemory& operator=(const CudaMemory&) = delete;
 
-  /// As large as was asked for.
+  /// Returns a range of the requested size.
   MemoryRange range() const;
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// All that is asked of a device that has memory of its own: copies between a pool and slots, which are in
-// pinned host memory or on the device as well. Tests and device/cuda_copier.cc implement it; nothing else
-// here knows what a device is.
+// The interface of a device with its own memory: copies between a pool and slots, which are in pinned host
+// memory or on the device as well. Tests and device/cuda_copier.cc implement it; the rest of the core does
+// not know what a device is.
 #pragma once
 
 #include <cstddef>
@@ -16,23 +16,23 @@ namespace kvlink {
 
 enum class CopyTo : uint8_t { kDevice, kSlot };
 
-/// One contiguous piece. `slot` is in memory that DeviceCopier::pin() took, or in the device's.
+/// One contiguous piece. `slot` is in memory passed to DeviceCopier::pin(), or in the device's.
 struct CopyPiece {
   std::byte* device = nullptr;
   std::byte* slot = nullptr;
   uint64_t bytes = 0;
 };
 
-/// Copies under way. Not thread safe, and not tied to a thread.
+/// A queue of copies. Not thread safe, and not tied to a thread.
 class CopyQueue {
  public:
   /// Waits for the copies under way.
   virtual ~CopyQueue() = default;
-  /// Starts copying and returns at once, at most a slot of bytes (memory/slot_ring.h). Pieces may land in any
-  /// order; done() knows them together by the number returned. When it fails, none of them is under way.
+  /// Starts copying at most a slot of bytes (memory/slot_ring.h) and returns at once. Pieces may land in any
+  /// order; done() takes the number returned for all of them. If it fails, none of them is under way.
   virtual Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) = 0;
-  /// Whether they have landed: for the CPU, or for what the device starts from now on. Never blocks. Not ok:
-  /// the device is lost, and nothing copies any more.
+  /// Returns whether they have landed, for the CPU and for what the device starts from now on. Never blocks.
+  /// An error means that the device is lost and nothing copies any more.
   virtual Result<bool> done(uint64_t number) = 0;
   /// Blocks until nothing is under way.
   virtual void drain() = 0;
@@ -41,21 +41,21 @@ class CopyQueue {
 /// One device. Any thread.
 class DeviceCopier {
  public:
-  /// Of pinned host memory for each slot, for the list of its pieces.
+  /// Pinned host memory that each slot needs for its list of pieces.
   static constexpr uint64_t kTableBytes = 24 << 10;
 
-  /// Ends what pin() did.
+  /// Unpins the memory.
   virtual ~DeviceCopier() = default;
-  /// Takes host memory for copies, locked in place. The caller keeps it until this is destroyed.
+  /// Pins host memory for copies. The caller keeps it until this object is destroyed.
   virtual Status pin(std::byte* host, uint64_t bytes) = 0;
-  /// More of them at a time are copied one by one, which is slow.
+  /// More pieces at a time are copied one by one, which is slow.
   virtual uint32_t most_pieces() const { return UINT32_MAX; }
-  /// May not outlive this.
+  /// The queue may not outlive this object.
   virtual Result<std::unique_ptr<CopyQueue>> open_queue() = 0;
 };
 
-/// Finds the device that `memory` belongs to, for so many slots. kTransportUnavailable, reason and fix, where
-/// there is none.
+/// Makes a copier for the device that has `memory`, with so many slots. kTransportUnavailable, reason and
+/// fix, if there is none.
 using MakeDeviceCopier =
     std::function<Result<std::shared_ptr<DeviceCopier>>(const std::byte* memory, uint32_t num_slots)>;
 

@@ -7,12 +7,12 @@ namespace kvlink {
 namespace {
 
 constexpr unsigned kThreads = 128;  // of one block
-// Of them a whole block takes a piece: two 16-byte loads each for 4 KiB. Of pieces no larger than this on
-// average a warp does, one such load each.
+// Threads of a block, which copies one piece: two 16-byte loads each for 4 KiB. A warp copies pieces no
+// larger than kWarpBytes on average, with one such load per thread.
 constexpr unsigned kWarp = 32, kWarpBytes = 512;
 constexpr uint32_t kFew = 4;  // copied one by one: cheaper than to fill and send a table
 
-/// Every piece as often as it is listed: visit(from, to, bytes).
+/// Visits every piece as often as it is listed: visit(from, to, bytes).
 template <typename Visit>
 Status for_each(const CudaTables::Table& table, const GatherList& list, Visit&& visit) {
   const auto* const repeats = reinterpret_cast<const GatherRepeat*>(table.pieces + list.num_pieces);

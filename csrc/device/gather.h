@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many scattered pieces copied by one GPU at once: one launch, whatever their number.
+// Copies many scattered pieces on one GPU by one launch, whatever their number.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvlink {
 
-/// What a table lists.
+/// The contents of a table.
 struct GatherList {
   uint32_t num_pieces = 0, num_repeats = 0;
   uint64_t bytes = 0;  // of the pieces, once
@@ -20,31 +20,30 @@ struct GatherList {
   uint64_t num_copies() const { return uint64_t{num_pieces} * (1 + num_repeats); }
 };
 
-/// kvlink's kernel, cuMemcpyBatchAsync (CUDA 13), or one copy of the driver's after the other.
+/// kvlink's kernel, cuMemcpyBatchAsync (CUDA 13), or one driver copy per piece.
 enum class GatherBy : uint8_t { kKernel, kBatch, kCopies };
 
-/// The kernel, and what stands in for it. Any thread, after measure().
+/// The kernel and its alternatives. Any thread, after measure().
 class CudaGather {
  public:
-  /// `image` is the compiled module; empty: there is none, and copies go by cuMemcpyBatchAsync, or one by
-  /// one.
+  /// `image` is the compiled module. If it is empty, copies use cuMemcpyBatchAsync, or go one by one.
   static Result<std::shared_ptr<CudaGather>> make(std::shared_ptr<const cuda::Device> device,
                                                   std::string_view image);
   ~CudaGather();
   CudaGather(const CudaGather&) = delete;
   CudaGather& operator=(const CudaGather&) = delete;
 
-  /// Lets the kernel and cuMemcpyBatchAsync copy the same pieces, small and large, within this GPU, and keeps
-  /// to what was faster for each. Takes some milliseconds, and 16 MiB of the GPU's memory meanwhile; where
-  /// that is not to be had, or there is one way only, all stays as it is. Before the first start().
+  /// Measures the kernel and cuMemcpyBatchAsync on the same pieces, small and large, within this GPU, and
+  /// keeps the faster one for each size. Takes some milliseconds and 16 MiB of GPU memory; without that
+  /// memory, or with one way only, nothing changes. To be called before the first start().
   void measure();
-  /// Larger pieces are to be cut: a block of the kernel's threads takes each.
+  /// Larger pieces must be cut, because one block of the kernel's threads copies each.
   uint32_t most_piece_bytes() const { return function_ ? 64 << 10 : UINT32_MAX; }
-  /// Copies pieces, none larger than that, as often as is listed, and returns at once. REQUIRES that the
-  /// table is kept until they have ended, and that the device is Current.
+  /// Copies pieces, none larger than that, as often as listed, and returns at once. REQUIRES that the table
+  /// is kept until they have ended, and that the device is Current.
   Status start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const;
   const std::shared_ptr<const cuda::Device>& device() const { return device_; }
-  /// How it copies pieces of so many bytes each.
+  /// Returns how it copies pieces of this size.
   GatherBy by(uint64_t piece_bytes) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel and cuMemcpyBatchAsync, tried on the same pieces.
+// Compares the kernel and cuMemcpyBatchAsync on the same pieces.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -15,7 +15,7 @@ constexpr uint64_t kTrialBytes = 8 << 20;  // moved, from one half of as much ag
 constexpr uint32_t kSmallPiece = 4 << 10, kLargeTrial = 32 << 10;
 constexpr int kRounds = 5;  // the first finds everything cold
 
-/// Memory of the device for as long as the trial takes.
+/// Device memory for the duration of the trial.
 class Room {
  public:
   explicit Room(const cuda::Api& api) : api_(api) {}
@@ -32,7 +32,7 @@ class Room {
   const cuda::Api& api_;
 };
 
-/// Every piece of one half to a place of its own in the other.
+/// Lists every piece of one half with a place of its own in the other.
 GatherList list_scattered(const CudaTables::Table& table, cuda::Address base, uint32_t piece_bytes) {
   std::vector<uint32_t> places(kTrialBytes / piece_bytes);
   std::iota(places.begin(), places.end(), 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of pieces, as a GPU is given them: filled in pinned host memory, sent to their copy on the device.
+// Lists of pieces for a GPU. They are filled in pinned host memory and copied to the device.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,20 @@
 
 namespace kvlink {
 
-/// As kvlink_gather in gather.cu takes it.
+/// The layout that kvlink_gather in gather.cu expects.
 struct GatherPiece {
   uint64_t from = 0, to = 0;
   uint32_t bytes = 0, unused = 0;
 };
 static_assert(sizeof(GatherPiece) == 24);
 
-/// All pieces once more, elsewhere: what is added to both ends of each.
+/// Repeats all pieces elsewhere: the offsets added to both ends of each.
 struct GatherRepeat {
   uint64_t from = 0, to = 0;
 };
 static_assert(sizeof(GatherRepeat) == 16);
 
-/// A set number of tables of one size. Any thread.
+/// A fixed number of tables of one size. Any thread.
 class CudaTables {
  public:
   static Result<std::shared_ptr<CudaTables>> make(std::shared_ptr<const cuda::Device> device,
@@ -43,9 +43,9 @@ class CudaTables {
     CudaTables* tables;
     void operator()(Table* table) const { tables->give_back(table); }
   };
-  /// To be kept until what it lists has been copied.
+  /// Keep it until what it lists has been copied.
   using Held = std::unique_ptr<Table, Return>;
-  /// Null when all are taken.
+  /// Returns null if all are taken.
   Held take();
   uint32_t pieces_each() const { return pieces_each_; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Under which leases the pulls of one connection read, as the owner was told.
+// Tracks under which leases the pulls of one connection read, as announced to the owner.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class AnnouncedReaders {
  public:
   explicit AnnouncedReaders(uint32_t connection) : connection_(connection) {}
 
-  /// The word that says so.
+  /// Returns the word that announces this connection.
   uint64_t announcement(uint64_t nonce) const {
     return Announcement{connection_, Announcement::tag_of(nonce)}.word();
   }
@@ -23,13 +23,13 @@ class AnnouncedReaders {
     return Announcement{connection_, Announcement::tag_of(nonce), true}.word();
   }
 
-  /// One more pull reads under the lease with this nonce.
+  /// Counts one more pull that reads under the lease with this nonce.
   void begin(uint64_t nonce) {
     const std::lock_guard lock(mutex_);
     ++pulls_[nonce];
   }
-  /// One of them has ended. `is_first()`: no lane has said so before. True: nobody reads under the lease any
-  /// more, whichever lane asks.
+  /// Counts one pull less, if `is_first()`: no lane has reported its end before. Returns true if no pull
+  /// reads under the lease any more, whichever lane asks.
   template <typename IsFirst>
   bool end(uint64_t nonce, IsFirst is_first) {
     const std::lock_guard lock(mutex_);

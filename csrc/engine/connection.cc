@@ -90,7 +90,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
     probe.status = connect(probe, replies[index], pool_keys, lease_keys, deadline - now_ns());
     probe.pending = probe.status.ok();
   }
-  // The operations that endpoints refer to are in place from here on.
+  // The probes no longer move, so endpoints may refer to their operations.
   for (Probe& probe : probes) {
     if (!probe.pending) continue;
     probe.status = probe.lane->endpoint().post_read(0, {std::span(&probe.op, 1), &probe.segment});
@@ -129,7 +129,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   return regions;
 }
 
-/// Transfers may outlive the connection, and must not keep its lanes.
+/// Transfers may outlive the connection, and they must not keep its lanes alive.
 std::shared_ptr<const TransferDriver> Connection::make_driver() const {
   const auto wake = [threads = threads_] {
     for (const auto& thread : threads) thread->wake();

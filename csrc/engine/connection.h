@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's side of one peer over one transport: lanes that share the work of every pull.
+// The reader's side of one peer over one transport. Its lanes share the work of every pull.
 #pragma once
 
 #include <cstdint>
@@ -18,52 +18,53 @@ namespace kvlink {
 
 class Connection {
  public:
-  /// What pull() may spend on the calling thread before it hands a slow transfer to the progress thread:
-  /// several loopback round trips, far below the shortest step of an inference engine. A pull that has no
-  /// time at all has this.
+  /// The time that pull() may spend on the calling thread before it passes a slow transfer to the progress
+  /// thread: several loopback round trips, far below the shortest step of an inference engine. A pull without
+  /// any time left gets this.
   static constexpr int64_t kInlineBudgetNs = 300'000;
 
-  /// Pulls of up to `inline_bytes` run on the calling thread; where posts are launches, all are posted there.
+  /// Pulls of up to `inline_bytes` run on the calling thread; if posts are launches, all are posted there.
   /// Lanes without an endpoint could not be opened and are missing. `policy` decides which reads are staged;
-  /// null: none can be. Every pull is added to `path_stats` when it ends.
+  /// null: none. Every pull is added to `path_stats` when it ends.
   Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, uint64_t inline_bytes,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
              std::shared_ptr<PathStats> path_stats);
   ~Connection() { close(); }
 
   const ProcessMark& process() const { return process_; }
-  /// One per lane, for Transport::accept at the owner.
+  /// Returns one hello per lane, for Transport::accept at the owner.
   std::vector<std::string> hellos() const;
-  /// Connects every lane, imports the owner's regions and reads its lease table's header, so that success
-  /// means that this path works and leads to the right process. Lanes that fail are left out as long as one
-  /// is left. Returns the region index of each pool key.
+  /// Connects every lane, imports the owner's regions, and reads the header of its lease table. Success means
+  /// that this path works and leads to the right process. Lanes that fail are left out as long as one
+  /// remains. Returns the region index of each pool key.
   Result<std::vector<uint32_t>> establish(uint32_t connection_id, const std::vector<std::string>& replies,
                                           const std::vector<std::string>& pool_keys,
                                           const std::vector<std::string>& lease_keys, uint64_t epoch,
                                           int64_t timeout_ns);
 
-  /// Never blocks longer than a small inline pull takes. Null when the connection is broken.
+  /// Blocks no longer than a small inline pull takes. Returns null if the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
   bool settle(uint32_t slot, uint64_t value);
-  /// Nanoseconds of one bare read on the first lane, from post to completion, for benchmarks.
+  /// Returns the nanoseconds of one bare read on the first lane, from post to completion. For benchmarks.
   Result<int64_t> time_read(const ReadOp& op, const Segment& segment);
 
-  /// Whether a pull of this many bytes would run on the calling thread without ever waiting for the network.
+  /// Returns whether a pull of this size runs on the calling thread without ever waiting for the network.
   bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
-  /// To be replaced before the next pull: a lane broke, or lanes were missing and may be had by now.
+  /// Returns whether to replace the connection before the next pull: a lane broke, or lanes were missing and
+  /// may be available by now.
   bool broken() const;
   bool idle() const;
-  /// Makes the connection count as broken some seconds from now, because a better path may be back by then.
-  /// To be called before it is shared.
+  /// Makes the connection count as broken after some seconds, because a better path may be back by then. To
+  /// be called before it is shared.
   void replace_soon();
-  /// Makes idle lanes find out that they broke, and wakes the drivers of the others. Never waits for a lane.
+  /// Lets idle lanes find out that they broke, and wakes the drivers of the others. Never waits for a lane.
   void look_after();
-  /// Transfers queued or under way, one that uses several lanes as often.
+  /// Returns the number of transfers queued or under way. One that uses several lanes counts once per lane.
   uint32_t pending() const;
   std::string why_broken() const;
-  /// Traits::path of each lane.
+  /// Returns Traits::path of each lane.
   std::vector<std::string> paths() const;
-  /// Idempotent. Transfers in flight fail; on return no byte of theirs lands any more.
+  /// Idempotent. Transfers in flight fail, and on return no byte of theirs lands any more.
   void close();
 
  private:

@@ -17,14 +17,14 @@
 namespace kvlink {
 namespace {
 
-// While leases are active the owner looks at their words this often: settled blocks come back within a
+// How often the owner looks at the words of active leases, so that settled blocks return within a
 // millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 constexpr char kStarting[] = "cannot start this worker";
 
-/// Whether readers say in the lease slot which connection reads, so that it can be cut off.
+/// Returns whether readers announce in the lease slot which connection reads, so that it can be cut off.
 bool announces(const Transport& transport) {
   return transport.capabilities().can_fence && !transport.capabilities().guards;
 }
@@ -123,7 +123,7 @@ Status Engine::register_transport(TransportState& state) {
   return registered.ok() ? register_leases(state) : registered;
 }
 
-/// Whether reads of a transport that cannot export the pool may still land in it.
+/// Returns whether reads of a transport that cannot export the pool may still land in it.
 bool Engine::reads_without_export(const TransportState& state) const {
   return state.access.bounces || !state.transport->capabilities().needs_registered_target;
 }
@@ -149,7 +149,7 @@ Status Engine::allocate_own() {
   leases_ = std::make_unique<LeaseTable>(
       std::span(lease_slots_->range().base, LeaseTable::slots_bytes(num_slots)),
       std::span(peer_words_->range().base, LeaseTable::words_bytes(num_slots)), options_.epoch);
-  // The local regions are the pool's, then the scratch lines; every transport numbers them so.
+  // Local regions are the pool's, then the scratch lines. Every transport numbers them in this order.
   scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
   return {};
 }
@@ -262,7 +262,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   return connection;
 }
 
-/// At least one has an endpoint.
+/// At least one lane has an endpoint.
 Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state, const std::string& address,
                                                     uint32_t num_lanes) {
   Result<Endpoints> endpoints = state.transport->open(address, num_lanes);
@@ -362,7 +362,7 @@ void Engine::close() {
   close_descriptors();
 }
 
-/// A closed worker holds no descriptor. Its tables stay mapped: late calls may look into them.
+/// A closed worker holds no descriptors. Its tables stay mapped, because late calls may read them.
 void Engine::close_descriptors() {
   {
     const std::lock_guard lock(wake_mutex_);

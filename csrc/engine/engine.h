@@ -35,13 +35,13 @@ struct EngineOptions {
   uint32_t num_progress_threads = 1;
   uint64_t inline_bytes = 128 << 10;
   uint32_t num_lanes = 0;  // 0: each transport's own default
-  /// Of host memory that may be pinned for a pool in device memory, towards transports that do not reach it;
-  /// 0: none, and they are refused.
+  /// Host memory that may be pinned for a device pool, for transports that do not reach it. 0: none, and such
+  /// transports are refused.
   uint64_t bounce_bytes = 64 << 20;
   MakeDeviceCopier make_copier = {};  // none: CUDA's, with TransportOptions::cuda_image
 };
 
-/// How peers reach this worker by one transport.
+/// How peers reach this worker through one transport.
 struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
@@ -53,7 +53,7 @@ struct TransportAccess {
 struct Accepted {
   uint32_t connection_id = 0;  // 0: nothing to announce, as no reader of this transport is ever fenced
   std::vector<std::string> replies;
-  /// Empty: as access() has them. A device that was removed and came back has others.
+  /// The keys if they differ from access(), because a device was removed and came back. Else empty.
   std::vector<std::string> pool_keys = {};
   std::vector<std::string> lease_keys = {};
 };
@@ -63,26 +63,25 @@ class Engine {
   static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
   ~Engine() { close(); }
 
-  /// Closes a transport before start(); peers and open() are told `why`.
+  /// Closes a transport before start(). Peers and open() are given `why`.
   void disable(const std::string& transport, const std::string& why);
-  /// Keeps a transport that reaches devices from this pool, before start(): what it reads is staged in host
-  /// memory, and peers are told `why` they cannot read from it.
+  /// To be called before start(). Keeps a transport that reaches devices from this pool: its reads are staged
+  /// in host memory, and peers are given `why` they cannot read from it.
   void bounce(const std::string& transport, const std::string& why);
-  /// Gives transports that reach the pool's device another way into it, before start(): by `options.memory`,
-  /// which the caller keeps until close().
+  /// To be called before start(). Gives transports that reach the pool's device another way into it, through
+  /// `options.memory`, which the caller keeps until close().
   void stage(const StagingOptions& options) { staging_ = options; }
-  /// Why, after start(), some do not have it; empty: all have, or it was not asked for.
+  /// After start(): why some transports do not have it; empty if all have it or it was not requested.
   const std::string& staging_refused() const { return staging_refused_; }
-  /// Exports `range` to peers and makes it a destination of reads. The caller keeps the memory alive until
-  /// close().
+  /// Exports `range` to peers and makes it a destination of reads. The caller keeps the memory until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
-  /// Ends registration and starts the threads; a failure closes the engine. REQUIRES at least one pool
+  /// Ends registration and starts the threads. A failure closes the engine. REQUIRES at least one pool
   /// region.
   Status start();
   std::vector<TransportAccess> access() const;
 
-  /// `caller` is ReaderId's. `takes_keys`: the reader will use the keys of the answer. A reader that cannot
-  /// take new keys is refused after keys changed.
+  /// `caller` is ReaderId::caller. `takes_keys`: the reader will use the keys of the answer. A reader that
+  /// cannot take new keys is refused after keys changed.
   Result<Accepted> accept(const std::string& transport, const std::vector<std::string>& hellos,
                           bool takes_keys = true, uint64_t caller = 0);
   Result<std::shared_ptr<Connection>> open(
@@ -93,18 +92,18 @@ class Engine {
   bool started() const { return leases_ != nullptr; }
   /// REQUIRES started().
   LeaseTable& leases() { return *leases_; }
-  /// grant() through here so that the owner thread sweeps while leases are active.
+  /// Grants through the engine, so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
-  /// Leases that ended since the last call; sweeps first. Their blocks are free and their late readers
-  /// fenced.
+  /// Sweeps, then returns the leases that ended since the last call. Their blocks are free and their late
+  /// readers fenced.
   std::vector<EndedLease> take_ended();
   void watch_ended(const std::shared_ptr<CompletionQueue>& queue);
-  /// Of all transports. Each change is told to the watchers.
+  /// Returns the ports of all transports. Watchers are notified of each change.
   std::vector<PortState> ports() const;
   void watch_ports(const std::shared_ptr<CompletionQueue>& queue);
 
-  /// Idempotent: connections break, threads join, keys are revoked. On return nothing touches registered
+  /// Idempotent. Connections break, threads join, keys are revoked; on return nothing accesses registered
   /// memory. Does nothing in a forked child.
   void close();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine does for pools in the memory of a device: which transports land their reads on the way.
+// The engine's part for pools in device memory: which transports stage their reads.
 #include <utility>
 
 #include "device/cuda_copier.h"
@@ -26,8 +26,8 @@ Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memor
   return make_cuda_copier(memory, num_slots, options_.transport.cuda_image);
 }
 
-/// Transports that do not reach the pool's device bounce, where they can; the others stage, if that is asked
-/// for.
+/// Transports that do not reach the pool's device bounce if they can. The others use the staging buffer if
+/// requested.
 void Engine::wrap_for_device_pool() {
   std::shared_ptr<Bounce> bounced;
   std::shared_ptr<StagingBuffer> staging;
@@ -62,7 +62,7 @@ Status Engine::wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& sh
   return {};
 }
 
-/// Without it the transport works as well, only slower between unlike layouts.
+/// Without the staging buffer the transport works as well, only slower between unlike layouts.
 void Engine::add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared) {
   if (!shared) {
     auto made = make_staging(staging_.memory, [this](auto... of) { return make_copier(of...); });
@@ -73,7 +73,7 @@ void Engine::add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& 
     shared = std::move(*made);
   }
   const std::string plain = state.name.substr(state.name.find('+') + 1);
-  // Registered behind the pool and the scratch memory, so that these keep their numbers.
+  // It is registered after the pool and the scratch memory, so that those keep their numbers.
   state.staging.emplace(shared, plain, staging_.always, static_cast<uint32_t>(pool_.size() + 1));
 }
 

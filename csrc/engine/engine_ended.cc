@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine does about leases that end: it cuts off late readers, then tells the threads that wait for
+// The engine's part when leases end: it cuts off late readers, then notifies the threads that wait for
 // blocks.
 #include <algorithm>
 #include <iterator>
@@ -11,7 +11,7 @@
 namespace kvlink {
 namespace {
 
-// Readers that announce themselves late are looked for this long after no lease is active any more.
+// How long to look for readers that announce themselves late, after the last lease has ended.
 constexpr int64_t kWatchEndedNs = 1'000'000'000;
 
 }  // namespace
@@ -29,8 +29,8 @@ void Engine::sweep() {
   std::move(swept.ended.begin(), swept.ended.end(), std::back_inserter(ended_));
 }
 
-/// First of all: a block must not be written again while a late reader could still be sent its bytes. Settled
-/// leases too: somebody may read under one again.
+/// This comes first: a block must not be written again while a late reader could still be sent its bytes. It
+/// applies to settled leases too, because another reader may read under one again.
 void Engine::cut_off_readers(const Swept& swept) {
   for (const TransportState& state : transports_) {
     if (!swept.ended.empty() && state.transport && state.transport->capabilities().guards)
@@ -43,7 +43,7 @@ void Engine::cut_off_readers(const Swept& swept) {
   }
 }
 
-/// Watchers that are gone are forgotten. REQUIRES mutex_.
+/// Forgets watchers that are gone. REQUIRES mutex_.
 void Engine::tell(Watchers& watchers, uint64_t token) {
   std::erase_if(watchers, [token](const auto& known) {
     const std::shared_ptr<CompletionQueue> queue = known.lock();

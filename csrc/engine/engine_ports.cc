@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine does about devices that come and go.
+// The engine's part when devices come and go.
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -8,7 +8,7 @@
 
 namespace kvlink {
 
-/// To be called after the reader's lanes were admitted: the keys then belong to the devices that the lanes
+/// To be called after the reader's lanes were admitted, so that the keys belong to the devices that the lanes
 /// use.
 Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Accepted& accepted) {
   std::vector<std::string> keys;
@@ -33,7 +33,7 @@ Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Ac
   return {};
 }
 
-/// While a device is gone, until nobody holds it any more: it cannot leave before.
+/// Runs while a device is gone, until nothing holds it any more; the device cannot leave before.
 void Engine::check_ports(TransportState& state) {
   std::vector<PortState> ports = state.transport->ports();
   if (ports.empty()) return;

@@ -9,21 +9,22 @@
 namespace kvlink {
 namespace {
 
-// An owner that answers nothing for this long, far more than a round trip, is given up when a pull times out.
+// An owner that answers nothing for this long, far more than a round trip, is considered lost when a pull
+// times out.
 constexpr int64_t kSilentNs = 100'000'000;
 
-// Reads that a NIC already has cannot be called back. They end by themselves in far less than this; if not,
-// the connection ends with them.
+// Reads that a NIC already has cannot be cancelled. They end in far less than this; if not, the connection
+// ends with them.
 constexpr int64_t kCancelNs = 200'000'000;
 
-// An inline pull that waits for the network spins this long before it sleeps: a loopback round trip takes
-// 10-40 us, in a virtual machine whose neighbours are busy up to 90 us, and a sleep adds one scheduler
-// wake-up (5-30 us) to it. But where the scheduler keeps both ends on one CPU, spinning only keeps the owner
-// from running: a spin that was in vain is not repeated for a while.
+// An inline pull that waits for the network spins this long before it sleeps. A loopback round trip takes
+// 10-40 us, up to 90 us in a virtual machine with busy neighbours, and a sleep adds one scheduler wake-up
+// (5-30 us). If the scheduler keeps both ends on one CPU, spinning only keeps the owner from running, so a
+// vain spin is not repeated for a while.
 constexpr int64_t kInlineSpinNs = 120'000;
 constexpr int32_t kWaitsWithoutSpin = 8;
-// Reading and writing half a GiB at the 4.8 TB/s of an H200's specification takes 224 us; sleeping and being
-// woken would add a scheduler's wake-up or two.
+// Reading and writing half a GiB at the 4.8 TB/s of an H200's specification takes 224 us. Sleeping would add
+// one or two scheduler wake-ups.
 constexpr int64_t kLaunchSpinNs = 400'000;
 
 void sleep_on(int fd, int64_t ns) {
@@ -142,17 +143,17 @@ void Lane::take_inbox() {
   inbox_.clear();
 }
 
-/// Spins by returning at once, unless that was in vain lately.
+/// Spins by returning at once, unless spinning was vain lately.
 void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
   if (spin_credit_ >= 0 && waited_ns < kInlineSpinNs) return;
   spin_credit_ = spin_credit_ < 0 ? spin_credit_ + 1 : -kWaitsWithoutSpin;
   if (endpoint_->arm()) sleep_on(traits_.wake_fd, left_ns);
 }
 
-/// Takes transfers that ended or must end out of the queue; a lane that stays silent under one of them
+/// Removes transfers that ended or must end from the queue. A lane that stays silent during one of them
 /// breaks.
 void Lane::drop_stopped(int64_t now) {
-  // First of all: a caller that hears of a timeout and retries at once must find the lane broken.
+  // This comes first: a caller that learns of a timeout and retries at once must find the lane broken.
   if (is_silent(now) && !poll_before_timeout(now)) {
     give_up(
         Status::Unreachable("the owner answered nothing until a deadline; its process may be stopped or its "
@@ -201,15 +202,15 @@ Lane::Rest Lane::arm() {
   return broken() || endpoint_->arm() ? Rest::kLong : Rest::kNone;
 }
 
-/// A pull with a short deadline is no reason to cut off the others. What passed after it is no fault of the
-/// owner's: this process was stopped or had no CPU.
+/// A pull with a short deadline is no reason to cut off the others. Time that passed after the deadline is
+/// not the owner's fault: this process was stopped or had no CPU.
 bool Lane::is_silent(int64_t now) const {
   return asked_ns_ != 0 && std::any_of(queue_.begin(), queue_.end(), [&](const auto& transfer) {
            return transfer->too_late(now) && transfer->deadline_ns() - asked_ns_ >= kSilentNs;
          });
 }
 
-/// What came while this process did not look is not silence.
+/// Data that arrived while this process did not look is not silence.
 bool Lane::poll_before_timeout(int64_t now) { return poll(now) || !is_silent(now); }
 
 bool Lane::post_steps(int64_t now) {
@@ -218,7 +219,7 @@ bool Lane::post_steps(int64_t now) {
   size_t without_work = 0;
   while (without_work < queue_.size()) {
     const std::shared_ptr<Transfer> transfer = queue_[turn_++ % queue_.size()];
-    // The slot read and the settle are not data: they never wait for room in the window.
+    // Slot reads and settles are not data, and never wait for room in the window.
     const bool full = num_posted_ >= traits_.window.depth || bytes_under_way_ >= traits_.window.bytes;
     const Window room = full ? Window{0, 0, 0} : traits_.window;
     const bool ordered = traits_.ordered && (!traits_.ordering_needs_fence || queue_.size() == 1);
@@ -235,8 +236,8 @@ bool Lane::post_steps(int64_t now) {
       const int64_t posted_at = now_ns();
       transfer->posted(posted_at - std::exchange(posting_since, posted_at));
     }
-    // Over a network a settle is done with once it is posted: sending it by itself costs the caller several
-    // microseconds, and losing it costs no more than the lease's time to live.
+    // Over a network a settle counts as done once it is posted. Sending it by itself would cost the caller
+    // several microseconds, and losing it costs no more than the lease's time to live.
     const bool unawaited = posted.ok() && step.kind == Step::Kind::kSettle && !traits_.cpu_copies;
     if (posted.ok() && !unawaited) continue;
     unawaited ? detach_token(token) : release(token);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One endpoint with the transfers that use it. A connection has one or more lanes; each lane takes chunks
-// from the transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one
-// loses nothing.
+// One endpoint and the transfers that use it. A connection has one or more lanes. Each takes chunks from the
+// transfers in its queue as its endpoint has room, so a fast lane carries more and a broken one loses
+// nothing.
 #pragma once
 
 #include <cstdint>
@@ -17,29 +17,29 @@
 
 namespace kvlink {
 
-/// Drives lanes that nobody else drives; sleeps while it has nothing to do. Any thread.
+/// Drives lanes that no other thread drives, and sleeps while it has nothing to do. Any thread.
 class LaneDriver {
  public:
   virtual ~LaneDriver() = default;
   virtual void wake() = 0;
-  /// As wake(), but a driver that looks again within a millisecond anyhow may sleep on.
+  /// Like wake(), except that a driver that looks again within a millisecond may sleep on.
   virtual void wake_from_doze() = 0;
 };
 
-/// What a lane is made of.
+/// The parts of a lane.
 struct LaneEnd {
   std::unique_ptr<Endpoint> endpoint;
   StageableEndpoint* staging = nullptr;  // the same one, where reads may be staged
 };
 
-/// Of the owner, as the endpoint numbers them.
+/// The owner's lease regions, as the endpoint numbers them.
 struct LeaseRegions {
   uint32_t slots = 0, words = 0;
 };
 
-/// One thread at a time holds the lane: its driver, or a caller that drives it for a pull, settles or looks.
-/// A holder sees completions and submissions that others wait for, and makes the driver skip the lane. So
-/// every holder but the driver wakes the driver after it let go, if work is left.
+/// One thread at a time holds the lane: its driver, or a caller that drives it for a pull, settles or checks
+/// it. A holder sees completions and submissions that others wait for, and makes the driver skip the lane. So
+/// every holder except the driver wakes the driver after releasing the lane, if work is left.
 class Lane {
  public:
   struct Driven {
@@ -53,41 +53,42 @@ class Lane {
   Lane(LaneEnd end, uint32_t index);
   ~Lane() { close("the connection was closed"); }
 
-  /// REQUIRES establish() to have succeeded. Fixes what every later pull needs. `readers` is null where no
-  /// reader need announce itself.
+  /// REQUIRES establish() to have succeeded. Sets what every later pull needs. `readers` is null if readers
+  /// need not announce themselves.
   void ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
              std::shared_ptr<LaneDriver> driver);
   Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
   const Traits& traits() const { return traits_; }
 
-  /// Queues a transfer and wakes the driver; any thread.
+  /// Queues a transfer and wakes the driver. Any thread.
   void submit(std::shared_ptr<Transfer> transfer);
-  /// One bounded round: take over, drop, post, poll. Nothing when another thread holds the lane.
+  /// Runs one bounded round: take over, drop, post, poll. Does nothing if another thread holds the lane.
   Driven drive();
-  /// Posts that no transfer waits for are under way alone, settles most of all: they leave with the next
-  /// pull's request, or when drive() is next called.
+  /// Returns whether only posts that no transfer waits for are under way, mostly settles. They leave with the
+  /// next pull's request, or at the next drive().
   bool unsent() const { return unsent_.load(std::memory_order_acquire); }
-  /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0: one round. False: the lane is
-  /// busy, nothing was done.
+  /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0 means one round. Returns false
+  /// if the lane is busy and nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
-  /// Drives until the transfer ended, `until_ns` passed, another thread holds the lane, or there is nothing
-  /// to do but wait; where a device moves the bytes it polls on for a while. False: nothing was done.
+  /// Drives until the transfer ended, `until_ns` passed, another thread holds the lane, or only waiting is
+  /// left. If a device moves the bytes, it polls on for a while. Returns false if nothing was done.
   bool drive_for(const Transfer& transfer, int64_t until_ns);
-  /// Notices an owner that died while the lane was idle. When another thread holds the lane, waits or does
+  /// Notices an owner that died while the lane was idle. If another thread holds the lane, waits or does
   /// nothing.
   void check_idle(bool wait);
-  /// Posts a settle that nobody waits for. False: the lane is broken.
+  /// Posts a settle that no caller waits for. Returns false if the lane is broken.
   bool settle(uint32_t slot, uint64_t value);
 
-  /// Nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle lane.
+  /// Returns the nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle
+  /// lane.
   Result<int64_t> time_read(const Chunk& chunk);
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   Status why_broken() const { return broken() ? why_broken_ : Status{}; }
   uint32_t pending() const { return pending_.load(std::memory_order_acquire); }
   bool idle() const { return pending() == 0; }
-  /// The driver, before it sleeps on Traits::wake_fd. kNone: drive() has something to do already. kShort:
-  /// another thread holds the lane, so the descriptor may tell nothing.
+  /// The driver calls this before it sleeps on Traits::wake_fd. kNone: drive() already has work. kShort:
+  /// another thread holds the lane, so the descriptor may not signal.
   Rest arm();
   void close(const std::string& why);
 

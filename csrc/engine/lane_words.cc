@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a lane stores into the owner's peer words: announcements, withdrawals, settles.
+// The words that a lane stores into the owner's peer words: announcements, withdrawals, settles.
 #include "base/clock.h"
 #include "engine/lane.h"
 
 namespace kvlink {
 
-/// Stores a word that nobody waits for.
+/// Stores a word that no caller waits for.
 Status Lane::post_word(uint64_t offset, uint64_t value) {
   const uint64_t token = claim_token(nullptr, {});
   Status status = endpoint_->post_write(token, leases_.words, offset, value);
@@ -13,14 +13,15 @@ Status Lane::post_word(uint64_t offset, uint64_t value) {
   return status;
 }
 
-/// On every lane: the owner must see it before it serves the first read of that lane.
+/// Announces the reader on every lane, because the owner must see it before it serves the first read of that
+/// lane.
 Status Lane::announce(Transfer& transfer) {
   if (transfer.begin_announcing(index_)) readers_->begin(transfer.seat().nonce);
   return post_word(reader_offset(transfer.seat().slot), readers_->announcement(transfer.seat().nonce));
 }
 
-/// When a transfer has ended: spares the other pulls of this connection being cut off when its lease ends. By
-/// each lane that announced it, behind what it announced.
+/// Withdraws the announcement when a transfer has ended, so that the end of its lease does not cut off the
+/// other pulls of this connection. Each lane that announced it withdraws, behind its announcement.
 void Lane::withdraw(Transfer& transfer) {
   if (!readers_ || !transfer.announced_by(index_)) return;
   const bool last = readers_->end(transfer.seat().nonce, [&transfer] { return transfer.end_announcing(); });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What became of the transfers over one path: counts and logarithmic histograms, added up once a transfer.
+// Counts and logarithmic histograms of the transfers over one path, updated once per transfer.
 #pragma once
 
 #include <array>
@@ -12,8 +12,8 @@ namespace kvlink {
 
 struct TransferStats;
 
-/// Durations by powers of two: bucket b counts those of at most 2^(kFirst + b) ns, the last all that are
-/// longer. kvlink/durations.py has the same bounds.
+/// Counts durations by powers of two: bucket b has those of at most 2^(kFirst + b) ns, the last all longer
+/// ones. kvlink/durations.py has the same bounds.
 struct Durations {
   static constexpr uint32_t kFirst = 9;
   static constexpr uint32_t kBuckets = 27;  // 512 ns, 1 us, … 17 s, longer

@@ -10,9 +10,9 @@
 namespace kvlink {
 namespace {
 
-// Without progress for this long the thread sleeps on its descriptors. Short, because with a window of bytes
-// under way a sleep costs no throughput, and where both ends share a CPU a spin does: 0.46 against 0.43
-// CPU-s/GiB on tcp. us.
+// Without progress for this long the thread sleeps on its descriptors. The time is short because a sleep
+// costs no throughput while a window of bytes is under way, and a spin does if both ends share a CPU: 0.46
+// against 0.43 CPU-s/GiB on tcp.
 constexpr int64_t kSpinNs = 2'000;
 // A lane is tried again after this long if it copies in poll() but made no progress (a fault is injected),
 // has settles to send, or was held by another thread.
@@ -70,7 +70,7 @@ void ProgressThread::wake_from_doze() {
 void ProgressThread::run() {
   int64_t last_progress = 0, last_unsent = 0;
   while (!stopping_) {
-    // Before anything that a wake() may be about is looked at, the lanes among it.
+    // Read before anything that a wake() may concern, including the lanes.
     const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
     std::vector<std::shared_ptr<Lane>> lanes;
     {
@@ -81,7 +81,7 @@ void ProgressThread::run() {
     bool progressed = false, copying = false, held = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
-      // What is not ours to drive is readable only to tell that its owner hung up.
+      // A descriptor of a lane that this thread does not drive is readable only if the owner hung up.
       const short events = lane->traits().cpu_copies ? POLLIN : POLLRDHUP;
       watched.push_back({lane->broken() ? -1 : lane->traits().wake_fd, events, 0});
       if (lane->idle() && !lane->unsent()) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread that drives lanes: busy while bytes move, asleep otherwise.
+// The thread that drives lanes. It is busy while bytes move and asleep otherwise.
 #pragma once
 
 #include <poll.h>
@@ -25,14 +25,14 @@ class ProgressThread final : public LaneDriver {
   /// Costs nothing while the thread is awake.
   void wake() override;
   void wake_from_doze() override;
-  /// Idempotent; joins, and closes the descriptor.
+  /// Idempotent. Joins the thread and closes the descriptor.
   void stop();
 
  private:
   explicit ProgressThread(UniqueFd wake_fd) : wake_fd_(std::move(wake_fd)) {}
   void run();
   static Lane::Rest arm_all(const std::vector<std::shared_ptr<Lane>>& lanes);
-  /// `fds` are the wake descriptor, then one a lane. False: only the time had come.
+  /// `fds` are the wake descriptor, then one per lane. Returns false if only the time has come.
   bool sleep_until(int64_t wake_at_ns, std::vector<pollfd>& fds,
                    const std::vector<std::shared_ptr<Lane>>& lanes);
 

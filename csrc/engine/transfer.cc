@@ -11,14 +11,15 @@ namespace kvlink {
 namespace {
 
 // A streaming reader that finds nothing new asks again after 20 us, then less and less often. An RDMA read of
-// the slot costs the owner nothing, but it does cost the NIC; 1 ms is far below one prefill chunk.
+// the slot costs the NIC, though not the owner. 1 ms is far below one prefill chunk.
 constexpr int64_t kFirstPeekNs = 20'000;
 constexpr int64_t kLastPeekNs = 1'000'000;
 
 constexpr uint32_t kNonceBytes = sizeof(uint64_t);
 constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
-/// A slot that cannot be a lease's, or a value that stands in slots without a lease, would validate anything.
+/// Returns whether no lease can have this seat. Such a slot, or a value of slots without a lease, would
+/// validate anything.
 bool is_made_up(const LeaseSeat& seat) {
   return seat.slot == 0 || seat.nonce < kSmallestNonce ||
          (seat.settle_nonce != 0 && seat.settle_nonce < kSmallestNonce);
@@ -64,7 +65,7 @@ void Transfer::count_plan() {
   stats_.num_segments += plan_.segments.size() * times;
 }
 
-/// What is staged is looked at range by range.
+/// Staged reads are not folded: they are examined range by range.
 bool Transfer::folds() const { return driver_->supports_repeats && !driver_->policy; }
 
 void Transfer::choose_way() {
@@ -178,7 +179,7 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
     step = take_reads(window, lane);
     if (step.kind == Step::Kind::kNone) {
       if (!redo_.empty() || next_op_ < plan_.ops.size()) return {};
-      // Behind the data on the one ordered lane that carried it, the slot read may follow without waiting.
+      // The slot read may follow the data without waiting, on the one ordered lane that carried it.
       const bool behind_data = ordered && all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
       if (in_flight_ > 0 && !behind_data) return {};
       phase_ = all_planned() ? Phase::kValidate : Phase::kPeek;
@@ -226,7 +227,7 @@ void Transfer::ended(const Step& step, const Status& status, int64_t now) {
   if (take_end(step, status, now)) driver_->wake();
 }
 
-/// True: other lanes have something to do about it, reads to post or to call back, and may be asleep.
+/// Returns true if other lanes, which may be asleep, have work: reads to post or to cancel.
 bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
   std::lock_guard lock(mutex_);
   const bool stopped_before = stopping_;
@@ -254,7 +255,7 @@ void Transfer::on_slot(int64_t now) {
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
   } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {
-    // Not all data has landed (an endpoint broke its promise of order): this look proves nothing.
+    // Not all data has landed, because an endpoint broke its promise of order. This slot read proves nothing.
     phase_ = Phase::kRead;
     lanes_used_ = ~0ull;
   } else if (phase_ == Phase::kValidate) {
@@ -299,7 +300,7 @@ void Transfer::plan_ready(uint64_t ready, int64_t now) {
 void Transfer::settle_ended(const Status& status, int64_t now) {
   stats_.settled = status.ok();
   stats_.settle_ns = now - phase_started_ns_;
-  // The bytes are validated: a settle that failed only costs the owner its lease's time to live.
+  // The bytes are validated. A failed settle only costs the owner its lease's time to live.
   finish({}, now);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One pull from one owner, as a state machine: peek (streaming only) -> read -> validate -> settle -> ended.
 //
-// Pure but for the handle's waiting: it takes the time and what happened, and answers with the next Step.
-// Lanes (engine/lane.h) turn steps into posts. Every method may be called from any thread.
+// Pure except for wait(): it takes the time and what happened, and returns the next Step. Lanes
+// (engine/lane.h) turn steps into posts. Every method may be called from any thread.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@
 
 namespace kvlink {
 
-/// Which units LeaseSlot::ready counts when a pull starts before all is written.
+/// The units that LeaseSlot::ready counts if a pull starts before all is written.
 enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers };
 
 struct PullRequest {
@@ -45,12 +45,12 @@ struct TransferStats {
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
   bool settled = false;
-  // Where there is a staging buffer: what either way should take, and whether any of it went that way.
+  // If there is a staging buffer: the predicted time of both ways, and whether any of the pull was staged.
   Predictions predicted = {};
   bool staged = false;
 };
 
-/// What a lane is to do next for a transfer.
+/// The next work of a lane for a transfer.
 struct Step {
   enum class Kind : uint8_t { kNone, kReads, kSlot, kSettle };
   Kind kind = Kind::kNone;
@@ -67,10 +67,10 @@ enum class TransferState : uint8_t {
 
 class Transfer;
 
-/// How a transfer reaches the lanes that carry it, and what they can do. Any thread.
+/// How a transfer reaches the lanes that carry it, and their properties. Any thread.
 struct TransferDriver {
   std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
-  /// Drives the lanes on the calling thread, until `until_ns` or as long as they can use one.
+  /// Drives the lanes on the calling thread until `until_ns`, or as long as they can use a thread.
   std::function<void(const Transfer&, int64_t until_ns)> drive_for;
   std::shared_ptr<StagingPolicy> policy = nullptr;  // decides which reads are staged; null: none can be
   bool supports_repeats = false;                    // see Traits
@@ -78,38 +78,37 @@ struct TransferDriver {
 
 class Transfer {
  public:
-  /// Plans what is ready now; a request that cannot be planned is a transfer that has failed already.
-  /// `path_stats`, if any, is told once, when the transfer ends.
+  /// Plans what is ready now. If a request cannot be planned, the transfer has failed already. `path_stats`,
+  /// if set, is updated once, when the transfer ends.
   Transfer(const PullRequest& request, int64_t now_ns, std::shared_ptr<const TransferDriver> driver,
            std::shared_ptr<PathStats> path_stats = nullptr);
 
-  // The caller's side.
-  /// kConfig in a forked child, unless it had ended before.
+  // The caller's side. Returns kConfig in a forked child, unless the transfer had ended before.
   Status check_process() const { return done() ? Status{} : process_.check(); }
   TransferState state() const { return state_.load(std::memory_order_acquire); }
   bool done() const { return state() != TransferState::kPending; }
-  /// Drives the lanes where a thread of this process copies the bytes: the waiting thread has the time, and
-  /// waking another thread and being woken by it costs 20 to 50 us each. A negative timeout waits for ever; a
-  /// positive one may be overrun by what one poll() of an endpoint copies. False: still running.
+  /// Drives the lanes if a thread of this process copies the bytes: the waiting thread has the time, and
+  /// waking another thread costs 20 to 50 us each way. A negative timeout waits for ever. A positive one may
+  /// be exceeded by what one poll() of an endpoint copies. Returns false if the transfer still runs.
   bool wait(int64_t timeout_ns);
   Status status() const;
   TransferStats stats() const;
-  /// Asks for the end. The transfer has ended once done(): then no late byte lands.
+  /// Requests the end. Once done() returns true, no late byte lands.
   void cancel();
-  /// False: it has ended already and nothing will be pushed.
+  /// Returns false if the transfer has already ended; nothing is pushed then.
   bool notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
 
   // The lanes' side.
   void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
-  /// The lane does not take it; the last one to detach fails the transfer with `why`.
+  /// The lane does not take the transfer. The last one to detach fails it with `why`.
   void detach(const Status& why, int64_t now_ns);
-  /// The lane broke with it: as detach(), and the other lanes look what is left for them.
+  /// The lane broke while it had the transfer. Like detach(), and the other lanes look for what is left.
   void leave(const Status& why, int64_t now_ns);
   Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
-  /// Cutting and handing over a step of reads took this long.
+  /// Adds the time that cutting and posting a step of reads took.
   void posted(int64_t ns) { post_ns_.fetch_add(ns, std::memory_order_relaxed); }
   void ended(const Step& step, const Status& status, int64_t now_ns);
-  /// The lane forgot the step without any effect: another lane may take it, unless the transfer is stopping.
+  /// The lane dropped the step without any effect. Another lane may take it, unless the transfer is stopping.
   void dropped(const Step& step, int64_t now_ns);
   /// Lanes must drop their steps of this transfer.
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
@@ -117,21 +116,21 @@ class Transfer {
   int64_t started_ns() const { return started_ns_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   bool too_late(int64_t now_ns) const { return now_ns >= deadline_ns_ && !done(); }
-  /// When next() may answer again although nothing ended (streaming polls `ready`).
+  /// When next() may return a step again although nothing ended (streaming polls `ready`).
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
   uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
 
   Chunk chunk(const Step& step, uint32_t lease_region) const;
-  /// Whether its reads go by way of the staging buffer.
+  /// Returns whether its reads go through the staging buffer.
   bool staged() const { return choice_.staged; }
   const LeaseSeat& seat() const { return seat_; }
-  /// Where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
+  /// Sets where slot reads land: the first two words of a LeaseSlot, in the local region `region`.
   void set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region);
   Chunk slot_chunk(uint32_t lease_region);
-  /// The lane announces it to the owner as a reader of its lease. True: it is the first to do so.
+  /// The lane announces the transfer to the owner as a reader of its lease. Returns true for the first lane.
   bool begin_announcing(uint32_t lane) { return announced_.fetch_or(1ull << lane) == 0; }
   bool announced_by(uint32_t lane) const { return (announced_ & 1ull << lane) != 0; }
-  /// True once.
+  /// Returns true once.
   bool end_announcing() { return !parted_.exchange(true); }
   void mark_inline() { stats_.ran_inline = true; }
   /// Ends a transfer that was never submitted.

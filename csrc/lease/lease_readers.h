@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Connections that announced that they read under a lease: they are cut off when it ends under them.
+// The connections that announced that they read under a lease. They are cut off if it ends during the read.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvlink {
 
-/// By slot. Empty, and free of cost, where no transport fences.
+/// The readers by slot. Empty, and free of cost, if no transport fences.
 class LeaseReaders {
  public:
   void hear(uint32_t slot, const Announcement& said) {
@@ -23,14 +23,14 @@ class LeaseReaders {
   }
   const std::map<uint32_t, std::vector<uint64_t>>& all() const { return readers_; }
   void forget(uint32_t slot) { readers_.erase(slot); }
-  /// Appends those of the slot, and forgets them.
+  /// Appends the readers of the slot, and forgets them.
   void take(uint32_t slot, std::vector<uint64_t>& taken) {
     const auto found = readers_.find(slot);
     if (found == readers_.end()) return;
     taken.insert(taken.end(), found->second.begin(), found->second.end());
     readers_.erase(found);
   }
-  /// The same for all slots that `which` picks.
+  /// Does the same for all slots that `which` picks.
   template <typename Which>
   void take_if(Which which, std::vector<uint64_t>& taken) {
     for (auto slot = readers_.begin(); slot != readers_.end();) {

@@ -48,7 +48,7 @@ LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, u
   }
 }
 
-/// Afterwards take_nonce() may be called `num` times.
+/// Draws enough for `num` calls of take_nonce().
 Status LeaseTable::draw_nonces(size_t num) {
   while (random_.size() < num) {
     std::array<uint64_t, 32> words;
@@ -65,8 +65,9 @@ uint64_t LeaseTable::take_nonce() {
   return nonce;
 }
 
-/// The time by which leases end: it grows by kMostAgeingNs at most between two looks at the clock. Before
-/// anything else that takes the time. No lease, nobody sweeps: the time between does not count.
+/// Returns the time by which leases end. It grows by kMostAgeingNs at most between two looks at the clock. To
+/// be called before anything else that takes the time. If there is no lease, no thread sweeps, and the time
+/// between does not count.
 int64_t LeaseTable::aged(int64_t now_ns) {
   const int64_t since = now_ns - looked_ns_;
   looked_ns_ = std::max(looked_ns_, now_ns);
@@ -202,7 +203,7 @@ void LeaseTable::abort_all() {
   for (auto& [id, lease] : leases_) abort(lease);
 }
 
-/// False: its readers had settled before.
+/// Returns false if its readers had settled before.
 bool LeaseTable::abort(Lease& lease) {
   for (const Seat& seat : lease.seats) {
     if (seat.open) take_settled(seat.slot);
@@ -213,7 +214,7 @@ bool LeaseTable::abort(Lease& lease) {
   return true;
 }
 
-/// Null: there is none, or every seat of it has ended.
+/// Returns null if there is none, or every seat of it has ended.
 LeaseTable::Lease* LeaseTable::open_lease(uint64_t id) {
   const auto found = leases_.find(id);
   return found != leases_.end() && found->second.num_open > 0 ? &found->second : nullptr;
@@ -226,12 +227,12 @@ bool LeaseTable::settle(uint32_t slot, uint64_t settled) {
   return true;
 }
 
-/// There is a seat at the slot, maybe ended, and `settled` settles it.
+/// Returns whether there is a seat at the slot, maybe ended, that `settled` settles.
 bool LeaseTable::is_settled_by(uint32_t slot, uint64_t settled) const {
   return slot < records_.size() && records_[slot].tag != 0 && settles(records_[slot].settle_nonce, settled);
 }
 
-/// Takes what a reader announced, if it was of the last lease there.
+/// Takes a reader's announcement if it concerns the last lease of the slot.
 void LeaseTable::hear_reader(uint32_t slot) {
   std::atomic<uint64_t>& word = words_[slot].reader;
   if (word.load(std::memory_order_relaxed) == 0) return;
@@ -262,13 +263,13 @@ void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   ended_slots_.push_back(seat.slot);
   if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
   slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
-  // Whatever the owner writes into the blocks from here on is ordered after the nonce is gone.
+  // The owner's later writes into the blocks are ordered after the nonce's removal.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   hear_reader(seat.slot);
   if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // a reader that settled reads no more
 }
 
-/// The lease that has the slot.
+/// Ends the lease that has the slot.
 void LeaseTable::expire(uint32_t slot) {
   Lease& lease = leases_.at(records_[slot].lease);
   lease.how = LeaseEnd::kExpired;
@@ -293,8 +294,8 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
 }
 
 void LeaseTable::report(int64_t now_ns, Swept& swept) {
-  // Behind the tombstones: a reader that announced itself before them is cut off before its blocks are given
-  // back.
+  // After the tombstones: a reader that announced itself before them is cut off before its blocks are
+  // returned.
   for (const uint32_t slot : ended_slots_) hear_reader(slot);
   readers_.take_if([this](uint32_t slot) { return !is_open(slot); }, to_fence_);
   counts_.fenced_readers += to_fence_.size();

@@ -25,7 +25,7 @@
 
 namespace kvlink {
 
-/// How a seat or a lease ended. As a number it is the tombstone in the slot.
+/// How a seat or a lease ended. Its number is the tombstone in the slot.
 enum class LeaseEnd : uint8_t { kSettled = 1, kExpired = 2, kAborted = 3, kEvicted = 4 };
 
 struct EndedLease {
@@ -34,10 +34,11 @@ struct EndedLease {
   int64_t held_ns = 0;
 };
 
-/// What a look at all slots came to.
+/// The result of one sweep.
 struct Swept {
   std::vector<EndedLease> ended;
-  /// Connections that may still read what was theirs, each once a seat: to be cut off before blocks go back.
+  /// Connections that may still read the ended blocks, once per seat. Cut them off before the blocks are
+  /// returned.
   std::vector<uint64_t> to_fence;
 };
 
@@ -46,21 +47,21 @@ struct LeaseCounts {
   int64_t oldest_ns = 0;
 };
 
-/// Leases age by this at most between two looks at the clock. Sweeps are a millisecond apart: more time has
-/// passed only if the owner stood still. They do age by this then, so an owner that is always late keeps
-/// none for ever.
+/// Leases age by at most this between two looks at the clock. Sweeps are a millisecond apart, so more time
+/// has passed only if the owner was paused. Leases do age by this much then, so an owner that is always late
+/// keeps none for ever.
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
-/// Fills the words with random bits, or says why it cannot.
+/// Fills the words with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);
 
-/// Owns the slots; every method may be called from any thread. Takes the time as a value, so tests own the
-/// clock. Leases hardly age while their owner stands still (a suspended process, a paused machine): what
-/// readers said to renew them meanwhile waits in its sockets, unread.
+/// Owns the slots. Any thread may call any method. Takes the time as a value, so tests control the clock. A
+/// paused owner's leases do not expire because of the pause: readers' renewals wait unread in its sockets
+/// meanwhile.
 class LeaseTable {
  public:
-  /// The start of each region: the header, then one of each per slot.
+  /// Each region begins with the header, followed by one entry per slot.
   static constexpr uint64_t slots_bytes(uint32_t num_slots) { return slot_offset(num_slots + 1); }
   static constexpr uint64_t words_bytes(uint32_t num_slots) { return settled_offset(num_slots + 1); }
 
@@ -69,31 +70,35 @@ class LeaseTable {
   LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
              DrawRandom draw = draw_from_kernel);
 
-  /// Takes one slot per reader, the longest unused first. kConfig when the table is full or the kernel gives
-  /// no random numbers (nothing is taken then).
+  /// Takes one slot per reader, the longest unused first. Returns kConfig and takes nothing if the table is
+  /// full or the kernel gives no random numbers.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns,
                                        int64_t now_ns);
-  /// As grant(), at seats that the caller chose: a server's scheduler writes the tickets of its workers.
-  /// kConfig when a slot is taken or does not exist (nothing is taken then).
+  /// Grants at seats that the caller chose, because a server's scheduler writes the tickets of its workers.
+  /// Returns kConfig and takes nothing if a slot is taken or does not exist.
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
                   int64_t now_ns);
-  /// Publishes how many units are written. Never goes back. False: no such lease, or it has ended.
+  /// Publishes how many units are written; the number never decreases. Returns false if there is no such
+  /// lease, or it has ended.
   bool set_ready(uint64_t lease, uint64_t ready);
-  /// Pushes the deadline to now + ttl. False: no such lease, or it has ended.
+  /// Moves the deadline to now + ttl if that is later. Returns false if there is no such lease, or it has
+  /// ended.
   bool extend(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
-  /// Sets the deadline to now + ttl, sooner or later than it was. False: no such lease, or it has ended.
+  /// Sets the deadline to now + ttl, sooner or later than before. Returns false if there is no such lease, or
+  /// it has ended.
   bool set_ttl(uint64_t lease, int64_t ttl_ns, int64_t now_ns);
-  /// A reader asks for time: pushes the deadline to now + the lease's ttl. False: wrong slot or nonce.
+  /// Moves the deadline to now + the lease's ttl, because a reader asks for time. Returns false if slot or
+  /// nonce are wrong.
   bool renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns);
-  /// Ends every open seat now. The lease is reported by the next sweep, which gives its slots back. False: no
-  /// such lease, or it has ended.
+  /// Ends every open seat now. The next sweep reports the lease and returns its slots. Returns false if there
+  /// is no such lease, or it has ended.
   bool abort(uint64_t lease);
-  /// Ends every lease: the owner is closing, and what readers fetch from now on must not pass for valid.
+  /// Ends every lease because the owner is closing: reads from now on must not validate.
   void abort_all();
-  /// Stores `settled` on behalf of a reader whose data path is gone. False: wrong slot or value.
+  /// Stores `settled` for a reader whose data path is gone. Returns false if slot or value are wrong.
   bool settle(uint32_t slot, uint64_t settled);
-  /// Ends seats that were settled or ran out, and reports the leases all of whose seats have ended. On return
-  /// tombstones stand in their slots: their blocks may be written again once to_fence has been cut off.
+  /// Ends seats that were settled or expired, and reports the leases all of whose seats have ended. On return
+  /// tombstones are in their slots, and their blocks may be written again once to_fence has been cut off.
   void sweep(int64_t now_ns, Swept& swept);
 
   LeaseCounts counts(int64_t now_ns) const;
@@ -112,7 +117,7 @@ class LeaseTable {
     LeaseEnd how;
     uint32_t num_open = 0;  // seats
   };
-  /// What the owner alone knows of a slot.
+  /// What only the owner knows of a slot.
   struct SlotRecord {
     uint64_t lease = 0;         // the last one that had it
     uint64_t settle_nonce = 0;  // of the last seat, as the next

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words through which an owner and its readers tell each other about leases. They are in two regions of
-// the owner: slots, which peers may only read, and peer words, which peers may only write.
+// The words by which an owner and its readers communicate about leases. They are in two regions of the owner:
+// slots, which peers may only read, and peer words, which peers may only write.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace kvlink {
 
-/// One reader's part of a lease, as it goes into the ticket. The reader settles it by storing settle_nonce,
-/// or settle_nonce ^ n (1 to kMaxSeats) to say that n readers come in all: the seats from n on then end, too.
+/// One reader's part of a lease, as the ticket has it. The reader settles it by storing settle_nonce, or
+/// settle_nonce ^ n (1 to kMaxSeats) to say that only n readers come: the seats from n on then end, too.
 struct LeaseSeat {
   uint32_t slot = 0;
   uint64_t nonce = 0;
@@ -20,7 +20,7 @@ inline constexpr uint64_t kMaxSeats = 255;
 /// Smaller values are tombstones, or look like a settle nonce of few readers.
 inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
 
-/// One reader's part of a lease, slot 0 being the header. Little-endian, 8-byte aligned.
+/// One reader's slot; slot 0 is the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {
   std::atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again
   std::atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
@@ -29,7 +29,7 @@ struct LeaseSlot {
 static_assert(sizeof(LeaseSlot) == 64);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-/// Slot 0. A reader checks it when it connects, so that a recycled pid or address is noticed at once.
+/// Slot 0. A reader checks it when it connects, so that it notices a recycled pid or address at once.
 struct LeaseTableHeader {
   uint64_t magic;  // kMagic
   uint64_t epoch;  // of the owner
@@ -39,7 +39,7 @@ struct LeaseTableHeader {
 };
 static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
 
-/// What a reader stores, by the number of its slot. The owner takes a word that it has seen, and leaves 0.
+/// The words that a reader stores, one entry per slot. The owner takes a word that it has seen, and leaves 0.
 struct PeerWords {
   std::atomic<uint64_t> settled;  // the ticket's settle nonce; anything else is ignored
   std::atomic<uint64_t> reader;   // an Announcement
@@ -58,7 +58,7 @@ struct Announcement {
   bool withdrawn = false;
 
   static constexpr uint32_t kLastConnection = std::numeric_limits<int32_t>::max();
-  /// Never 0, which is that of slots never granted.
+  /// Never 0, which is the tag of slots that were never granted.
   static constexpr uint32_t tag_of(uint64_t nonce) { return static_cast<uint32_t>(nonce >> 32) | 1; }
 
   constexpr uint64_t word() const { return uint64_t{tag} << 32 | uint64_t{withdrawn} << 31 | connection; }

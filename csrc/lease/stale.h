@@ -7,10 +7,10 @@
 
 namespace kvlink {
 
-/// Larger words may be nonces, which are nobody else's business: owners tell them as this.
+/// Larger words may be nonces, which must not be disclosed. Owners report them as this value.
 inline constexpr uint64_t kLargestToldWord = 255;
 
-/// What it means that `found` stands in the slot in place of the ticket's nonce.
+/// Returns the error for a slot that has `found` instead of the ticket's nonce.
 Status stale_blocks(uint64_t found);
 
 }  // namespace kvlink

@@ -37,17 +37,17 @@ Status refused(uint64_t bytes, const char* call, int error) {
                      error);
 }
 
-// A piece takes some 10 ms.
+// Populating one piece takes about 10 ms.
 constexpr uint64_t kPopulateBytes = 64 << 20;
 
-// Faults every page in now: a pool that does not fit must fail here and not by SIGBUS in the middle of a
-// copy. Returns an errno, ECANCELED when it is not to go on.
+// Faults every page in now: a pool that does not fit must fail here, and not by SIGBUS during a copy. Returns
+// an errno, or ECANCELED if `go_on` returned false.
 int populate(std::byte* base, uint64_t bytes, int fd, const std::function<bool()>& go_on) {
   for (uint64_t at = 0; at < bytes; at += kPopulateBytes) {
     if (go_on && !go_on()) return ECANCELED;
     const uint64_t piece = std::min(bytes - at, kPopulateBytes);
     if (::madvise(base + at, piece, MADV_POPULATE_WRITE) == 0) continue;
-    // A kernel before 5.14, or seccomp.
+    // Linux before 5.14 does not know it, and seccomp may refuse it.
     const bool unknown = errno == EINVAL || errno == EPERM || errno == ENOSYS;
     const int error =
         unknown ? ::posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(piece)) : errno;
@@ -56,24 +56,25 @@ int populate(std::byte* base, uint64_t bytes, int fd, const std::function<bool()
   return 0;
 }
 
-/// The mapping of this process stays writable; later ones are not. False: errno says why.
-bool seal_for_good(int fd, Access lent_for) {
-  if (lent_for != Access::kWriteWords && sys::add_seals(fd, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0)
+/// Leaves this process's mapping writable and makes later ones read-only. Returns false with errno set on
+/// failure.
+bool seal_for_good(int fd, Access access) {
+  if (access != Access::kWriteWords && sys::add_seals(fd, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0)
     return true;
-  return (lent_for == Access::kWriteWords || errno == EINVAL) && sys::add_seals(fd, F_SEAL_SEAL) == 0;
+  return (access == Access::kWriteWords || errno == EINVAL) && sys::add_seals(fd, F_SEAL_SEAL) == 0;
 }
 
 }  // namespace
 
 Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool huge_pages,
                                                          const std::function<bool()>& go_on,
-                                                         Access lent_for) {
+                                                         Access access) {
   if (bytes == 0) return Status::Config("cannot allocate 0 bytes of shared memory");
   if (bytes > static_cast<uint64_t>(INT64_MAX)) return refused(bytes, "ftruncate", EFBIG);
   UniqueFd fd(sys::make_memfd("kvlink", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return refused(bytes, "memfd_create", errno);
   if (sys::set_size(fd.get(), bytes) != 0) return refused(bytes, "ftruncate", errno);
-  // Readers map it: it must never shrink under them.
+  // Readers map it, so it must never shrink.
   if (sys::add_seals(fd.get(), F_SEAL_SHRINK | F_SEAL_GROW) != 0) return refused(bytes, "fcntl", errno);
   void* const mapped = sys::map_shared(bytes, PROT_READ | PROT_WRITE, 0, fd.get(), 0);
   if (mapped == MAP_FAILED) return refused(bytes, "mmap", errno);
@@ -84,7 +85,7 @@ Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool hu
   const int error = populate(base, bytes, memory->range_.memfd, go_on);
   if (error == ECANCELED) return Status::Cancelled("the allocation was interrupted");
   if (error != 0) return refused(bytes, "madvise", error);
-  if (!seal_for_good(memory->range_.memfd, lent_for)) return refused(bytes, "fcntl", errno);
+  if (!seal_for_good(memory->range_.memfd, access)) return refused(bytes, "fcntl", errno);
   return memory;
 }
 

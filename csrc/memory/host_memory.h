@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory that kvlink allocates: a memfd, mapped, so that same-host readers may map it too.
+// Host memory that kvlink allocates. It is a mapped memfd, so that readers on the same host can map it too.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace kvlink {
 
-/// Owns one mapping and its memfd; both go with it. Pages are zero and populated.
+/// Owns one mapping and its memfd, and releases both. Pages are zero and populated.
 class HostMemory {
  public:
-  /// `huge_pages` asks for transparent huge pages (advice only). `go_on`, if any, is asked now and then:
-  /// false gives up with kCancelled. Unless `lent_for` is kWriteWords, no other process can map it to write,
-  /// even one that has the descriptor (from Linux 5.1 on).
+  /// `huge_pages` asks for transparent huge pages (advice only). `go_on`, if set, is called now and then; if
+  /// it returns false, the allocation ends with kCancelled. Unless `access` is kWriteWords, no other process
+  /// can map the memory writable, even if it has the descriptor (from Linux 5.1 on).
   static Result<std::shared_ptr<HostMemory>> allocate(uint64_t bytes, bool huge_pages,
                                                       const std::function<bool()>& go_on = {},
-                                                      Access lent_for = Access::kRead);
+                                                      Access access = Access::kRead);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
   MemoryRange range() const { return range_; }
-  /// From now on nobody can map it. What is mapped stays.
+  /// Closes the memfd: no process can map the memory from now on. Existing mappings stay.
   void close_memfd();
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory as its owner registers it, and what peers may do with it.
+// Memory as its owner registers it, and the access that peers have.
 #pragma once
 
 #include <cstddef>
@@ -7,17 +7,17 @@
 
 namespace kvlink {
 
-/// What peers may do with a region.
+/// The access that peers have to a region.
 enum class Access : uint8_t {
   kRead,        // read it: block pools
   kReadWords,   // read it strictly in order behind what was posted before, word by word: lease slots
   kWriteWords,  // store whole aligned words: peer words
   kLocal,       // nothing: only reads of this process land in it
 };
-/// The last that a remote key may have.
+/// The highest value that a remote key may have.
 inline constexpr uint32_t kLastAccess = static_cast<uint32_t>(Access::kWriteWords);
 
-/// Memory as its owner registers it: valid and unmoved from registration until the transport is closed.
+/// Memory as its owner registers it. It stays valid and unmoved until the transport is closed.
 struct MemoryRange {
   std::byte* base = nullptr;
   uint64_t bytes = 0;

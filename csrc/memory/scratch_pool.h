@@ -18,7 +18,7 @@ class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
 
   ScratchPool(std::shared_ptr<HostMemory> memory, uint32_t region);
 
-  /// A line that comes back when the last reference goes; null when all are taken.
+  /// Takes a line, which returns when the last reference is dropped. Null if all are taken.
   std::shared_ptr<uint64_t[]> take();
   uint32_t region() const { return region_; }
   HostMemory& memory() const { return *memory_; }

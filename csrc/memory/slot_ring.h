@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slots of equal size, in memory that is set aside for bytes on their way.
+// Slots of equal size for bytes in transit.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class SlotRing {
  public:
   static constexpr uint32_t kSlotBytes = 512 << 10;  // 21 us at the 25 GB/s that PCIe 4 x16 carries
 
-  /// The caller keeps the memory, which nothing here looks at.
+  /// The caller keeps the memory, which SlotRing never accesses.
   explicit SlotRing(const MemoryRange& memory);
 
   struct Return {
@@ -25,7 +25,7 @@ class SlotRing {
     void operator()(std::byte* slot) const { ring->give_back(slot); }
   };
   using Slot = std::unique_ptr<std::byte, Return>;
-  /// Null when all are taken.
+  /// Returns null if all are taken.
   Slot take();
   size_t num_free();
 

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// The other side may be writing what is copied here; ThreadSanitizer must not look.
+// The other process may be writing what is copied here; ThreadSanitizer must not check it.
 #define KVLINK_RACY __attribute__((no_sanitize("thread")))
 
 namespace kvlink {
@@ -40,7 +40,7 @@ __attribute__((target("avx2"), always_inline)) KVLINK_RACY inline void stream(st
   }
 }
 
-// REQUIRES every `to` aligned to a line.
+// REQUIRES every `to` to be aligned to a cache line.
 __attribute__((target("avx2"))) KVLINK_RACY void copy_in_turns(Pieces pieces) {
   size_t common = kPageBytes;
   for (const auto& piece : pieces) {
@@ -102,7 +102,7 @@ void StreamCopy::finish() {
 
 #if defined(__SANITIZE_THREAD__)
 
-// memcpy is intercepted whatever the attribute says. The volatile keeps the loop from becoming one.
+// ThreadSanitizer intercepts memcpy despite the attribute, and the volatile keeps the loop from becoming one.
 KVLINK_RACY void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
   const volatile std::byte* racing = from;
   for (size_t i = 0; i < bytes; ++i) to[i] = racing[i];

@@ -12,7 +12,7 @@
 
 namespace kvlink {
 
-/// Tokens in one block of either side; offsets count from a plane's start.
+/// Tokens within one block of either side. Offsets count from a plane's start.
 struct Span {
   uint64_t remote, local;
   uint32_t tokens;

@@ -17,7 +17,7 @@ struct Dimension {
   uint64_t stride;
 };
 
-/// Widest stride first; dimensions of one element have no say and go last.
+/// Orders dimensions by stride, widest first. Dimensions of one element do not matter and go last.
 std::array<Dimension, 3> dimensions(const Layout& layout) {
   std::array<Dimension, 3> dims{{{"block_stride", layout.num_blocks, layout.block_stride},
                                  {"token_stride", layout.block_tokens, layout.token_stride},
@@ -33,7 +33,7 @@ Status refuse(std::string_view who, const std::string& what) {
   return Status::Config(std::string(who) + ": " + what);
 }
 
-/// Bytes from the first row of a plane to the end of its last.
+/// Returns the bytes from the first row of a plane to the end of its last.
 Result<uint64_t> extent_of(const Layout& layout, std::string_view who) {
   auto dims = dimensions(layout);
   uint64_t extent = layout.row_bytes;
@@ -66,9 +66,9 @@ Status check_counts(const Layout& layout, std::string_view who) {
   return {};
 }
 
-/// Whether a row `distance` bytes further on, or any that the dimensions from `at` on lead to, shares bytes
-/// with this one. Each dimension spans less than one step of the wider ones, so only two steps can come
-/// close.
+/// Returns whether a row `distance` bytes further on, or any row that the dimensions from `at` on lead to,
+/// shares bytes with this one. Each dimension spans less than one step of the wider ones, so only two steps
+/// can come close.
 bool rows_touch(int64_t distance, const std::array<Dimension, 3>& dims, size_t at, int64_t row_bytes) {
   if (at == dims.size() || dims[at].count == 1) return std::abs(distance) < row_bytes;
   const int64_t stride = static_cast<int64_t>(dims[at].stride);

@@ -14,7 +14,7 @@ namespace kvlink {
 /// Fills a plan from its start. The vectors are longer than what is filled until finish().
 class Writer {
  public:
-  /// `expected` pieces get their memory at once.
+  /// Allocates memory for `expected` pieces at once.
   Writer(Plan& into, size_t expected) : ops_(into.ops), segments_(into.segments) {
     ops_.reserve(expected);
     segments_.reserve(expected);
@@ -33,7 +33,7 @@ class Writer {
   struct Mark {
     size_t ops, segments;
   };
-  /// Nothing joins what is before the mark any more, so it may be stamped.
+  /// Marks the current end: nothing is joined to what is before it any more, so it may be stamped.
   Mark seal() {
     sealed_ops_ = num_ops_;
     return {num_ops_, num_segments_};
@@ -44,8 +44,8 @@ class Writer {
     if (num_segments_ + more.segments > segments_.size()) grow(segments_, num_segments_ + more.segments);
   }
 
-  /// Repeats what is before `end` with everything moved from one plane's start to another's.
-  /// REQUIRES a sealed `end`, and that all before it reads one remote region into one local region.
+  /// Repeats everything before `end`, moved from one plane's start to another's. REQUIRES a sealed `end`, and
+  /// that all before it reads one remote region into one local region.
   void stamp(Mark end, const PlanePair& from, const PlanePair& to) {
     reserve(end);
     const uint64_t shift = to.remote - from.remote;
@@ -83,7 +83,7 @@ class Writer {
     append({to, bytes, plane.local_region});
   }
 
-  /// False: the op has no room for another segment.
+  /// Returns false if the op has no room for another segment.
   bool scatter(ReadOp& op, const Segment& more) {
     Segment& last = segments_[num_segments_ - 1];
     if (last.local + last.bytes == more.local && last.region == more.region) {

@@ -18,7 +18,7 @@ namespace {
 constexpr double kMaxReserved = 1 << 20;  // pieces, 40 bytes each, untouched until written
 constexpr double kMaxSegments = 1 << 28;  // 4 GiB of them: a mistake, and far below what ReadOp can index
 
-/// Whether `moved` is `first` with every plane moved by the same distance at either end.
+/// Returns whether `moved` equals `first` with every plane moved by the same distance at either end.
 bool alike(const std::vector<PlanePair>& planes, const Group& first, const Group& moved) {
   if (first.count != moved.count) return false;
   const PlanePair *a = &planes[first.first], *b = &planes[moved.first];
@@ -96,7 +96,7 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
   return repeated != 0;
 }
 
-/// REQUIRES an id from `first` on that stands there twice.
+/// REQUIRES an id from `first` on that occurs twice.
 Status repeated(std::span<const uint32_t> ids, size_t first) {
   size_t at = first + 1;
   while (std::find(ids.begin() + first, ids.begin() + at, ids[at]) == ids.begin() + at) ++at;
@@ -104,7 +104,7 @@ Status repeated(std::span<const uint32_t> ids, size_t first) {
                         ", again at index " + std::to_string(at));
 }
 
-/// Layers upon each other, each with the next one there.
+/// Returns the layers that share memory, each with the next one there.
 std::vector<std::pair<uint32_t, uint32_t>> overlaid(std::vector<Plane> planes) {
   const auto key = [](const Plane& plane) { return std::tuple(plane.region, plane.offset, plane.layer); };
   std::sort(planes.begin(), planes.end(), [&](auto& a, auto& b) { return key(a) < key(b); });
@@ -215,12 +215,12 @@ Pieces Planner::pieces_of(uint32_t tokens) const {
                     {num_heads_, owner_.head_stride, reader_.head_stride}, owner_.row_bytes);
 }
 
-/// An upper bound.
+/// Returns an upper bound.
 double Planner::num_spans(uint32_t tokens) const {
   return 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
 }
 
-/// An upper bound, before anything merges.
+/// Returns an upper bound, before anything is merged.
 double Planner::most_segments(uint32_t tokens) const {
   const double cuts = static_cast<double>(token_bytes()) * tokens / kMaxOpBytes;
   return (num_spans(tokens) * most_pieces_ + cuts) * static_cast<double>(all_.planes.size());
@@ -289,7 +289,7 @@ void Planner::write_group(std::span<const PlanePair> planes, bool interleaved, S
 
 namespace {
 
-/// Whether every V is right behind its K, row by row.
+/// Returns whether every V is directly behind its K, row by row.
 bool values_beside_keys(const Layout& layout) {
   if (layout.planes.size() % 2 != 0 || layout.row_bytes > UINT32_MAX / 2) return false;
   for (size_t i = 0; i < layout.planes.size(); i += 2) {
@@ -302,7 +302,7 @@ bool values_beside_keys(const Layout& layout) {
   return true;
 }
 
-/// K and V of a row become one row of twice the size.
+/// Joins K and V of each row into one row of twice the size.
 void join_values_to_keys(Layout& layout) {
   for (size_t i = 0; i < layout.planes.size() / 2; ++i) layout.planes[i] = layout.planes[2 * i];
   layout.planes.resize(layout.planes.size() / 2);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block lists + layouts -> ReadOps. Pure: no I/O, no clock, no globals. Everything here may run on any
-// thread.
+// Turns block lists and layouts into ReadOps. Pure: no I/O, no clock, no globals. Any thread may run it.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +21,10 @@ struct Plane {
 };
 
 /// The layout of a worker's blocks in memory. One block of one plane holds block_tokens x num_heads rows of
-/// row_bytes contiguous bytes; the strides (bytes) say where row (block, token, head) starts:
+/// row_bytes contiguous bytes. The strides (bytes) say where row (block, token, head) starts:
 ///   plane.offset + block * block_stride + token * token_stride + (head - first_head) * head_stride
-/// so NHD, HND, MLA (one head), cross-layer blocks and K/V together or apart are the same code.
-/// K and V are always two planes; where they are side by side, V starts row_bytes after K.
+/// so NHD, HND, MLA (one head), cross-layer blocks, and K/V together or apart use the same code. K and V are
+/// always two planes; if they are side by side, V starts row_bytes after K.
 struct Layout {
   uint32_t num_blocks = 0;
   uint32_t block_tokens = 0;
@@ -42,7 +41,7 @@ struct Range {
   uint32_t end = UINT32_MAX;
 };
 
-/// Which part of a request one plan covers.
+/// The part of a request that one plan covers.
 struct PlanScope {
   Range tokens;  // positions in the request, counted over the block lists from their first block
   Range layers;
@@ -101,22 +100,21 @@ class Planner final {
                                                      std::vector<uint64_t> remote_region_bytes,
                                                      std::vector<uint32_t> remote_region_index, Range heads);
 
-  /// Owner block ids and reader block ids each cover the request's tokens from position 0 on; the last block
-  /// of either may be partial. Replaces `into`, reusing its memory; on failure it is empty.
-  /// Refuses what check() refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are
-  /// contiguous at the owner. An open token range ends where the shorter list does.
+  /// Owner and reader block ids each cover the request's tokens from position 0 on; the last block of either
+  /// may be partial. Replaces `into` and reuses its memory; on failure it is empty. Refuses what check()
+  /// refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are contiguous at the owner.
+  /// An open token range ends where the shorter list does.
   Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
               const PlanScope& scope, Plan& into) const;
 
-  /// Refuses, among the blocks that the scope touches, ids out of range and a reader block named twice; lists
-  /// too short for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole
-  /// once.
+  /// Refuses ids out of range and a reader block named twice, among the blocks of the scope; lists too short
+  /// for its tokens; layers beyond the last. A pull that plans scope by scope checks its whole once.
   Status check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
                const PlanScope& scope) const;
 
-  /// Bytes that `plan` would move for that many tokens, without planning; UINT64_MAX if that overflows.
+  /// Returns the bytes that `plan` would move for that many tokens, without planning; UINT64_MAX on overflow.
   uint64_t bytes(uint64_t num_tokens, Range layers) const;
-  /// One more than the highest layer among the planes.
+  /// Returns the highest layer among the planes, plus one.
   uint32_t num_layers() const { return num_layers_; }
   uint32_t owner_block_tokens() const { return owner_.block_tokens; }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounce buffer: pinned host memory between the memory of a device and transports that do not reach it.
+// The bounce buffer: pinned host memory between device memory and transports that do not reach it.
 //
-// A set amount, halved: one half for what this worker reads, one for what it sends. Each half would
-// otherwise wait for the other, between two workers that read from each other.
+// Its size is fixed. One half is for what this worker reads, one for what it sends, because two workers that
+// read from each other would otherwise block each other.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ class Bounce {
  public:
   static constexpr uint64_t kLeastBytes = 4 * (SlotRing::kSlotBytes + DeviceCopier::kTableBytes);
 
-  /// Pins `bytes`, rounded down to whole slots and their tables, for the device that `memory` belongs to.
+  /// Pins `bytes`, rounded down to whole slots and their tables, for the device that has `memory`.
   static Result<std::shared_ptr<Bounce>> make(const std::byte* memory, uint64_t bytes,
                                               const MakeDeviceCopier& make_copier);
 
@@ -38,9 +38,9 @@ class Bounce {
 };
 
 /// Gives `inner` a way into device memory: its reads land in pinned memory and are copied from there. It
-/// exports such memory where Capabilities::exports_through_bounce says so; where not, peers are told
-/// `why_not`, or a general reason when that is empty. REQUIRES that nothing was registered yet; the first
-/// `num_regions` that will be are the pool, in the memory of the device.
+/// exports device memory if Capabilities::exports_through_bounce is set. If not, peers are given `why_not`,
+/// or a general reason if that is empty. REQUIRES that nothing was registered yet. The first `num_regions`
+/// registered are the pool, in device memory.
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
                                                const std::string& why_not);

@@ -6,13 +6,13 @@
 namespace kvlink {
 namespace {
 
-// 80 ns of a NIC's time, at 49 GB/s.
+// The bytes of 80 ns of a NIC's time, at 49 GB/s.
 constexpr uint32_t kGapBytes = 4 << 10;
 
-// Assumed until the pulls of a peer have said better, of 400 Gb/s: 12 million operations a second, and a
-// scatter entry as four of them. Two round trips of 5 us and our own 6; a launch and its event, 15.
+// Assumed for 400 Gb/s until pulls from a peer refine it: 12 million operations a second, and a scatter entry
+// costs a quarter of one. Two round trips of 5 us and 6 us of this process; a launch and its event, 15 us.
 constexpr StagingCosts kByNic = {.direct = {16, 80, 20, 45.6}, .staged = {31, 80, 2, 45.6}};
-// Of copies that a GPU makes, on NVLink: a table entry costs the CPU that writes it.
+// Assumed for copies by a GPU over NVLink. A table entry costs the CPU that writes it.
 constexpr StagingCosts kByGpu = {.direct = {15, 0, 2, 300}, .staged = {30, 0, 4, 300}};
 
 }  // namespace

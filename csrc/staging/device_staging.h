@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The staging buffer: memory of the reader's own GPU, where reads land that would go into the pool in many
-// tiny pieces, because the two ends lay their blocks out differently. They come in long ranges, and one
-// launch of a kernel takes the pieces to their places.
+// The staging buffer: memory of the reader's own GPU. Reads land there that would go into the pool in many
+// tiny pieces, because the two ends lay their blocks out differently. They arrive in long ranges, and one
+// kernel launch moves the pieces to their places.
 #pragma once
 
 #include <cstdint>
@@ -20,23 +20,23 @@ struct StagingOptions {
   bool always = false;      // else where it should be faster
 };
 
-/// What the two ways into GPU memory cost over a transport, until pulls show what they do.
+/// Returns the assumed costs of both ways into GPU memory over a transport. Pulls refine them.
 const StagingCosts& prior_costs(std::string_view transport);
 
-/// kConfig for less than a slot.
+/// Returns kConfig if the memory is smaller than a slot.
 Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
                                                     const MakeDeviceCopier& make_copier);
 
-/// One transport's way over the staging buffer. Any thread.
+/// One transport's use of the staging buffer. Any thread.
 class DeviceStaging {
  public:
-  /// `slot_region` is the buffer's, in the order in which the transport's memory is registered.
+  /// `slot_region` is the number of the buffer in the order in which the transport's memory is registered.
   DeviceStaging(std::shared_ptr<StagingBuffer> staging, std::string_view transport, bool always,
                 uint32_t slot_region);
 
-  /// Gives an endpoint, which reaches the pool's device, the other way into it.
+  /// Gives an endpoint, which reaches the pool's device, the staged way into it.
   Result<std::unique_ptr<StageableEndpoint>> wrap(std::unique_ptr<Endpoint> inner) const;
-  /// Decides for one connection which reads go which way.
+  /// Makes the policy that decides which reads of one connection are staged.
   std::shared_ptr<StagingPolicy> make_policy() const;
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads that land on their way. Posts are asked for in parts, each a slot of the ring: on the wire, then
-// being copied to where it belongs, then free. Completions keep the order of the posts, so what is read
-// behind data vouches for data that has landed.
+// Reads that land in a slot first. Posts are split into parts, each a slot of the ring, which is on the wire,
+// then copied to its place, then free. Completions keep the order of the posts, so a slot read behind data
+// proves that the data has landed.
 #include <algorithm>
 #include <list>
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kCopiesAhead = 4;  // posts under way besides those that keep the wire busy
 
-// Nothing signals that a copy has ended or that another endpoint gave a slot back: a sleeping thread polls
+// Nothing signals that a copy has ended or that another endpoint returned a slot. A sleeping thread polls
 // again after half the time that a slot takes to copy, then less and less often.
 constexpr int64_t kFirstLookNs = 10'000, kLastLookNs = 320'000;
 
@@ -144,7 +144,7 @@ void StagedEndpoint::fail(Post& post, const Status& why) {
   post.asked = true;
 }
 
-/// False: there is nothing to ask for, or no room.
+/// Returns false if there is nothing to ask for, or no room.
 bool StagedEndpoint::ask_for_next() {
   starved_ = false;
   while (unasked_ != posts_.end() && unasked_->asked) ++unasked_;

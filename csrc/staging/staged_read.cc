@@ -14,7 +14,7 @@ std::span<const Segment> segments_of(const Chunk& chunk, const ReadOp& op) {
   return {chunk.segments + op.first_segment, op.num_segments};
 }
 
-/// The gap between the part's last range and `offset`; UINT32_MAX: it is another range.
+/// Returns the gap between the part's last range and `offset`, or UINT32_MAX if that begins another range.
 uint32_t gap_before(const StagedPart& part, uint32_t region, uint64_t offset, uint32_t most) {
   if (part.ops.empty() || part.ops.back().region != region) return UINT32_MAX;
   const uint64_t end = part.ops.back().offset + part.ops.back().bytes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A post of a StagedEndpoint, and how it is cut into the parts that are asked for.
+// A post of a StagedEndpoint, and how it is split into parts.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kvlink {
 
-/// What is asked for at a time, and where it belongs when it has arrived. Vectors are kept for their
+/// The reads of one part, and where their bytes go after they have arrived. Vectors are kept for their
 /// capacity.
 struct StagedPart {
   std::vector<ReadOp> ops = {};
@@ -22,7 +22,7 @@ struct StagedPart {
   Chunk chunk(const Guard& guard) const { return {.ops = ops, .segments = segments.data(), .guard = guard}; }
 };
 
-/// What a part may have.
+/// Limits of a part.
 struct PartLimits {
   uint32_t ops;        // of the owner's ranges
   uint32_t pieces;     // that are copied from the slot
@@ -40,14 +40,14 @@ struct StagedPost {
   uint32_t num_parts = 0;
   Status status = {};
 
-  /// Cuts off as much as `slot` and the limits hold.
+  /// Cuts off as much as `slot` and the limits allow.
   void fill(StagedPart& part, const Segment& slot, const PartLimits& limits);
-  /// Takes all of what does not land in slots, where the inner endpoint numbers the regions otherwise.
+  /// Takes all reads that do not land in slots. The inner endpoint numbers their regions differently.
   void pass_on(StagedPart& part, uint32_t num_out_of_reach);
 };
 
-/// Whether its segments are out of reach. Refuses chunks without operations, whose segments do not add up, or
-/// are out of reach in part.
+/// Returns whether its segments are out of reach. Refuses chunks without operations, chunks whose segments do
+/// not add up, and chunks that are out of reach in part.
 Result<bool> is_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach);
 
 }  // namespace kvlink

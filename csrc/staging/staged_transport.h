@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads that land on their way: in the slots of a ring, from where a device copies them to where they belong.
+// Reads that land in the slots of a ring, from where a device copies them to their places.
 //
-// In pinned host memory it is the bounce buffer (staging/bounce_buffer.h), for transports that do not reach
-// the device. In the device's own memory it is the staging buffer (staging/device_staging.h), for reads that
-// would go there in many tiny pieces.
+// The ring is in pinned host memory for transports that do not reach the device (the bounce buffer,
+// staging/bounce_buffer.h). It is in the device's own memory for reads that would go there in many tiny
+// pieces (the staging buffer, staging/device_staging.h).
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@
 
 namespace kvlink {
 
-/// Where, and what copies from there. Any thread.
+/// The memory of a ring, and the copier from it. Any thread.
 class StagingBuffer {
  public:
-  /// `memory` is kept by the caller, or by `keeper`.
+  /// The caller or `keeper` keeps `memory`.
   StagingBuffer(const MemoryRange& memory, std::shared_ptr<DeviceCopier> copier,
                 std::shared_ptr<const void> keeper = nullptr)
       : keeper_(std::move(keeper)), copier_(std::move(copier)), memory_(memory), ring_(memory) {}
@@ -35,23 +35,23 @@ class StagingBuffer {
 };
 
 struct StagingRules {
-  /// So many local regions, the first, are not registered with the inner transport: all that is read into
-  /// them lands first. 0: all are, and only what post_staged() takes lands first.
+  /// The number of local regions, from the first on, that are not registered with the inner transport: all
+  /// reads into them are staged. With 0 all are registered, and only reads of post_staged() are staged.
   uint32_t num_out_of_reach = 0;
-  /// What two ranges of the owner have between them, up to this, is read along: that takes less time than
+  /// Gaps of up to this size between two ranges of the owner are read too, because that takes less time than
   /// another operation.
   uint32_t gap_bytes = 0;
 };
 
-/// An endpoint with a way over buffer memory.
+/// An endpoint that can also read through buffer memory.
 class StageableEndpoint : public WrappedEndpoint {
  public:
   using WrappedEndpoint::WrappedEndpoint;
-  /// As post_read(), by way of the buffer memory.
+  /// Like post_read(), through the buffer memory.
   virtual Status post_staged(uint64_t token, const Chunk& chunk) = 0;
 };
 
-/// `slot_region` is the buffer memory's, as `inner` numbers it.
+/// `slot_region` is the region of the buffer memory, as `inner` numbers it.
 Result<std::unique_ptr<StageableEndpoint>> stage_endpoint(std::unique_ptr<Endpoint> inner,
                                                           std::shared_ptr<StagingBuffer> buffer,
                                                           const StagingRules& rules, uint32_t slot_region);

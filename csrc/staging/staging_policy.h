@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a pull goes straight into the pool or by way of the staging buffer: what each should cost, scaled
-// by what it did cost. Shape of the costs: T = t0 + max(bytes / B, operations / R, pieces / P).
+// Decides whether a pull goes straight into the pool or through the staging buffer, by predicted costs scaled
+// with measured ones: T = t0 + max(bytes / B, operations / R, pieces / P).
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace kvlink {
 
-/// Of one way. The terms overlap, so the largest counts.
+/// The cost of one way. The terms overlap, so the largest counts.
 struct WayCost {
   double start_us = 0;
   double op_ns = 0;     // of a range of the owner
@@ -26,13 +26,13 @@ struct StagingCosts {
   bool always = false;  // staged, whatever it costs
 };
 
-/// What a way is asked to move. Staged, `bytes` has what is read along.
+/// The size of a read. If it is staged, `bytes` includes gaps that are read too.
 struct ReadShape {
   uint64_t ops = 0, pieces = 0, bytes = 0;
   bool operator==(const ReadShape&) const = default;
 };
 
-/// Of a plan whose ranges go on as StagingRules::gap_bytes allows.
+/// Returns the shape of a plan whose ranges are joined as StagingRules::gap_bytes allows.
 ReadShape staged_shape(std::span<const ReadOp> ops, uint64_t num_pieces, uint32_t gap_bytes);
 
 /// Microseconds.
@@ -40,7 +40,7 @@ struct Predictions {
   double direct_us = 0, staged_us = 0;
 };
 
-/// One for each peer. Any thread.
+/// One policy per peer. Any thread.
 class StagingPolicy {
  public:
   StagingPolicy(const StagingCosts& costs, uint32_t gap_bytes) : costs_(costs), gap_bytes_(gap_bytes) {}
@@ -50,10 +50,10 @@ class StagingPolicy {
     Predictions predicted;
     double unscaled_us = 0;  // what was predicted of the way taken, before it was scaled
   };
-  /// Where the wire or the copy is the limit anyway, it is direct without a look at the single ranges: their
-  /// prediction is then that of ranges which do not go on, the most that it can be.
+  /// If bytes are the limit anyway, the read is direct and the single ranges are not examined. Their
+  /// prediction is then an upper bound, that of ranges which cannot be joined.
   Choice choose(std::span<const ReadOp> ops, uint64_t num_pieces, uint64_t num_bytes) const;
-  /// A pull ended well.
+  /// Adds a pull that succeeded.
   void learn(const Choice& choice, double took_us);
 
  private:

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every endpoint checks of a read or a write before it takes it, and the way through the pieces of a
-// read.
+// Checks that every endpoint makes before it takes a read or a write, and cursors over the pieces of a read.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@
 
 namespace kvlink {
 
-/// The next byte of a chunk to move.
+/// Points to the next byte of a chunk to move.
 struct ChunkCursor {
   uint32_t op = 0, segment = 0;        // segment counts within the op
   uint32_t in_op = 0, in_segment = 0;  // bytes already moved of the op, of the segment
@@ -37,8 +36,8 @@ struct CountingCursor : ChunkCursor {
   }
 };
 
-/// Visits the pieces from `at` on, at most `budget` bytes of them: move(op, bytes into the op, local, bytes).
-/// Stops before a piece for which `move` answers false.
+/// Visits the pieces from `at` on, at most `budget` bytes: move(op, bytes into the op, local, bytes). Stops
+/// before a piece for which `move` returns false.
 template <typename Cursor, typename Move>
 void walk(const Chunk& chunk, Cursor& at, size_t budget, Move&& move) {
   while (at.op < chunk.ops.size() && budget > 0) {
@@ -51,7 +50,7 @@ void walk(const Chunk& chunk, Cursor& at, size_t budget, Move&& move) {
   }
 }
 
-/// Moves the cursor on without looking at the pieces.
+/// Advances the cursor without visiting the pieces.
 template <typename Cursor>
 void skip(const Chunk& chunk, Cursor& at, size_t bytes) {
   walk(chunk, at, bytes, [](auto&&...) { return true; });
@@ -67,8 +66,8 @@ Status out_of_bounds(const char* what, uint32_t region, uint64_t offset, uint64_
 Status not_readable(uint32_t region);
 Status wrong_segments(const ReadOp& op, uint64_t landing);
 
-/// kConfig unless the segments of `op` are not empty and add up to its bytes. `allowed(segment)`: it may be
-/// read into; `refusal` says why not.
+/// Returns kConfig unless the segments of `op` are not empty and add up to its bytes. `allowed(segment)`
+/// returns whether it may be read into; `refusal` is the reason if not.
 template <typename Allowed>
 Status check_segments(const ReadOp& op, const Segment* segments, Allowed&& allowed, const char* refusal) {
   uint64_t landing = 0;
@@ -82,7 +81,7 @@ Status check_segments(const ReadOp& op, const Segment* segments, Allowed&& allow
   return wrong_segments(op, landing);
 }
 
-/// That, and kAccessDenied for a read that leaves the owner's region `remotes[op.region]`, of which `bytes`
+/// Also returns kAccessDenied for a read that leaves the owner's region `remotes[op.region]`, whose `bytes`
 /// and `access` are known.
 template <typename Remotes, typename Allowed>
 Status check_read(const ReadOp& op, const Segment* segments, const Remotes& remotes, Allowed&& allowed,
@@ -100,7 +99,8 @@ Status check_read(const ReadOp& op, const Segment* segments, const Remotes& remo
   return check_read(op, segments, remotes, [](const Segment&) { return true; }, "");
 }
 
-/// kAccessDenied for a store of 8 bytes that leaves its region, is not aligned, or goes where none may.
+/// Returns kAccessDenied for an 8-byte store that leaves its region, is not aligned, or goes to a region that
+/// may not be written.
 Status check_store(uint64_t offset, uint32_t region, uint64_t region_bytes, Access access);
 
 template <typename Remotes>

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Wrappers in front of another endpoint or transport: what they do not change is passed on.
+// Wrappers around another endpoint or transport. They forward what they do not change.
 #pragma once
 
 #include "transport_api/transport.h"
 
 namespace kvlink {
 
-/// traits() are each wrapper's own: whether chunks may be repeated, and whether posts are launches, depends
-/// on what it does with them.
+/// Each wrapper defines its own traits(), because it decides whether chunks may be repeated and whether posts
+/// are launches.
 class WrappedEndpoint : public Endpoint {
  public:
   explicit WrappedEndpoint(std::unique_ptr<Endpoint> inner) : inner_(std::move(inner)) {}
@@ -35,7 +35,7 @@ class WrappedTransport : public Transport {
                                                         const std::shared_ptr<Bounce>& through) override {
     return inner_->register_memory(range, access, through);
   }
-  /// The endpoints of `inner_`, each wrapped by wrap().
+  /// Opens the endpoints of `inner_` and wraps each by wrap().
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
     return wrap_lanes(inner_->open(owner_address, num_lanes),
                       [this](uint32_t, std::unique_ptr<Endpoint> inner) { return wrap(std::move(inner)); });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine hands to an endpoint and gets back: reads, their conditions and their completions.
+// What the engine passes to an endpoint and gets back: reads, their conditions and their completions.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ struct Segment {
   uint32_t region = 0;  // index of its local region, in order of registration
 };
 
-/// One contiguous range at the owner, landing in segments [first_segment, first_segment + num_segments).
-/// The segments' bytes add up to `bytes`. No two segments of one transfer overlap.
+/// One contiguous range of the owner. It lands in segments [first_segment, first_segment + num_segments),
+/// whose bytes add up to `bytes`. No two segments of one transfer overlap.
 struct ReadOp {
   uint64_t offset = 0;  // from the start of the remote region
   uint32_t bytes = 0;
@@ -27,29 +27,29 @@ struct ReadOp {
   uint32_t num_segments = 0;
 };
 
-/// The same reads at another place: each plane of a cache is laid out as the first.
+/// Repeats the reads at another place, because every plane of a cache is laid out like the first.
 struct Repeat {
   uint64_t offset = 0;                    // added to ReadOp::offset
   int64_t local = 0;                      // bytes, added to Segment::local
   uint32_t region = 0, local_region = 0;  // instead of the ReadOp's and the Segment's
 };
 
-/// The condition under which bytes may be sent: the aligned word at `offset` of the owner's region is
-/// `value`.
+/// Bytes may be sent only while the aligned word at `offset` of the owner's region is `value`.
 struct Guard {
   uint64_t offset = 0;
   uint64_t value = 0;  // 0: there is no condition
   uint32_t region = 0;
 };
 
-/// What one post_read moves. The arrays are kept by the caller until its completion, cancel() or close().
+/// The reads of one post_read. The caller keeps the arrays until the completion, cancel() or close().
 struct Chunk {
   std::span<const ReadOp> ops;
   const Segment* segments = nullptr;  // ReadOp::first_segment counts from here
-  /// Only for endpoints with Traits::supports_repeats. All ops are then of one region, and all segments too.
+  /// Only for endpoints with Traits::supports_repeats. All ops then have the same region, and so do all
+  /// segments.
   std::span<const Repeat> repeats = {};
-  /// Transports with guards() send nothing once it fails and end the read with kStaleBlocks. Others ignore
-  /// it.
+  /// Transports with Capabilities::guards send nothing once it fails, and end the read with kStaleBlocks.
+  /// Others ignore it.
   Guard guard = {};
 };
 
@@ -61,8 +61,8 @@ struct Completion {
 struct PollResult {
   Status status;  // not ok: the endpoint is broken for good; every outstanding token is lost with it
   bool progressed = false;  // bytes moved or completions appended since the last call
-  /// When to call poll() again while a pull waits, although nothing arrives: that call finds out whether the
-  /// owner is gone. INT64_MAX: there is no way to tell a gone owner from a slow one.
+  /// When to call poll() again while a pull waits and nothing arrives. That call finds out whether the owner
+  /// is gone. INT64_MAX: the transport cannot tell a gone owner from a slow one.
   int64_t next_check_ns = INT64_MAX;
 };
 

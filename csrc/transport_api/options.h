@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a process wants its transports: one set of options for all of them.
+// The options of a process for all its transports.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvlink {
 
-/// A port to use, and what its link and the way from it to the memory can carry.
+/// A port to use, and the rate that its link and its path to memory allow.
 struct NicOption {
   std::string port;  // "mlx5_0:1"
   uint32_t mbps = 1;

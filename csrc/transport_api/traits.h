@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What endpoints and transports are, as data: the engine reads it once and decides by it.
+// Properties of endpoints and transports as data. The engine reads them once and decides by them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kvlink {
 
-/// How much the engine hands an endpoint at a time.
+/// Limits how much the engine posts to an endpoint at a time.
 struct Window {
   uint32_t chunk_bytes = 1 << 20;   // aim of one post_read (one ReadOp may exceed it)
   uint32_t chunk_ops = 1024;        // never more ops, nor more segments, in one post_read
@@ -16,46 +16,46 @@ struct Window {
   uint64_t bytes = UINT64_MAX;      // another post is made while fewer are under way
 };
 
-/// What an endpoint is. Constant from establish() on.
+/// Properties of an endpoint, constant from establish() on.
 struct Traits {
-  /// The ports that it reads from and to, "mlx5_0:1->mlx5_1:1", where it is tied to some. " 75%" behind it is
-  /// the share of its ports in the bytes under way, where a connection uses several.
+  /// The ports that it reads from and to, such as "mlx5_0:1->mlx5_1:1", if it is tied to ports. If a
+  /// connection uses several, " 75%" behind them is their share of the bytes under way.
   std::string path = {};
   Window window = {};
-  /// A post is executed at the owner only after every earlier post of this endpoint has been.
+  /// The owner executes a post only after every earlier post of this endpoint.
   bool ordered = false;
-  /// Only reads of kReadWords regions are ordered, by a fence: what is posted behind one waits with it.
+  /// Only reads of kReadWords regions are ordered, by a fence. Later posts wait with them.
   bool ordering_needs_fence = false;
-  /// Chunks may have repeats: their cost does not grow with the number of planes.
+  /// Chunks may have repeats, whose cost does not grow with the number of planes.
   bool supports_repeats = false;
-  /// A post is a launch: it costs the caller little time however many bytes it has. A device then moves them
-  /// without any CPU, so a waiting thread may as well poll.
+  /// A post is a launch: it costs the caller little time whatever its size. A device moves the bytes without
+  /// a CPU, so a waiting thread may as well poll.
   bool device_driven = false;
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   bool cpu_copies = false;
-  /// Readable, once armed, when poll() has something to do or the owner is gone; -1: there is no descriptor.
+  /// Once armed, readable when poll() has work or the owner is gone. -1: there is no descriptor.
   int wake_fd = -1;
 };
 
-/// What a transport is. Constant.
+/// Properties of a transport. They are constant.
 struct Capabilities {
-  /// Exports device memory and reads into it. Other transports get device memory by way of
-  /// staging/bounce_buffer.h, or not at all.
+  /// Exports device memory and reads into it. Other transports reach it through staging/bounce_buffer.h, or
+  /// not at all.
   bool reaches_device_memory = false;
   /// Reads only into memory that was registered, as a NIC does.
   bool needs_registered_target = false;
-  /// register_memory() takes device memory with a bounce buffer, and sends from it by way of that buffer.
+  /// register_memory() accepts device memory with a bounce buffer, and sends from it through that buffer.
   bool exports_through_bounce = false;
-  /// The owner's end obeys Chunk::guard, so no reader need be cut off when a lease ends.
+  /// The owner's end obeys Chunk::guard, so no reader must be cut off when a lease ends.
   bool guards = false;
-  /// fence() works. Readers of a transport that can be fenced, and has no guards, announce their connection
-  /// id in the lease slot.
+  /// fence() works. If the transport has no guards, its readers announce their connection id in the lease
+  /// slot.
   bool can_fence = false;
-  /// Readable when serve() has work; -1: this transport needs no thread of the owner.
+  /// Readable when serve() has work. -1: this transport needs no thread of the owner.
   int serve_fd = -1;
 };
 
-/// One of the ports that a transport is tied to.
+/// The state of a port that a transport is tied to.
 struct PortState {
   std::string name;         // "mlx5_0:1"
   std::string away;         // why, while its device is gone; empty: it is here

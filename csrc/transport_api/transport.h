@@ -39,19 +39,19 @@ class Endpoint {
   virtual Result<uint32_t> import_region(std::string_view remote_key) = 0;
   virtual const Traits& traits() const = 0;
 
-  /// Takes the work; its completion comes from poll() under `token`. A failed post has no completion.
+  /// Takes the work. Its completion comes from poll() under `token`; a failed post has no completion.
   virtual Status post_read(uint64_t token, const Chunk& chunk) = 0;
-  /// Stores 8 bytes, aligned, into a kWriteWords region. Completes once the source may be forgotten;
-  /// the store reaches the owner before any later post of this endpoint does.
+  /// Stores 8 aligned bytes into a kWriteWords region. It completes once the source may be forgotten, and
+  /// reaches the owner before any later post of this endpoint.
   virtual Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) = 0;
-  /// Moves posted work on, a bounded slice at a time, and appends what ended. `now_ns` is about now.
-  /// `waiting`: a pull is under way, and reads that other endpoints fail to bring may come here. With nothing
-  /// posted, this endpoint then asks the owner now and then whether it is there.
+  /// Advances posted work by a bounded slice and appends what ended. `now_ns` is the approximate time.
+  /// `waiting` means that a pull is under way whose reads may move here from endpoints that fail. If nothing
+  /// is posted, this endpoint then checks now and then whether the owner is alive.
   virtual PollResult poll(int64_t now_ns, bool waiting, std::vector<Completion>& ended) = 0;
-  /// Forgets `token`. True: no byte of it will land and no completion will follow. False: it cannot be
-  /// cancelled; its completion follows, or close() ends it.
+  /// Forgets `token`. Returns true if no byte of it will land and no completion will follow. Returns false if
+  /// it cannot be cancelled: its completion follows, or close() ends it.
   virtual bool cancel(uint64_t token) = 0;
-  /// To be called before sleeping on Traits::wake_fd. False: poll() has something to do already.
+  /// To be called before sleeping on Traits::wake_fd. Returns false if poll() already has work.
   virtual bool arm() { return true; }
   /// Idempotent. On return no byte lands any more and every descriptor is closed.
   virtual void close() = 0;
@@ -65,36 +65,36 @@ class MemoryRegion {
   virtual std::string remote_key() const = 0;
 };
 
-/// The endpoints of one connection by lane, at least one. Null: this lane could not be opened.
+/// The endpoints of one connection by lane, at least one. A lane that could not be opened is null.
 using Endpoints = std::vector<std::unique_ptr<Endpoint>>;
 
-/// One way of moving bytes. open() may be called from any thread; the owner's calls (register_memory, accept,
-/// fence) too, at any time until close().
+/// One way of moving bytes. Any thread may call open(), and the owner's calls (register_memory, accept,
+/// fence) at any time until close().
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  /// Everything a peer needs to decide whether it can come here, and to do so.
+  /// Returns what a peer needs to decide whether it can reach this worker, and to do so.
   virtual std::string address() const = 0;
   virtual const Capabilities& capabilities() const = 0;
-  /// The ports whose devices come and go; serve() finds out. Any thread.
+  /// Returns the ports whose devices come and go. serve() updates them. Any thread.
   virtual std::vector<PortState> ports() const { return {}; }
 
-  /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot export.
-  /// The reader's segments count its regions in order of registration. kLocal memory counts too: reads land
-  /// in it and no peer may see it; its region is null.
-  /// `through` (only with Capabilities::exports_through_bounce): device memory is sent by way of this buffer.
+  /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot export. The reader's
+  /// segments count its regions in order of registration. kLocal memory counts too: reads land in it, no peer
+  /// may see it, and its region is null. With `through` (only if Capabilities::exports_through_bounce),
+  /// device memory is sent through this buffer.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(
       const MemoryRange& range, Access access, const std::shared_ptr<Bounce>& through = nullptr) = 0;
-  /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way.
-  /// `num_lanes` 0: as many as suit this owner.
+  /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way. With
+  /// `num_lanes` 0 the transport chooses a number that suits the owner.
   virtual Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) = 0;
-  /// Admits the reader that said `hello`. Room for readers that have not connected yet is shared out among
-  /// callers: a flood by one caller drops only its own.
+  /// Admits the reader that sent `hello`. Callers share the room for readers that have not connected yet: a
+  /// flood by one caller drops only its own.
   virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;
   /// Cuts every endpoint admitted under `connection_id` (0: none): on return none of them gets another byte.
-  /// With Capabilities::guards, no byte is sent any more under a guard that fails now, to no reader.
-  /// False: no such connection, or it cannot be fenced.
+  /// With Capabilities::guards, no reader is sent another byte under a guard that fails now. Returns false if
+  /// there is no such connection or it cannot be fenced.
   virtual bool fence(uint64_t connection_id) = 0;
 
   /// Does a bounded amount of the owner's work. Called by one thread only.
@@ -103,7 +103,7 @@ class Transport {
   virtual void close() = 0;
 };
 
-/// Opens `num_lanes` endpoints, at least one: by `open(lane)`, which answers
+/// Opens `num_lanes` endpoints, at least one, by `open(lane)`, which returns
 /// Result<std::unique_ptr<Endpoint>>.
 template <typename Open>
 Result<Endpoints> open_lanes(uint32_t num_lanes, Open open) {
@@ -120,7 +120,7 @@ Result<Endpoints> open_lanes(uint32_t num_lanes, Open open) {
   return why;
 }
 
-/// Wraps each endpoint that could be opened, by `wrap(lane, endpoint)`, which answers the same type.
+/// Wraps each endpoint that could be opened, by `wrap(lane, endpoint)`, which returns the same type.
 template <typename Wrap>
 Result<Endpoints> wrap_lanes(Result<Endpoints> opened, Wrap wrap) {
   if (!opened.ok()) return opened;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// cma: the reader has the kernel copy straight out of the owner's memory (process_vm_readv), so it needs
-// nothing of the owner but its permission to be traced: no thread, no socket, any memory. It follows that the
-// owner can neither revoke a key nor cut a reader off: readers rely on lease validation.
+// cma: the reader lets the kernel copy out of the owner's memory (process_vm_readv). It needs only permission
+// to trace the owner: no thread, no socket, any memory. So the owner can neither revoke a key nor cut a
+// reader off, and readers rely on lease validation.
 //
-// That the process behind a pid is the right one shows by a random cookie in the owner's memory.
+// A random cookie in the owner's memory proves that the process behind a pid is the right one.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -66,15 +66,15 @@ uint64_t inode_of(int fd) {
   return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 
-/// Peer words mapped out of the owner's descriptors, so that a settle is a store instead of a system call
-/// (0.1 against 2 us). Never read: only the process itself can say that its memory is still there.
+/// Peer words mapped from the owner's descriptors, so that a settle is a store instead of a system call (0.1
+/// against 2 us). Never read, because only the process itself shows whether its memory still exists.
 class Mapping {
  public:
   Mapping() = default;
   Mapping(pid_t pid, uint64_t memfd, uint64_t inode, uint64_t offset, uint64_t bytes) : bytes_(bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd);
     const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    // Closed meanwhile, and the number used again; or a store might go where there is no memory.
+    // The descriptor may be closed and its number reused, or a store might hit memory that does not exist.
     if (!fd || inode_of(fd.get()) != inode || !memfd_holds(fd.get(), offset, bytes)) return;
     void* const at = ::mmap(nullptr, bytes, PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
     if (at != MAP_FAILED) base_ = static_cast<std::byte*>(at);
@@ -85,7 +85,7 @@ class Mapping {
   Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
   Mapping& operator=(Mapping&&) = delete;
 
-  /// Null when the owner's descriptor cannot be had.
+  /// Null if the owner's descriptor is not available.
   std::byte* base() const { return base_; }
 
  private:
@@ -100,7 +100,7 @@ class Process {
  public:
   explicit Process(CmaAddress address)
       : address_(std::move(address)), pid_(static_cast<pid_t>(address_.pid)) {
-    // Without pidfds (before Linux 5.3) the cookie still tells that the owner is gone.
+    // Without pidfds (before Linux 5.3) the cookie shows that the owner is gone.
     pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
   }
 
@@ -120,7 +120,7 @@ class Process {
     return {};
   }
 
-  /// What the kernel's refusal of a copy means.
+  /// Returns the meaning of the kernel's refusal to copy.
   Status failed(int error) const {
     if (error == EFAULT)
       return Status::AccessDenied(name() + " no longer has that memory, or this one has not");
@@ -213,8 +213,8 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
  private:
-  // Whether the loads of one process_vm_readv are made in the order of its pieces: then the slot that
-  // validates a chunk can be read by the call that reads the chunk's end.
+  // Whether process_vm_readv loads its pieces in order. If so, the call that reads the end of a chunk can
+  // also read the slot that validates it.
 #if defined(__x86_64__)
   static constexpr bool kCopiesInOrder = true;
 #else
@@ -227,10 +227,10 @@ class CmaEndpoint : public QueuedEndpoint {
            is_words(remote(op.region).address + op.offset, op.bytes);
   }
 
-  // The kernel may copy words in pieces. Of two copies, the second begun after the first had ended, the first
-  // may have fallen into a store only if they differ; then a later poll tries again. One word is read to see
-  // whether it still is what it was, and then one copy is enough (a piece costs 0.3 to 0.6 us): it can only
-  // look unchanged if every byte that a store changes was loaded before that store.
+  // The kernel may copy words in pieces. If two copies, the second begun after the first had ended, are
+  // equal, the first did not overlap a store; if they differ, a later poll tries again. For one word a single
+  // copy is enough (a piece costs 0.3 to 0.6 us), because it is only compared with its old value: it looks
+  // unchanged only if every byte that a store changes was loaded before that store.
   static size_t copies_of(const Read& slot) { return slot.bytes == sizeof(uint64_t) ? 1 : 2; }
 
   void gather_slot(const Read& slot) {

@@ -33,7 +33,7 @@ int yama_scope() {
 }
 
 bool is_dumpable(pid_t process, uid_t uid) {
-  // The kernel gives the files of a process that must not be dumped, though not their folder, to root.
+  // The files of a process that is not dumpable belong to root, though its folder does not.
   struct stat found{};
   return ::stat(("/proc/" + std::to_string(process) + "/status").c_str(), &found) != 0 || found.st_uid == uid;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why the kernel would not let this process read another one's memory, and what to do about it.
+// Explains why the kernel does not let this process read another one's memory, and the fix.
 #pragma once
 
 #include <sys/types.h>
@@ -8,7 +8,8 @@
 
 namespace kvlink {
 
-/// process_vm_readv or _writev on process `owner`, which said to run as `owner_uid`, failed with EPERM.
+/// Returns the reason for EPERM from process_vm_readv or _writev on process `owner`, which reported to run as
+/// `owner_uid`.
 Status why_cma_refused(pid_t owner, uid_t owner_uid);
 
 }  // namespace kvlink

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The transports' factories, for transports/registry.cc and the transports themselves; all other code goes by
-// name.
+// The factories of the transports, for transports/registry.cc and the transports themselves. Other code uses
+// names.
 #pragma once
 
 #include <memory>
@@ -28,7 +28,8 @@ Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options);
 Status verbs_probe();
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options);
 
-/// Wraps `inner` with the plan in `options.fault`; kConfig with the grammar when it does not parse.
+/// Wraps `inner` with the plan in `options.fault`. Returns kConfig with the grammar if the plan does not
+/// parse.
 Result<std::unique_ptr<Transport>> fault_wrap(std::unique_ptr<Transport> inner,
                                               const TransportOptions& options);
 

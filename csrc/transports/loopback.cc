@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// loopback: reads inside this process, by plain copies. The reference for what every transport must do,
-// revocation and fencing included.
+// loopback: reads inside this process by plain copies. It is the reference for every transport, revocation
+// and fencing included.
 #include <unistd.h>
 
 #include <mutex>
@@ -24,14 +24,14 @@ struct ExportedRegion {
   bool revoked = false;
 };
 
-/// What an endpoint and the owner share about one connection.
+/// State of one connection that the endpoint and the owner share.
 struct Link {
   uint64_t connection = 0;
   bool admitted = false, cut = false;
 };
 
-/// The owner's state. `mutex` is held shared while bytes are copied and exclusively while anything is taken
-/// away, so nothing is read after it was revoked, cut or closed.
+/// The owner's state. `mutex` is held shared while bytes are copied and exclusively while anything is
+/// removed, so nothing is read after it was revoked, cut or closed.
 struct Owner {
   const uint64_t id = random_u64();
   std::shared_mutex mutex;

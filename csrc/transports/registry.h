@@ -23,7 +23,7 @@ struct TransportInfo {
 
 /// Every transport built in, best first for a peer that several can reach.
 std::span<const TransportInfo> transports();
-/// The row of "shm", and of "fault+shm". Null when there is no such transport.
+/// Returns the row of "shm", also for "fault+shm". Null if there is no such transport.
 const TransportInfo* find_transport(std::string_view name,
                                     std::span<const TransportInfo> table = transports());
 /// Makes a transport of the table; "fault+X" wraps X in the fault transport.

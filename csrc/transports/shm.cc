@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// shm: the pool is in a memfd that the reader maps too, so a read is a copy in user space and the owner's
-// threads take no part. Readers get pools as read-only descriptors, so that no bug of theirs writes to one. A
-// mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
+// shm: the reader maps the pool, which is in a memfd, so a read is a copy in user space without any thread of
+// the owner. Readers get pools as read-only descriptors, so that no bug of theirs can write to one. A mapping
+// cannot be revoked, so there is no fencing, and readers rely on lease validation.
 #include <sys/mman.h>
 #include <unistd.h>
 

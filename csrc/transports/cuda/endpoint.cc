@@ -20,7 +20,7 @@ Status CudaEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
   if (!stream.ok()) return stream.status();
   stream_ = std::move(*stream);
   Status status = look_.open(client_.wake_fd());
-  // A whole pull is one launch, until its pieces fill a table. Nothing is gained by several streams.
+  // A whole pull is one launch until its pieces fill a table. Several streams gained nothing.
   traits_ = {.window = {.chunk_bytes = 1 << 30,
                         .chunk_ops = tables_->pieces_each() / 2,
                         .depth = kDepth,
@@ -66,7 +66,7 @@ Status CudaEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   return {};
 }
 
-/// The GPU copies from device to device, the CPU from host to host.
+/// Returns an error unless the GPU copies from device to device, or the CPU from host to host.
 Status CudaEndpoint::check_kind(const Chunk& chunk, bool on_device) const {
   for (const ReadOp& op : chunk.ops) {
     bool same = remote_on_device_[op.region] == on_device;
@@ -100,7 +100,7 @@ Status CudaEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset
   return {};
 }
 
-/// Writes what is left of the post into `table`, as far as it goes, and all repeats of that behind it.
+/// Writes the rest of the post into `table` as far as it fits, and all its repeats behind it.
 GatherList CudaEndpoint::fill(Post& post, CudaTables::Table& table) const {
   const std::span<const Repeat> repeats = post.chunk.repeats;
   const auto behind = static_cast<uint32_t>(
@@ -140,7 +140,7 @@ Status CudaEndpoint::launch(Post& post, CudaTables::Held table) {
   return {};
 }
 
-/// Whether there is something to launch: not behind a post of the CPU's.
+/// Returns whether there is something to launch. A launch waits for earlier posts of the CPU.
 bool CudaEndpoint::can_launch() const {
   for (const Post& post : posts_) {
     if (!post.on_device) return false;
@@ -168,7 +168,7 @@ bool CudaEndpoint::launch_all() {
   return any;
 }
 
-/// Whether all of a post of the device has landed; gives tables back on the way.
+/// Returns whether all of a device's post has landed. Returns tables on the way.
 Result<bool> CudaEndpoint::ended(Post& post) {
   while (!post.launched.empty()) {
     const Result<bool> done = stream_->done(post.launched.front().number);
@@ -232,7 +232,7 @@ void CudaEndpoint::notice_owner(int64_t now_ns) {
   if (Status status = client_.check_owner(); !status.ok()) break_down(std::move(status));
 }
 
-/// Nothing is under way afterwards: what is mapped may go.
+/// On return nothing is under way, so mappings may be removed.
 void CudaEndpoint::break_down(Status why) {
   if (broken_.ok()) broken_ = std::move(why);
   if (stream_) stream_->drain();

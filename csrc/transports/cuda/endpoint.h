@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's end of cuda: posts of the pool's bytes are launched one behind the other on a stream. The
-// CPU reads the lease slots, which are in host memory, once everything posted before has landed.
+// The reader's end of cuda. Posts of pool bytes are launched one behind the other on a stream. The CPU reads
+// the lease slots, which are in host memory, after everything posted before has landed.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace kvlink {
 
 class CudaEndpoint final : public Endpoint {
  public:
-  /// `local_on_device`: which local regions are; the others are in host memory.
+  /// `local_on_device` says which local regions are on the device; the others are in host memory.
   CudaEndpoint(FdClient client, std::shared_ptr<CudaGather> gather, std::shared_ptr<CudaTables> tables,
                std::vector<bool> local_on_device)
       : client_(std::move(client)),
@@ -45,10 +45,11 @@ class CudaEndpoint final : public Endpoint {
   void close() override;
 
  private:
-  // An eighth longer each time: the end is noticed after at most a ninth of what the copy took.
+  // Each wait is an eighth longer than the one before, so the end is noticed after at most a ninth of the
+  // copy's time.
   static constexpr int64_t kFirstLookNs = 5'000, kLastLookNs = 160'000, kLongerBy = 1;
 
-  /// One table of pieces, under way.
+  /// One table of pieces that is under way.
   struct Launch {
     uint64_t number;
     CudaTables::Held table;

@@ -14,7 +14,7 @@ using cuda::Api;
 
 const char* const kAllocate = "allocate the pool with BlockPool.allocate(layout, gpu=...)";
 
-/// Physical allocations of a region, one behind the other.
+/// The physical allocations of a region, in order.
 struct Parts {
   std::vector<UniqueFd> fds;
   std::vector<uint64_t> sizes;
@@ -28,7 +28,8 @@ struct Retained {
   ~Retained() { api.allocation_release(allocation); }
 };
 
-/// True: `at` is in a physical allocation, which is appended. False: it was not mapped from one.
+/// Returns true if `at` is in a physical allocation, which is appended, and false if it was not mapped from
+/// one.
 Result<bool> append_part(const Api& api, Address at, Parts& parts) {
   cuda::Allocation allocation = 0;
   if (api.allocation_retain(&allocation, reinterpret_cast<void*>(at)) != cuda::kSuccess) return false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's side of shared GPU memory: how a region can be given to other processes.
+// The owner's side of shared GPU memory: exports a region to other processes.
 #pragma once
 
 #include "device/cuda_device.h"
@@ -9,9 +9,9 @@
 
 namespace kvlink {
 
-/// The key to a region that `server` exports from now on: the physical allocations where it was mapped from
-/// such (kvlink's own pools, torch's expandable segments), else cudaMalloc's handle. Refuses
-/// (kTransportUnavailable, reason and fix) memory that CUDA does not share.
+/// Exports a region through `server` and returns its key: its physical allocations if it was mapped from such
+/// (kvlink's own pools, torch's expandable segments), else cudaMalloc's handle. Refuses
+/// (kTransportUnavailable, reason and fix) memory that CUDA cannot share.
 Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const MemoryRange& range);
 
 }  // namespace kvlink

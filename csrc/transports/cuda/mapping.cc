@@ -6,7 +6,7 @@
 namespace kvlink {
 namespace {
 
-/// Whether `reader` may look at the memory of the GPU that `owner` names.
+/// Returns whether `reader` can access the memory of the GPU with the id `owner`.
 Status reaches(const cuda::Device& reader, const cuda::Uuid& owner) {
   if (reader.uuid == owner) return {};
   const cuda::Api& api = reader.api;

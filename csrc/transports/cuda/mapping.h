@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's side of shared GPU memory: an owner's region at an address of this process.
+// The reader's side of shared GPU memory: maps an owner's region into this process.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace kvlink {
 
-/// Mapped for reading by one GPU of this process; unmapped once. What was mapped from physical allocations
-/// stays what it is even when the owner frees them or ends.
+/// A mapping for reading by one GPU of this process, unmapped once. Memory from physical allocations stays
+/// valid even if the owner frees it or ends.
 class CudaMapping {
  public:
   /// Refuses (kTransportUnavailable, reason and fix) an owner's GPU that `reader` does not reach.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an owner of GPU memory tells readers on the same host about one region: the region's remote key.
+// The remote key of a region: what an owner of GPU memory sends to readers on the same host.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct CudaKey {
     return to.take();
   }
 
-  /// kAccessDenied for what no owner says.
+  /// Returns kAccessDenied if no owner makes such a key.
   static Result<CudaKey> parse(std::string_view blob) {
     BlobReader from(blob, kCudaMagic);
     CudaKey key;
@@ -61,7 +61,7 @@ struct CudaKey {
     return from.done() && key.is_whole(ipc.size()) ? Result<CudaKey>(key) : malformed();
   }
 
-  /// Of all parts.
+  /// Returns the bytes of all parts.
   uint64_t span() const {
     uint64_t sum = 0;
     for (const FdOffer& part : parts) sum += part.bytes;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda: the pool is in GPU memory that the reader's GPU maps too, so a read is one launch that gathers the
-// blocks, over NVLink, PCIe or inside one GPU; the owner takes no part. The lease table is in host memory, as
-// with shm. A mapping cannot be taken back: there is no fencing, and readers rely on lease validation.
+// cuda: the reader's GPU maps the owner's pool in GPU memory. A read is one launch that gathers the blocks
+// over NVLink, PCIe or inside one GPU, without the owner. The lease table is in host memory, as with shm. A
+// mapping cannot be revoked, so there is no fencing, and readers rely on lease validation.
 #include <memory>
 #include <mutex>
 #include <string>
@@ -75,7 +75,8 @@ class CudaTransport : public Transport {
         std::make_unique<CudaEndpoint>(std::move(*client), gather_, tables_, on_device_));
   }
 
-  /// Readers copy with the GPU that their own pool is on, whether or not it can be exported.
+  /// Sets the device too: a reader copies with the GPU of its own pool, whether or not the pool can be
+  /// exported.
   Result<CudaKey> share_device(const MemoryRange& range) {
     if (!device_) {
       Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::of(range.base);
@@ -96,7 +97,7 @@ class CudaTransport : public Transport {
     return key;
   }
 
-  /// For the first peer: a worker that never reads this way needs neither kernel nor tables.
+  /// Called for the first peer, because a worker that never reads this way needs neither kernel nor tables.
   Status prepare() {
     std::lock_guard lock(mutex_);
     if (tables_) return {};

@@ -39,14 +39,14 @@ auto find(const Table& table, std::string_view name) -> std::optional<decltype(t
   return {};
 }
 
-// What stands before and after the first `mark`; nothing after it where there is none.
+// Returns the text before and after the first `mark`, or all of it and nothing.
 std::pair<std::string_view, std::string_view> split(std::string_view text, std::string_view mark) {
   const size_t at = text.find(mark);
   if (at == text.npos) return {text, {}};
   return {text.substr(0, at), text.substr(at + mark.size())};
 }
 
-// Takes the digits at the start of `text`. 1 to kMaxNumber.
+// Takes a number from 1 to kMaxNumber from the start of `text`.
 std::optional<uint64_t> take_number(std::string_view& text) {
   uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);

@@ -1,20 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of the fault transport (TransportOptions::fault):
 //
+// clang-format off
+//
 //   plan   := rule (";" rule)*                 the first rule that hits a post decides
 //   rule   := action ["-" target] ["=" time] "@" when
-//   action := delay     completion withheld for `time`
-//           | drop      never completes, never executed
-//           | hang      this endpoint completes nothing from here on
-//           | fail      completes with kPeerUnreachable, not executed
-//           | deny      completes with kAccessDenied, not executed
-//           | corrupt   lands with one byte flipped; in a slot, within its first word
-//           | break     this endpoint's connection is lost
-//   target := slot | data                      reads whose operations all have at most 64 bytes, or the
-//   others time   := number ("us" | "ms" | "s")       of delay, and only there when   := N | A ".." B |
-//   "every:" K        1-based number of post_read, over all endpoints of the transport,
+//   action := delay     withholds the completion for `time`
+//           | drop      never executes nor completes the post
+//           | hang      completes nothing on this endpoint from here on
+//           | fail      completes with kPeerUnreachable without executing
+//           | deny      completes with kAccessDenied without executing
+//           | corrupt   flips one byte that landed; in a slot, within its first word
+//           | break     loses this endpoint's connection
+//   target := slot | data                      slot: reads whose operations all have at most 64 bytes
+//   time   := number ("us" | "ms" | "s")       only with delay
+//   when   := N | A ".." B | "every:" K        1-based number of post_read, over all endpoints of the transport,
 //                                              counted among the posts of the rule's target
-//   e.g. "drop@3", "delay=5ms@1..10", "corrupt-data@every:7;hang-slot@2"
+//
+// For example "drop@3", "delay=5ms@1..10", "corrupt-data@every:7;hang-slot@2".
+// clang-format on
 #pragma once
 
 #include <cstdint>
@@ -40,7 +44,7 @@ struct FaultRule {
   }
 };
 
-/// Empty: no rules. kConfig with the grammar when it does not parse.
+/// An empty plan has no rules. Returns kConfig with the grammar if the plan does not parse.
 Result<std::vector<FaultRule>> parse_fault_plan(std::string_view plan);
 
 }  // namespace kvlink

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fault: wraps any other transport and spoils chosen reads by the plan of transports/fault/plan.h. Everything
-// else (addresses, keys, hellos, the owner's side) passes through, so the other end need not know.
+// fault: wraps any other transport and disturbs chosen reads by the plan of transports/fault/plan.h.
+// Everything else (addresses, keys, hellos, the owner's side) passes through, so the other end need not know.
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 
@@ -27,7 +27,7 @@ bool is_slot(const Chunk& chunk) {
                      [](const ReadOp& op) { return op.bytes <= kMaxSlotBytes; });
 }
 
-/// The rules and how many posts they have seen. Any thread.
+/// The rules, and counts of the posts they have seen. Any thread.
 class Plan {
  public:
   explicit Plan(std::vector<FaultRule> rules) : rules_(std::move(rules)) {}
@@ -59,7 +59,7 @@ class Plan {
   uint64_t num_posts_ = 0, num_slots_ = 0, num_data_ = 0;
 };
 
-// splitmix64: a place that looks random and is the same in every run.
+// splitmix64: gives a place that looks random and is the same in every run.
 uint64_t scramble(uint64_t value) {
   value += 0x9e37'79b9'7f4a'7c15;
   value = (value ^ value >> 30) * 0xbf58'476d'1ce4'e5b9;
@@ -190,7 +190,7 @@ class FaultEndpoint final : public WrappedEndpoint {
     return {};
   }
 
-  // 0 disarms it.
+  // Sets the timer; 0 stops it.
   void wake_at(int64_t when_ns) {
     if (!timer_) return;
     itimerspec when{};
@@ -217,7 +217,7 @@ class FaultEndpoint final : public WrappedEndpoint {
     wake_at(next_ns);
   }
 
-  // True: the completion is kept back.
+  // Returns true if the completion is withheld.
   bool spoil(Completion& completion) {
     const auto found = marked_.find(completion.token);
     if (found == marked_.end()) return false;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's end of the transports that move bytes themselves (loopback, shm, cma): posts queue up, and
-// poll() works them off in order, a bounded slice at a time. Between two calls no byte moves, so cancel()
-// only forgets.
+// The reader's end of the transports that move bytes themselves (loopback, shm, cma). Posts queue up, and
+// poll() executes them in order, a bounded slice at a time. No byte moves between two calls, so cancel() only
+// removes the post.
 #pragma once
 
 #include <deque>
@@ -34,16 +34,16 @@ class QueuedEndpoint : public Endpoint {
 
   uint32_t add_remote(const Remote& remote) { return remotes_.add(remote); }
   const Remote& remote(uint32_t region) const { return remotes_[region]; }
-  /// Before establish() returns.
+  /// To be called before establish() returns.
   void set_wake_fd(int fd) { traits_.wake_fd = fd; }
-  /// Every later poll() answers `why`, and no post is left.
+  /// Makes every later poll() return `why`, and removes all posts.
   void break_down(Status why);
 
-  /// Whether the owner is still there. Called now and then, and before the first work after a pause.
+  /// Returns whether the owner is alive. Called now and then, and before the first work after a pause.
   virtual Status check_owner() = 0;
-  /// Moves at most `budget` bytes and advances `read.at`; none means that it wants to be called again later.
-  /// `behind`, the read posted after it or null, may be taken along where that saves something.
-  /// kAccessDenied and kStaleBlocks end this read alone, any other failure the endpoint.
+  /// Moves at most `budget` bytes and advances `read.at`; if none move, it is called again later. It may also
+  /// take `behind`, the read posted next or null, if that saves something. kAccessDenied and kStaleBlocks end
+  /// only this read, any other failure ends the endpoint.
   virtual Status read_some(Read& read, Read* behind, size_t budget) = 0;
   virtual Status write_word(uint32_t region, uint64_t offset, uint64_t value) = 0;
 

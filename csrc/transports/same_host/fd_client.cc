@@ -107,14 +107,14 @@ Status FdClient::watch_owner() {
   ucred peer{};
   socklen_t size = sizeof peer;
   if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return failed("SO_PEERCRED");
-  // Each end trusts itself and root: both, or neither, must be root.
+  // Each end trusts its own user and root, so both ends, or neither, must be root.
   if (peer.uid != ::geteuid()) {
     return Status::Unavailable("the owner runs as uid " + std::to_string(peer.uid) +
                                    ", this process as uid " + std::to_string(::geteuid()),
                                "run both ends as one user, or use tcp");
   }
   owner_pid_ = peer.pid;
-  // Of an owner out of sight the socket's end has to do.
+  // If the owner's pid is hidden, only the end of the socket shows its end.
   if (peer.pid > 0) pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
   Result<UniqueFd> wake = sys::epoll("cannot watch the owner", Code::kTransportUnavailable);
   if (!wake.ok()) return wake.status();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reader's end: fetches the owner's descriptors of memory, and notices its end.
+// The reader's end. It fetches the owner's descriptors of memory, and notices the owner's end.
 #pragma once
 
 #include <unistd.h>
@@ -17,17 +17,17 @@ namespace kvlink {
 
 class FdClient {
  public:
-  /// Refuses (kTransportUnavailable, reason and fix) an owner that is not on this host, or out of sight.
+  /// Refuses (kTransportUnavailable, reason and fix) an owner on another host or in another namespace.
   static Result<FdClient> of(uint32_t magic, std::string_view owner_address);
 
   std::string hello() const { return BlobWriter().u32(magic_).take(); }
   /// Takes all descriptors that the owner exports. Blocks at most `timeout_ns`.
   Status establish(std::string_view reply, int64_t timeout_ns);
-  /// The descriptor of one offer, whatever it is of: unchecked. Each can be taken once.
+  /// Returns the descriptor of one offer, unchecked. Each can be taken once.
   Result<UniqueFd> take(const FdOffer& wanted);
-  /// kPeerUnreachable once the owner closed, or ended (even when a child of it lives on with the socket).
+  /// Returns kPeerUnreachable after the owner closed or ended, even if a child of it still has the socket.
   Status check_owner() const;
-  /// Owner and reader are workers of one process.
+  /// Returns whether owner and reader are workers of one process.
   bool in_owner_process() const { return owner_pid_ == ::getpid(); }
   int wake_fd() const { return wake_.get(); }
   void close();
@@ -39,13 +39,13 @@ class FdClient {
   };
 
   FdClient(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
-  /// Makes `call` on the socket again while signals come between; `option` is the time-out that it obeys.
+  /// Repeats `call` on the socket while signals interrupt it. `option` is its timeout option.
   template <typename Call>
   ssize_t in_time(int option, int64_t deadline_ns, Call call);
   Status connect(int64_t deadline_ns);
   Status watch_owner();
   Status receive_all(int64_t deadline_ns);
-  /// Waits for one message. Returns how many regions there are in all.
+  /// Waits for one message. Returns the total number of regions.
   Result<uint32_t> receive(int64_t deadline_ns);
 
   uint32_t magic_;

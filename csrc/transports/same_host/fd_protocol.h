@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The protocol by which an owner exports descriptors to readers on the same host; shm and cuda use it.
+// The protocol by which an owner exports descriptors to readers on the same host, for shm and cuda.
 //
-// The owner listens on an abstract Unix socket (SOCK_SEQPACKET) under a random name. A reader connects, sends
-// the secret that accept() gave it, and gets messages of up to kFdMaxOffers records, each with its descriptor
-// attached (SCM_RIGHTS), until it has `total` of them. The socket then stays open and silent: its end is the
-// other's end.
+// The owner listens on an abstract Unix socket (SOCK_SEQPACKET) with a random name. A reader connects, sends
+// the secret that accept() returned, and receives messages of up to kFdMaxOffers records, each with its
+// descriptor attached (SCM_RIGHTS), until it has `total` of them. The socket then stays open and silent; its
+// end shows the other process's end.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline constexpr uint32_t kFdMaxOffers = 64;  // in one message; the kernel allo
 inline constexpr uint32_t kFdMaxOffersInAll = 1 << 16;
 inline constexpr size_t kFdMaxMessageBytes = 8 + kFdMaxOffers * 28;
 
-/// Where such an owner is. `magic` tells the transports apart.
+/// The address of such an owner. `magic` identifies the transport.
 struct HostAddress {
   std::string boot_id;
   uint64_t net_namespace = 0;
@@ -43,14 +43,14 @@ struct HostAddress {
   }
 };
 
-/// What one descriptor stands for: a piece of a memfd, or a whole allocation of a GPU.
+/// The memory behind one descriptor: a piece of a memfd, or a whole allocation of a GPU.
 struct FdOffer {
   uint64_t id = 0, offset = 0, bytes = 0;
   Access access = Access::kRead;
 
   bool operator==(const FdOffer&) const = default;
   void write(BlobWriter& to) const { to.u64(id).u64(offset).u64(bytes).u32(static_cast<uint32_t>(access)); }
-  /// False: not an offer.
+  /// Returns false if it is not an offer.
   bool read(BlobReader& from) {
     uint32_t value = 0;
     from.fields(id, offset, bytes, value);

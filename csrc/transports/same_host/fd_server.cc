@@ -30,7 +30,7 @@ Status cannot_listen(const char* call) {
   return sys::transport_failed("cannot listen on a Unix socket", call, errno);
 }
 
-// Given up for a moment to refuse a reader when no other descriptor is left.
+// A spare descriptor, closed for a moment to refuse a reader when no other is left.
 UniqueFd open_spare() { return UniqueFd(sys::open_file("/dev/null", O_RDONLY)); }
 
 std::string random_name() {
@@ -47,7 +47,7 @@ bool is_trusted(int socket) {
          (peer.uid == ::geteuid() || peer.uid == 0);
 }
 
-// One message with its descriptors. False with errno when the socket does not take it now.
+// Sends one message with its descriptors. Returns false with errno if the socket does not take it now.
 bool send_message(int socket, std::string_view bytes, const std::vector<int>& fds) {
   iovec part{const_cast<char*>(bytes.data()), bytes.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control{};
@@ -163,7 +163,7 @@ bool FdServer::serve_client(uint64_t serial, Client& client, uint32_t events) {
   return !client.admitted || client.all_sent || send_offers(serial, client);
 }
 
-// Clients say one thing, their secret. Anything else, the end included, is the end.
+// Clients send their secret and nothing else. Anything else ends the client.
 bool FdServer::read_secret(Client& client) {
   std::array<char, kFdSecretBytes + 1> received;
   const ssize_t size = ::recv(client.socket.get(), received.data(), received.size(), MSG_DONTWAIT);

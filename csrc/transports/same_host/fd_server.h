@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's end: a Unix socket that hands descriptors of memory to readers that know a secret. A client can
-// neither block nor starve it: nothing here waits, and the oldest client that has not shown its secret makes
+// The owner's end: a Unix socket that passes descriptors of memory to readers that know a secret. A client
+// can neither block nor starve it: it never waits, and the oldest client that has not shown its secret makes
 // room for new ones.
 #pragma once
 
@@ -18,20 +18,20 @@
 
 namespace kvlink {
 
-/// Every method may be called from any thread; serve() from one at a time.
+/// Any thread may call any method; serve() is for one thread at a time.
 class FdServer {
  public:
-  /// `magic` is the transport's, in all that it says to readers.
+  /// `magic` identifies the transport in all messages to readers.
   static Result<std::shared_ptr<FdServer>> listen(uint32_t magic);
 
-  /// For readers: where it is.
+  /// Returns the address for readers.
   std::string address() const;
-  /// For the reader that said `hello`: a secret that admits one reader once. When too many are unused, those
-  /// of the same caller lapse first.
+  /// Returns a secret that admits the reader that sent `hello` once. If too many are unused, those of the
+  /// same caller expire first.
   Result<std::string> accept(uint64_t caller, std::string_view hello);
-  /// Hands `fd` to every later reader. Returns what it offers.
+  /// Gives `fd` to every later reader. Returns its offer.
   FdOffer add(UniqueFd fd, FdOffer offer);
-  /// No later reader gets it; earlier ones keep their mapping.
+  /// Ends the export: no later reader gets it, and earlier ones keep their mapping.
   void revoke(uint64_t id);
 
   int serve_fd() const { return epoll_.get(); }
@@ -56,7 +56,7 @@ class FdServer {
   FdServer(uint32_t magic, std::string name, UniqueFd listener, UniqueFd epoll, UniqueFd spare);
   void accept_ready();
   void make_room();
-  /// False: the client is to be dropped.
+  /// Returns false if the client is to be dropped.
   bool serve_client(uint64_t serial, Client& client, uint32_t events);
   bool read_secret(Client& client);
   bool send_offers(uint64_t serial, Client& client);

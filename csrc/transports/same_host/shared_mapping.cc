@@ -15,7 +15,8 @@
 namespace kvlink {
 namespace {
 
-// Page tables of larger mappings are filled on first use: doing it at once would hold up the first pull.
+// Page tables of larger mappings are filled on first use, because filling them at once would delay the first
+// pull.
 constexpr uint64_t kPopulateBytes = uint64_t{1} << 30;
 
 bool never_shrinks(int memfd) {

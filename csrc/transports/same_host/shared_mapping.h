@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory that processes of one machine share: a piece of a memfd, exported and mapped.
+// Host memory that processes of one machine share: exports and maps a piece of a memfd.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace kvlink {
 
-/// Exports `range` to later readers; read-only descriptors for all but kWriteWords, so that no bug of theirs
-/// writes to it. Refuses (kTransportUnavailable, the reason alone) what is not in a memfd, or in one that
-/// could shrink.
+/// Exports `range` to later readers, with read-only descriptors except for kWriteWords, so that no bug of a
+/// reader can write to it. Refuses (kTransportUnavailable, the reason alone) memory that is not in a memfd,
+/// or in one that can shrink.
 Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access);
 
-/// It has those bytes, and never shrinks.
+/// Returns whether the memfd has those bytes and never shrinks.
 bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes);
 
-/// A reader's mapping of exported memory; it need not start on a page.
+/// A reader's mapping of exported memory, which need not start on a page.
 class MemfdMapping {
  public:
   MemfdMapping(MemfdMapping&& other) noexcept
@@ -28,8 +28,8 @@ class MemfdMapping {
   MemfdMapping& operator=(MemfdMapping&&) = delete;
   ~MemfdMapping();
 
-  /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks: no owner may kill
-  /// its readers by SIGBUS.
+  /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks, so that no owner
+  /// can end its readers by SIGBUS.
   static Result<MemfdMapping> make(FdClient& client, const FdOffer& offer);
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }

@@ -6,8 +6,8 @@
 namespace kvlink::tcp {
 namespace {
 
-// One that the socket takes, and two whose copies then have twice the time that one takes: a connection that
-// stalls keeps no more from the others.
+// One slot is with the socket, and two are being copied in twice the time that one slot takes. A connection
+// that stalls holds no more.
 constexpr size_t kSlots = 3;
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the owner sends from the memory of a device: a response's payload is copied into slots of the bounce
-// buffer, a few ahead of the one that the socket takes.
+// Sends device memory: a response's payload is copied into slots of the bounce buffer, a few ahead of the one
+// that the socket takes.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace kvlink::tcp {
 
-/// Shared by all connections of an owner, under its lock.
+/// State that all connections of an owner share, under its lock.
 struct DeviceSource {
   std::shared_ptr<Bounce> bounce;
   std::unique_ptr<CopyQueue> queue;
@@ -27,19 +27,19 @@ class DevicePayload {
   DevicePayload(const DevicePayload&) = delete;
   DevicePayload& operator=(const DevicePayload&) = delete;
 
-  /// Nothing is left to hand out, nor in the outbox.
+  /// Returns whether nothing is left to send, the outbox included.
   bool empty() const { return pieces_.empty(); }
-  /// Behind all that was added since it was last empty.
+  /// Appends to what was added since it was last empty.
   void add(std::byte* device, uint64_t bytes);
   bool touches(const ExportedRegion& region) const;
-  /// What was handed out before is with the kernel.
+  /// Returns whether the kernel has everything passed to the outbox before.
   bool has_turn(const Outbox& outbox) const { return !empty() && (!handed_out_ || outbox.empty()); }
-  /// More will be handed out after what was last.
+  /// Returns whether more follows the slot that was last.
   bool goes_on() const { return next_ < pieces_.size() || filled_.size() > 1; }
-  /// Puts the next slot into the outbox, or becomes empty. kCopies: that has to wait; kEnd: the device is
-  /// lost.
+  /// Puts the next slot into the outbox, or becomes empty. kCopies: the slot is still being copied. kEnd: the
+  /// device is lost.
   Wants hand_out(Outbox& outbox);
-  /// On return nothing of it is being copied.
+  /// On return nothing is being copied.
   void clear();
 
  private:

@@ -123,7 +123,7 @@ bool Owner::rewatch(int fd, uint32_t events, uint64_t serial) {
   return sys::rewatch(epoll_.get(), fd, events, serial);
 }
 
-/// Before close(): a forked child's copy of the descriptor would keep the socket in the set.
+/// To be called before close(): a forked child's copy of the descriptor would keep the socket in the set.
 void Owner::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
 void Owner::dismiss(std::map<uint64_t, PendingSocket>::iterator pending) {
@@ -233,8 +233,8 @@ void Owner::serve(uint64_t serial, ServedConnection& connection) {
   if (connection.expects_write() && !connection.deferred()) defer_settle(serial, connection);
 }
 
-/// Waking a sleeping thread costs the reader 10-25 us (2-core VM), and a settle is not urgent: one that comes
-/// alone within kDeferNs waits for that moment, or for the next request. Nothing is left deferred.
+/// Waking a sleeping thread costs the reader 10-25 us (2-core VM), and a settle is not urgent. A lone settle
+/// within kDeferNs waits until then, or for the next request. Nothing stays deferred.
 void Owner::defer_settle(uint64_t serial, ServedConnection& connection) {
   connection.set_deferred(true);
   if (deferred_.empty()) set_timer(defer_timer_, kDeferNs);
@@ -282,14 +282,14 @@ void Owner::accept_ready() {
     if (pending_.size() == kMaxPending) dismiss_oldest();
     if (pending_.empty()) set_timer(hello_timer_, kHelloNs);
     const uint64_t serial = next_serial_++;
-    // One that cannot be watched is closed, which its reader sees at once.
+    // A socket that cannot be watched is closed, which its reader sees at once.
     if (!tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
     leave_unpaced_in_host(socket.get());
     pending_.emplace(serial, PendingSocket{std::move(socket), now_ns() + kHelloNs, {}, 0});
   }
 }
 
-/// Out of descriptors, a listener that stays readable would spin: it pauses, and one socket makes room.
+/// A listener that stays readable without descriptors would spin, so it pauses, and one socket makes room.
 void Owner::listen_again(bool enabled) {
   rewatch(listener_.get(), enabled ? uint32_t{EPOLLIN} : 0, kListenerSerial);
   if (enabled) return;

@@ -26,7 +26,7 @@ inline constexpr Invitations::Limits kInvitationLimits{
     .most = 4096,
     .lifetime_ns = 30'000'000'000};
 
-/// A mutex whose one busy user lets all others go first, so that fence() never starves behind serve().
+/// A mutex with one busy user, which lets all others go first, so that fence() never starves behind serve().
 class ServeLock {
  public:
   void lock();
@@ -38,7 +38,7 @@ class ServeLock {
   std::atomic<uint32_t> waiting_{0};
 };
 
-/// Any thread may call anything but serve(), which belongs to one thread.
+/// Any thread may call any method except serve(), which belongs to one thread.
 class Owner : public std::enable_shared_from_this<Owner> {
  public:
   static Result<std::shared_ptr<Owner>> listen(const TransportOptions& options);
@@ -48,14 +48,14 @@ class Owner : public std::enable_shared_from_this<Owner> {
   Owner& operator=(const Owner&) = delete;
 
   const Address& address() const { return address_; }
-  /// From now on device memory is sent by way of `bounce`; null changes nothing.
+  /// Sends device memory through `bounce` from now on. Null changes nothing.
   Status send_through(const std::shared_ptr<Bounce>& bounce);
-  /// Until the region is destroyed. What is being sent from it then is cut off with its connection.
+  /// Exports the range until the region is destroyed. Connections that are being sent from it then are cut.
   std::unique_ptr<MemoryRegion> register_region(const MemoryRange& range, Access access);
   void revoke(uint64_t key);
   Invitation admit(ReaderId reader);
-  /// On return nothing is sent under a guard that fails now, nor to connections admitted under this id. True
-  /// when there were any.
+  /// On return nothing is sent under a guard that fails now, nor to connections admitted under this id.
+  /// Returns true if there were any.
   bool fence(uint64_t connection_id);
 
   int serve_fd() const { return epoll_.get(); }
@@ -63,7 +63,7 @@ class Owner : public std::enable_shared_from_this<Owner> {
   void close();
 
  private:
-  /// A socket that has not shown its invitation yet.
+  /// A socket that has not yet shown its invitation.
   struct PendingSocket {
     UniqueFd socket;
     int64_t deadline_ns;

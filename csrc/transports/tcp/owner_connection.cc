@@ -117,10 +117,11 @@ ServedConnection::Step ServedConnection::run_next_frame() {
 }
 
 ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header, const std::byte* entries) {
-  // The kernel's loads of the payload before this frame stay before our loads for it, on any processor.
+  // Keeps the kernel's loads of the payload before this frame before this thread's loads for it, on any
+  // processor.
   frames_.fetch_add(1, std::memory_order_acq_rel);
   outbox_.clear();
-  // Sized before any piece points into it.
+  // It is resized before any piece points into it.
   copied_.resize(std::max(copied_.size(), sizeof(ResponseHeader) + header.count * kMaxAtomicBytes));
   copied_bytes_ = sizeof(ResponseHeader);
   outbox_.add(copied_.data(), sizeof(ResponseHeader));
@@ -141,7 +142,7 @@ ServedConnection::Step ServedConnection::answer_read(const RequestHeader& header
   return Step::kDone;
 }
 
-/// Instead of what was to be sent.
+/// Sends a refusal instead of the payload.
 void ServedConnection::refuse(ReadStatus status, uint64_t why) {
   if (device_) device_->clear();
   outbox_.clear();
@@ -153,7 +154,7 @@ void ServedConnection::refuse(ReadStatus status, uint64_t why) {
   outbox_.add(copied_.data(), sizeof response_);
 }
 
-/// The guard failed. What was announced already goes on as zeros.
+/// Called when the guard failed. The announced rest is sent as zeros.
 void ServedConnection::withhold() {
   const uint64_t found = guard_.found();
   if (response_sent_ == 0) return refuse(ReadStatus::kStale, std::min(found, kLargestToldWord));

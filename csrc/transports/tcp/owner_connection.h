@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's end of one admitted connection: frames in, payload out straight from the exported memory.
+// The owner's end of one admitted connection. It reads frames, and sends payload straight from the exported
+// memory.
 //
-// Frames run strictly in order, and one runs only when the payload of all earlier ones is with the kernel: a
-// lease slot read behind a data read therefore vouches for it.
+// Frames run strictly in order. One runs only after the kernel has the payload of all earlier ones, so a
+// lease slot read behind a data read vouches for it.
 #pragma once
 
 #include <atomic>
@@ -18,16 +19,16 @@
 
 namespace kvlink::tcp {
 
-/// Every call under the owner's lock, which also guards `regions` and `source`.
+/// Every call is made under the owner's lock, which also guards `regions` and `source`.
 class ServedConnection {
  public:
   ServedConnection(UniqueFd socket, uint64_t connection_id, const ExportedRegions& regions,
                    DeviceSource* source)
       : socket_(std::move(socket)), connection_id_(connection_id), regions_(regions), source_(source) {}
 
-  /// Works until there is nothing to do or its share of this round is used up.
+  /// Serves until there is nothing to do or its share of this round is used.
   Wants serve();
-  /// Part of a response under way, or the word that it is sent under, comes from `region`.
+  /// Returns whether part of a response under way, or its guard's word, comes from `region`.
   bool sends_from(const ExportedRegion& region) const {
     return outbox_.touches(region) || (device_ && device_->touches(region)) ||
            (is_sending() && guard_.word && region.meets(guard_.word, sizeof(uint64_t)));
@@ -36,11 +37,10 @@ class ServedConnection {
   void enforce_guard() {
     if (is_sending() && !guard_.holds()) withhold();
   }
-  /// A lease slot was read last, and that was not deferred for yet: what comes next is most likely a lone
-  /// settle.
+  /// Returns whether a lease slot was read last and not deferred for yet. A lone settle most likely follows.
   bool expects_write() const { return expects_write_; }
   bool deferred() const { return deferred_; }
-  /// A deferred socket is not readable for one lone write.
+  /// A deferred socket does not become readable for one lone write.
   void set_deferred(bool deferred);
   int socket() const { return socket_.get(); }
   uint64_t connection_id() const { return connection_id_; }
@@ -50,7 +50,7 @@ class ServedConnection {
  private:
   enum class Step : uint8_t { kDone, kNeedsMore, kMalformed };
 
-  /// Of the response under way.
+  /// The guard of the response under way.
   struct HeldGuard {
     const std::byte* word = nullptr;  // null: there is none
     uint64_t value = 0;
@@ -69,7 +69,7 @@ class ServedConnection {
   ReadStatus gather(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
   void gather_words(const std::byte* from, uint64_t bytes);
   ReadStatus gather_device(const RequestHeader& header, const std::byte* entries, uint64_t& bytes);
-  /// The frame at `begin_` when it is here completely, else 0 bytes long.
+  /// Returns the size of the frame at `begin_`, or 0 if it is not complete.
   size_t whole_frame(RequestHeader& header) const;
   bool read_follows() const;
 

@@ -28,15 +28,15 @@ inline constexpr uint32_t kVersion = 2;
 inline constexpr uint16_t kFrameMagic = 0x4b56;  // "VK"
 
 inline constexpr uint32_t kMaxFrameOps = 1024;
-/// Of payload: what goes on as zeros, and for how long a reader does not hear that its guard failed.
+/// The most payload of a frame. It bounds what is sent as zeros, and how long a reader does not learn that
+/// its guard failed.
 inline constexpr uint64_t kMaxFrameBytes = 1 << 20;
-/// Reads up to this long, of whole aligned words, are taken with atomic loads in frame order: lease slots.
+/// Reads up to this size, of whole aligned words, use atomic loads in frame order. They are for lease slots.
 inline constexpr uint32_t kMaxAtomicBytes = 64;
 
 using Secret = std::array<std::byte, 32>;
 
-/// How a connection is admitted, once: `invitation` names the secret, so that it is found without comparing
-/// it.
+/// Admits a connection once. `invitation` names the secret, so that it is found without comparing secrets.
 struct Hello {
   uint64_t magic;
   uint32_t version;
@@ -73,7 +73,7 @@ struct ReadEntry {
 };
 static_assert(sizeof(ReadEntry) == 24);
 
-/// The word that is to be `value`.
+/// The guard's word, which must be `value`.
 struct GuardEntry {
   uint64_t key;
   uint64_t offset;

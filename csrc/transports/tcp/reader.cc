@@ -53,7 +53,7 @@ class Reader final : public Endpoint {
   void close() override;
 
  private:
-  /// A posted write: done once the kernel has all bytes of the stream up to `end`.
+  /// A posted write. It is done once the kernel has all bytes of the stream up to `end`.
   struct Write {
     uint64_t token;
     uint64_t end;
@@ -111,8 +111,8 @@ Status Reader::establish(std::string_view reply, int64_t timeout_ns) {
     socket_.reset();
     return status;
   }
-  // Nothing waits for room to send: while requests are unanswered a response will come and the rest leaves
-  // with that poll(), and writes, which have none, are small beside kSendBytes.
+  // No post waits for room to send: unanswered requests will have a response, and the rest leaves with that
+  // poll(). Writes, which have no response, are small compared with kSendBytes.
   traits_.wake_fd = socket_.get();
   broken_ = {};
   return {};
@@ -190,7 +190,7 @@ Status Reader::post_read(uint64_t token, const Chunk& chunk) {
   return {};
 }
 
-/// Asks for kMaxFrameBytes from there on, or for what is left.
+/// Requests kMaxFrameBytes from there on, or the rest.
 void Reader::append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op) {
   const Guard& guard = chunk.guard;
   const size_t begin = outbox_.size();
@@ -229,7 +229,7 @@ Status Reader::post_write(uint64_t token, uint32_t region, uint64_t offset, uint
 PollResult Reader::poll(int64_t, bool, std::vector<Completion>& ended) {
   PollResult result;
   if (broken_.ok()) broken_ = flush(ended, result.progressed);
-  // What has only just been asked for cannot be here yet.
+  // The answer to a request sent just now cannot be here yet.
   const bool too_early = result.progressed && !awaiting_;
   if (broken_.ok() && !too_early) broken_ = receive(ended, result.progressed);
   awaiting_ = !expected_.empty();
@@ -237,7 +237,7 @@ PollResult Reader::poll(int64_t, bool, std::vector<Completion>& ended) {
   return result;
 }
 
-/// Everything posted since the last poll leaves by one send.
+/// Sends everything posted since the last poll at once.
 Status Reader::flush(std::vector<Completion>& ended, bool& progressed) {
   if (outbox_.empty()) return {};
   const size_t left = outbox_.size() - outbox_sent_;

@@ -11,7 +11,7 @@ namespace kvlink::tcp {
 
 std::unique_ptr<Endpoint> make_reader(const Address& owner, uint32_t lane);
 
-/// What a reader says of itself; carried by the control plane.
+/// Encodes the reader's hello, which the control plane carries.
 std::string encode_hello(uint32_t lane);
 /// Refuses other versions and malformed blobs.
 Status check_hello(std::string_view hello);

@@ -83,7 +83,7 @@ std::span<iovec> ResponseQueue::places(size_t budget) {
   return places_;
 }
 
-/// False: there was not room for all of it.
+/// Returns false if there was no room for all of it.
 bool ResponseQueue::place_payload(const Response& response, size_t budget) {
   if (response.forgotten && !scratch_) scratch_ = std::make_unique<std::byte[]>(kScratchBytes);
   ChunkCursor at = response.at;

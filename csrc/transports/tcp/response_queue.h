@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The responses a connection still expects, in order, and the places where the next bytes of the stream go.
+// The responses that a connection still expects, in order, and the places for the next bytes of the stream.
 //
-// Responses come in order, so headers and payload are placed by one scattered receive, ahead of knowing that
-// each header says "ok". When one says "refused", no payload follows, and what landed in its place belongs to
-// later responses: it is taken back and landed again. Only one payload at a time lands ahead of its header,
+// Responses come in order, so one scattered receive places headers and payload before it is known that each
+// header says "ok". If one says "refused", no payload follows, and the bytes in its place belong to later
+// responses: they are taken back and placed again. Only one payload at a time is placed ahead of its header,
 // so nothing is overwritten.
 #pragma once
 
@@ -25,21 +25,21 @@ namespace kvlink::tcp {
 
 class ResponseQueue {
  public:
-  /// `peer` goes into sentences.
+  /// `peer` is part of messages.
   explicit ResponseQueue(std::string peer) : peer_(std::move(peer)) {}
 
   bool empty() const { return first_ == responses_.size(); }
-  /// Behind everything expected so far. `bytes` is the sum over the ops; each kMaxFrameBytes of them are a
-  /// response of their own, whose ids count up from `id`. The chunk is not copied.
+  /// Appends to everything expected so far. `bytes` is the sum over the ops; every kMaxFrameBytes of them is
+  /// a response of its own, and ids count up from `id`. The chunk is not copied.
   void expect(uint64_t token, uint32_t id, const Chunk& chunk, uint64_t bytes);
-  /// Nothing of `token` lands from now on; its bytes are drained elsewhere.
+  /// Nothing of `token` lands from now on. Its bytes are discarded.
   void forget(uint64_t token);
   void forget_all();
 
-  /// Where the next bytes go, never empty; about `budget` bytes in all. Valid until the next call of any
-  /// method.
+  /// Returns the places for the next bytes, never empty, about `budget` bytes in all. Valid until the next
+  /// call of any method.
   std::span<iovec> places(size_t budget);
-  /// The first `bytes` of places() were received. Not ok: the stream is not what was asked for.
+  /// The first `bytes` of places() were received. Returns an error if the stream is not what was requested.
   Status landed(size_t bytes, std::vector<Completion>& ended);
 
  private:
@@ -52,7 +52,7 @@ class ResponseQueue {
     uint32_t id;
     bool last;  // of its token
     bool forgotten;
-    // Header, and behind it the payload of a small read, which is copied out when complete.
+    // The header, and behind it the payload of a small read, which is copied out when it is complete.
     std::array<std::byte, sizeof(ResponseHeader) + kMaxAtomicBytes> head;
 
     bool small() const { return bytes <= kMaxAtomicBytes; }
@@ -62,7 +62,7 @@ class ResponseQueue {
 
   void place(void* base, size_t bytes);
   bool place_payload(const Response& response, size_t budget);
-  /// `taken` < `bytes` when a refusal shows that the rest landed in the wrong place.
+  /// `taken` is less than `bytes` if a refusal shows that the rest landed in the wrong place.
   Status take(size_t bytes, size_t& taken, std::vector<Completion>& ended);
   Status take_header(Response& response, std::vector<Completion>& ended, bool& refused);
   void scatter_small(const Response& response) const;

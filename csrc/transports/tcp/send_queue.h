@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the owner sends: memory that it exports, and the pieces of one response on their way to the kernel.
+// The owner's exported memory, and the pieces of one response that the kernel has not taken yet.
 #pragma once
 
 #include <sys/uio.h>
@@ -25,7 +25,7 @@ struct ExportedRegion {
 };
 using ExportedRegions = std::unordered_map<uint64_t, ExportedRegion>;  // by key
 
-/// What a connection waits for: kCopies ends by itself, and nothing tells when.
+/// What a connection waits for. kCopies ends without a signal.
 enum class Wants : uint8_t { kRequests, kSpace, kCopies, kEnd };
 
 /// The pieces of one response that the kernel has not taken yet. Borrows the memory.
@@ -33,11 +33,11 @@ class Outbox {
  public:
   bool empty() const { return next_ == pieces_.size(); }
   void clear();
-  /// Extends the last piece where `base` follows on.
+  /// Adds a piece, or extends the last one if `base` continues it.
   void add(std::byte* base, size_t bytes);
-  /// So many bytes of zero.
+  /// Adds this many zero bytes.
   void add_zeros(uint64_t bytes);
-  /// Hands over at most `budget` bytes and takes them off it. `more`: the next response follows at once.
+  /// Sends at most `budget` bytes and subtracts them from it. `more`: the next response follows at once.
   Wants send(int socket, bool more, size_t& budget);
   bool touches(const ExportedRegion& region) const;
 

@@ -26,7 +26,7 @@ struct FreeAddrinfo {
 };
 using Resolved = std::unique_ptr<addrinfo, FreeAddrinfo>;
 
-/// Null with `why` set when `host` means nothing.
+/// Returns null and sets `why` if `host` does not resolve.
 Resolved resolve(const std::string& host, uint16_t port, int flags, std::string& why) {
   addrinfo wanted{};
   wanted.ai_socktype = SOCK_STREAM;

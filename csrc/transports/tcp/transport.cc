@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tcp transport: reads as frames over a socket, answered by a thread of the owner. Goes anywhere.
+// tcp: reads are frames over a socket that a thread of the owner answers. It works between any hosts.
 #include <sys/socket.h>
 
 #include <cerrno>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether the kernel still has a device. Drivers that cannot take one away from its users (soft-RoCE's) send
-// no event when it is removed: its node goes at once, and the removal waits until every user has closed it.
+// Checks whether the kernel still has a device. Drivers that cannot take a device away from its users
+// (soft-RoCE's) send no event when it is removed: its node goes at once, and the removal waits until every
+// user has closed it.
 #pragma once
 
 #include <sys/stat.h>
@@ -14,10 +15,10 @@ namespace kvlink::verbs {
 class DeviceNode {
  public:
   DeviceNode() = default;
-  /// `path` in sysfs; where it cannot be seen, its going cannot be either.
+  /// `path` is in sysfs. If it is not visible, its removal is not either.
   explicit DeviceNode(std::string path) : path_(std::move(path)), inode_(look()) {}
 
-  /// Another device may have its name by now.
+  /// Another device may have the same name by now.
   bool gone() const {
     if (inode_ == 0) return false;
     const ino_t now = look();

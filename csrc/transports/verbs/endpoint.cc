@@ -11,9 +11,9 @@
 namespace kvlink::verbs {
 namespace {
 
-// What one queue pair of the widest rail has under way: enough for 400 Gb/s over 20 us with four of them;
-// posted in parts small enough that several share a pull evenly to its end. Lanes that get nothing of a small
-// one stand by for one that breaks.
+// The bytes that one queue pair of the widest rail has under way: enough for 400 Gb/s over 20 us with four of
+// them. They are posted in parts small enough that several queue pairs share a pull evenly to its end. Lanes
+// without a share of a small pull stand by for one that breaks.
 constexpr double kWindowBytes = 2 << 20;
 constexpr double kChunkOps = 256;
 constexpr uint32_t kDepth = 4;
@@ -29,8 +29,8 @@ Window window_of(double width) {
 }
 
 constexpr uint32_t kChainWrs = 64;  // one doorbell
-// Largest work request, and of several the bytes until one is signalled: as signs of life, they come several
-// times a tick where a queue pair carries 4 MB/s.
+// The largest work request, and the bytes after which one of several is signalled. As signs of life,
+// completions come several times a tick on a queue pair that carries 4 MB/s.
 constexpr uint64_t kReadBytes = 128 << 10;
 constexpr int kPollBatch = 16;
 constexpr int64_t kGoodbyeNs = 2'000'000;  // round trips of any fabric
@@ -41,8 +41,8 @@ class VerbsEndpoint final : public Endpoint {
                 const ChainLimits& limits, uint32_t max_wrs, std::vector<LocalRegion> locals,
                 LivenessTimeouts timeouts)
       : owner_nic_(route.owner_nic),
-        // The owner's NIC may fetch for two reads in any order. A fenced one leaves this NIC only once those
-        // before it have landed, which saves the way to the CPU and back.
+        // The owner's NIC may fetch for two reads in any order. A fenced read leaves this NIC only after the
+        // reads before it have landed, which saves the way to the CPU and back.
         traits_{.path = std::move(route.path),
                 .window = window_of(route.width),
                 .ordered = true,
@@ -160,7 +160,7 @@ Status VerbsEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offse
   return {};
 }
 
-/// Puts as much of a post into the chain as there is room for, and returns the number of work requests.
+/// Adds as much of a post to the chain as there is room for. Returns the number of work requests.
 uint32_t VerbsEndpoint::add(Post& post, uint32_t used, uint32_t room) {
   if (post.first_wr == 0) post.first_wr = num_posted_ + used + 1;
   const bool begins = post.at.op == 0 && post.at.in_op == 0;
@@ -179,7 +179,7 @@ uint32_t VerbsEndpoint::add(Post& post, uint32_t used, uint32_t room) {
   return num_wrs;
 }
 
-/// Posts what the send queue has room for, everything that waits under one doorbell.
+/// Posts as much as the send queue has room for, under one doorbell.
 void VerbsEndpoint::pump() {
   while (broken_.ok() && num_full_ < posts_.size() && under_way() < max_wrs_) {
     const auto room = std::min(chain_.capacity(), static_cast<uint32_t>(max_wrs_ - under_way()));
@@ -191,8 +191,8 @@ void VerbsEndpoint::pump() {
   }
 }
 
-/// No thread of the owner takes part in a read: only its NIC can be silent. With nothing under way, a pull
-/// that waits has it asked now and then.
+/// No thread of the owner takes part in a read, so only its NIC can be silent. If nothing is under way, a
+/// pull that waits asks it now and then.
 Status VerbsEndpoint::check_alive(int64_t now, bool heard, bool waiting) {
   if (lost_nic()) return qp_->nic()->why_lost();
   if (qp_->failed()) return qp_->why_failed();
@@ -206,7 +206,7 @@ Status VerbsEndpoint::check_alive(int64_t now, bool heard, bool waiting) {
                              " ms; its port, device or host is gone");
 }
 
-/// A NIC that is gone fails what it had in any way.
+/// A removed NIC can fail its work in any way.
 Status VerbsEndpoint::why_failed(const ibv_wc& completion) const {
   if (lost_nic()) return qp_->nic()->why_lost();
   if (completion.status == IBV_WC_WR_FLUSH_ERR && qp_->failed()) return qp_->why_failed();
@@ -277,7 +277,7 @@ void VerbsEndpoint::wait_until_flushed(int64_t most_ns) {
   const int64_t end = now_ns() + most_ns;
   uint64_t flushed = num_completed_;
   for (int count = std::exchange(num_stashed_, 0);;) {
-    // Unsignalled ones before one have completed or have completions of their own.
+    // Unsignalled requests before one have completed or have completions of their own.
     for (int i = 0; i < count; ++i) flushed = std::max(flushed, completions_[static_cast<size_t>(i)].wr_id);
     if (flushed >= num_posted_ || now_ns() >= end) return;
     count = cq_->poll(completions_.data(), kPollBatch);
@@ -285,8 +285,8 @@ void VerbsEndpoint::wait_until_flushed(int64_t most_ns) {
   }
 }
 
-/// Sends the settles that wait, and spares the owner finding out by itself. Not with reads under way: they
-/// must not land any more.
+/// Sends waiting settles, and tells the owner, which need not find out by itself. Not with reads under way,
+/// which must not land any more.
 void VerbsEndpoint::say_goodbye() {
   if (std::any_of(posts_.begin(), posts_.end(), [](const Post& post) { return !post.chunk.ops.empty(); }))
     return;

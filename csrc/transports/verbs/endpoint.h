@@ -20,7 +20,7 @@ struct Route {
   double width = 1;        // of the bytes that the widest may have under way
 };
 
-/// `cm` connects it, or when null the addresses in hello and reply do.
+/// `cm` connects it. If it is null, the addresses in hello and reply do.
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::shared_ptr<CmPort> cm,
                                                 Route route, std::vector<LocalRegion> locals,
                                                 LivenessTimeouts timeouts);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// IP addresses as Gids hold them: IPv6's, and IPv4's mapped into it.
+// IP addresses in Gids: IPv6, and IPv4 mapped into IPv6.
 #pragma once
 
 #include <sys/socket.h>
@@ -11,7 +11,7 @@
 
 namespace kvlink::verbs {
 
-/// As the kernel wants it.
+/// A socket address for the kernel.
 class SocketAddress {
  public:
   SocketAddress(const Gid& ip, uint16_t port);
@@ -21,11 +21,11 @@ class SocketAddress {
   sockaddr_storage storage_{};
 };
 
-/// As an IPv6 address that stands for an IPv4 one.
+/// Returns whether the address is an IPv4 one mapped into IPv6.
 bool is_v4(const Gid& ip);
 std::string ip_text(const Gid& ip);
 
-/// This machine's, of interfaces that are up, IPv4's first. None that is only of one link.
+/// Returns this machine's addresses of interfaces that are up, IPv4 first, without link-local ones.
 std::vector<Gid> local_ips();
 
 }  // namespace kvlink::verbs

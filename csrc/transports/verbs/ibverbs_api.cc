@@ -22,7 +22,7 @@ Result<Api> load() {
         library.name() + " has no " + library.missing() + ": it is older than rdma-core 28",
         "upgrade rdma-core");
   }
-  // Before Linux 5.12 a forked child would take pages away from the NIC; since then this does nothing.
+  // Before Linux 5.12 a forked child would take pages away from the NIC. Since then this call does nothing.
   decltype(&::ibv_fork_init) fork_init;
   if (library.load(fork_init, "ibv_fork_init")) static_cast<void>(fork_init());
   library.load(api.reg_dmabuf_mr, "ibv_reg_dmabuf_mr");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libibverbs as it is found at run time. What its header inlines (posting, polling, arming) needs no entry
-// here.
+// The functions of libibverbs, loaded at run time. Functions that its header inlines (posting, polling,
+// arming) need no entry.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -11,7 +11,7 @@
 
 namespace kvlink::verbs {
 
-/// Each is `ibv_` and this name. reg_mr_iova2 drops what the device lacks of the optional access flags.
+/// Names without `ibv_`. reg_mr_iova2 drops optional access flags that the device lacks.
 // clang-format off
 #define KVLINK_IBVERBS(F) \
   F(get_device_list) F(free_device_list) F(get_device_name) F(open_device) F(close_device) F(query_device) \
@@ -28,10 +28,10 @@ struct Api {
   decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr;              // null before rdma-core 34
 };
 
-/// Opens the library once. kTransportUnavailable, with the command that installs it, when it is absent.
+/// Opens the library once. Returns kTransportUnavailable and the command that installs it if it is absent.
 Result<const Api*> api();
 
-/// What libibverbs makes, destroyed by the function that belongs to it.
+/// An object of libibverbs, destroyed by its own function.
 template <typename T>
 using Owned = std::unique_ptr<T, int (*)(T*)>;
 

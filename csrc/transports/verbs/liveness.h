@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a NIC may answer nothing. Pure: takes the time, and does nothing.
+// Decides how long a NIC may be silent. Pure: takes the time as a value.
 //
-// A pull ends, or goes on by another NIC, within a second of a device's removal or a port's going down: an
-// owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs). A reader that
-// was not told asks now and then where it has nothing under way (kTickNs), gives up an owner that stays
+// A pull ends, or continues on another NIC, within a second after a device was removed or a port went down.
+// An owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs). A reader
+// that was not told asks now and then if it has nothing under way (kTickNs), gives up an owner that stays
 // silent (kSilenceNs), and flushes its queue pair (kFlushNs).
 #pragma once
 
@@ -15,7 +15,7 @@ namespace kvlink::verbs {
 inline constexpr int64_t kLookNs = 100'000'000;  // a look costs a system call a port
 inline constexpr int64_t kTellNs = 20'000'000;   // a round trip of any fabric, on a busy machine
 inline constexpr int64_t kTickNs = 100'000'000;
-// Several times what a NIC takes to send again what was lost; see LivenessTimeouts.
+// Several times what a NIC needs to resend lost packets; see LivenessTimeouts.
 inline constexpr int64_t kSilenceNs = 600'000'000;
 // A halted queue pair flushes in microseconds; a broken NIC never does.
 inline constexpr int64_t kFlushNs = 100'000'000;
@@ -25,21 +25,21 @@ class Liveness {
  public:
   explicit Liveness(int64_t most_ns = kSilenceNs) : most_ns_(most_ns) {}
 
-  /// The other end was heard.
+  /// To be called when the other end was heard.
   void heard() { silent_ns_ = looked_ns_ = idle_since_ns_ = 0; }
-  /// It was asked, and has not answered. True: for too long. What this process itself missed, stopped or
-  /// without a CPU, counts for two ticks at most.
+  /// The other end was asked and has not answered. Returns true if that lasts too long. Time that this
+  /// process itself missed, stopped or without a CPU, counts for two ticks at most.
   bool too_long(int64_t now) {
     if (looked_ns_ != 0) silent_ns_ += std::min(now - looked_ns_, 2 * kTickNs);
     looked_ns_ = now;
     return silent_ns_ >= most_ns_;
   }
-  /// It is not asked for anything. True: it is time to.
+  /// The other end is not asked for anything. Returns true when it is time to.
   bool idle_too_long(int64_t now) {
     if (idle_since_ns_ == 0) idle_since_ns_ = now;
     return now - idle_since_ns_ >= kTickNs;
   }
-  /// When to call one of them again.
+  /// Returns when to call one of them again.
   int64_t next_check_ns() const {
     if (looked_ns_ != 0) return looked_ns_ + std::min(most_ns_ - silent_ns_, kTickNs);
     return idle_since_ns_ != 0 ? idle_since_ns_ + kTickNs : INT64_MAX;

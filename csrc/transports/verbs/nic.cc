@@ -35,7 +35,7 @@ std::string gid_type(const std::string& device, uint8_t port, int index) {
   return type;
 }
 
-/// Higher is better: routable before local, IPv4 before IPv6; 0 is no address at all.
+/// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address.
 int rank(const Gid& gid) {
   if (std::all_of(gid.begin(), gid.end(), [](char byte) { return byte == 0; })) return 0;
   if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
@@ -252,7 +252,7 @@ void Nic::take_event(const ibv_async_event& event) {
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
     case IBV_EVENT_PATH_MIG_ERR:
-      // Alive: destroying a queue pair waits until its events are acknowledged.
+      // It is alive, because destroying a queue pair waits until its events are acknowledged.
       static_cast<Qp*>(event.element.qp->qp_context)->fail(event.event_type);
       return;
     case IBV_EVENT_DEVICE_FATAL:

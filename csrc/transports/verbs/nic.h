@@ -16,7 +16,7 @@
 
 namespace kvlink::verbs {
 
-/// How queue pairs are connected: their addresses exchanged, or by the kernel's connection manager
+/// How queue pairs are connected: by exchanged addresses, or by the kernel's connection manager
 /// (transports/verbs/rdma_cm.h).
 enum class Way : uint8_t { kByDevice, kDirect, kCm };
 
@@ -26,13 +26,13 @@ struct NicPlace {
   uint32_t mbps = 1;
 };
 
-/// How its queue pairs are to be.
+/// Settings of its queue pairs.
 struct Manner {
   Way way = Way::kByDevice;
   uint8_t traffic_class = 0;  // of what they send; with RoCE v2 the IP header's
 };
 
-/// Any thread; take_events() and look() by one thread.
+/// Any thread, except that take_events() and look() are for one thread.
 class Nic {
  public:
   struct Limits {
@@ -60,32 +60,34 @@ class Nic {
   uint8_t traffic_class() const { return manner_.traffic_class; }
   const Limits& limits() const { return limits_; }
   bool ethernet() const { return ethernet_; }
-  /// Untested: no such driver was to be had. Connects by the manager alone; a read lands in one segment, of
-  /// memory that the network may write; its GID is no address.
+  /// Untested for lack of such a driver. It connects only by the manager. A read lands in one segment, of
+  /// memory that the network may write. Its GID is no address.
   bool iwarp() const { return iwarp_; }
   bool by_cm() const { return by_cm_; }
   ibv_mtu mtu() const;
   uint8_t gid_index() const;
   NicAddress address() const;
 
-  /// Whether the port can carry bytes now; else why not and what to do.
+  /// Returns whether the port can carry bytes now, or the reason and the fix.
   Status check() const;
-  /// Counts what ended every connection of this port: its going down, the device's failure, a new address.
+  /// Counts the events that ended every connection of this port: it went down, the device failed, its address
+  /// changed.
   uint32_t losses() const { return losses_.load(std::memory_order_acquire); }
   Status why_lost() const;
   std::string how_lost() const;
-  /// Its device failed for good or was removed: nothing new may be asked of it.
+  /// Returns whether its device failed for good or was removed. Nothing new may be asked of it.
   bool gone() const { return gone_.load(std::memory_order_acquire); }
-  /// Finds out about a removal that no event tells of.
+  /// Detects a removal without an event.
   void look();
-  /// Somebody else heard that it was removed; the same thread.
+  /// Marks the device as removed, because another event reported it. For the same thread.
   void remove();
 
-  /// Readable when take_events() has something to do.
+  /// This descriptor is readable when take_events() has work.
   int events_fd() const { return context_->async_fd; }
   void take_events();
 
-  /// One memory region over [base, base + bytes), named `iova` on the wire. Null with errno set when refused.
+  /// Registers one memory region over [base, base + bytes), named `iova` on the wire. Returns null with errno
+  /// if refused.
   ibv_mr* register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
                           int access) const;
 
@@ -117,9 +119,10 @@ class Nic {
   Gid gid_{};
 };
 
-/// A port that can carry bytes now; else why not and what to do.
+/// Opens a port that can carry bytes now, or returns the reason and the fix.
 Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner);
-/// "device" and "device:port" as KVLINK_NICS has them; none: every active port of this machine.
+/// Opens ports named "device" or "device:port" as in KVLINK_NICS. If none are named, opens every active port
+/// of this machine.
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
                                                     const Manner& manner);
 

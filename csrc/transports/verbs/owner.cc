@@ -20,7 +20,7 @@
 namespace kvlink::verbs {
 namespace {
 
-// A reader that died without a word is found out by an empty write. Its queue pair costs the owner a few KiB
+// An empty write detects a reader that died without disconnecting. Its queue pair costs the owner a few KiB
 // until then.
 constexpr int64_t kProbeNs = 5'000'000'000;
 constexpr int64_t kCutNs = 2'000'000;  // round trips of any fabric; a dead reader will not answer anyway
@@ -67,7 +67,7 @@ void Owner::unwatch(size_t port) const {
   if (opened->cm) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, opened->cm->events_fd(), nullptr);
 }
 
-/// What is gone is let go of by all that is the owner's, so that its removal can end.
+/// The owner releases everything of a device that is gone, so that its removal can complete.
 void Owner::look_after_ports() {
   const int64_t now = now_ns();
   for (size_t port = 0; port < ports_.size(); ++port) {
@@ -170,7 +170,7 @@ void Owner::tell(std::span<Served> leaving, int64_t most_ns) {
   }
 }
 
-/// Takes note of what probes and words of parting came to.
+/// Records the results of probes and goodbyes.
 void Owner::take_answers(std::span<Served> leaving) {
   for (size_t port = 0; port < ports_.size(); ++port) {
     const auto opened = ports_.at(port);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's side: queue pairs that readers read through. No thread of the owner takes part in a read; this
-// only admits readers, cuts them off, and finds out that they or the ports' devices are gone.
+// The owner's side: the queue pairs through which readers read. No thread of the owner takes part in a read.
+// It only admits readers, cuts them off, and detects that they or the devices of ports are gone.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,16 @@
 
 namespace kvlink::verbs {
 
-/// Any thread may call anything but serve(), which belongs to one thread.
+/// Any thread may call any method except serve(), which belongs to one thread.
 class Owner {
  public:
   /// `ports` outlive it.
   static Result<std::unique_ptr<Owner>> make(Ports& ports, LivenessTimeouts timeouts);
   ~Owner() { close(); }
 
-  /// The reply's blob. Refuses a caller that has its share of the queue pairs that are served.
+  /// Returns the reply's blob. Refuses a caller that already has its share of the served queue pairs.
   Result<std::string> admit(ReaderId reader, const Hello& hello);
-  /// On return no byte reaches a queue pair that was admitted under this id. True when there was one.
+  /// On return no byte reaches a queue pair that was admitted under this id. Returns true if there was one.
   bool fence(uint64_t connection_id);
 
   int serve_fd() const { return epoll_.get(); }
@@ -53,11 +53,11 @@ class Owner {
   std::vector<Served> take_out(Which which);
   void take_answers(std::span<Served> leaving);
   void drop_failed();
-  /// Breaks the readers' ends of these, and waits until they know but at most so long.
+  /// Breaks the readers' ends of these queue pairs, and waits at most `most_ns` until the readers know.
   void tell(std::span<Served> leaving, int64_t most_ns);
-  /// Tells the readers, and destroys the queue pairs.
+  /// Tells the readers and destroys the queue pairs.
   void cut(std::vector<Served> condemned);
-  /// Tells the readers of a port whose device goes; what is to be destroyed.
+  /// Tells the readers of a port whose device goes. Returns the queue pairs to destroy.
   std::vector<std::unique_ptr<Qp>> dismiss(size_t port);
 
   Ports& ports_;

@@ -17,7 +17,7 @@ bool is_running(const std::future<T>& job) {
   return job.valid() && job.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 
-/// Invalid where no thread is to be had; `job` is forgotten then.
+/// Runs `job` on another thread. Returns an invalid future, and drops `job`, if no thread is available.
 template <typename Job>
 auto aside(Job job) -> std::future<decltype(job())> {
   try {
@@ -27,7 +27,7 @@ auto aside(Job job) -> std::future<decltype(job())> {
   }
 }
 
-/// Of a port that goes. Queue pairs end before the completion queue that is theirs.
+/// The rest of a port that goes. Queue pairs end before their completion queue.
 struct Leaving {
   std::shared_ptr<const OpenPort> opened;
   std::vector<std::unique_ptr<Qp>> served;
@@ -129,7 +129,7 @@ std::vector<LocalRegion> Ports::locals(size_t port) const {
   return regions;
 }
 
-/// A port that is away has keys that name nothing; nobody is admitted there.
+/// The keys of an absent port name nothing, and no reader is admitted there.
 RemoteKey Ports::key(size_t region, Access access) const {
   std::lock_guard lock(mutex_);
   if (region >= ranges_.size()) return {};  // closed
@@ -160,7 +160,7 @@ Ports::Change Ports::look(size_t index, int64_t now) {
   return Change::kNone;
 }
 
-/// Closing and opening a device takes as long as its driver and the amount of memory make it take.
+/// Closing and opening a device takes time that depends on its driver and the amount of memory.
 void Ports::release(size_t index, int64_t now, std::vector<std::unique_ptr<Qp>> served) {
   std::lock_guard lock(mutex_);
   Port& port = ports_[index];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ports of a worker by name. A port whose device is removed is released, and reopened with all that was
-// registered there once the device is back.
+// The ports of a worker. If a port's device is removed, the port is released. It is reopened, with all that
+// was registered, once the device is back.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,8 @@ namespace kvlink::verbs {
 inline constexpr uint32_t kServedWrs = 4;       // of each queue pair that a reader reads through
 inline constexpr uint32_t kServedCqes = 16384;  // of all of them at a port
 
-/// A port while its device is here. The device is closed when this, its queue pairs and its users are gone.
+/// A port whose device is present. The device is closed when this object, its queue pairs and its users are
+/// gone.
 struct OpenPort {
   std::shared_ptr<Nic> nic;
   std::shared_ptr<CmPort> cm;                         // null: it is connected to directly
@@ -32,37 +33,36 @@ struct OpenPort {
   std::vector<std::shared_ptr<const Memory>> memory;  // in order of registration; for Ports alone
 };
 
-/// Any thread may call anything but look() and release(), which belong to one thread.
+/// Any thread may call any method except look() and release(), which belong to one thread.
 class Ports {
  public:
   using Open = std::function<Result<std::shared_ptr<Nic>>(const NicPlace&)>;
   enum class Change : uint8_t { kNone, kLost, kBack };
 
-  /// `open` finds a port again.
+  /// `open` opens a port again.
   static Result<std::unique_ptr<Ports>> make(std::vector<std::shared_ptr<Nic>> nics, Open open);
   ~Ports() { close(); }
 
   size_t size() const { return ports_.size(); }
-  /// Null while it is away. Not to be kept: it may go.
+  /// Returns null while the port is away. Do not keep it, because the port may go.
   std::shared_ptr<const OpenPort> at(size_t port) const;
   Status why_away(size_t port) const;
-  /// Of those that are away as it was.
+  /// Returns the address of all ports. Absent ports keep their last address.
   Address address() const;
   std::vector<PortState> states() const;
-  /// A thread is letting go of it, or looking for it.
+  /// Returns whether a thread is closing or reopening the port.
   bool busy(size_t port) const;
 
-  /// Registers memory at every port; its index, in order. Refuses (kTransportUnavailable) what one cannot
-  /// reach.
+  /// Registers memory at every port and returns its index. Refuses (kTransportUnavailable) memory that a port
+  /// cannot reach.
   Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
   std::vector<LocalRegion> locals(size_t port) const;
   RemoteKey key(size_t region, Access access) const;
 
-  /// kLost: its device is gone; the holder of its queue pairs drops them and calls release(). kBack: it may
-  /// be used again, under other keys.
+  /// kLost: its device is gone. The holder of its queue pairs drops them and calls release(). kBack: the port
+  /// may be used again, with other keys.
   Change look(size_t port, int64_t now);
-  /// Returns at once. Nothing more is asked of the device but to end the queue pairs `served` there, then
-  /// itself.
+  /// Returns at once. The device is only asked to end the queue pairs `served`, then closed.
   void release(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
   /// Idempotent. Waits for an attempt to reopen a port.
   void close();

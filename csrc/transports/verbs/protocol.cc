@@ -18,7 +18,7 @@ constexpr uint32_t k24Bits = 0xff'ffff;
 constexpr uint32_t kMaxMtu = 5;               // IBV_MTU_4096
 constexpr uint32_t kEthernet = 1, kByCm = 2;  // flags of a NicAddress
 
-/// Names of the other side are shown to people.
+/// Names from the other side appear in messages.
 bool printable(std::string_view name) {
   return std::all_of(name.begin(), name.end(), [](char byte) { return byte > ' ' && byte <= '~'; });
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blobs of the verbs transport: owner's address, hello, reply and remote key. Little-endian, see
-// base/blob.h; each begins with a magic number that carries the version. They come from foreign processes:
-// parse() refuses what is malformed and bounds every count.
+// The blobs of the verbs transport: the owner's address, hello, reply and remote key. Little-endian, see
+// base/blob.h. Each begins with a magic number that includes the version. They come from other processes:
+// parse() refuses malformed ones and bounds every count.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ inline constexpr uint32_t kMaxSlices = 4096;
 
 using Gid = std::array<char, 16>;  // network order, as the wire has it
 
-/// One port that an owner can be reached by.
+/// One port of an owner.
 struct NicAddress {
   std::string name;  // of the device, for messages only
   uint32_t ethernet = 0;
@@ -64,7 +64,7 @@ struct Reply {
 
 using Secret = std::array<char, 16>;
 
-/// Where the connection manager connects to, and what to show there.
+/// The address that the connection manager connects to, and the secret to show there.
 struct CmReply {
   Gid ip{};  // as IPv6 has it
   uint32_t port = 0;

@@ -22,7 +22,7 @@ ibv_ah_attr path(const Nic& nic, const QpAddress& peer) {
   ibv_ah_attr path{};
   path.port_num = nic.port();
   path.dlid = static_cast<uint16_t>(peer.lid);
-  // Within an InfiniBand subnet, whose prefix is the GID's first half, the LID is the whole address.
+  // Within an InfiniBand subnet, whose prefix is the first half of the GID, the LID is a complete address.
   const Gid own = nic.address().gid;
   const bool same_subnet = std::memcmp(own.data(), peer.gid.data(), own.size() / 2) == 0;
   path.is_global = nic.ethernet() || !same_subnet ? 1 : 0;

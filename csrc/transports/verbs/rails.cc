@@ -9,7 +9,7 @@ namespace kvlink::verbs {
 namespace {
 
 /// Only ports of one kind reach each other. A RoCE port is known by one IP address, and the kernel finds no
-/// way from one of IPv4 to one of IPv6.
+/// route between IPv4 and IPv6.
 struct Kind {
   bool ethernet, by_cm, v4;
   bool operator==(const Kind&) const = default;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which ports of a reader and an owner carry lanes to each other, and what each pair can carry.
+// Decides which ports of a reader and an owner carry lanes to each other, and their rates.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ struct Rail {
   double mbps = 0;
 };
 
-/// Joins the i-th with the i-th of those that can reach each other; the shorter side's ports serve several in
-/// turn. A port's rate is divided among its rails, and a rail has the lesser of its two parts. The widest
-/// come first. Empty: no port of one side can reach the other, and why_apart() says why.
+/// Joins the i-th ports of both sides that can reach each other; the ports of the shorter side serve several
+/// in turn. A port's rate is divided among its rails, and a rail has the smaller of its two parts. The widest
+/// come first. If the result is empty, no ports reach each other, and why_apart() gives the reason.
 std::vector<Rail> pair(std::span<const NicAddress> local, std::span<const NicAddress> remote);
 Status why_apart(const NicAddress& local, const NicAddress& remote);
 

@@ -55,7 +55,7 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   void stop_listening() override { listener_.reset(); }
 
  private:
-  /// Keeps the channel for as long as the connection is.
+  /// Keeps the channel as long as the connection.
   struct Link {
     std::shared_ptr<RdmaCmPort> port;
     Id id;
@@ -73,7 +73,7 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   Result<Heard> await(rdma_event_channel* channel, rdma_cm_event_type wanted, rdma_cm_event_type or_this,
                       int64_t end) const;
   Status resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to, int64_t end) const;
-  /// What this end answers and starts at a time, if the other starts and answers as many.
+  /// Returns the reads that this end answers and starts at a time, limited by those of the other end.
   rdma_conn_param terms(const Qp& qp, uint32_t reads_in, uint32_t reads_out) const;
   Status ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, LivenessTimeouts timeouts) const;
   void keep(Qp& qp, uint32_t peer_qpn, Id id);
@@ -105,7 +105,7 @@ bool RdmaCmPort::leads_here(const rdma_cm_id& id) const {
   return device + ":" + std::to_string(id.port_num) == nic_->name();
 }
 
-/// What leads to a port, only the manager knows for every kind of NIC.
+/// Only the manager knows for every kind of NIC which address leads to a port.
 Status RdmaCmPort::listen() {
   std::vector<Gid> ips = local_ips();
   const Gid known = nic_->address().gid;  // with RoCE one of them
@@ -128,7 +128,7 @@ CmCaller RdmaCmPort::caller(const rdma_cm_event& event) const {
   const rdma_conn_param& wish = event.param.conn;
   CmCaller caller{
       Id(event.id, api_.destroy_id), {}, wish.qp_num, wish.responder_resources, wish.initiator_depth};
-  // InfiniBand's message is of one size: zeros follow.
+  // InfiniBand's message has a fixed size, padded with zeros.
   if (wish.private_data && wish.private_data_len >= caller.secret.size()) {
     std::memcpy(caller.secret.data(), wish.private_data, caller.secret.size());
   }
@@ -152,7 +152,7 @@ void RdmaCmPort::take_events(const Arrived& arrived) {
       case RDMA_CM_EVENT_CONNECT_ERROR:
       case RDMA_CM_EVENT_UNREACHABLE:
       case RDMA_CM_EVENT_REJECTED:
-        // Alive: destroying an identifier waits until its events are acknowledged.
+        // It is alive, because destroying an identifier waits until its events are acknowledged.
         if (auto* const qp = static_cast<Qp*>(event->id->context)) qp->hang_up();
         break;
       default:
@@ -172,7 +172,7 @@ rdma_conn_param RdmaCmPort::terms(const Qp& qp, uint32_t reads_in, uint32_t read
   return terms;
 }
 
-/// To RTS, by way of INIT again: the manager knows the partition.
+/// Moves the queue pair to RTS, through INIT again, because the manager knows the partition.
 Status RdmaCmPort::ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms,
                          LivenessTimeouts timeouts) const {
   static constexpr std::pair<ibv_qp_state, const char*> kWay[] = {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// librdmacm as it is found at run time.
+// The functions of librdmacm, loaded at run time.
 #pragma once
 
 #include <rdma/rdma_cma.h>
@@ -8,7 +8,7 @@
 
 namespace kvlink::verbs {
 
-/// Each is `rdma_` and this name.
+/// Names without `rdma_`.
 // clang-format off
 #define KVLINK_RDMACM(F) \
   F(create_event_channel) F(destroy_event_channel) F(create_id) F(destroy_id) F(migrate_id) F(set_option) \
@@ -22,7 +22,7 @@ struct CmApi {
 #undef KVLINK_DECLARE
 };
 
-/// Opens the library once. kTransportUnavailable, with the command that installs it, when it is absent.
+/// Opens the library once. Returns kTransportUnavailable and the command that installs it if it is absent.
 Result<const CmApi*> cm_api();
 
 }  // namespace kvlink::verbs

@@ -13,8 +13,8 @@ constexpr uint64_t kLargestPageBytes = uint64_t{1} << 30;
 
 constexpr size_t kAtATime = 8;  // slices of one NIC; pinning scales with cores until memory is the limit
 
-// The order of accesses does not matter to bytes that count only once their completion is polled. It does to
-// words: a slot is read behind the data that it vouches for.
+// The order of accesses does not matter to bytes that are used only after their completion. It matters to
+// words, because a slot is read behind the data that it vouches for.
 int access_flags(Rights rights) {
   switch (rights) {
     case Rights::kLocal:
@@ -29,8 +29,8 @@ int access_flags(Rights rights) {
   return 0;
 }
 
-/// iWARP writes what was read as it writes all else: where the network may. Such a key is shown only to the
-/// owner that is read from, while it is.
+/// iWARP writes read data like any other, to memory that the network may write. Only the owner that is read
+/// from sees such a key, during the read.
 constexpr int kSinkFlags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
 Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int error) {
@@ -52,7 +52,7 @@ Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int err
       nic.name() + " cannot register " + std::to_string(bytes) + " bytes: " + std::strerror(error), fix);
 }
 
-/// Runs `one(0)`…`one(count - 1)` side by side, or in turn when that does not pay; the first refusal.
+/// Runs `one(0)` to `one(count - 1)` in parallel, or in turn if that pays more. Returns the first refusal.
 template <typename One>
 Status each(size_t count, bool large, One one) {
   std::vector<std::future<Status>> running;
@@ -82,7 +82,7 @@ Result<std::vector<std::shared_ptr<const Memory>>> Memory::register_everywhere(
     std::span<const std::shared_ptr<Nic>> nics, const MemoryRange& range, Rights rights) {
   std::vector<std::shared_ptr<Memory>> made;
   for (const auto& nic : nics) made.emplace_back(new Memory(nic, range));
-  // Pinning is most of the work, and the kernel does it for several NICs and slices at a time.
+  // Pinning is most of the work, and the kernel can pin for several NICs and slices at a time.
   const Status status = each(made.size(), range.bytes > kSliceBytes,
                              [&made, rights](size_t nic) { return made[nic]->register_everywhere(rights); });
   if (!status.ok()) return status;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A range of memory as one NIC knows it.
+// A range of memory, registered with one NIC.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,8 @@
 
 namespace kvlink::verbs {
 
-/// Registered in slices: one registration of more than 3.5 to 4 GiB was seen to slow writes into it by a
-/// third, and slices can be registered in parallel.
+/// Memory is registered in slices, in parallel. One registration of more than 3.5 to 4 GiB was seen to slow
+/// writes into it by a third.
 inline constexpr uint64_t kSliceBytes = uint64_t{2} << 30;
 
 enum class Rights : uint8_t {
@@ -21,15 +21,15 @@ enum class Rights : uint8_t {
   kPeersWriteWords  // peer words
 };
 
-/// What byte 0 is called in requests. Congruent to its address, so that the NIC may use large pages, and
-/// otherwise says nothing about it.
+/// Returns the name of byte 0 in requests. It is congruent to its address, so that the NIC may use large
+/// pages, and discloses nothing else.
 uint64_t iova_of(const MemoryRange& range);
 
-/// Registered until destroyed; the memory itself belongs to the caller. Constant after registration.
+/// Registered until destroyed; the caller keeps the memory. Constant after registration.
 class Memory {
  public:
-  /// At each NIC by itself, all at a time. Refuses (kTransportUnavailable, reason and fix) what one cannot
-  /// reach.
+  /// Registers with each NIC, with all in parallel. Refuses (kTransportUnavailable, reason and fix) memory
+  /// that one cannot reach.
   static Result<std::vector<std::shared_ptr<const Memory>>> register_everywhere(
       std::span<const std::shared_ptr<Nic>> nics, const MemoryRange& range, Rights rights);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// When to look again for a device that went away. Pure: takes the time, and does nothing.
+// Decides when to look again for a device that went away. Pure: takes the time as a value.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ class ReopenBackoff {
   static constexpr int64_t kSteadyNs =
       60'000'000'000;  // a device that stayed this long is expected back at once
 
-  /// It went. One that comes and goes is looked for ever less often.
+  /// The device went. One that comes and goes is looked for less and less often.
   void lost(int64_t now) {
     if (!found_ || now - found_ns_ >= kSteadyNs) delay_ns_ = kFirstNs;
     due_ns_ = now + delay_ns_;
   }
   bool due(int64_t now) const { return now >= due_ns_; }
-  /// It was looked for in vain.
+  /// The device was not found.
   void missed(int64_t now) {
     delay_ns_ = std::min(2 * delay_ns_, kLongestNs);
     due_ns_ = now + delay_ns_;

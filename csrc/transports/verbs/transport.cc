@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kQpsPerRail = 4;
 constexpr size_t kMaxLanes = 64;  // of one connection
 
-/// As Traits::path has it.
+/// Returns the path for Traits::path.
 std::string path_of(const NicAddress& here, const NicAddress& there, const Rail& rail,
                     const std::vector<Rail>& all) {
   std::string path = here.name + "->" + there.name;

@@ -8,7 +8,7 @@
 namespace kvlink::verbs {
 namespace {
 
-/// One read of at most `most` bytes from the cursor on; how many.
+/// Fills one read of at most `most` bytes from the cursor on. Returns its bytes.
 uint64_t fill_wr(ibv_send_wr& wr, uint64_t most, uint32_t max_sges, const ReadOp& op, const Segment* segments,
                  ChunkCursor& at, const std::vector<LocalRegion>& locals) {
   uint64_t bytes = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From operations to chained work requests. No NIC needed: what it makes is data.
+// Turns operations into chained work requests. They are data, so no NIC is needed.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -12,7 +12,7 @@
 
 namespace kvlink::verbs {
 
-/// A registered region of this process, as one NIC names it.
+/// A registered region of this process, as named by one NIC.
 struct LocalRegion {
   const std::byte* base = nullptr;
   uint64_t bytes = 0;
@@ -20,7 +20,7 @@ struct LocalRegion {
   std::vector<uint32_t> lkeys;  // one per kSliceBytes
 };
 
-/// A region of the owner, as one of its NICs names it.
+/// A region of the owner, as named by one of its NICs.
 struct RemoteRegion {
   Access access = Access::kRead;
   uint64_t iova = 0;
@@ -41,14 +41,14 @@ class Chain {
  public:
   explicit Chain(const ChainLimits& limits);
 
-  /// Fills the chain behind its first `used` requests with at most `room` reads from `at` on, and returns
-  /// how many they are; their numbers go on from `number`. A run of the owner becomes as few reads as the
-  /// limits allow. REQUIRES check() of every operation.
+  /// Fills the chain behind its first `used` requests with at most `room` reads from `at` on. Returns how
+  /// many; their numbers continue from `number`. A run of the owner becomes as few reads as the limits allow.
+  /// REQUIRES check() of every operation.
   uint32_t fill(const Chunk& chunk, ChunkCursor& at, uint32_t room, const std::vector<LocalRegion>& locals,
                 const std::vector<RemoteRegion>& remotes, uint32_t used = 0, uint64_t number = 1);
-  /// Puts a store of `value` behind them. It is copied when the chain is posted.
+  /// Adds a store of `value` behind them. The value is copied when the chain is posted.
   void add_write(uint32_t used, uint64_t address, uint32_t rkey, const uint64_t& value);
-  /// It starts only once all before it have ended.
+  /// Makes a request start only after all before it have ended.
   void fence(uint32_t index) { wrs_[index].send_flags |= IBV_SEND_FENCE; }
   void signal(uint32_t index, uint64_t wr_id);
   /// Ends the chain and signals its last request.
@@ -63,7 +63,7 @@ class Chain {
   uint64_t unsigned_bytes_ = 0;  // read since the last signal
 };
 
-/// kAccessDenied or kConfig for an operation that leaves its regions.
+/// Returns kAccessDenied or kConfig for an operation that leaves its regions.
 Status check(const ReadOp& op, const Segment* segments, const std::vector<LocalRegion>& locals,
              const std::vector<RemoteRegion>& remotes);
 
