@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -75,8 +76,11 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : held_(std::move(value)) {}         // NOLINT: implicit by design
-  Result(Status status) : held_(std::move(status)) {}  // NOLINT: implicit by design
+  Result(T value) : held_(std::move(value)) {}  // NOLINT: implicit by design
+  template <typename Other>                     // such as a pointer to a derived class
+    requires(std::is_convertible_v<Other, T> && !std::is_same_v<std::remove_cvref_t<Other>, T>)
+  Result(Other&& value) : held_(T(std::forward<Other>(value))) {}  // NOLINT: implicit by design
+  Result(Status status) : held_(std::move(status)) {}              // NOLINT: implicit by design
 
   bool ok() const { return held_.index() == 0; }
   Status status() const { return ok() ? Status{} : std::get<1>(held_); }

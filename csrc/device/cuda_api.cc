@@ -14,44 +14,9 @@ Result<Api> load() {
   if (!opened.ok()) return opened.status();
   Library& library = *opened;
   Api api{};
-  const bool complete =
-      library.load(api.init, "cuInit") && library.load(api.get_error_name, "cuGetErrorName") &&
-      library.load(api.pointer_get_attribute, "cuPointerGetAttribute") &&
-      library.load(api.device_get, "cuDeviceGet") &&
-      library.load(api.primary_context_retain, "cuDevicePrimaryCtxRetain") &&
-      library.load(api.primary_context_release, "cuDevicePrimaryCtxRelease_v2") &&
-      library.load(api.context_push, "cuCtxPushCurrent_v2") &&
-      library.load(api.context_pop, "cuCtxPopCurrent_v2") &&
-      library.load(api.host_register, "cuMemHostRegister_v2") &&
-      library.load(api.host_unregister, "cuMemHostUnregister") &&
-      library.load(api.host_device_pointer, "cuMemHostGetDevicePointer_v2") &&
-      library.load(api.stream_create, "cuStreamCreate") &&
-      library.load(api.stream_synchronize, "cuStreamSynchronize") &&
-      library.load(api.stream_destroy, "cuStreamDestroy_v2") &&
-      library.load(api.event_create, "cuEventCreate") && library.load(api.event_record, "cuEventRecord") &&
-      library.load(api.event_query, "cuEventQuery") && library.load(api.event_destroy, "cuEventDestroy_v2") &&
-      library.load(api.copy, "cuMemcpyAsync") && library.load(api.device_get_count, "cuDeviceGetCount") &&
-      library.load(api.device_get_attribute, "cuDeviceGetAttribute") &&
-      library.load(api.device_get_uuid, "cuDeviceGetUuid_v2") &&
-      library.load(api.device_can_access_peer, "cuDeviceCanAccessPeer") &&
-      library.load(api.memory_alloc, "cuMemAlloc_v2") && library.load(api.memory_free, "cuMemFree_v2") &&
-      library.load(api.memory_set, "cuMemsetD8_v2") &&
-      library.load(api.get_address_range, "cuMemGetAddressRange_v2") &&
-      library.load(api.get_granularity, "cuMemGetAllocationGranularity") &&
-      library.load(api.allocation_create, "cuMemCreate") &&
-      library.load(api.allocation_retain, "cuMemRetainAllocationHandle") &&
-      library.load(api.allocation_release, "cuMemRelease") &&
-      library.load(api.allocation_export, "cuMemExportToShareableHandle") &&
-      library.load(api.allocation_import, "cuMemImportFromShareableHandle") &&
-      library.load(api.address_reserve, "cuMemAddressReserve") &&
-      library.load(api.address_free, "cuMemAddressFree") && library.load(api.memory_map, "cuMemMap") &&
-      library.load(api.memory_unmap, "cuMemUnmap") && library.load(api.memory_set_access, "cuMemSetAccess") &&
-      library.load(api.ipc_get, "cuIpcGetMemHandle") && library.load(api.ipc_open, "cuIpcOpenMemHandle_v2") &&
-      library.load(api.ipc_close, "cuIpcCloseMemHandle") &&
-      library.load(api.module_load, "cuModuleLoadData") &&
-      library.load(api.module_unload, "cuModuleUnload") &&
-      library.load(api.module_get_function, "cuModuleGetFunction") &&
-      library.load(api.launch, "cuLaunchKernel");
+#define KVLINK_LOAD(name, symbol, parameters) &&library.load(api.name, symbol)
+  const bool complete = true KVLINK_CUDA(KVLINK_LOAD);
+#undef KVLINK_LOAD
   if (!complete) {
     return Status::Unavailable(
         library.name() + " has no " + library.missing() + ": it is older than CUDA 11.4",

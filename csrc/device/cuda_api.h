@@ -63,62 +63,68 @@ struct CopyAttributes {
   unsigned flags;
 };
 
-/// Each returns a CUresult.
+/// F(member, symbol of libcuda, parameters). Each returns a CUresult.
+// clang-format off
+#define KVLINK_CUDA(F) \
+  F(init, "cuInit", (unsigned flags)) \
+  F(get_error_name, "cuGetErrorName", (int error, const char** name)) \
+  F(pointer_get_attribute, "cuPointerGetAttribute", (void* into, int attribute, Address pointer)) \
+  F(device_get, "cuDeviceGet", (int* device, int ordinal)) \
+  F(primary_context_retain, "cuDevicePrimaryCtxRetain", (Context* context, int device)) \
+  F(primary_context_release, "cuDevicePrimaryCtxRelease_v2", (int device)) \
+  F(context_push, "cuCtxPushCurrent_v2", (Context context)) \
+  F(context_pop, "cuCtxPopCurrent_v2", (Context* context)) \
+  F(host_register, "cuMemHostRegister_v2", (void* host, size_t bytes, unsigned flags)) \
+  F(host_unregister, "cuMemHostUnregister", (void* host)) \
+  F(host_device_pointer, "cuMemHostGetDevicePointer_v2", (Address* device, void* host, unsigned flags)) \
+  F(stream_create, "cuStreamCreate", (Stream* stream, unsigned flags)) \
+  F(stream_synchronize, "cuStreamSynchronize", (Stream stream)) \
+  F(stream_destroy, "cuStreamDestroy_v2", (Stream stream)) \
+  F(event_create, "cuEventCreate", (Event* event, unsigned flags)) \
+  F(event_record, "cuEventRecord", (Event event, Stream stream)) \
+  F(event_query, "cuEventQuery", (Event event)) \
+  F(event_destroy, "cuEventDestroy_v2", (Event event)) \
+  F(copy, "cuMemcpyAsync", (Address to, Address from, size_t bytes, Stream stream)) \
+  F(device_get_count, "cuDeviceGetCount", (int* count)) \
+  F(device_get_attribute, "cuDeviceGetAttribute", (int* value, int attribute, int device)) \
+  F(device_get_uuid, "cuDeviceGetUuid_v2", (Uuid* uuid, int device)) \
+  F(device_can_access_peer, "cuDeviceCanAccessPeer", (int* can, int device, int peer)) \
+  F(memory_alloc, "cuMemAlloc_v2", (Address* memory, size_t bytes)) \
+  F(memory_free, "cuMemFree_v2", (Address memory)) \
+  F(memory_set, "cuMemsetD8_v2", (Address memory, unsigned char value, size_t bytes)) \
+  F(get_address_range, "cuMemGetAddressRange_v2", (Address* base, size_t* bytes, Address memory)) \
+  F(get_granularity, "cuMemGetAllocationGranularity", (size_t* bytes, const AllocationProperties* \
+      properties, int option)) \
+  F(allocation_create, "cuMemCreate", (Allocation* allocation, size_t bytes, const AllocationProperties* \
+      properties, unsigned long long flags)) \
+  F(allocation_retain, "cuMemRetainAllocationHandle", (Allocation* allocation, void* memory)) \
+  F(allocation_release, "cuMemRelease", (Allocation allocation)) \
+  F(allocation_export, "cuMemExportToShareableHandle", (void* fd, Allocation allocation, int type, \
+      unsigned long long flags)) \
+  F(allocation_import, "cuMemImportFromShareableHandle", (Allocation* allocation, void* fd, int type)) \
+  F(address_reserve, "cuMemAddressReserve", (Address* address, size_t bytes, size_t alignment, Address \
+      wanted, unsigned long long flags)) \
+  F(address_free, "cuMemAddressFree", (Address address, size_t bytes)) \
+  F(memory_map, "cuMemMap", (Address address, size_t bytes, size_t offset, Allocation allocation, unsigned \
+      long long flags)) \
+  F(memory_unmap, "cuMemUnmap", (Address address, size_t bytes)) \
+  F(memory_set_access, "cuMemSetAccess", (Address address, size_t bytes, const AccessDescription* access, \
+      size_t count)) \
+  F(ipc_get, "cuIpcGetMemHandle", (IpcHandle* handle, Address memory)) \
+  F(ipc_open, "cuIpcOpenMemHandle_v2", (Address* memory, IpcHandle handle, unsigned flags)) \
+  F(ipc_close, "cuIpcCloseMemHandle", (Address memory)) \
+  F(module_load, "cuModuleLoadData", (Module* module, const void* image)) \
+  F(module_unload, "cuModuleUnload", (Module module)) \
+  F(module_get_function, "cuModuleGetFunction", (Function* function, Module module, const char* name)) \
+  F(launch, "cuLaunchKernel", (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, \
+      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** \
+      arguments, void** extra))
+// clang-format on
+
 struct Api {
-  int (*init)(unsigned flags);
-  int (*get_error_name)(int error, const char** name);
-  int (*pointer_get_attribute)(void* into, int attribute, Address pointer);
-  int (*device_get)(int* device, int ordinal);
-  int (*primary_context_retain)(Context* context, int device);
-  int (*primary_context_release)(int device);
-  int (*context_push)(Context context);
-  int (*context_pop)(Context* context);
-  int (*host_register)(void* host, size_t bytes, unsigned flags);
-  int (*host_unregister)(void* host);
-  int (*host_device_pointer)(Address* device, void* host, unsigned flags);
-  int (*stream_create)(Stream* stream, unsigned flags);
-  int (*stream_synchronize)(Stream stream);
-  int (*stream_destroy)(Stream stream);
-  int (*event_create)(Event* event, unsigned flags);
-  int (*event_record)(Event event, Stream stream);
-  int (*event_query)(Event event);
-  int (*event_destroy)(Event event);
-  int (*copy)(Address to, Address from, size_t bytes, Stream stream);
-
-  int (*device_get_count)(int* count);
-  int (*device_get_attribute)(int* value, int attribute, int device);
-  int (*device_get_uuid)(Uuid* uuid, int device);
-  int (*device_can_access_peer)(int* can, int device, int peer);
-
-  int (*memory_alloc)(Address* memory, size_t bytes);
-  int (*memory_free)(Address memory);
-  int (*memory_set)(Address memory, unsigned char value, size_t bytes);
-  int (*get_address_range)(Address* base, size_t* bytes, Address memory);
-  int (*get_granularity)(size_t* bytes, const AllocationProperties* properties, int option);
-  int (*allocation_create)(Allocation* allocation, size_t bytes, const AllocationProperties* properties,
-                           unsigned long long flags);
-  int (*allocation_retain)(Allocation* allocation, void* memory);
-  int (*allocation_release)(Allocation allocation);
-  int (*allocation_export)(void* fd, Allocation allocation, int type, unsigned long long flags);
-  int (*allocation_import)(Allocation* allocation, void* fd, int type);
-  int (*address_reserve)(Address* address, size_t bytes, size_t alignment, Address wanted,
-                         unsigned long long flags);
-  int (*address_free)(Address address, size_t bytes);
-  int (*memory_map)(Address address, size_t bytes, size_t offset, Allocation allocation,
-                    unsigned long long flags);
-  int (*memory_unmap)(Address address, size_t bytes);
-  int (*memory_set_access)(Address address, size_t bytes, const AccessDescription* access, size_t count);
-
-  int (*ipc_get)(IpcHandle* handle, Address memory);
-  int (*ipc_open)(Address* memory, IpcHandle handle, unsigned flags);
-  int (*ipc_close)(Address memory);
-
-  int (*module_load)(Module* module, const void* image);
-  int (*module_unload)(Module module);
-  int (*module_get_function)(Function* function, Module module, const char* name);
-  int (*launch)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments,
-                void** extra);
+#define KVLINK_DECLARE(name, symbol, parameters) int(*name) parameters;
+  KVLINK_CUDA(KVLINK_DECLARE)
+#undef KVLINK_DECLARE
 
   /// Null before CUDA 13.
   int (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,

@@ -135,7 +135,7 @@ class CudaCopier final : public DeviceCopier {
   Result<std::unique_ptr<CopyQueue>> open_queue() override {
     Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(means_.device);
     if (!stream.ok()) return stream.status();
-    return std::unique_ptr<CopyQueue>(std::make_unique<CudaQueue>(means_, std::move(*stream)));
+    return std::make_unique<CudaQueue>(means_, std::move(*stream));
   }
 
  private:
@@ -153,8 +153,7 @@ Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory, 
   if (!gather.ok()) return gather.status();
   Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(*device, num_slots, kTablePieces);
   if (!tables.ok()) return tables.status();
-  return std::shared_ptr<DeviceCopier>(
-      std::make_shared<CudaCopier>(Means{std::move(*device), std::move(*gather), std::move(*tables)}));
+  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(*gather), std::move(*tables)});
 }
 
 }  // namespace kvlink

@@ -75,8 +75,7 @@ Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                const std::string& why_not) {
   const auto registered = inner->register_memory(bounce->receiving()->memory(), Access::kLocal);
   if (!registered.ok()) return registered.status();
-  return std::unique_ptr<Transport>(
-      std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, why_not));
+  return std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, why_not);
 }
 
 }  // namespace kvlink

@@ -278,8 +278,8 @@ Result<std::unique_ptr<StageableEndpoint>> stage_endpoint(std::unique_ptr<Endpoi
                                                           const StagingRules& rules, uint32_t slot_region) {
   Result<std::unique_ptr<CopyQueue>> queue = buffer->copier().open_queue();
   if (!queue.ok()) return queue.status();
-  return std::unique_ptr<StageableEndpoint>(std::make_unique<StagedEndpoint>(
-      std::move(inner), std::move(buffer), std::move(*queue), rules, slot_region));
+  return std::make_unique<StagedEndpoint>(std::move(inner), std::move(buffer), std::move(*queue), rules,
+                                          slot_region);
 }
 
 }  // namespace kvlink

@@ -6,7 +6,6 @@
 // A random cookie in the owner's memory proves that the process behind a pid is the right one.
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -15,6 +14,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -66,32 +66,15 @@ uint64_t inode_of(int fd) {
   return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 
-/// Peer words mapped from the owner's descriptors, so that a settle is a store instead of a system call (0.1
-/// against 2 us). Never read, because only the process itself shows whether its memory still exists.
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(pid_t pid, uint64_t memfd, uint64_t inode, uint64_t offset, uint64_t bytes) : bytes_(bytes) {
-    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd);
-    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    // The descriptor may be closed and its number reused, or a store might hit memory that does not exist.
-    if (!fd || inode_of(fd.get()) != inode || !memfd_holds(fd.get(), offset, bytes)) return;
-    void* const at = ::mmap(nullptr, bytes, PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
-    if (at != MAP_FAILED) base_ = static_cast<std::byte*>(at);
-  }
-  ~Mapping() {
-    if (base_) ::munmap(base_, bytes_);
-  }
-  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
-  Mapping& operator=(Mapping&&) = delete;
-
-  /// Null if the owner's descriptor is not available.
-  std::byte* base() const { return base_; }
-
- private:
-  std::byte* base_ = nullptr;
-  uint64_t bytes_ = 0;
-};
+/// Maps peer words from the owner's descriptors, so that a settle is a store instead of a system call (0.1
+/// against 2 us). They are never read, because only the process itself shows whether its memory still exists.
+std::optional<MemfdMapping> map_words(pid_t pid, uint64_t memfd, uint64_t inode, const FdOffer& words) {
+  const UniqueFd fd(
+      ::open(("/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd)).c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd || inode_of(fd.get()) != inode) return {};  // closed meanwhile, and its number reused
+  Result<MemfdMapping> mapping = MemfdMapping::make(fd.get(), words);
+  return mapping.ok() ? std::optional(std::move(*mapping)) : std::nullopt;
+}
 
 iovec piece(uint64_t address, size_t bytes) { return {reinterpret_cast<void*>(address), bytes}; }
 
@@ -165,8 +148,8 @@ class CmaEndpoint : public QueuedEndpoint {
       return Status::AccessDenied("not a key of a cma region");
     }
     const bool mappable = static_cast<Access>(access) == Access::kWriteWords && memfd <= INT32_MAX;
-    mappings_.push_back(mappable ? Mapping(owner_.pid(), memfd, memfd_inode, memfd_offset, bytes)
-                                 : Mapping());
+    const FdOffer words{0, memfd_offset, bytes, Access::kWriteWords};
+    mappings_.push_back(mappable ? map_words(owner_.pid(), memfd, memfd_inode, words) : std::nullopt);
     return add_remote({address, bytes, static_cast<Access>(access)});
   }
 
@@ -202,8 +185,8 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {
-    if (std::byte* const base = mappings_[region].base()) {
-      store_word(base + offset, value);
+    if (const auto& mapping = mappings_[region]) {
+      store_word(reinterpret_cast<std::byte*>(mapping->address() + offset), value);
       return {};
     }
     const iovec local{&value, sizeof value};
@@ -271,7 +254,7 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   Process owner_;
-  std::vector<Mapping> mappings_;  // by region
+  std::vector<std::optional<MemfdMapping>> mappings_;  // by region
   size_t num_local_ = 0, num_remote_ = 0;
   std::array<iovec, kMaxPieces> local_, remote_;
   std::array<std::byte, 2 * kMaxWordsBytes> slot_copies_;
@@ -317,8 +300,8 @@ class CmaTransport : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
-    return std::unique_ptr<MemoryRegion>(std::make_unique<CmaRegion>(range, access));
+    if (access == Access::kLocal) return nullptr;
+    return std::make_unique<CmaRegion>(range, access);
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -351,7 +334,7 @@ class CmaTransport : public Transport {
     }
     Process owner(std::move(*parsed));
     if (Status status = owner.check(); !status.ok()) return status;
-    return std::unique_ptr<Endpoint>(std::make_unique<CmaEndpoint>(std::move(owner)));
+    return std::make_unique<CmaEndpoint>(std::move(owner));
   }
 
   const Capabilities capabilities_{};
@@ -377,7 +360,7 @@ Status cma_probe() {
 }
 
 Result<std::unique_ptr<Transport>> cma_make(const TransportOptions&) {
-  return std::unique_ptr<Transport>(std::make_unique<CmaTransport>());
+  return std::make_unique<CmaTransport>();
 }
 
 }  // namespace kvlink

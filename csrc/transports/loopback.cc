@@ -189,8 +189,8 @@ class LoopbackTransport : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
-    return std::unique_ptr<MemoryRegion>(std::make_unique<LoopbackRegion>(owner_, range, access));
+    if (access == Access::kLocal) return nullptr;
+    return std::make_unique<LoopbackRegion>(owner_, range, access);
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -240,7 +240,7 @@ class LoopbackTransport : public Transport {
       return Status::Unavailable("loopback reaches only owners inside this process",
                                  "enable shm, cma or tcp on both ends");
     }
-    return std::unique_ptr<Endpoint>(std::make_unique<LoopbackEndpoint>(std::move(owner)));
+    return std::make_unique<LoopbackEndpoint>(std::move(owner));
   }
 
   const Capabilities capabilities_{.guards = true, .can_fence = true};
@@ -253,7 +253,7 @@ class LoopbackTransport : public Transport {
 Status loopback_probe() { return {}; }
 
 Result<std::unique_ptr<Transport>> loopback_make(const TransportOptions&) {
-  return std::unique_ptr<Transport>(std::make_unique<LoopbackTransport>());
+  return std::make_unique<LoopbackTransport>();
 }
 
 }  // namespace kvlink

@@ -83,7 +83,7 @@ class ShmTransport : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
+    if (access == Access::kLocal) return nullptr;
     const Result<FdOffer> offer = export_memfd(*server_, range, access);
     if (!offer.ok()) {
       const Status why = offer.status();
@@ -91,7 +91,7 @@ class ShmTransport : public Transport {
                     why.fix().empty() ? "allocate the pool with BlockPool.allocate(...), or use cma or tcp"
                                       : why.fix()};
     }
-    return std::unique_ptr<MemoryRegion>(std::make_unique<ShmRegion>(server_, *offer));
+    return std::make_unique<ShmRegion>(server_, *offer);
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -109,7 +109,7 @@ class ShmTransport : public Transport {
   static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
     Result<FdClient> client = FdClient::of(kShmMagic, owner_address);
     if (!client.ok()) return client.status();
-    return std::unique_ptr<Endpoint>(std::make_unique<ShmEndpoint>(std::move(*client)));
+    return std::make_unique<ShmEndpoint>(std::move(*client));
   }
 
   const std::shared_ptr<FdServer> server_;
@@ -129,7 +129,7 @@ Status shm_probe() {
 Result<std::unique_ptr<Transport>> shm_make(const TransportOptions&) {
   Result<std::shared_ptr<FdServer>> server = FdServer::listen(kShmMagic);
   if (!server.ok()) return server.status();
-  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(*server)));
+  return std::make_unique<ShmTransport>(std::move(*server));
 }
 
 }  // namespace kvlink

@@ -49,10 +49,10 @@ class CudaTransport : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
     on_device_.push_back(range.device);
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
+    if (access == Access::kLocal) return nullptr;
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
     if (!key.ok()) return not_exportable(key.status());
-    return std::unique_ptr<MemoryRegion>(std::make_unique<CudaRegion>(server_, std::move(*key)));
+    return std::make_unique<CudaRegion>(server_, std::move(*key));
   }
 
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
@@ -71,8 +71,7 @@ class CudaTransport : public Transport {
     Result<FdClient> client = FdClient::of(kCudaMagic, owner_address);
     if (!client.ok()) return client.status();
     if (Status status = prepare(); !status.ok()) return status;
-    return std::unique_ptr<Endpoint>(
-        std::make_unique<CudaEndpoint>(std::move(*client), gather_, tables_, on_device_));
+    return std::make_unique<CudaEndpoint>(std::move(*client), gather_, tables_, on_device_);
   }
 
   /// Sets the device too: a reader copies with the GPU of its own pool, whether or not the pool can be
@@ -132,7 +131,7 @@ Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options) {
   if (Status status = cuda_probe(); !status.ok()) return status;
   Result<std::shared_ptr<FdServer>> server = FdServer::listen(kCudaMagic);
   if (!server.ok()) return server.status();
-  return std::unique_ptr<Transport>(std::make_unique<CudaTransport>(std::move(*server), options.cuda_image));
+  return std::make_unique<CudaTransport>(std::move(*server), options.cuda_image);
 }
 
 }  // namespace kvlink

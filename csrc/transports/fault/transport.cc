@@ -272,7 +272,7 @@ class FaultTransport final : public WrappedTransport {
 
  protected:
   Result<std::unique_ptr<Endpoint>> wrap(std::unique_ptr<Endpoint> inner) override {
-    return std::unique_ptr<Endpoint>(std::make_unique<FaultEndpoint>(std::move(inner), plan_));
+    return std::make_unique<FaultEndpoint>(std::move(inner), plan_);
   }
 
  private:
@@ -286,7 +286,7 @@ Result<std::unique_ptr<Transport>> fault_wrap(std::unique_ptr<Transport> inner,
                                               const TransportOptions& options) {
   Result<std::vector<FaultRule>> rules = parse_fault_plan(options.fault);
   if (!rules.ok()) return rules.status();
-  return std::unique_ptr<Transport>(std::make_unique<FaultTransport>(std::move(inner), std::move(*rules)));
+  return std::make_unique<FaultTransport>(std::move(inner), std::move(*rules));
 }
 
 }  // namespace kvlink

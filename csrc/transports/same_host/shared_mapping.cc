@@ -24,14 +24,15 @@ bool never_shrinks(int memfd) {
   return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
 }
 
-}  // namespace
-
+/// Returns whether the memfd has those bytes and never shrinks.
 bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes) {
   struct stat found{};
   if (!never_shrinks(memfd) || ::fstat(memfd, &found) != 0) return false;
   const auto size = static_cast<uint64_t>(found.st_size);
   return bytes <= size && offset <= size - bytes;
 }
+
+}  // namespace
 
 Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access) {
   if (range.memfd < 0) return Status::Unavailable("the pool was not allocated by kvlink", {});
@@ -52,8 +53,10 @@ MemfdMapping::~MemfdMapping() {
 
 Result<MemfdMapping> MemfdMapping::make(FdClient& client, const FdOffer& offer) {
   const Result<UniqueFd> taken = client.take(offer);
-  if (!taken.ok()) return taken.status();
-  const int memfd = (*taken).get();
+  return taken.ok() ? make((*taken).get(), offer) : taken.status();
+}
+
+Result<MemfdMapping> MemfdMapping::make(int memfd, const FdOffer& offer) {
   if (!memfd_holds(memfd, offer.offset, offer.bytes))
     return Status::AccessDenied("the owner's offer of memory is malformed");
   MemfdMapping mapping;

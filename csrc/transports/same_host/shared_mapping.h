@@ -17,9 +17,6 @@ namespace kvlink {
 /// or in one that can shrink.
 Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access);
 
-/// Returns whether the memfd has those bytes and never shrinks.
-bool memfd_holds(int memfd, uint64_t offset, uint64_t bytes);
-
 /// A reader's mapping of exported memory, which need not start on a page.
 class MemfdMapping {
  public:
@@ -31,6 +28,7 @@ class MemfdMapping {
   /// Takes the descriptor of `offer`, and checks that it holds the offer and never shrinks, so that no owner
   /// can end its readers by SIGBUS.
   static Result<MemfdMapping> make(FdClient& client, const FdOffer& offer);
+  static Result<MemfdMapping> make(int memfd, const FdOffer& offer);
 
   uint64_t address() const { return reinterpret_cast<uint64_t>(start_) + skip_; }
 

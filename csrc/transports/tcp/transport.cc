@@ -24,7 +24,7 @@ class TcpTransport final : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>& through) override {
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
+    if (access == Access::kLocal) return nullptr;
     if (range.base == nullptr || range.bytes == 0) return Status::Config("tcp cannot export empty memory");
     if (Status status = owner_->send_through(through); !status.ok()) return status;
     return owner_->register_region(range, access);
@@ -66,7 +66,7 @@ Status tcp_probe() {
 Result<std::unique_ptr<Transport>> tcp_make(const TransportOptions& options) {
   Result<std::shared_ptr<tcp::Owner>> owner = tcp::Owner::listen(options);
   if (!owner.ok()) return owner.status();
-  return std::unique_ptr<Transport>(std::make_unique<TcpTransport>(std::move(*owner)));
+  return std::make_unique<TcpTransport>(std::move(*owner));
 }
 
 }  // namespace kvlink

@@ -69,8 +69,8 @@ class VerbsTransport final : public Transport {
                                                         const std::shared_ptr<Bounce>&) override {
     const auto region = ports_->register_everywhere(range, rights_of(access));
     if (!region.ok()) return region.status();
-    if (access == Access::kLocal) return std::unique_ptr<MemoryRegion>();
-    return std::unique_ptr<MemoryRegion>(new Region(ports_, *region, access));
+    if (access == Access::kLocal) return nullptr;
+    return std::make_unique<Region>(ports_, *region, access);
   }
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override;
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
@@ -147,8 +147,7 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   const verbs::LivenessTimeouts timeouts;
   auto owner = verbs::Owner::make(**ports, timeouts);
   if (!owner.ok()) return owner.status();
-  return std::unique_ptr<Transport>(
-      new verbs::VerbsTransport(std::move(*ports), std::move(*owner), timeouts));
+  return std::make_unique<verbs::VerbsTransport>(std::move(*ports), std::move(*owner), timeouts);
 }
 
 }  // namespace kvlink
