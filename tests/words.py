@@ -34,6 +34,8 @@ INSTEAD = {
 _WORDS = [(re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), better) for pattern, better in INSTEAD.items()]
 _OPENING = re.compile(r"(Of|What|Who|Whom|Whose)\b")
 _HELP_OPENING = re.compile(r"(Of|What|Who|Whom|Whose|That|Instead)\b")
+_CPP_COMMENT = re.compile(r"\s*///? (.*)")
+_CPP_TEXT = re.compile(r'"((?:\\.|[^"\\])*)"')
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"``.*?``|`[^`\n]*`|\]\([^)\s]*\)|<[^>\n]*>")
 
@@ -89,6 +91,20 @@ def in_comments(source: str, is_python: bool) -> Iterator[Found]:
             yield from in_prose(comment[1], number)
 
 
+def in_cpp(source: str) -> Iterator[Found]:
+    """Words of comments and texts, and comments on lines of their own that begin without a sentence."""
+    yield from in_comments(source, is_python=False)
+    before = None
+    for number, line in enumerate(source.splitlines(), 1):
+        comment = _CPP_COMMENT.match(line)
+        if comment and not before and (opening := _OPENING.match(comment[1])):
+            yield number, f"a comment begins with {opening[0]!r}: write a sentence"
+        before = comment
+        if not line.startswith("#include"):
+            for text in _CPP_TEXT.findall(line.partition("  // ")[0]):
+                yield from in_prose(text, number)
+
+
 def _tracked(*patterns: str) -> list[str]:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     return subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -110,8 +126,10 @@ def check(more: Sequence[str] = ()) -> list[str]:
             found += in_markdown(path.read_text())
         elif path.suffix == ".py" and _is_in(name, (*_CHECKED, *more)):
             found += [*in_docstrings(path.read_text()), *in_help(path.read_text())]
-        if path.suffix != ".md" and _is_in(name, (*_CHECKED, *more)):
-            found += in_comments(path.read_text(), path.suffix == ".py")
+        if path.suffix == ".py" and _is_in(name, (*_CHECKED, *more)):
+            found += in_comments(path.read_text(), is_python=True)
+        elif path.suffix in (".h", ".cc") and _is_in(name, (*_CHECKED, *more)):
+            found += in_cpp(path.read_text())
         wrong += [f"{name}:{line}: {what}" for line, what in sorted(found)]
     return wrong
 

@@ -117,7 +117,7 @@ class LeaseTable {
     LeaseEnd how;
     uint32_t num_open = 0;  // seats
   };
-  /// What only the owner knows of a slot.
+  /// The state of a slot that only the owner knows.
   struct SlotRecord {
     uint64_t lease = 0;         // the last one that had it
     uint64_t settle_nonce = 0;  // of the last seat, as the next

@@ -67,8 +67,7 @@ bool seal_for_good(int fd, Access access) {
 }  // namespace
 
 Result<std::shared_ptr<HostMemory>> HostMemory::allocate(uint64_t bytes, bool huge_pages,
-                                                         const std::function<bool()>& go_on,
-                                                         Access access) {
+                                                         const std::function<bool()>& go_on, Access access) {
   if (bytes == 0) return Status::Config("cannot allocate 0 bytes of shared memory");
   if (bytes > static_cast<uint64_t>(INT64_MAX)) return refused(bytes, "ftruncate", EFBIG);
   UniqueFd fd(sys::make_memfd("kvlink", MFD_CLOEXEC | MFD_ALLOW_SEALING));

@@ -50,5 +50,16 @@ def test_words_of_docstrings_and_comments_are_found_and_strings_are_not() -> Non
     assert [line for line, _ in words.in_comments("int x;  // lent\n", is_python=False)] == [1]
 
 
+def test_cpp_is_read_by_comments_and_texts() -> None:
+    source = """#include "anew/lent.h"
+/// Of a thing.
+/// What goes on is no beginning.
+int lend;  // as ever
+const char* text = "it is \\"lent\\" here";
+  // Returns a thing.
+"""
+    assert sorted(line for line, _ in words.in_cpp(source)) == [2, 4, 5]
+
+
 def test_the_repository_has_none() -> None:
     assert words.check() == []

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A libcuda.so.1 for machines without a GPU: the calls that csrc/device/cuda_api.h loads, over host memory, with the
-// driver's rules. Device memory is host memory whose address has kDeviceBit: no CPU can follow it. Copies are
-// made by the stream's thread, late; they need a current context and, at the host's end, registered memory.
+// A libcuda.so.1 for machines without a GPU: the calls that csrc/device/cuda_api.h loads, over host memory,
+// with the driver's rules. Device memory is host memory whose address has kDeviceBit: no CPU can follow it.
+// Copies are made by the stream's thread, late; they need a current context and, at the host's end,
+// registered memory.
 #pragma once
 
 #include <atomic>

@@ -288,7 +288,7 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   return std::strcmp(name, "kvlink_gather") == 0 ? kSuccess : kInvalidValue;
 }
 
-/// What kvlink/hardware/kernels/gather.cu does. Ends the process where a GPU would find no memory.
+/// Does the same as kvlink/hardware/kernels/gather.cu. Ends the process where a GPU would find no memory.
 int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned,
                    unsigned, unsigned, CUstream_st* stream, void** arguments, void** extra) {
   if (const int error = ready()) return error;

@@ -9,7 +9,7 @@
 namespace kvlink::simulation {
 namespace {
 
-// What is there to be seen or sent, and is neither for this long, was forgotten: a tick, and time for threads
+// Work that is neither seen nor sent for this long was forgotten: a tick, and time for threads
 // that wait for a CPU.
 constexpr int64_t kForgottenNs = 2'500'000;
 

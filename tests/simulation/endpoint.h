@@ -15,7 +15,7 @@
 
 namespace kvlink::simulation {
 
-/// What transports differ in.
+/// Properties in which transports differ.
 enum class Manner : uint8_t {
   kStream,  // tcp: sends in poll(), the descriptor is readable while bytes wait, reads can be called back
   kQueue,  // a NIC: bytes land at any time, the descriptor tells once after arm(), nothing can be called back

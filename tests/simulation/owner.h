@@ -45,7 +45,7 @@ class Owner {
   uint32_t num_granted_ = 0;
 };
 
-/// What an owner's block holds, the same at every owner.
+/// The bytes of an owner's block, the same at every owner.
 const std::byte* owner_block(uint32_t block);
 
 }  // namespace kvlink::simulation

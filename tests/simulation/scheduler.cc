@@ -39,7 +39,7 @@ std::byte* take_stack() {
   return stack;
 }
 
-// What AddressSanitizer has to know of a switch.
+// Tells AddressSanitizer about a switch.
 void leave_stack([[maybe_unused]] void** fake, [[maybe_unused]] const void* to,
                  [[maybe_unused]] size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)

@@ -23,7 +23,7 @@ struct Pull {
   bool streaming = false;
 };
 
-/// Of every pull: reads from an owner's pool into the reader's.
+/// Every pull reads from an owner's pool into the reader's.
 std::shared_ptr<const Planner> planner();
 
 /// One connection and its owner.
@@ -36,7 +36,7 @@ struct Peer {
   uint64_t num_quiet = 0;  // times that nothing was under way any more
 
   bool healthy() const;
-  /// What a pull that is to stop may wait for: reads of a NIC that cannot be called back.
+  /// The reads that a stopping pull may wait for, because a NIC cannot cancel them.
   int64_t recall_ns() const;
   size_t num_posts() const;
 };
@@ -52,7 +52,7 @@ class World {
   int64_t now() const { return scheduler_.now(); }
 
  private:
-  // Of the main thread.
+  // For the main thread.
   void main();
   void make_peer();
   EndpointPlan draw_plan(Manner manner, int64_t delay_ns, bool faulty);
@@ -60,7 +60,7 @@ class World {
   void check_pull(const Pull& pull);
   void close(Peer& peer);
 
-  // Of callers (callers.cc).
+  // For callers (callers.cc).
   void call(uint32_t number);
   Pull* start_pull();
   PullRequest draw_request(Pull& pull);

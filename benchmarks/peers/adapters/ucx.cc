@@ -129,7 +129,7 @@ const char* ucx_open(void* address, size_t bytes, bool sleeps, End** end, void**
   return nullptr;
 }
 
-/// What the other end needs; both belong to UCX. Then begins to answer.
+/// Gives the data that the other end needs, which stays with UCX, and begins to answer.
 const char* ucx_card(End* end, void** worker, size_t* worker_bytes, void** key, size_t* key_bytes) {
   ucp_address_t* address = nullptr;
   if (const ucs_status_t status = ucp_worker_get_address(end->worker, &address, worker_bytes);

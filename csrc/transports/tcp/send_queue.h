@@ -25,7 +25,7 @@ struct ExportedRegion {
 };
 using ExportedRegions = std::unordered_map<uint64_t, ExportedRegion>;  // by key
 
-/// What a connection waits for. kCopies ends without a signal.
+/// The event that a connection waits for. kCopies ends without a signal.
 enum class Wants : uint8_t { kRequests, kSpace, kCopies, kEnd };
 
 /// The pieces of one response that the kernel has not taken yet. Borrows the memory.

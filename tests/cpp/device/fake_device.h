@@ -38,10 +38,10 @@ class FakeDevice : public DeviceCopier {
     ::munmap(address_, memory_->range().bytes);
   }
 
-  /// What a pool is made of.
+  /// The kinds of memory of a pool.
   MemoryRange range() const { return {.base = address_, .bytes = memory_->range().bytes, .device = true}; }
   std::byte* at(uint64_t offset) const { return address_ + offset; }
-  /// What the device has at `address`, for the test.
+  /// Returns the device's bytes at `address`, for the test.
   std::byte* behind(const std::byte* address) const { return memory_->range().base + (address - address_); }
   void fill(std::byte value) {
     std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pools in GPU memory: who exports them, by which way, and what is said where there is none.
+// Pools in GPU memory: which transports export them, and the reason if none does.
 #include "cpp/device/fake_device.h"
 #include "engine/engine.h"
 

@@ -81,7 +81,7 @@ enum class Path : uint8_t {
   kPlain,  // nobody can stop the reader: shm, cma, cuda
 };
 
-/// What the model assumes of the code around the table. Each is a rule that (c) depends on.
+/// The model's assumptions about the code around the table. Each is a rule that (c) depends on.
 struct Rules {
   Path path = Path::kGuard;
   bool enforces_guards = true;  // before blocks go back, slices that were compared before the end are gone

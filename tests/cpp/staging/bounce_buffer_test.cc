@@ -29,7 +29,7 @@ std::vector<Scatter> random_scatters(const FakeDevice& device, size_t count, std
   return scatters;
 }
 
-/// What the device should hold then.
+/// The bytes that the device should have then.
 std::vector<std::byte> expected(const std::vector<Scatter>& scatters, const FakeDevice& device,
                                 const std::vector<std::byte>& pool) {
   std::vector<std::byte> wanted(kPoolBytes, kPoison);

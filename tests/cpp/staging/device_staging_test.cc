@@ -71,7 +71,7 @@ struct Staging : ::testing::TestWithParam<const char*> {
     server = std::make_unique<Server>(*owner->transport);
     reader = std::make_unique<StagedReader>(*owner, GetParam());
   }
-  /// What the pool is to hold once `scatter` has landed.
+  /// The bytes of the pool after `scatter` has landed.
   void expect_landed(const Scatter& scatter) {
     std::vector<std::byte> wanted(kPoolBytes, kPoison);
     for (const ReadOp& op : scatter.ops) {

@@ -45,7 +45,7 @@ Landed wanted(const Reads& reads) {
   return landed;
 }
 
-/// What the slot holds once the part has arrived.
+/// The bytes of the slot after the part has arrived.
 std::map<const std::byte*, Source> arrived(const StagedPart& part) {
   std::map<const std::byte*, Source> slot;
   for (const ReadOp& op : part.ops) {

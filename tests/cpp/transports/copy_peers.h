@@ -58,7 +58,7 @@ inline void fill_random(const MemoryRange& range, uint64_t seed) {
   }
 }
 
-/// What an owner says of itself through the control plane.
+/// The part of an owner's card that the control plane carries.
 struct Card {
   std::string address, pool_key, table_key, words_key;
 };

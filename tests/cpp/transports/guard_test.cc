@@ -104,7 +104,7 @@ TEST_P(Guards, OutsideWhatIsLentAreRefused) {
   EXPECT_TRUE(read_guarded(reader, pool).ok());
 }
 
-/// What a raw reader gets: per frame the answer, and the bytes of the payload.
+/// The answers that a raw reader gets, one per frame with its payload.
 struct Answers {
   size_t num_ok = 0, num_stale = 0;
   std::vector<std::byte> payload;

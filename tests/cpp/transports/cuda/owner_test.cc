@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What owners of GPU memory export, to whom, and what becomes of it: over tests/fake_cuda, in place of the
-// driver.
+// Owners of GPU memory export it, and readers map it, over tests/fake_cuda in place of the driver.
 #include <cstdlib>
 #include <fstream>
 

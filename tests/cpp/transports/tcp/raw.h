@@ -47,7 +47,7 @@ inline std::string write_frame(const tcp::WriteEntry& entry, uint64_t value) {
   return raw(tcp::RequestHeader{tcp::kFrameMagic, tcp::FrameKind::kWrite, 0, value}) + raw(entry);
 }
 
-/// What an Owner's pool holds.
+/// The bytes of an Owner's pool.
 inline std::vector<std::byte> expected_pool(uint64_t seed = 1) {
   std::vector<std::byte> bytes(kPoolBytes);
   fill_random({bytes.data(), bytes.size()}, seed);
@@ -99,7 +99,7 @@ class RawSocket {
     return ::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ||
            errno == EAGAIN;
   }
-  /// What came within `bytes`, shorter when the peer closed or 10 s passed.
+  /// Returns up to `bytes` received bytes, fewer if the peer closed or 10 s passed.
   std::string hear(size_t bytes) {
     std::string heard(bytes, '\0');
     size_t got = 0;

@@ -16,7 +16,7 @@
 namespace kvlink::verbs {
 namespace {
 
-/// What the made-up device was asked for. One device at a time: the library's functions carry no object.
+/// The calls that the fake device received. One device at a time: the library's functions carry no object.
 struct Device {
   std::mutex mutex;
   std::set<std::pair<uint64_t, uint64_t>> slices;  // address, bytes

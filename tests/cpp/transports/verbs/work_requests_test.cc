@@ -48,7 +48,7 @@ struct Operations {
     segments.insert(segments.end(), pieces.begin(), pieces.end());
   }
 
-  /// What shall travel, read off the operations alone.
+  /// The expected bytes on the wire, from the operations alone.
   std::vector<Move> moves(const Fabric& fabric) const {
     std::vector<Move> moves;
     for (const ReadOp& op : ops) {
