@@ -86,7 +86,7 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[On]:
         for name in ("a", "b"):
             store, options = f"etcd://{members.addresses}/cut", ("--host", lan.address(name))
             programs.append(Coordinator(folder, name, store, lan.inside(name), *options, **env))
-        addresses = ",".join(program.output.rpartition(" ")[2] for program in programs)
+        addresses = ",".join(program.address for program in programs)  # type: ignore[attr-defined]
         load = LoadProcess(folder, addresses, ticket_secret(token), lan.inside("load"), **env)
         programs.append(load)
         scene = Scene(folder, programs[:-1], load, secrets_of(token))
