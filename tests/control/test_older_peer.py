@@ -7,6 +7,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from control.raw import raw_channel
 from google.protobuf.message import Message
 
 from kvlink.control import AgentClient, CoordinatorClient, WorkerAgent
+from kvlink.control.codec._wire import check_version
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.ticket import LeaseSeat, Ticket
@@ -158,6 +160,13 @@ async def _refusal(address: str, method: str, blob: bytes) -> str:
             await channel.unary_unary(method)(blob)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     return refused.value.details() or ""
+
+
+def test_the_page_on_upgrades_quotes_the_refusal() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "operate" / "upgrade.md").read_text().split())
+    with pytest.raises(ConfigError) as refused:
+        check_version("worker 'prefill-0'", OTHER)
+    assert f"`{str(refused.value).partition(';')[0]}; …`" in page
 
 
 async def test_a_worker_of_another_version_cannot_join(
