@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvlink.addresses import is_loopback
 from kvlink.config import WorkerConfig
@@ -27,8 +27,8 @@ def checks(env: Mapping[str, str]) -> Iterator[Check]:
     yield certificates(config)
 
 
-def certificates(config: WorkerConfig) -> Check:
-    """Loads the certificates as a worker does, and reports their names and expiry."""
+def certificates(config: WorkerConfig, clock: Callable[[], float] = time.time) -> Check:
+    """Loads the certificates as a worker does, and reports their names and expiry. `clock` is the wall clock."""
     name = "certificates"
     try:
         security = Security.of(config)
@@ -38,7 +38,7 @@ def certificates(config: WorkerConfig) -> Check:
     if ring is not None:
         keys = ring.current()
         evidence = f"{listed(keys.names)}; {expiry(keys.expires_at)}"
-        if keys.expires_at > time.time() + _SOON_S:
+        if keys.expires_at > clock() + _SOON_S:
             return Check(name, Verdict.PASS, evidence)
         return Check(name, Verdict.WARN, evidence, "renew it; running processes reload it")
     if config.insecure:

@@ -19,6 +19,7 @@ from transports.pools import fill, wide
 from waiting import eventually
 
 from kvlink import Ticket, Worker, WorkerConfig
+from kvlink.control import Security
 from kvlink.control.security.authority import names_in
 from kvlink.doctor import Verdict, certificates
 from kvlink.errors import AccessDenied, ConfigError, KVLinkError, UnknownRequest
@@ -232,3 +233,13 @@ def test_the_doctor_looks_at_certificates(made: list[dict[str, str]], tmp_path: 
     folder = str(tmp_path / "short")
     short = settings(kvlink("certs", "--dir", folder, "--days", "0.5").stdout)[1]
     assert evidence(**short)[0] is Verdict.WARN
+
+
+def test_the_doctor_warns_a_day_before_a_certificate_expires(made: list[dict[str, str]]) -> None:
+    config = WorkerConfig.from_env(made[1])
+    ring = Security.of(config).keyring
+    assert ring is not None
+    expires_at = ring.current().expires_at
+    for left_h, verdict in ((24.1, Verdict.PASS), (23.9, Verdict.WARN), (-1.0, Verdict.WARN)):
+        check = certificates.certificates(config, lambda left_h=left_h: expires_at - left_h * 3600.0)
+        assert (check.verdict, "renew it" in check.fix) == (verdict, verdict is Verdict.WARN), left_h
