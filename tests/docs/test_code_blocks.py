@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code blocks of pages that are no command lines: Python runs as it stands, JSON and YAML can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvlink import BlockPool, Geometry, Worker, dense
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MONITORING, TRANSFORMERS = "operate/monitoring.md", "servers/transformers.md"
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Returns page and text of each block."""
+    return [
+        (str(path.relative_to(DOCS)), text)
+        for path in sorted(DOCS.rglob("*.md"))
+        for text in re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def program(page: str) -> str:
+    (text,) = [text for where, text in blocks("python") if where == page]
+    return text
+
+
+def test_each_program_is_run() -> None:
+    """A new one needs a test below."""
+    assert [page for page, _ in blocks("python")] == [MONITORING, TRANSFORMERS]
+
+
+def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:
+    prometheus = pytest.importorskip("prometheus_client", reason="pip install 'kvlink[metrics]'")
+    pool = BlockPool.allocate(dense(Geometry(1, 1, 64, 8)), huge_pages=False)
+    before = set(prometheus.REGISTRY._collector_to_names)
+    with Worker(pool, "monitored", transports="loopback") as worker:
+        exec(program(MONITORING), {"worker": worker})
+        (added,) = set(prometheus.REGISTRY._collector_to_names) - before
+        try:
+            assert b'kvlink_active_leases{worker="monitored"} 0.0' in prometheus.generate_latest()
+        finally:
+            prometheus.REGISTRY.unregister(added)
+
+
+@pytest.mark.verify
+def test_transformers_hand_a_request_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, which is prefill and decode at once. Its cache is small: the default takes most memory."""
+    pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+    from kvlink.demo.model import tiny_llama
+
+    small = partial(transformers.generation.ContinuousBatchingConfig, num_blocks=8, max_batch_tokens=64)
+    monkeypatch.setattr(transformers.generation, "ContinuousBatchingConfig", small)
+    names: dict[str, Any] = {
+        "model": tiny_llama(),
+        "generation_config": transformers.GenerationConfig(do_sample=False, eos_token_id=-1),
+        "prompt_token_ids": list(range(1, 40)),
+    }
+    try:
+        exec(program(TRANSFORMERS), names)
+    finally:
+        if "handoff" in names:
+            names["handoff"].close()
+        if "manager" in names:
+            names["manager"].stop(block=True)
+    assert len(names["output"].generated_tokens) == 128
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("json"))
+def test_json_is_json(page: str, text: str) -> None:
+    json.loads(text)
+
+
+@pytest.mark.parametrize(("page", "text"), [each for each in blocks("yaml") if "{{" not in each[1]])
+def test_yaml_is_yaml(page: str, text: str) -> None:
+    assert isinstance(yaml.safe_load(text), dict)
