@@ -3,40 +3,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import pytest
+from bench.simulated_paths import COST, MODEL, PATHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from kvlink.benchmarks.prediction.machines import Machine
-from kvlink.benchmarks.simulation import validation
-from kvlink.benchmarks.simulation.command import app
-from kvlink.benchmarks.simulation.curve import Scene, rows
 from kvlink.benchmarks.simulation.engine import Failure, Fate, Fleet, Job, Outcome, Rails, Simulation
 from kvlink.benchmarks.simulation.sharing import Flow, Port, level_of, share
-from kvlink.benchmarks.simulation.workload import Move, jobs_of, path_of
-from kvlink.benchmarks.workloads.models import MODELS
-from kvlink.benchmarks.workloads.traces import Request, synthetic
-from kvlink.errors import ConfigError
-from kvlink.transfer.cost_model import Cost
+from kvlink.benchmarks.simulation.workload import Move
 
-MODEL = MODELS["llama-3.1-70b"]
-COST = Cost(start_us=35, op_ns=100, gib_per_s=3)
-_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:3]
-PATHS = [
-    _DIRECT,
-    *_STAGED,
-    path_of("tcp", COST, MODEL, 8),
-    replace(_DIRECT, name="slow posting", post_ns=1000),
-    replace(_DIRECT, name="slow NIC", rail_ns=1000),
-    replace(_DIRECT, name="small window", window=2),
-]
 ONE = Rails(1, 100.0, 100.0)  # bytes/s: figures that one can follow
 
 
@@ -266,133 +244,3 @@ def test_more_load_makes_nobody_faster(wanted: list[tuple[float, float]]) -> Non
     fewer, all_of_them = run(fleet, *jobs[1:]), run(fleet, *jobs)
     for job in jobs[1:]:
         assert all_of_them[job].took_s >= fewer[job].took_s - 1e-6
-
-
-# Fleets under a trace.
-
-MOVE = Move(MODEL, 8, PATHS[0])
-REQUESTS = synthetic("mooncake-conversation", 400, 1)
-
-
-def test_the_same_seed_gives_the_same_rows() -> None:
-    scene = Scene(0.7, popular=0.2)
-    again = list(rows(MOVE, REQUESTS, [4, 16], scene))
-    assert list(rows(MOVE, REQUESTS, [4, 16], scene)) == again
-    assert list(rows(MOVE, REQUESTS, [4, 16], replace(scene, seed=1))) != again
-
-
-def test_jobs_load_the_prefill_workers_as_asked() -> None:
-    fleet = Fleet(4, 4, MOVE.rails())
-    jobs = jobs_of(REQUESTS, MOVE, fleet, 0.25, 0.5, 0)
-    span = jobs[-1].at_s - jobs[0].at_s
-    assert sum(job.num_bytes for job in jobs) / span == pytest.approx(0.25 * 4 * 8 * fleet.rails.send)
-    assert sum(job.prefill == 0 for job in jobs) / len(jobs) == pytest.approx(0.5 + 0.5 / 4, abs=0.08)
-    assert {job.decode for job in jobs} == set(range(4))
-
-
-@pytest.mark.parametrize("requests", [[], [Request(0, 0, 1)], [Request(0, 5, 1), Request(0, 6, 1)]])
-def test_requests_at_one_time_are_no_load(requests: list[Request]) -> None:
-    with pytest.raises(ConfigError, match="two different times"):
-        jobs_of(requests, MOVE, Fleet(1, 1, MOVE.rails()), 0.5, 0.0, 0)
-
-
-def test_load_popularity_and_dead_rails_show_in_the_curve() -> None:
-    def row(**scene: float) -> dict[str, float]:
-        [found] = rows(MOVE, REQUESTS, [32], replace(Scene(0.3, lease_s=0.3), **scene))
-        return found
-
-    calm, busy, popular, broken = row(), row(load=0.9), row(popular=0.5), row(popular=0.5, fails_after=0.1)
-    assert calm["p50_us"] <= calm["p90_us"] <= calm["p99_us"] <= calm["p999_us"]
-    assert busy["p99_us"] > calm["p99_us"]
-    assert calm["expired"] == 0
-    assert calm["wasted_gib"] == pytest.approx(0)
-    assert broken["expired"] > popular["expired"] > 0
-    assert popular["wasted_gib"] > 0
-    assert popular["busiest"] > calm["busiest"]
-
-
-# The command.
-
-
-def shown(*arguments: str) -> list[dict[str, Any]]:
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert done.exit_code == 0, done.output
-    return [json.loads(line) for line in done.output.splitlines()]
-
-
-def test_the_command_draws_a_curve(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    trace.write_text(
-        "\n".join(
-            json.dumps({"timestamp": 100 * number, "input_length": 5000 + number, "output_length": 1})
-            for number in range(50)
-        )
-    )
-    found = shown(
-        "--workers", "2", "--workers", "8", "--trace", str(trace), "--requests", "40", "--popular", "0.3"
-    )
-    assert [row["workers"] for row in found] == [2, 8]
-    for row in found:
-        assert (row["kind"], row["path"], row["requests"], row["rails"]) == ("simulation", "gpudirect", 40, 8)
-        assert 0 < row["p50_us"] <= row["p99_us"]
-    table = CliRunner().invoke(app, ["--workers", "2", "--requests", "10"])
-    assert table.exit_code == 0
-    assert "expired" in table.output
-
-
-def test_a_measured_cost_makes_the_tcp_fleet(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    shapes = [(1, 16_384), (256, 4 << 20), (4096, 64 << 20), (4096, 256 << 20)]
-
-    def calibrated(transport: str, cost: Cost) -> list[str]:
-        lines = [
-            {
-                "transport": transport,
-                "blocks": ops,
-                "block_bytes": size // ops,
-                "p50_us": cost.predict_us(ops, size),
-            }
-            for ops, size in shapes
-        ]
-        results.write_text("\n".join(map(json.dumps, lines)))
-        return [
-            "--path",
-            "tcp",
-            "--calibrate",
-            str(results),
-            "--workers",
-            "2",
-            "--requests",
-            "30",
-            "--load",
-            "0.01",
-        ]
-
-    slow = shown(*calibrated("tcp", Cost(50, 100, 1)))[0]["p50_us"]
-    assert slow == pytest.approx(4 * shown(*calibrated("tcp", Cost(12.5, 25, 4)))[0]["p50_us"], rel=0.01)
-    assert isinstance(CliRunner().invoke(app, calibrated("shm", Cost(50, 100, 1))).exception, ConfigError)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("--path", "nvlink"), ("--trace", "nowhere"), ("--model", "gpt-2"), ("--calibrate", "results")],
-)
-def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, str]) -> None:
-    assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
-
-
-def test_real_pulls_are_put_beside_their_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
-    found = list(validation.rows("loopback", requests=12, most_readers=2))
-    assert [row["readers"] for row in found] == [1, 2]
-    for row in found:
-        assert row["verified"] is True
-        assert row["p50_error"] == pytest.approx(row["simulated_p50_us"] / row["p50_us"] - 1)
-        assert 0 < row["simulated_p50_us"] <= row["simulated_p99_us"]
-
-
-def test_wrong_bytes_of_a_validation_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
-    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
-    [row] = validation.rows("fault+loopback", requests=4, most_readers=1)
-    assert row["verified"] is False

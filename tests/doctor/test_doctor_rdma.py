@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doctor.rdma_checks import found, nics, silent
 from hardware.fake_root import LINK_LOCAL, MAPPED, ROCE_V1, ROCE_V2, FakeRoot
 
 from kvlink.doctor import Verdict, examine, mtu, rdma, verbs
-from kvlink.doctor.verdict import Check
-from kvlink.hardware.topology import RdmaDevice, discover
 
 PASS, WARN = Verdict.PASS, Verdict.WARN
 # Opening a read-only kernel attribute for writing is refused even to root.
@@ -30,18 +29,6 @@ def low_memlock() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
-
-
-def nics(root: FakeRoot) -> tuple[RdmaDevice, ...]:
-    return discover(root.path).nics
-
-
-def silent(*command: str) -> str:
-    return ""
-
-
-def found(root: FakeRoot) -> dict[str, Check]:
-    return {check.name: check for check in rdma.checks(root.path, nics(root), {}, silent)}
 
 
 def test_a_machine_without_a_device_gets_two_lines(root: FakeRoot) -> None:
@@ -176,78 +163,6 @@ def test_mtu_that_nobody_says(root: FakeRoot) -> None:
     assert (check.verdict, check.fix) == (PASS, "ibv_devinfo -v | grep active_mtu")
     check = mtu.agreement(root.path, nics(root), {"mlx5_0": (2048,)})
     assert (check.verdict, check.evidence) == (PASS, "mlx5_0:1 2048")
-
-
-DCB = "pfc-cap 8 macsec-bypass off delay 0 \nprio-pfc 0:off 1:off 2:off 3:{} 4:off 5:off 6:off 7:off \n"
-MLNX_QOS = """DCBX mode: OS controlled
-PFC configuration:
-\tpriority    0   1   2   3   4   5   6   7
-\tenabled     0   0   0   {}   0   0   0   0
-\tbuffer      0   0   0   1   0   0   0   0
-"""
-
-
-@pytest.mark.parametrize(
-    ("tool", "output", "on", "off"), [("dcb", DCB, "on", "off"), ("mlnx_qos", MLNX_QOS, "1", "0")]
-)
-def test_priority_flow_control(root: FakeRoot, tool: str, output: str, on: str, off: str) -> None:
-    root.nic("mlx5_0")
-
-    def flow(enabled: str) -> Check:
-        def run(*command: str) -> str:
-            assert "eth0" in command
-            return output.format(enabled) if command[0] == tool else ""
-
-        return rdma.flow_control(root.path, nics(root), run)
-
-    assert flow(on) == Check("rdma flow control", PASS, "eth0: PFC on priority 3, ECN cannot tell")
-    check = flow(off)
-    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC off, ECN cannot tell")
-    assert check.fix.startswith("sudo mlnx_qos -i eth0 --pfc 0,0,0,1,0,0,0,0; ")
-
-
-def test_congestion_notification(root: FakeRoot) -> None:
-    root.nic("mlx5_0")
-    for end, enabled in (("np", (3, 4)), ("rp", (3,))):
-        for priority in range(8):
-            at = f"sys/class/net/eth0/ecn/roce_{end}/enable/{priority}"
-            root.write(at, "1" if priority in enabled else "0")
-    check = found(root)["rdma flow control"]
-    assert (check.verdict, check.evidence) == (PASS, "eth0: PFC cannot tell, ECN on priority 3")
-    root.write("sys/class/net/eth0/ecn/roce_rp/enable/3", "0")
-    check = found(root)["rdma flow control"]
-    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC cannot tell, ECN off")
-
-
-@pytest.mark.parametrize(
-    ("guarded", "mark", "mark_for_it"),
-    [(3, "", "106"), (4, "tclass=-1", "138"), (0, "", ""), (3, "Global tclass=106", ""), (3, None, "")],
-)
-def test_packets_outside_the_guarded_priority(
-    root: FakeRoot, guarded: int, mark: str | None, mark_for_it: str
-) -> None:
-    root.nic("mlx5_0")
-    for end in ("np", "rp"):
-        root.write(f"sys/class/net/eth0/ecn/roce_{end}/enable/{guarded}", "1")
-    if mark is not None:
-        root.write("sys/class/infiniband/mlx5_0/tc/1/traffic_class", mark)
-    check = found(root)["rdma flow control"]
-    assert check.verdict is (WARN if mark_for_it else PASS)
-    assert ("traffic class" in check.evidence) == (mark is not None)
-    how = f"echo {mark_for_it} | sudo tee /sys/class/infiniband/mlx5_0/tc/1/traffic_class"
-    assert check.fix == (f"sudo mlnx_qos -i eth0 --trust dscp; {how}" if mark_for_it else "")
-
-
-def test_flow_control_that_cannot_be_told(root: FakeRoot) -> None:
-    root.nic("mlx5_0")
-    check = found(root)["rdma flow control"]
-    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC cannot tell, ECN cannot tell")
-    assert "mlnx_qos -i eth0" in check.fix
-
-
-def test_flow_control_is_for_cards(root: FakeRoot) -> None:
-    root.nic("rxe0", None)
-    assert found(root)["rdma flow control"].verdict is PASS
 
 
 def test_the_library() -> None:

@@ -24,10 +24,6 @@ from batching_peer import NUM_NEW, BatchingProcess  # noqa: E402
 from transports.processes import eventually  # noqa: E402
 
 from kvlink import Ticket  # noqa: E402
-from kvlink.demo.model import tiny_llama  # noqa: E402
-from kvlink.errors import ConfigError  # noqa: E402
-from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
-from kvlink.integrations.transformers.support import check_manager  # noqa: E402
 
 pytestmark = [
     pytest.mark.verify,
@@ -288,42 +284,3 @@ def test_closing_recomputes_what_is_on_its_way(peers: Peers) -> None:
     assert peers.small.call("tokens", request_id=request_id) == peers.expected(prompts[1])
     assert peers.small.call("stats")["pulled"] == 1
     peers.prefill.call("abort", handoff=handoffs[0])
-
-
-def test_other_attention_types_are_refused_by_name() -> None:
-    model = tiny_llama()
-    model.config.layer_types = ["full_attention", "sliding_attention"] * 2
-    model.config.sliding_window = 32
-    config = transformers.generation.ContinuousBatchingConfig(
-        page_size=BLOCK, num_blocks=8, max_batch_tokens=16
-    )
-    manager = model.init_continuous_batching(continuous_batching_config=config)
-    with pytest.raises(ConfigError, match="also has sliding_attention"):
-        KVLinkHandoff(manager, "refused")
-
-
-def test_what_another_version_lacks_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"transformers .* lacks .*ContinuousBatchingManager\.pause.* ran with"
-    ):
-        check_manager(object())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ticket": 5},
-        {"ticket": "KVT1"},
-        {"prompt": "text"},
-        {"prompt": [1, -1]},
-        {"prompt": [1, 2**40]},
-        {"prompt": [1, True]},
-        {"first_token": None},
-        {"first_logprob": "0"},
-        {"surplus": 1},
-    ],
-)
-def test_a_malformed_handoff_is_refused(change: dict[str, Any]) -> None:
-    fields = {"ticket": "", "prompt": [1], "first_token": 2, "first_logprob": None, **change}
-    with pytest.raises(ConfigError, match=r"malformed|token ids"):
-        Handoff.from_json(json.dumps(fields)).open_ticket()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
 from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
 from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
+from kvlink.integrations.transformers.support import check_manager  # noqa: E402
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
@@ -141,3 +143,40 @@ def test_a_request_of_the_managers_own_is_not_offered_for_a_prefill_of_its_name(
     assert small.tokens("one") == large.computed(own, max_new_tokens=2)
     assert small.handoff.stats().offered == offered
     del outgoing._prefills["one"]
+
+
+def test_other_attention_types_are_refused_by_name() -> None:
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 2
+    model.config.sliding_window = 32
+    config = transformers.generation.ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=16)
+    manager = model.init_continuous_batching(continuous_batching_config=config)
+    with pytest.raises(ConfigError, match="also has sliding_attention"):
+        KVLinkHandoff(manager, "refused")
+
+
+def test_what_another_version_lacks_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"transformers .* lacks .*ContinuousBatchingManager\.pause.* ran with"
+    ):
+        check_manager(object())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ticket": 5},
+        {"ticket": "KVT1"},
+        {"prompt": "text"},
+        {"prompt": [1, -1]},
+        {"prompt": [1, 2**40]},
+        {"prompt": [1, True]},
+        {"first_token": None},
+        {"first_logprob": "0"},
+        {"surplus": 1},
+    ],
+)
+def test_a_malformed_handoff_is_refused(change: dict[str, Any]) -> None:
+    fields = {"ticket": "", "prompt": [1], "first_token": 2, "first_logprob": None, **change}
+    with pytest.raises(ConfigError, match=r"malformed|token ids|not a ticket"):
+        Handoff.from_json(json.dumps(fields)).open_ticket()
