@@ -21,7 +21,7 @@ namespace {
 
 Status ProcessMark::check() const {
   if (!inherited()) return {};
-  return {Code::kConfig, "this was made before a fork and is the parent process's",
+  return {Code::kConfig, "this object was made before a fork and belongs to the parent process",
           "start processes by spawn or forkserver, or fork before the first Worker"};
 }
 

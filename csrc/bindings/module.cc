@@ -29,7 +29,7 @@ py::object as_tuple(const TransferStats& stats) {
       {"total_ns", nullptr},  {"ran_inline", nullptr}, {"staged", nullptr},       {"direct_us", nullptr},
       {"staged_us", nullptr}, {nullptr, nullptr},
   };
-  static PyStructSequence_Desc about{"kvlink._core.TransferStats", "What one transfer moved, and how long.",
+  static PyStructSequence_Desc about{"kvlink._core.TransferStats", "The work and the times of one transfer.",
                                      fields, static_cast<int>(std::size(fields)) - 1};
   static PyTypeObject* const type = PyStructSequence_NewType(&about);
   if (!type) throw py::error_already_set();

@@ -24,8 +24,8 @@ Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Ac
   if (keys == state.access.pool_keys && lease_keys == state.access.lease_keys) return {};
   if (!takes_keys) {
     return Status::Unavailable("a device of this worker's " + state.name +
-                                   " was removed and came back with other keys, of which a "
-                                   "reader of an older release cannot be told",
+                                   " was removed and came back with other keys, which a "
+                                   "reader of an older release cannot take",
                                "upgrade the reader, or restart this worker");
   }
   accepted.pool_keys = std::move(keys);

@@ -40,7 +40,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   if (is_made_up(seat_)) {
-    refuse(Status::Config("the ticket is made up: no lease has this slot and nonce"), now);
+    refuse(Status::Config("the ticket is forged: no lease has this slot and nonce"), now);
     return;
   }
   if (stream_ == StreamUnit::kNone) {

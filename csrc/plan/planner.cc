@@ -172,9 +172,8 @@ Status Planner::check(std::span<const uint32_t> owner_blocks, std::span<const ui
   }
   for (const auto& [upper, lower] : overlaid_) {
     if (scope.layers.begin <= upper && lower < scope.layers.end) {
-      return Status::Config(
-          "layers " + std::to_string(upper) + " and " + std::to_string(lower) +
-          " lie upon each other at the reader; pull the layers of one cache group at a time");
+      return Status::Config("layers " + std::to_string(upper) + " and " + std::to_string(lower) +
+                            " share memory at the reader; pull the layers of one cache group at a time");
     }
   }
   if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;

@@ -7,7 +7,7 @@
 namespace kvlink {
 namespace {
 
-constexpr const char* kMixed = "a read goes to a device and elsewhere";
+constexpr const char* kMixed = "a read has destinations on a device and elsewhere";
 constexpr uint32_t kFirstInReach = 1;  // as the inner endpoint numbers it: 0 are the slots
 
 std::span<const Segment> segments_of(const Chunk& chunk, const ReadOp& op) {

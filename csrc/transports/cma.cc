@@ -106,7 +106,7 @@ class Process {
   /// Returns the meaning of the kernel's refusal to copy.
   Status failed(int error) const {
     if (error == EFAULT)
-      return Status::AccessDenied(name() + " no longer has that memory, or this one has not");
+      return Status::AccessDenied(name() + " no longer has that memory, or this process does not");
     if (error == ESRCH) return gone();
     if (error == EPERM) return why_cma_refused(pid_, static_cast<uid_t>(address_.uid));
     return Status::Unreachable("process_vm_readv from " + name() + ": " + std::strerror(error));

@@ -42,7 +42,7 @@ Result<bool> append_part(const Api& api, Address at, Parts& parts) {
   const int result = api.allocation_export(&fd, allocation, cuda::kPosixFd, 0);
   if (status = api.check(result, "cuMemExportToShareableHandle"); !status.ok()) {
     return Status::Unavailable(
-        "its memory was not made to be shared, or there is no descriptor left: " + status.what(),
+        "its memory was not allocated for sharing, or there is no descriptor left: " + status.what(),
         std::string("raise ulimit -n, or ") + kAllocate);
   }
   if (parts.fds.empty()) parts.offset = at - base;
@@ -56,8 +56,8 @@ Result<Parts> parts_of(const Api& api, const MemoryRange& range) {
   Parts parts;
   while (parts.bytes < range.bytes) {
     if (parts.fds.size() == kMaxCudaParts) {
-      return Status::Unavailable(
-          "a region lies in more than " + std::to_string(kMaxCudaParts) + " allocations", kAllocate);
+      return Status::Unavailable("a region is in more than " + std::to_string(kMaxCudaParts) + " allocations",
+                                 kAllocate);
     }
     const Result<bool> more = append_part(api, cuda::address_of(range.base) + parts.bytes, parts);
     if (!more.ok()) return more.status();
@@ -73,8 +73,8 @@ Result<CudaKey> key_of_ipc(const Api& api, CudaKey key) {
   if (status.ok()) status = api.check(api.ipc_get(&key.ipc, base), "cuIpcGetMemHandle");
   if (!status.ok() || key.address + key.bytes > base + bytes) {
     return Status::Unavailable(
-        "CUDA does not share its memory (cudaMallocAsync and managed memory are not): " +
-            (status.ok() ? "it lies in several allocations" : status.what()),
+        "CUDA does not share its memory (cudaMallocAsync and managed memory cannot be shared): " +
+            (status.ok() ? "it is in several allocations" : status.what()),
         kAllocate);
   }
   key.kind = CudaKey::Kind::kIpc;

@@ -264,7 +264,7 @@ class FaultTransport final : public WrappedTransport {
   }
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
     if (lands_on_device_ && plan_->corrupts_data()) {
-      return Status::Unavailable("no CPU reaches what it would corrupt in GPU memory",
+      return Status::Unavailable("it would corrupt GPU memory, which no CPU reaches",
                                  "corrupt on a transport that stages in host memory (fault+tcp)");
     }
     return WrappedTransport::open(owner_address, num_lanes);

@@ -83,7 +83,8 @@ void ServeLock::lock_serving() {
 Result<std::shared_ptr<Owner>> Owner::listen(const TransportOptions& options) {
   const std::string& advertised = options.advertise;
   if (!advertised.empty() && !can_be_dialled(advertised)) {
-    return Status::Config("tcp cannot advertise '" + advertised + "': it is no address that peers can dial");
+    return Status::Config("tcp cannot advertise '" + advertised +
+                          "': it is not an address that peers can dial");
   }
   Result<UniqueFd> listener = listen_on(options.host, options.port, !advertised.empty());
   if (!listener.ok()) return listener.status();

@@ -182,7 +182,7 @@ Status Reader::post_read(uint64_t token, const Chunk& chunk) {
   const Status allowed = check_ops(chunk, bytes);
   if (!allowed.ok()) return allowed;
   if (chunk.guard.value != 0 && chunk.guard.region >= regions_.size()) {
-    return Status::AccessDenied("the guard of a read lies outside the regions of " + peer_);
+    return Status::AccessDenied("the guard of a read is outside the regions of " + peer_);
   }
   expected_.expect(token, next_id_, chunk, bytes);
   uint64_t in_op = 0;

@@ -18,7 +18,7 @@ std::string refusal(ReadStatus status) {
     case ReadStatus::kMixed:
       return "it asks for GPU memory and other memory at once";
     default:
-      return "the range lies outside the region";
+      return "the range is outside the region";
   }
 }
 
@@ -118,7 +118,8 @@ Status ResponseQueue::landed(size_t bytes, std::vector<Completion>& ended) {
 
 Status ResponseQueue::take(size_t bytes, size_t& taken, std::vector<Completion>& ended) {
   for (taken = 0; taken < bytes;) {
-    if (empty()) return Status::Unreachable("protocol error: " + peer_ + " sent bytes that nobody asked for");
+    if (empty())
+      return Status::Unreachable("protocol error: " + peer_ + " sent bytes that were not requested");
     Response& response = responses_[first_];
     if (!response.proven()) {
       const size_t head = std::min<size_t>(bytes - taken, sizeof(ResponseHeader) - response.got);

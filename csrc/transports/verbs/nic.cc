@@ -204,7 +204,7 @@ NicAddress Nic::address() const {
 }
 
 Status Nic::check() const {
-  if (gone()) return unusable(name_, "is gone", "it is used again by itself once it is back; see dmesg");
+  if (gone()) return unusable(name_, "is gone", "it rejoins automatically once it is back; see dmesg");
   ibv_port_attr port{};
   if (Status status = query(port); !status.ok()) return status;
   if (port.state == IBV_PORT_ACTIVE) return {};

@@ -98,7 +98,7 @@ std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
 
 Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
   const size_t port = hello.owner_nic;
-  if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that there is not");
+  if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that does not exist");
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   const auto opened = ports_.at(port);

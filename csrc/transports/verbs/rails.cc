@@ -70,7 +70,7 @@ Status why_apart(const NicAddress& local, const NicAddress& remote) {
   if (local.by_cm == remote.by_cm) {
     const auto at = [](const NicAddress& nic) { return nic.name + " is " + ip_text(nic.gid); };
     return Status::Unavailable(
-        "RoCE does not lead from IPv4 to IPv6: " + at(local) + ", and the owner's " + at(remote),
+        "RoCE does not route between IPv4 and IPv6: " + at(local) + ", and the owner's " + at(remote),
         "give the interfaces of both ends addresses of the same kind; IPv4 is taken where there is one");
   }
   const auto way = [](const NicAddress& nic) { return nic.by_cm ? " through rdma_cm" : " directly"; };

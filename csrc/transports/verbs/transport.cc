@@ -127,7 +127,7 @@ Result<Way> parse_way(const std::string& name) {
   if (name.empty()) return Way::kByDevice;
   if (name == "direct") return Way::kDirect;
   if (name == "cm") return Way::kCm;
-  return Status::Config("\"" + name + "\" is no way to connect RDMA: write direct or cm, or nothing");
+  return Status::Config("\"" + name + "\" is not a way to connect RDMA: write direct or cm, or nothing");
 }
 
 }  // namespace

@@ -139,8 +139,7 @@ TEST(Planner, LayersUponEachOtherArePulledOneAtATime) {
   const auto planner = must_make(reader, owner);
   const std::vector<uint32_t> blocks{0};
   Plan plan;
-  expect_refused(planner->plan(blocks, blocks, {}, plan), Code::kConfig,
-                 "layers 0 and 1 lie upon each other");
+  expect_refused(planner->plan(blocks, blocks, {}, plan), Code::kConfig, "layers 0 and 1 share memory");
   for (uint32_t layer : {0, 1}) {
     PlanScope scope;
     scope.layers = {layer, layer + 1};
