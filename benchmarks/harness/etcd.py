@@ -130,35 +130,6 @@ class EtcdCluster:
             member.kill()
             member.wait()
 
-    def wipe(self) -> None:
-        """Kills all members, deletes their data and starts them again."""
-        for number in range(len(self._members)):
-            self.kill(number)
-            shutil.rmtree(self.data(number))
-        self._start_all()
-
-    def save(self) -> Path:
-        """Takes a snapshot by etcdctl and returns its path."""
-        path = self._folder / f"snapshot-{time.monotonic_ns()}"
-        self.control("snapshot", "save", str(path))
-        return path
-
-    def restore(self, snapshot: Path) -> None:
-        """Kills all members and starts them with the content of a snapshot."""
-        for number, peer in enumerate(self._peers):
-            self.kill(number)
-            shutil.rmtree(self.data(number))
-            places = {
-                "name": f"m{number}",
-                "data-dir": str(self.data(number)),
-                "initial-cluster": self._everyone,
-                "initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
-            }
-            self.control(
-                "snapshot", "restore", str(snapshot), *(f"--{name}={at}" for name, at in places.items())
-            )
-        self._start_all()
-
     def control(self, *command: str) -> str:
         """Runs etcdctl with the first member's address and returns its output. Raises CalledProcessError."""
         env = {**os.environ, "ETCDCTL_API": "3"}

@@ -39,7 +39,9 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         columns = self.table.columns
-        widths = [_width(console, options, column) for column in columns]
+        widths = [
+            max(len(str(column.header)), min(_natural(console, options, column), _MOST)) for column in columns
+        ]
         ranked = sorted(range(len(columns)), key=self._rank)
         kept: list[int] = []
         for at in ranked:
@@ -64,10 +66,6 @@ class Fitted:
     def _rank(self, at: int) -> tuple[int, int]:
         name = str(self.table.columns[at].header)
         return self.first.index(name) if name in self.first else len(self.first), at
-
-
-def _width(console: Console, options: ConsoleOptions, column: Column) -> int:
-    return max(len(str(column.header)), min(_natural(console, options, column), _MOST))
 
 
 def _natural(console: Console, options: ConsoleOptions, column: Column) -> int:

@@ -167,8 +167,5 @@ def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool)
         }
         for setting in CATALOGUE
     ]
-    show_rows(rows if as_json else _as_text(rows), as_json, "options")
-
-
-def _as_text(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    return [{name: str(value) for name, value in row.items()} for row in rows]
+    text = [{name: str(value) for name, value in row.items()} for row in rows]
+    show_rows(rows if as_json else text, as_json, "options")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -151,7 +151,7 @@ class CoordinatorClient(_Client):
         while True:
             whole = None
             try:
-                async with aclosing(self._changes(asked)) as replies:
+                async with aclosing(self._channel.receive(CoordinatorCalls.WATCH_WORKERS, asked)) as replies:
                     whole = await anext(replies, None)
                     for change in _difference(known, asked.sees(whole)) if whole is not None else ():
                         yield change
@@ -168,9 +168,6 @@ class CoordinatorClient(_Client):
                     raise
                 # The coordinator ended a watch that fell behind. The next one starts with the whole list.
             await asyncio.sleep(backoff.delay_s())
-
-    def _changes(self, asked: Watch) -> AsyncGenerator[WorkerChanges, None]:
-        return self._channel.receive(CoordinatorCalls.WATCH_WORKERS, asked)
 
     async def offer(self, offer: Offer, timeout_s: float | None = None) -> None:
         """Publishes a ticket. `Session.offer` also survives a restart of the coordinator."""

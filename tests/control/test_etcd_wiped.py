@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, need_etcdctl, start_etcd
+from control.etcd_cluster import RestorableEtcd, need_etcdctl, start_etcd
 from control.processes import CoordinatorProcess
 
 from kvlink.control import CoordinatorClient
@@ -27,7 +27,7 @@ _MOST_CPU_S = 3.0
 
 
 @pytest.fixture
-def wiped_etcd() -> Iterator[EtcdCluster]:
+def wiped_etcd() -> Iterator[RestorableEtcd]:
     need_etcdctl()
     etcd = start_etcd()
     yield etcd
@@ -35,7 +35,7 @@ def wiped_etcd() -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture
-def replicas(wiped_etcd: EtcdCluster) -> Iterator[list[CoordinatorProcess]]:
+def replicas(wiped_etcd: RestorableEtcd) -> Iterator[list[CoordinatorProcess]]:
     store = f"etcd://{wiped_etcd.addresses}/wiped"
     replicas = [CoordinatorProcess(_LEASE_S, store) for _ in range(2)]
     yield replicas
@@ -57,7 +57,7 @@ async def hand_off(session: Session, readers: list[CoordinatorClient], name: str
         session.forget(offer.request_id)
 
 
-async def grow_old(cluster: EtcdCluster) -> None:
+async def grow_old(cluster: RestorableEtcd) -> None:
     """Makes revisions, which coordinators hear of, that an emptied etcd does not reach within the test."""
     etcd = Etcd(cluster.addresses)
     for _ in range(_REVISIONS // 100):
@@ -67,7 +67,7 @@ async def grow_old(cluster: EtcdCluster) -> None:
 
 
 async def lives_through(
-    cluster: EtcdCluster, replicas: list[CoordinatorProcess], meanwhile: Callable[[], None]
+    cluster: RestorableEtcd, replicas: list[CoordinatorProcess], meanwhile: Callable[[], None]
 ) -> None:
     await grow_old(cluster)
     addresses = ",".join(each.address for each in replicas)
@@ -96,12 +96,12 @@ async def lives_through(
         assert cpu_s(each) - before < _MOST_CPU_S
 
 
-async def test_it_comes_back_empty(wiped_etcd: EtcdCluster, replicas: list[CoordinatorProcess]) -> None:
+async def test_it_comes_back_empty(wiped_etcd: RestorableEtcd, replicas: list[CoordinatorProcess]) -> None:
     await lives_through(wiped_etcd, replicas, wiped_etcd.wipe)
 
 
 async def test_it_comes_back_empty_and_others_have_written_more(
-    wiped_etcd: EtcdCluster, replicas: list[CoordinatorProcess]
+    wiped_etcd: RestorableEtcd, replicas: list[CoordinatorProcess]
 ) -> None:
     def wipe_and_overtake() -> None:
         wiped_etcd.wipe()
@@ -112,14 +112,14 @@ async def test_it_comes_back_empty_and_others_have_written_more(
 
 
 async def test_it_comes_back_from_a_snapshot(
-    wiped_etcd: EtcdCluster, replicas: list[CoordinatorProcess]
+    wiped_etcd: RestorableEtcd, replicas: list[CoordinatorProcess]
 ) -> None:
     snapshot = wiped_etcd.save()
     await lives_through(wiped_etcd, replicas, lambda: wiped_etcd.restore(snapshot))
 
 
 async def test_it_comes_back_from_a_snapshot_that_knows_the_worker(
-    wiped_etcd: EtcdCluster, replicas: list[CoordinatorProcess]
+    wiped_etcd: RestorableEtcd, replicas: list[CoordinatorProcess]
 ) -> None:
     def save_and_restore() -> None:
         snapshot = wiped_etcd.save()
