@@ -8,11 +8,13 @@ import importlib
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from scikit_build_core.build import build_sdist
 
 import kvlink
 from kvlink.doctor import extras
@@ -33,6 +35,18 @@ OPTIONAL = (
     "prometheus_client",
     "matplotlib",
     "opentelemetry",
+)
+BUILT_OF = (
+    "kvlink",
+    "csrc",
+    "protos",
+    "integrations",
+    "benchmarks",
+    "CMakeLists.txt",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
 )
 PURE = ("errors", "types", "layout", "ticket", "config", "hardware.topology", "log", "tracing")
 
@@ -188,3 +202,18 @@ def test_no_generated_file_is_committed() -> None:
     if listed.returncode:
         pytest.skip("not a git checkout; run in a clone")
     assert listed.stdout == ""
+
+
+def test_a_source_distribution_has_all_that_a_wheel_is_built_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = subprocess.run(["git", "ls-files", *BUILT_OF], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout; run in a clone")
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(listed.stdout.split()) <= held
+    assert not [
+        name for name in held if name.endswith((".so", ".pyc")) or name.startswith(("build/", ".venv/"))
+    ]
