@@ -10,6 +10,8 @@ from newcomer.machine import ROOT, Machine
 
 pytestmark = [pytest.mark.newcomer, pytest.mark.timeout(1_800)]
 
+MULTILINE_ALL = re.MULTILINE | re.DOTALL
+
 
 def blocks(page: str, heading: str, language: str = "sh") -> list[str]:
     """Returns the code blocks of a section."""
@@ -75,3 +77,38 @@ until grep -q "kvlink coordinator on" said; do sleep 0.1; done
 {check}
 kill %1; wait %1"""
     assert "workers" in machine.run(script).stdout
+
+
+def test_the_examples(machine: Machine) -> None:
+    """The page says that they run as they are."""
+    (named,) = re.findall(
+        r"^\| \[.*?^$", (ROOT / "docs/getting-started/own-server.md").read_text(), MULTILINE_ALL
+    )
+    machine.give("docs/examples")
+    machine.run("pip install 'kvlink[torch]'")
+    for name in re.findall(r"\[(\w+\.py)\]", named):
+        if name != "traffic.py":  # "until they are stopped"
+            assert machine.run(f"python docs/examples/{name}").stdout
+
+
+def test_monitoring(machine: Machine) -> None:
+    page = (ROOT / "docs/operate/monitoring.md").read_text()
+    pip, serve, setting, top = re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)[0].splitlines()
+    machine.run(pip)
+    url, *_ = re.findall(r"`(http://127.0.0.1:\d+/)` is then the status page", page)
+    seen = machine.run(f"""
+(exec {serve}
+) &
+{setting}
+python - <<PROGRAM
+import time, urllib.request
+for _ in range(100):
+    try:
+        print(urllib.request.urlopen("{url}metrics").read().decode())
+        break
+    except OSError:
+        time.sleep(0.1)
+PROGRAM
+{top.replace("10.0.0.5:7400", "127.0.0.1:7400").partition("#")[0]} --rounds 1
+kill %1; wait %1""")
+    assert "kvlink_coordinator_workers 0.0" in seen.stdout
