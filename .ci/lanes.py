@@ -83,7 +83,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/deploy/", ("deploy",)),
     (r"tests/pages/", ("pages",)),
     (r"tests/newcomer/|README\.md", ("newcomer",)),
-    (r"docs/getting-started/|docs/operate/systemd\.md", ("docs", "newcomer")),
+    (r"docs/getting-started/|docs/operate/(monitoring|systemd)\.md", ("docs", "newcomer")),
     (r"tests/softroce/", ("rdma",)),
     (r"tests/engines/", ("engines",)),
     (r"tests/gpu/", ("gpu",)),
@@ -93,7 +93,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/(docs|smoke|unit|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy")),
-    (r"docs/examples/", ("processes", "docs")),
+    (r"docs/examples/", ("processes", "docs", "newcomer")),
     (r"docs/", ("docs",)),
     (r"[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
 )

@@ -163,8 +163,9 @@ def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_transport_says_why_not() -> None:
     assert software.transport("cma", "one copy", 1, "", "").verdict is PASS
-    without = software.transport("verbs", "RDMA", 4, "kvlink was built without RDMA (-DKVLINK_VERBS=OFF)", "")
-    assert without.verdict is FAIL
+    reason = "kvlink was built without RDMA (-DKVLINK_VERBS=OFF)"
+    assert f'"{reason}"' in (Path(__file__).parents[2] / "csrc" / "transports" / "registry.cc").read_text()
+    assert software.transport("verbs", "RDMA", 4, reason, "").verdict is FAIL
     check = software.transport("cma", "one copy", 1, "seccomp forbids it", "docker run --cap-add SYS_PTRACE")
     assert (check.verdict, check.evidence) == (WARN, "seccomp forbids it")
     assert check.fix == "docker run --cap-add SYS_PTRACE"

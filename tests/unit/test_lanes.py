@@ -34,6 +34,8 @@ def lanes() -> ModuleType:
         ("kvlink/monitoring/status_page/page.js", ["processes", "pages"]),
         ("integrations/vllm/loads.py", ["processes", "engines"]),
         ("docs/operate/coordinator.md", ["docs"]),
+        ("docs/operate/monitoring.md", ["docs", "newcomer"]),
+        ("docs/examples/streaming.py", ["processes", "docs", "newcomer"]),
         ("integrations/deploy/chart/values.yaml", ["deploy"]),
         ("tests/netns/test_two_hosts.py", ["netns"]),
         ("tests/transfer/test_pool.py", []),
