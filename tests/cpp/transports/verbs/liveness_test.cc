@@ -24,7 +24,7 @@ TEST(VerbsSilence, EndsToTheNanosecondForWhoLooksInTime) {
   EXPECT_EQ(time_until_too_long(odd, kStart), 250 * kMs);
 }
 
-TEST(VerbsSilence, BeginsAnewWithEverySignOfLife) {
+TEST(VerbsSilence, BeginsAgainWithEverySignOfLife) {
   Liveness liveness;
   for (int64_t now = kStart; now < kStart + 20 * kSilenceNs; now += kTickNs) {
     if ((now - kStart) % (kSilenceNs - kTickNs) == 0) liveness.heard();
