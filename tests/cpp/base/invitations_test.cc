@@ -85,6 +85,16 @@ TEST(Invitations, WhatIsRedeemedMakesRoom) {
   EXPECT_FALSE(invitations.redeem(fourth, 0));
 }
 
+TEST(Invitations, TheOldestLapsesAfterALaterOneWasRedeemed) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 2, .most = 3, .lifetime_ns = 10});
+  const Invitation first = invitations.issue(1, 1, 0), second = invitations.issue(1, 2, 0);
+  EXPECT_EQ(invitations.redeem(second, 0), 2U);
+  const Invitation third = invitations.issue(1, 3, 0);
+  invitations.issue(1, 4, 0);
+  EXPECT_FALSE(invitations.redeem(first, 0));
+  EXPECT_EQ(invitations.redeem(third, 0), 3U);
+}
+
 TEST(Invitations, WithoutALifetimeTheyStay) {
   Invitations invitations({.secret_bytes = 24, .most_of_one = 1, .most = 1, .lifetime_ns = INT64_MAX});
   EXPECT_TRUE(invitations.redeem(invitations.issue(0, 1, 1000), INT64_MAX - 1));
