@@ -91,7 +91,7 @@ struct CopyAttributes {
   F(device_can_access_peer, "cuDeviceCanAccessPeer", (int* can, int device, int peer)) \
   F(memory_alloc, "cuMemAlloc_v2", (Address* memory, size_t bytes)) \
   F(memory_free, "cuMemFree_v2", (Address memory)) \
-  F(memory_set, "cuMemsetD8_v2", (Address memory, unsigned char value, size_t bytes)) \
+  F(memory_set, "cuMemsetD8Async", (Address memory, unsigned char value, size_t bytes, Stream stream)) \
   F(get_address_range, "cuMemGetAddressRange_v2", (Address* base, size_t* bytes, Address memory)) \
   F(get_granularity, "cuMemGetAllocationGranularity", (size_t* bytes, const AllocationProperties* \
       properties, int option)) \

@@ -64,7 +64,20 @@ Status CudaMemory::map() {
   mapped_ = whole;
   const cuda::AccessDescription access{{cuda::kOnDevice, ordinal}, cuda::kReadWrite};
   status = check(api, api.memory_set_access(address_, whole, &access, 1), "cuMemSetAccess", bytes_, ordinal);
-  return status.ok() ? check(api, api.memory_set(address_, 0, whole), "cuMemsetD8", bytes_, ordinal) : status;
+  return status.ok() ? clear() : status;
+}
+
+/// Waits until the bytes are zero, because other streams and NICs do not wait for this one and may write at
+/// once.
+Status CudaMemory::clear() {
+  const Api& api = device_->api;
+  const Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(device_);
+  if (!stream.ok()) return stream.status();
+  const int set = api.memory_set(address_, 0, mapped_, (*stream)->get());
+  const Status status = check(api, set, "cuMemsetD8Async", bytes_, device_->ordinal);
+  if (!status.ok()) return status;
+  return check(api, api.stream_synchronize((*stream)->get()), "cuStreamSynchronize", bytes_,
+               device_->ordinal);
 }
 
 CudaMemory::~CudaMemory() {

@@ -29,6 +29,7 @@ class CudaMemory {
   CudaMemory(std::shared_ptr<const cuda::Device> device, uint64_t bytes)
       : device_(std::move(device)), bytes_(bytes) {}
   Status map();
+  Status clear();
 
   const ProcessMark process_;
   const std::shared_ptr<const cuda::Device> device_;

@@ -30,6 +30,8 @@ enum Error {
 
 /// Contexts, streams, events, registrations, allocations and mappings.
 extern std::atomic<int> live;
+/// Tasks of streams that have not ended.
+extern std::atomic<int> unfinished;
 
 /// kSuccess when the driver is initialised and a context current.
 int ready();

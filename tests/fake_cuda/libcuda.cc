@@ -13,6 +13,7 @@
 namespace fake {
 
 std::atomic<int> live{0};
+std::atomic<int> unfinished{0};
 
 namespace {
 
@@ -79,6 +80,7 @@ CUstream_st::~CUstream_st() {
 
 void CUstream_st::push(std::function<void()> task) {
   std::lock_guard lock(mutex_);
+  ++fake::unfinished;
   tasks_.push_back(std::move(task));
   changed_.notify_all();
 }
@@ -99,6 +101,7 @@ void CUstream_st::run() {
     lock.unlock();
     if (idle) fake::begin_late();
     task();
+    --fake::unfinished;
     lock.lock();
     tasks_.pop_front();
     changed_.notify_all();
@@ -117,6 +120,8 @@ using namespace fake;  // NOLINT: the C functions below
 extern "C" {
 
 int fake_cuda_live() { return live; }
+/// Returns how much work of streams has not ended.
+int fake_cuda_unfinished() { return unfinished; }
 int fake_cuda_contexts() { return static_cast<int>(contexts.size()); }
 
 int cuInit(unsigned flags) {

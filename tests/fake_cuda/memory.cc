@@ -229,9 +229,10 @@ int cuMemFree_v2(uint64_t address) {
   return unmap_whole(address);
 }
 
-int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, CUstream_st* stream) {
   if (const int error = ready()) return error;
-  std::memset(behind(address), value, bytes);
+  if (stream == nullptr) return kInvalidValue;
+  stream->push([=] { std::memset(behind(address), value, bytes); });
   return kSuccess;
 }
 

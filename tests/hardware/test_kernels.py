@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvlink.errors import TransportUnavailable
+from kvlink.hardware import kernels
 from kvlink.hardware.kernels import SOURCE, cached, compiled
 
 
@@ -18,35 +19,85 @@ class Compiler:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __call__(self, source: bytes, target: str) -> bytes:
-        self.asked.append(target)
-        return source + target.encode()
+    def cached(self, folder: Path, source: bytes, key: str) -> bytes:
+        def compile_() -> bytes:
+            self.asked.append(key)
+            return source + key.encode()
+
+        return cached(folder, source, key, compile_)
 
 
-def test_it_is_compiled_once_for_each_source_and_gpu(tmp_path: Path) -> None:
+def test_it_is_compiled_once_for_each_source_and_key(tmp_path: Path) -> None:
     compiler = Compiler()
     for _ in range(2):
-        assert cached(tmp_path / "new", b"a", "sm_90", compiler) == b"asm_90"
-        assert cached(tmp_path / "new", b"b", "sm_90", compiler) == b"bsm_90"
-        assert cached(tmp_path / "new", b"a", "sm_100", compiler) == b"asm_100"
+        assert compiler.cached(tmp_path / "new", b"a", "sm_90") == b"asm_90"
+        assert compiler.cached(tmp_path / "new", b"b", "sm_90") == b"bsm_90"
+        assert compiler.cached(tmp_path / "new", b"a", "sm_100") == b"asm_100"
     assert compiler.asked == ["sm_90", "sm_90", "sm_100"]
 
 
 def test_a_file_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     compiler = Compiler()
-    cached(tmp_path, b"a", "sm_90", compiler)
+    compiler.cached(tmp_path, b"a", "sm_90")
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     for broken in (b"", whole[:20], whole[:-1], whole + b"x", bytes(len(whole))):
         file.write_bytes(broken)
-        assert cached(tmp_path, b"a", "sm_90", compiler) == b"asm_90"
+        assert compiler.cached(tmp_path, b"a", "sm_90") == b"asm_90"
         assert file.read_bytes() == whole
     assert len(compiler.asked) == 6
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert cached(tmp_path / "file", b"a", "sm_90", Compiler()) == b"asm_90"
+    assert Compiler().cached(tmp_path / "file", b"a", "sm_90") == b"asm_90"
+
+
+class Driver:
+    """Has a GPU of Hopper, and refuses images as the driver of another CUDA does."""
+
+    def __init__(self, version: int, refuses: bool = False) -> None:
+        self._version, self._refuses = version, refuses
+
+    def capability(self, ordinal: int) -> tuple[int, int]:
+        return 9, 0
+
+    def version(self) -> int:
+        return self._version
+
+    def check_image(self, ordinal: int, image: bytes) -> None:
+        if self._refuses:
+            raise TransportUnavailable("cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """NVRTC 13.5, which notes for what it compiles."""
+    targets: list[str] = []
+
+    def compile_(source: bytes, target: str) -> bytes:
+        targets.append(target)
+        return b"image"
+
+    monkeypatch.setattr(kernels, "compiled", compile_)
+    monkeypatch.setattr(kernels, "_nvrtc_version", lambda: "13.5")
+    return targets
+
+
+def test_an_image_that_the_driver_refuses_is_done_without(
+    tmp_path: Path, stand_in: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kernels.compiled_for(0, tmp_path, lambda: Driver(13_000)) == b"image"
+    assert kernels.compiled_for(0, tmp_path, lambda: Driver(12_080, refuses=True)) == b""
+    assert "cuda:0 copies without kvlink's kernel: cuModuleLoadData: CUDA_ERROR_UNSUPPORTED" in caplog.text
+
+
+def test_hosts_with_other_drivers_share_a_folder(tmp_path: Path, stand_in: list[str]) -> None:
+    for version in (12_080, 13_000, 12_080):
+        kernels.compiled_for(0, tmp_path, lambda version=version: Driver(version))  # type: ignore[misc]
+    assert stand_in == ["sm_90", "sm_90"]
+    names = sorted(path.name.partition("sm_")[2] for path in tmp_path.iterdir())
+    assert names == ["90-nvrtc13.5-driver12080.bin", "90-nvrtc13.5-driver13000.bin"]
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,34 +26,40 @@ _INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)"
 _DIGEST_BYTES = 32
 
 
-def compiled_for(gpu: int, folder: Path | None = None) -> bytes:
-    """Returns gather.cu compiled for the GPU that CUDA numbers `gpu`, or an empty image without NVRTC.
+def compiled_for(gpu: int, folder: Path | None = None, make_driver: Callable[[], Any] = CudaDriver) -> bytes:
+    """Returns gather.cu compiled for the GPU that CUDA numbers `gpu`, or an empty image if that is not possible.
 
-    `folder` caches the image for later processes. By default it is kvlink in the user's cache directory
-    (XDG_CACHE_HOME).
+    It is empty without NVRTC, and where the driver refuses the image, as a driver of CUDA 12 refuses what NVRTC 13
+    makes. `folder` caches the image for later processes. By default it is kvlink in the user's cache directory
+    (XDG_CACHE_HOME), which hosts with other drivers may share.
     """
     try:
-        major, minor = CudaDriver().capability(gpu)
-        return cached(folder or _cache_folder(), SOURCE.read_bytes(), f"sm_{major}{minor}", compiled)
+        driver = make_driver()
+        major, minor = driver.capability(gpu)
+        target, source = f"sm_{major}{minor}", SOURCE.read_bytes()
+        key = f"{target}-nvrtc{_nvrtc_version()}-driver{driver.version()}"
+        image = cached(folder or _cache_folder(), source, key, lambda: compiled(source, target))
+        driver.check_image(gpu, image)
+        return image
     except TransportUnavailable as error:
         text = str(error)  # a log record must not keep the error, which keeps its frames alive
         _log.warning("cuda:%d copies without kvlink's kernel: %s", gpu, text)
         return b""
 
 
-def cached(folder: Path, source: bytes, target: str, compile_: Callable[[bytes, str], bytes]) -> bytes:
-    """Returns the result of `compile_` for `source`, from `folder` if a complete image is there.
+def cached(folder: Path, source: bytes, key: str, make: Callable[[], bytes]) -> bytes:
+    """Returns the image of `source` for `key`, from `folder` if a complete one is there, else from `make`.
 
     A directory that cannot be read or written is ignored.
     """
     name = hashlib.sha256(source).hexdigest()[:16]
-    file = folder / f"gather-{name}-{target}.bin"
+    file = folder / f"gather-{name}-{key}.bin"
     with suppress(OSError):
         found = file.read_bytes()
         image = found[_DIGEST_BYTES:]
         if hashlib.sha256(image).digest() == found[:_DIGEST_BYTES]:
             return image
-    image = compile_(source, target)
+    image = make()
     with suppress(OSError):
         _keep(file, hashlib.sha256(image).digest() + image)
     return image
@@ -92,6 +98,12 @@ def _keep(file: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
         new.write(content)
     Path(new.name).replace(file)
+
+
+def _nvrtc_version() -> str:
+    nvrtc = _nvrtc()
+    error, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}" if not int(error) else "unknown"
 
 
 def _nvrtc() -> Any:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads of the cuda transport over tests/fake_cuda, which is found in place of the driver.
 #include "cpp/transports/cuda/pair.h"
+#include "device/cuda_memory.h"
 #include "device/gather.h"
 
 namespace kvlink::testing {
@@ -22,6 +23,12 @@ TEST_F(Cuda, GathersScatteredBlocksWhateverCopiesThem) {
       }
     }
   }
+}
+
+TEST_F(Cuda, MemoryIsZeroBeforeAnybodyMayWriteIt) {
+  const auto memory = *CudaMemory::allocate(1 << 20, 0);
+  EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_unfinished")(), 0)
+      << "zeros that come later erase what is written now";
 }
 
 TEST_F(Cuda, CutsWhatFillsATable) {
