@@ -157,7 +157,8 @@ async def test_after_a_loss_idle_workers_take_their_time_and_those_with_an_offer
         coordinator.restart()
         await until(lambda: spread.count((0.0, 3.0)) == 2)
         await busy.offer(make_offer("r", "busy"), timeout_s=20.0)
-        assert (busy.num_rejoins, busy.state) == (1, SessionState.JOINED)
+        await until(lambda: busy.num_rejoins == 1)
+        assert busy.state is SessionState.JOINED
         assert (idle.num_rejoins, idle.state) == (0, SessionState.REJOINING)
         await idle.close()
         await busy.close()
