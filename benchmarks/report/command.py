@@ -13,6 +13,7 @@ from kvlink.errors import ConfigError
 
 from ..prediction.calibration import read_rows
 from .measures import results_of
+from .summary import write_charts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -25,12 +26,31 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the page here.")] = Path(
         "report.html"
     ),
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Draw a summary file, such as docs/benchmarks/peers.json, as a light and a dark SVG into this folder "
+            "instead.",
+        ),
+    ] = None,
     title: Annotated[str, typer.Option(help="Use this title instead of the host and date of the run.")] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line with the path, and nothing else.")
     ] = False,
 ) -> None:
     """Draw benchmark results on one page that opens anywhere, without a network."""
+    if chart is not None:
+        written = [str(path) for summary in results for path in write_charts(summary, chart)]
+        typer.echo(json.dumps({"charts": written}) if as_json else "\n".join(written))
+        return
+    number = _write_page(results, output, title)
+    ready = {"report": str(output.resolve()), "measurements": number}
+    typer.echo(json.dumps(ready) if as_json else f"{output}: {number} measurements")
+
+
+def _write_page(results: list[Path], output: Path, title: str) -> int:
+    """Returns the number of measurements on the page."""
     try:
         from .page import write
     except ModuleNotFoundError as error:
@@ -48,6 +68,4 @@ def report(
         output.write_text(write(found, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error}") from error
-    number = sum(len(each.measures) for each in found)
-    said = {"report": str(output.resolve()), "measurements": number}
-    typer.echo(json.dumps(said) if as_json else f"{output}: {number} measurements")
+    return sum(len(each.measures) for each in found)

@@ -3,29 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def chart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chart", ROOT / "docs" / "benchmarks" / "chart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_program_runs_as_it_is(tmp_path: Path) -> None:
@@ -44,9 +30,39 @@ def test_json_in_command_lines_is_json() -> None:
         json.loads(text)
 
 
-def test_the_charts_are_drawn_from_the_figures(chart: ModuleType) -> None:
-    for name, text in chart.charts().items():
-        assert (ROOT / "docs" / "_static" / name).read_text() == text, "run python docs/benchmarks/chart.py"
+def test_the_charts_are_drawn_from_the_figures(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvlink",
+        "report",
+        "--chart",
+        str(tmp_path),
+        "docs/benchmarks/peers.json",
+    ]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    for theme in ("light", "dark"):
+        name = f"peers-{theme}.svg"
+        committed = (ROOT / "docs" / "_static" / name).read_text()
+        assert committed == (tmp_path / name).read_text(), (
+            "run the command that docs/benchmarks/compare.md names"
+        )
+
+
+def test_what_is_no_summary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('{"panels": [{"title": "t", "bars": [["a", "b"]]}]}')
+    command = [
+        sys.executable,
+        "-m",
+        "kvlink",
+        "report",
+        "--chart",
+        str(tmp_path),
+        str(tmp_path / "rows.json"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, "is no summary of measurements" in ran.stderr) == (2, True), ran.stderr
 
 
 def test_the_charts_figures_are_those_of_the_comparison() -> None:

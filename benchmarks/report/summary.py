@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the README's chart from peers.json: python docs/benchmarks/chart.py"""
+"""Draws a chart of a few bars, such as the README's, from a summary of measurements, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-STATIC = HERE.parent / "_static"
+from kvlink.errors import ConfigError
+
 COLOURS = {
     "light": {
         "ours": "#0b62d6",
@@ -58,7 +58,7 @@ def _lines(data: dict[str, Any], colours: dict[str, str]) -> Iterator[str]:
 
 
 def drawn(data: dict[str, Any], colours: dict[str, str]) -> str:
-    """One SVG."""
+    """Returns one SVG."""
     rows = sum(len(panel["bars"]) for panel in data["panels"])
     height = 22 + 32 * len(data["panels"]) + ROW * rows + 40
     what = "; ".join(
@@ -76,12 +76,19 @@ def drawn(data: dict[str, Any], colours: dict[str, str]) -> str:
     )
 
 
-def charts() -> dict[str, str]:
-    """By file name."""
-    data = json.loads((HERE / "peers.json").read_text())
-    return {f"peers-{theme}.svg": drawn(data, colours) for theme, colours in COLOURS.items()}
+def write_charts(summary: Path, folder: Path) -> list[Path]:
+    """Writes NAME-light.svg and NAME-dark.svg, with the name of the summary. Raises ConfigError.
 
-
-if __name__ == "__main__":
-    for name, text in charts().items():
-        (STATIC / name).write_text(text)
+    The summary is a JSON object: `run` says on what, where and when, and each of `panels` has a `title` and `bars` of
+    [name, milliseconds, "ours", "other" or "limit"].
+    """
+    try:
+        data = json.loads(summary.read_text())
+        texts = {theme: drawn(data, colours) for theme, colours in COLOURS.items()}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{summary} is no summary of measurements: {error!r}") from error
+    written = []
+    for theme, text in texts.items():
+        written.append(folder / f"{summary.stem}-{theme}.svg")
+        written[-1].write_text(text)
+    return written
