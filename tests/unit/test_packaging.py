@@ -217,3 +217,13 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_of(
     assert not [
         name for name in held if name.endswith((".so", ".pyc")) or name.startswith(("build/", ".venv/"))
     ]
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_build_without_rdma_happens_only_when_asked_for(tmp_path: Path, asked_for: bool) -> None:
+    without_headers = ["-DKVLINK_PYTHON=OFF", "-DKVLINK_VERBS_INCLUDE="]
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), *without_headers]
+    command += ["-DKVLINK_VERBS=OFF"] if asked_for else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode == 0) == asked_for, done.stderr
+    assert ("apt-get install\n  libibverbs-dev librdmacm-dev" in done.stderr) != asked_for, done.stderr
