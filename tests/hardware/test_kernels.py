@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,10 +103,26 @@ def test_hosts_with_other_drivers_share_a_folder(tmp_path: Path, stand_in: list[
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.nvrtc", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     with pytest.raises(TransportUnavailable, match="cuda-python is not installed") as caught:
         compiled(SOURCE.read_bytes(), "sm_90")
     assert "kvlink[cuda]" in caught.value.fix
+
+
+def test_bindings_without_the_library_are_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise RuntimeError("Failure finding libnvrtc.so.13")
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=missing))
+    assert kernels.compiled_for(0, tmp_path, lambda: Driver(13_000)) == b""
+    assert "NVRTC is not installed: Failure finding libnvrtc.so.13" in caplog.text
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_the_version_of_nvrtc() -> None:
+    assert re.fullmatch(r"\d+\.\d+", kernels._nvrtc_version())
 
 
 @pytest.fixture

@@ -101,9 +101,7 @@ def _keep(file: Path, content: bytes) -> None:
 
 
 def _nvrtc_version() -> str:
-    nvrtc = _nvrtc()
-    error, major, minor = nvrtc.nvrtcVersion()
-    return f"{major}.{minor}" if not int(error) else "unknown"
+    return ".".join(map(str, _values(_nvrtc(), "nvrtcVersion")))
 
 
 def _nvrtc() -> Any:
@@ -114,10 +112,14 @@ def _nvrtc() -> Any:
 
 
 def _call(nvrtc: Any, name: str, *arguments: Any) -> Any:
+    return next(iter(_values(nvrtc, name, *arguments)), None)
+
+
+def _values(nvrtc: Any, name: str, *arguments: Any) -> list[Any]:
     try:
         error, *values = getattr(nvrtc, name)(*arguments)
     except RuntimeError as missing:  # the bindings raise it if the library is missing
         raise TransportUnavailable(f"NVRTC is not installed: {missing}", _INSTALL) from missing
     if int(error):
         raise TransportUnavailable(f"{name}: {getattr(error, 'name', error)}", _INSTALL)
-    return values[0] if values else None
+    return values
