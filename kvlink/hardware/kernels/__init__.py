@@ -122,4 +122,4 @@ def _values(nvrtc: Any, name: str, *arguments: Any) -> list[Any]:
         raise TransportUnavailable(f"NVRTC is not installed: {missing}", _INSTALL) from missing
     if int(error):
         raise TransportUnavailable(f"{name}: {getattr(error, 'name', error)}", _INSTALL)
-    return values
+    return list(values)
