@@ -35,7 +35,10 @@ class Machine:
         """Puts a file or folder of the repository into the working folder, where a page says that it is."""
         source, target = ROOT / path, self.home / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
 
     def run(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs a line of a page as it stands. Asserts that it succeeds."""
