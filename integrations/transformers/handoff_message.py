@@ -18,7 +18,7 @@ _FIELDS = {"ticket", "prompt", "first_token", "first_logprob"}
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A prefilled request. It is secret like its ticket: whoever has it may read the blocks.
+    """A prefilled request. It is secret like its ticket: a holder may read the blocks.
 
     `ticket` is the text of a kvlink Ticket whose request id ends with a hash of the tokens below. `prompt` has token
     ids. `first_token` is the one that prefill generated, `first_logprob` its log probability if requested.

@@ -166,14 +166,20 @@ def dgx_h100(root: Path) -> Machine:
     return machine
 
 
-def hgx_h100(root: Path) -> Machine:
-    """One switch for each GPU and its NIC: PIX (matrix: github.com/NVIDIA/nccl/issues/1264)."""
+def _one_switch_a_gpu(root: Path, netdev: str) -> Machine:
+    """Builds eight GPUs on two nodes, each on a switch with its RoCE NIC, whose interface is `netdev` with a number."""
     machine = Machine(root, num_nodes=2)
     for index in range(8):
         node = index // 4
         first, second = machine.switch(machine.root_port(node), node, 2)
         machine.gpu(first, node)
-        machine.nic(f"mlx5_{index}", second, node, Port(layer="Ethernet", netdev=f"rail{index}"))
+        machine.nic(f"mlx5_{index}", second, node, Port(layer="Ethernet", netdev=netdev.format(index)))
+    return machine
+
+
+def hgx_h100(root: Path) -> Machine:
+    """One switch for each GPU and its NIC: PIX (matrix: github.com/NVIDIA/nccl/issues/1264)."""
+    machine = _one_switch_a_gpu(root, "rail{}")
     machine.nic("mlx5_8", machine.root_port(0), 0, Port(25, "Ethernet", netdev="mgmt0"))
     return machine
 
@@ -285,10 +291,4 @@ def aws_p5(root: Path) -> Machine:
 
 def gcp_a3_ultra(root: Path) -> Machine:
     """Eight GPUs with one RoCE NIC each behind a switch that the VM shows."""
-    machine = Machine(root, num_nodes=2)
-    for index in range(8):
-        node = index // 4
-        first, second = machine.switch(machine.root_port(node), node, 2)
-        machine.gpu(first, node)
-        machine.nic(f"mlx5_{index}", second, node, Port(layer="Ethernet", netdev=f"gpu{index}rdma0"))
-    return machine
+    return _one_switch_a_gpu(root, "gpu{}rdma0")
