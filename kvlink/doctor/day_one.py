@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -87,9 +88,15 @@ def run(step: Step) -> Result:
     return Result(step, status, time.monotonic() - began, text)
 
 
-def report(results: Sequence[Result]) -> str:
-    """Returns the file's text: a table of all steps, then the output of each."""
-    lines = ["# kvlink day-one report", "", "| step | exit status | seconds |", "|---|---|---|"]
+def report(results: Sequence[Result], running: Step | None = None) -> str:
+    """Returns the file's text: a table of the steps, then the output of each.
+
+    It says that it is not complete if it is written before the step `running`.
+    """
+    lines = ["# kvlink day-one report", ""]
+    if running is not None:
+        lines += [f'Not complete: the run was interrupted in the step "{running.title}".', ""]
+    lines += ["| step | exit status | seconds |", "|---|---|---|"]
     lines += [f"| {each.step.title} | {_shown(each)} | {each.seconds:.1f} |" for each in results]
     for each in results:
         command = " ".join(each.step.command).replace(" ".join(_KVLINK), "kvlink")
@@ -98,19 +105,32 @@ def report(results: Sequence[Result]) -> str:
 
 
 def write(path: Path, found: Sequence[Step], run: Callable[[Step], Result] = run) -> Iterator[str]:
-    """Runs the steps, yields a line for each, and writes the report. Raises ConfigError if the file exists."""
+    """Runs the steps, yields a line for each, and writes the report. Raises ConfigError if the file exists.
+
+    The report is on the disk before each step, so that it names a step that stops this process or the host.
+    """
     try:
-        file = path.open("x")
+        path.open("x").close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file by --report") from None
     results: list[Result] = []
-    with file:
-        for step in found:
-            results.append(run(step))
-            yield f"{_shown(results[-1]):>12}  {results[-1].seconds:6.1f} s  {step.title}"
-        file.write(report(results))
+    for step in found:
+        _replace(path, report(results, step))
+        results.append(run(step))
+        yield f"{_shown(results[-1]):>12}  {results[-1].seconds:6.1f} s  {step.title}"
+    _replace(path, report(results))
     failed = sum(each.status not in (0, None) for each in results)
     yield f"{path} has {len(results)} steps, of which {failed} failed. Please send it back."
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes the file so that a crash leaves the old text or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def _own(title: str, *words: str) -> Step:

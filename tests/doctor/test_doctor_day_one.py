@@ -64,6 +64,29 @@ def test_the_report_has_every_step_and_its_output(tmp_path: Path) -> None:
     assert "`kvlink doctor`\n\n````\nfail  memlock\n````" in text
 
 
+def test_an_interrupted_run_leaves_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "report.md"
+    found = [Step("first", ("true",)), Step("second", ("true",)), Step("third", ("true",))]
+    seen: list[str] = []
+
+    def run(step: Step) -> Result:
+        seen.append(path.read_text())
+        if step.title == "second":
+            raise KeyboardInterrupt
+        return Result(step, 0, 0.1, "fine")
+
+    with pytest.raises(KeyboardInterrupt):
+        list(write(path, found, run))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    assert path.read_text() == seen[-1]
+    assert 'Not complete: the run was interrupted in the step "first".' in seen[0]
+    assert 'Not complete: the run was interrupted in the step "second".' in seen[1]
+    assert "| first | 0 | 0.1 |" in seen[1]
+    assert "Not complete" not in report([])
+    with pytest.raises(ConfigError, match="name another file"):
+        list(write(path, found, run))
+
+
 def test_a_report_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "report.md").write_text("another host's")
     with pytest.raises(ConfigError, match=r"report.md: File exists; name another file by --report"):
