@@ -24,6 +24,7 @@ enum Error {
   kNotInitialized = 3,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kPeerAccessUnsupported = 217,
   kNotReady = 600,
   kNotSupported = 801
 };
@@ -35,6 +36,17 @@ extern std::atomic<int> unfinished;
 
 /// kSuccess when the driver is initialised and a context current.
 int ready();
+
+/// The machine's number of the GPU that this process numbers `ordinal`, and the other way round. -1: not
+/// visible.
+int gpu_at(int ordinal);
+int ordinal_of(int gpu);
+/// The GPU of the current context. REQUIRES ready().
+int current_gpu();
+/// The GPU with the memory at this address; 0 for memory of nobody.
+int gpu_of(uint64_t address);
+/// Whether one GPU reaches the other's memory: not with FAKE_CUDA_NO_PEERS.
+bool peers(int gpu, int other);
 
 /// Whether the device may follow the address: its own memory's, or one of registered host memory.
 bool reaches(uint64_t address, size_t bytes);

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device, its contexts, streams and events, and copies between host and device.
+// Streams and events, and copies between host and device.
 #include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <vector>
 
 #include "fake.h"
 
@@ -16,10 +15,6 @@ std::atomic<int> live{0};
 std::atomic<int> unfinished{0};
 
 namespace {
-
-std::atomic<bool> initialized{false};
-thread_local std::vector<void*> contexts;
-int the_context;
 
 std::mutex registered_mutex;
 std::map<uintptr_t, size_t> registered;
@@ -47,11 +42,6 @@ void begin_late() {
 }
 
 }  // namespace
-
-int ready() {
-  if (!initialized) return kNotInitialized;
-  return contexts.empty() ? kInvalidContext : kSuccess;
-}
 
 bool reaches(uint64_t address, size_t bytes) {
   return (address & kDeviceBit) || is_registered(behind(address), bytes);
@@ -122,80 +112,18 @@ extern "C" {
 int fake_cuda_live() { return live; }
 /// Returns how much work of streams has not ended.
 int fake_cuda_unfinished() { return unfinished; }
-int fake_cuda_contexts() { return static_cast<int>(contexts.size()); }
-
-int cuInit(unsigned flags) {
-  initialized = flags == 0;
-  return flags == 0 ? kSuccess : kInvalidValue;
-}
 
 int cuGetErrorName(int error, const char** name) {
-  static const std::map<int, const char*> names = {{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
-                                                   {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
-                                                   {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
-                                                   {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
-                                                   {kNotReady, "CUDA_ERROR_NOT_READY"}};
+  static const std::map<int, const char*> names = {
+      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+      {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+      {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+      {kPeerAccessUnsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
+      {kNotReady, "CUDA_ERROR_NOT_READY"}};
   const auto found = names.find(error);
   *name = found == names.end() ? nullptr : found->second;
   return found == names.end() ? kInvalidValue : kSuccess;
-}
-
-int cuPointerGetAttribute(void* into, int attribute, unsigned long long pointer) {
-  if (!initialized) return kNotInitialized;
-  if (attribute != 9 || !(pointer & kDeviceBit)) return kInvalidValue;
-  *static_cast<int*>(into) = 0;
-  return kSuccess;
-}
-
-int cuDeviceGet(int* device, int ordinal) {
-  *device = 0;
-  return ordinal == 0 ? kSuccess : kInvalidDevice;
-}
-
-int cuDeviceGetCount(int* count) {
-  *count = 1;
-  return kSuccess;
-}
-
-/// 32 digits of a GPU that only this process sees, by FAKE_CUDA_UUID.
-int cuDeviceGetUuid_v2(char* uuid, int device) {
-  std::memset(uuid, 7, 16);
-  if (const char* own = std::getenv("FAKE_CUDA_UUID")) std::strncpy(uuid, own, 16);
-  return device == 0 ? kSuccess : kInvalidDevice;
-}
-
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 110 ? 1 : 0;
-  return device == 0 ? kSuccess : kInvalidDevice;
-}
-
-int cuDeviceCanAccessPeer(int* can, int, int) {
-  *can = 0;
-  return kSuccess;
-}
-
-int cuDevicePrimaryCtxRetain(void** context, int device) {
-  *context = &the_context;
-  ++live;
-  return device == 0 ? kSuccess : kInvalidDevice;
-}
-
-int cuDevicePrimaryCtxRelease_v2(int device) {
-  --live;
-  return device == 0 ? kSuccess : kInvalidDevice;
-}
-
-int cuCtxPushCurrent_v2(void* context) {
-  if (context != &the_context) return kInvalidContext;
-  contexts.push_back(context);
-  return kSuccess;
-}
-
-int cuCtxPopCurrent_v2(void** context) {
-  if (contexts.empty()) return kInvalidContext;
-  *context = contexts.back();
-  contexts.pop_back();
-  return kSuccess;
 }
 
 int cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {

@@ -19,12 +19,13 @@ namespace fake {
 namespace {
 
 constexpr size_t kGranularity = 2 << 20;
-constexpr char kName[] = "fake-cuda-allocation";
+constexpr char kName[] = "fake-cuda-allocation-";  // and the GPU's number
 
 /// One physical allocation, counted by handles and mappings.
 struct Allocation {
   int fd;
   size_t bytes;
+  int gpu;
   int count = 1;
 };
 struct Range {
@@ -36,11 +37,11 @@ struct Range {
 std::mutex mutex;
 std::map<uintptr_t, Range> reserved, mapped;  // by address on the host
 
-Allocation* make(size_t bytes) {
-  const int fd = ::memfd_create(kName, MFD_CLOEXEC);
+Allocation* make(size_t bytes, int gpu) {
+  const int fd = ::memfd_create((kName + std::to_string(gpu)).c_str(), MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
   ++live;
-  return new Allocation{fd, bytes};
+  return new Allocation{fd, bytes, gpu};
 }
 
 void drop(Allocation* allocation) {
@@ -84,6 +85,13 @@ struct Repeat {
 };
 
 }  // namespace
+
+int gpu_of(uint64_t address) {
+  std::lock_guard lock(mutex);
+  const auto found = find(address);
+  return found == mapped.end() ? 0 : found->second.allocation->gpu;
+}
+
 }  // namespace fake
 
 using namespace fake;  // NOLINT: the C functions below
@@ -98,7 +106,8 @@ struct IpcHandle {
   pid_t pid;
   int fd;
   size_t bytes;
-  std::array<char, 48> rest;
+  int gpu;
+  std::array<char, 44> rest;
 };
 static_assert(sizeof(IpcHandle) == 64);
 
@@ -112,10 +121,11 @@ int cuMemGetAllocationGranularity(size_t* bytes, const Properties* wanted, int) 
 
 int cuMemCreate(uint64_t* handle, size_t bytes, const Properties* wanted, unsigned long long flags) {
   if (const int error = ready()) return error;
-  if (wanted->type != 1 || wanted->location_type != 1 || wanted->location_id != 0) return kInvalidValue;
+  const int gpu = gpu_at(wanted->location_id);
+  if (wanted->type != 1 || wanted->location_type != 1 || gpu < 0) return kInvalidValue;
   if (wanted->handle_types != 1 || bytes == 0 || bytes % kGranularity != 0 || flags != 0)
     return kInvalidValue;
-  Allocation* const made = make(bytes);
+  Allocation* const made = make(bytes, gpu);
   *handle = reinterpret_cast<uint64_t>(made);
   return made ? kSuccess : kInvalidValue;
 }
@@ -147,13 +157,16 @@ int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type)
   std::array<char, 64> link{};
   struct stat found{};
   const std::string path = "/proc/self/fd/" + std::to_string(fd);
-  if (type != 1 || ::readlink(path.c_str(), link.data(), link.size() - 1) < 0 ||
-      std::strstr(link.data(), kName) == nullptr || ::fstat(fd, &found) != 0) {
+  if (type != 1 || ::readlink(path.c_str(), link.data(), link.size() - 1) < 0 || ::fstat(fd, &found) != 0) {
     return kInvalidValue;
   }
+  const char* const name = std::strstr(link.data(), kName);
+  if (name == nullptr) return kInvalidValue;
+  const int gpu = std::atoi(name + std::strlen(kName));
+  if (ordinal_of(gpu) < 0) return kInvalidDevice;  // NVIDIA/nccl#1647
   ++live;
   *handle = reinterpret_cast<uint64_t>(
-      new Allocation{::fcntl(fd, F_DUPFD_CLOEXEC, 0), static_cast<size_t>(found.st_size)});
+      new Allocation{::fcntl(fd, F_DUPFD_CLOEXEC, 0), static_cast<size_t>(found.st_size), gpu});
   return kSuccess;
 }
 
@@ -201,7 +214,9 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
 }
 
 int cuMemSetAccess(uint64_t address, size_t bytes, const AccessDescription* access, size_t count) {
-  if (count != 1 || access->location_type != 1 || access->location_id != 0) return kInvalidValue;
+  const int gpu = gpu_at(access->location_id);
+  if (count != 1 || access->location_type != 1 || gpu < 0) return kInvalidValue;
+  if (!peers(gpu, gpu_of(address))) return kPeerAccessUnsupported;
   if (access->flags != 3 && std::getenv("FAKE_CUDA_NO_READ_ONLY")) return kNotSupported;
   const int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
   return ::mprotect(behind(address), bytes, protection) == 0 ? kSuccess : kInvalidValue;
@@ -220,7 +235,7 @@ int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address) {
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
   if (const int error = ready()) return error;
   std::lock_guard lock(mutex);
-  Allocation* const made = make(bytes);
+  Allocation* const made = make(bytes, current_gpu());
   return made ? map_whole(address, made) : kInvalidValue;
 }
 
@@ -240,19 +255,22 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
   std::lock_guard lock(mutex);
   const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
   if (found == mapped.end() || !found->second.by_malloc) return kInvalidValue;
-  *handle = {::getpid(), found->second.allocation->fd, found->second.bytes, {}};
+  *handle = {
+      ::getpid(), found->second.allocation->fd, found->second.bytes, found->second.allocation->gpu, {}};
   return kSuccess;
 }
 
 int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
+  if (const int error = ready()) return error;
   if (flags != 1) return kInvalidValue;
   if (handle.pid == ::getpid()) return kInvalidContext;
+  if (!peers(current_gpu(), handle.gpu)) return kPeerAccessUnsupported;  // seen by this process or not
   const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return kInvalidValue;
   std::lock_guard lock(mutex);
   ++live;
-  return map_whole(address, new Allocation{fd, handle.bytes});
+  return map_whole(address, new Allocation{fd, handle.bytes, handle.gpu});
 }
 
 int cuIpcCloseMemHandle(uint64_t address) {

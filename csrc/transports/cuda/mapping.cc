@@ -6,9 +6,12 @@
 namespace kvlink {
 namespace {
 
-/// Returns whether `reader` can access the memory of the GPU with the id `owner`.
-Status reaches(const cuda::Device& reader, const cuda::Uuid& owner) {
-  if (reader.uuid == owner) return {};
+/// How this process sees the GPU of the owner, before the driver is asked to map memory.
+enum class Seen { kReachable, kHidden };
+
+/// Finds the GPU with the id `owner` among those of this process. Refuses one that `reader` cannot access.
+Result<Seen> find_gpu(const cuda::Device& reader, const cuda::Uuid& owner) {
+  if (reader.uuid == owner) return Seen::kReachable;
   const cuda::Api& api = reader.api;
   int count = 0, can = 0;
   Status status = api.check(api.device_get_count(&count), "cuDeviceGetCount");
@@ -19,26 +22,39 @@ Status reaches(const cuda::Device& reader, const cuda::Uuid& owner) {
     if (api.device_get(&device, ordinal) != cuda::kSuccess) continue;
     if (api.device_get_uuid(&uuid, device) != cuda::kSuccess || uuid != owner) continue;
     status = api.check(api.device_can_access_peer(&can, reader.device, device), "cuDeviceCanAccessPeer");
-    if (!status.ok() || can != 0) return status;
+    if (!status.ok()) return status;
+    if (can != 0) return Seen::kReachable;
     return Status::Unavailable("this worker's GPU " + std::to_string(reader.ordinal) +
                                    " does not reach GPU " + std::to_string(ordinal) +
                                    ", the owner's (nvidia-smi topo -p2p r)",
                                "use verbs or tcp between them");
   }
-  return Status::Unavailable("the owner's GPU is not visible to this process",
-                             "name it in CUDA_VISIBLE_DEVICES, after this worker's own");
+  return Seen::kHidden;
+}
+
+/// Says what to change after the driver has refused the memory of a GPU that this process does not see.
+Status hidden_gpu(const CudaKey& key, const Status& why) {
+  const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
+  return Status::Unavailable(
+      "the owner's GPU is not visible to this process, and the driver does not map its memory: " + why.what(),
+      std::string("name it in CUDA_VISIBLE_DEVICES after this worker's own GPU") +
+          (by_parts ? ", or let the owner's pool be cudaMalloc memory, which needs no visible GPU" : "") +
+          "; MIG instances do not share memory: use verbs or tcp between them");
 }
 
 }  // namespace
 
 Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cuda::Device> reader,
                                                        const CudaKey& key, FdClient& client) {
-  if (Status status = reaches(*reader, key.gpu); !status.ok()) return status;
+  const Result<Seen> seen = find_gpu(*reader, key.gpu);
+  if (!seen.ok()) return seen.status();
   const cuda::Current current(*reader);
   if (!current.status().ok()) return current.status();
   std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader)));
   const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
   Status status = by_parts ? mapping->map_parts(key, client) : mapping->open_ipc(key, client);
+  // The driver maps cudaMalloc memory of hidden GPUs, and is asked for other memory too.
+  if (!status.ok() && *seen == Seen::kHidden) return hidden_gpu(key, status);
   return status.ok() ? Result<std::unique_ptr<CudaMapping>>(std::move(mapping)) : status;
 }
 

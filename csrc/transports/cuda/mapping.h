@@ -17,7 +17,8 @@ namespace kvlink {
 /// valid even if the owner frees it or ends.
 class CudaMapping {
  public:
-  /// Refuses (kTransportUnavailable, reason and fix) an owner's GPU that `reader` does not reach.
+  /// Refuses (kTransportUnavailable, reason and fix) an owner's GPU that `reader` does not reach. The owner's
+  /// GPU need not be visible to this process: then the driver alone decides.
   static Result<std::unique_ptr<CudaMapping>> make(std::shared_ptr<const cuda::Device> reader,
                                                    const CudaKey& key, FdClient& client);
   ~CudaMapping();

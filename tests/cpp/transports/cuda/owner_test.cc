@@ -5,70 +5,13 @@
 
 #include "bench/baselines.h"
 #include "cpp/transports/cuda/pair.h"
+#include "cpp/transports/cuda/remote_owner.h"
 #include "transports/cuda/protocol.h"
 
 namespace kvlink::testing {
 namespace {
 
 using Kind = GpuPool::Kind;
-
-/// A GpuOwner in a forked process, over pipes of messages; killed with the test.
-class RemoteGpuOwner {
- public:
-  explicit RemoteGpuOwner(Kind kind) {
-    std::array<int, 2> ends;
-    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::close(ends[0]);
-      run(kind, ends[1]);
-      ::_exit(0);
-    }
-    ::close(ends[1]);
-    control_ = ends[0];
-    card = {hear(), hear(), hear(), hear()};
-  }
-  ~RemoteGpuOwner() {
-    kill();
-    ::close(control_);
-  }
-  std::string accept(const std::string& hello) {
-    ::send(control_, hello.data(), hello.size(), MSG_NOSIGNAL);
-    return hear();
-  }
-  void kill() {
-    if (pid_ <= 0) return;
-    ::kill(pid_, SIGKILL);
-    ::waitpid(pid_, nullptr, 0);
-    pid_ = -1;
-  }
-
-  Card card;
-
- private:
-  static void run(Kind kind, int control) {
-    GpuOwner owner(kind);
-    Server server(*owner.transport);
-    const Card card = owner.card();
-    for (const auto* blob : {&card.address, &card.pool_key, &card.table_key, &card.words_key}) {
-      ::send(control, blob->data(), blob->size(), MSG_NOSIGNAL);
-    }
-    std::array<char, 4096> hello;
-    for (ssize_t size = 0; (size = ::recv(control, hello.data(), hello.size(), 0)) > 0;) {
-      const std::string reply = *owner.transport->accept(1, {hello.data(), static_cast<size_t>(size)});
-      ::send(control, reply.data(), reply.size(), MSG_NOSIGNAL);
-    }
-  }
-  std::string hear() const {
-    std::string message(4096, '\0');
-    const ssize_t size = ::recv(control_, message.data(), message.size(), 0);
-    message.resize(size > 0 ? static_cast<size_t>(size) : 0);
-    return message;
-  }
-
-  pid_t pid_ = -1;
-  int control_ = -1;
-};
 
 TEST_F(Cuda, ReadsAnotherProcessUntilThatEnds) {
   GpuOwner same;  // has the same bytes
@@ -101,24 +44,11 @@ TEST_F(Cuda, MapsPoolsForReadingAloneWhereTheGpuCan) {
     GpuPair pair;
     before = writable();
   }
-  ::setenv("FAKE_CUDA_NO_READ_ONLY", "1", 1);
+  const Variable refused("FAKE_CUDA_NO_READ_ONLY", "1");
   GpuPair pair;
-  ::unsetenv("FAKE_CUDA_NO_READ_ONLY");
   EXPECT_EQ(writable(), before + 1);
   const Blocks blocks(pair.reader, 4096, 10);
   EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
-}
-
-TEST_F(Cuda, RefusesAGpuThatThisProcessDoesNotSee) {
-  ::setenv("FAKE_CUDA_UUID", "another", 1);
-  GpuOwner owner;
-  ::unsetenv("FAKE_CUDA_UUID");
-  Server server(*owner.transport);
-  GpuReader reader;
-  const Status status = reader.connect(
-      owner.card(), [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
-  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
-  EXPECT_NE(status.fix().find("CUDA_VISIBLE_DEVICES"), std::string::npos);
 }
 
 TEST_F(Cuda, RefusesMemoryThatCudaDoesNotShare) {
