@@ -27,6 +27,7 @@ struct Allocation {
   size_t bytes;
   int gpu;
   int count = 1;
+  bool by_ipc = false;  // other processes may have it by cuIpcOpenMemHandle
 };
 struct Range {
   size_t bytes;
@@ -42,6 +43,11 @@ Allocation* make(size_t bytes, int gpu) {
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
   ++live;
   return new Allocation{fd, bytes, gpu};
+}
+
+ino_t inode_of(int fd) {
+  struct stat found{};
+  return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 
 void drop(Allocation* allocation) {
@@ -106,8 +112,9 @@ struct IpcHandle {
   pid_t pid;
   int fd;
   size_t bytes;
+  ino_t inode;
   int gpu;
-  std::array<char, 44> rest;
+  std::array<char, 36> rest;
 };
 static_assert(sizeof(IpcHandle) == 64);
 
@@ -217,7 +224,8 @@ int cuMemSetAccess(uint64_t address, size_t bytes, const AccessDescription* acce
   const int gpu = gpu_at(access->location_id);
   if (count != 1 || access->location_type != 1 || gpu < 0) return kInvalidValue;
   if (!peers(gpu, gpu_of(address))) return kPeerAccessUnsupported;
-  if (access->flags != 3 && std::getenv("FAKE_CUDA_NO_READ_ONLY")) return kNotSupported;
+  const char* const refused = std::getenv("FAKE_CUDA_NO_READ_ONLY");  // the error, as a number
+  if (access->flags != 3 && refused != nullptr) return std::atoi(refused);
   const int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
   return ::mprotect(behind(address), bytes, protection) == 0 ? kSuccess : kInvalidValue;
 }
@@ -239,8 +247,14 @@ int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
   return made ? map_whole(address, made) : kInvalidValue;
 }
 
+/// Ends readers that touch the memory afterwards: CUDA does not define what they see.
 int cuMemFree_v2(uint64_t address) {
   std::lock_guard lock(mutex);
+  const auto found = find(address);
+  if (found != mapped.end() && found->second.allocation->by_ipc &&
+      ::ftruncate(found->second.allocation->fd, 0) != 0) {
+    return kInvalidValue;
+  }
   return unmap_whole(address);
 }
 
@@ -255,8 +269,9 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
   std::lock_guard lock(mutex);
   const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
   if (found == mapped.end() || !found->second.by_malloc) return kInvalidValue;
-  *handle = {
-      ::getpid(), found->second.allocation->fd, found->second.bytes, found->second.allocation->gpu, {}};
+  Allocation& allocation = *found->second.allocation;
+  allocation.by_ipc = true;
+  *handle = {::getpid(), allocation.fd, allocation.bytes, inode_of(allocation.fd), allocation.gpu, {}};
   return kSuccess;
 }
 
@@ -268,6 +283,10 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
   const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return kInvalidValue;
+  if (inode_of(fd) != handle.inode) {  // of another process: pids are those of one namespace
+    ::close(fd);
+    return kInvalidValue;
+  }
   std::lock_guard lock(mutex);
   ++live;
   return map_whole(address, new Allocation{fd, handle.bytes, handle.gpu});

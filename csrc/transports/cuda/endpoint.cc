@@ -38,6 +38,7 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
   if (key->kind == CudaKey::Kind::kHost) return import_host(*key);
   Result<std::unique_ptr<CudaMapping>> mapping = CudaMapping::make(gather_->device(), *key, client_);
   if (!mapping.ok()) return mapping.status();
+  owner_may_free_ = owner_may_free_ || (*mapping)->ends_with_owner();
   mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(true);
   return remotes_.add({mappings_.back()->address(), key->bytes, Access::kRead});
@@ -151,6 +152,8 @@ bool CudaEndpoint::can_launch() const {
 
 bool CudaEndpoint::launch_all() {
   bool any = false;
+  // An owner closes before it frees.
+  if (owner_may_free_ && broken_.ok() && can_launch()) check_owner();
   starved_ = false;
   for (Post& post : posts_) {
     if (!post.on_device) break;
@@ -228,7 +231,10 @@ bool CudaEndpoint::cancel(uint64_t token) {
 }
 
 void CudaEndpoint::notice_owner(int64_t now_ns) {
-  if (!owner_checks_.due(now_ns)) return;
+  if (owner_checks_.due(now_ns)) check_owner();
+}
+
+void CudaEndpoint::check_owner() {
   if (Status status = client_.check_owner(); !status.ok()) break_down(std::move(status));
 }
 

@@ -76,6 +76,7 @@ class CudaEndpoint final : public Endpoint {
   void execute(const Post& post);
   void break_down(Status why);
   void notice_owner(int64_t now_ns);
+  void check_owner();
 
   FdClient client_;
   const std::shared_ptr<CudaGather> gather_;
@@ -88,6 +89,7 @@ class CudaEndpoint final : public Endpoint {
   Remotes remotes_;
   std::vector<bool> remote_on_device_;  // by region
   std::vector<std::unique_ptr<CudaMapping>> mappings_;
+  bool owner_may_free_ = false;  // some mapping's memory
   std::vector<MemfdMapping> host_mappings_;
   std::deque<Post> posts_;
   bool starved_ = false;  // there was no free table

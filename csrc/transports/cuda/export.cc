@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/host_identity.h"
 #include "base/unique_fd.h"
 
 namespace kvlink {
@@ -91,6 +92,7 @@ Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const 
   key.bytes = range.bytes;
   key.address = cuda::address_of(range.base);
   key.gpu = device.uuid;
+  key.pid_namespace = namespace_inode("pid");
   Result<Parts> parts = parts_of(device.api, range);
   if (!parts.ok()) return parts.status();
   if (parts->fds.empty()) return key_of_ipc(device.api, key);

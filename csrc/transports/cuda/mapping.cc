@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "base/host_identity.h"
+
 namespace kvlink {
 namespace {
 
@@ -52,6 +54,7 @@ Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cud
   if (!current.status().ok()) return current.status();
   std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader)));
   const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
+  mapping->by_owner_ = !by_parts;
   Status status = by_parts ? mapping->map_parts(key, client) : mapping->open_ipc(key, client);
   // The driver maps cudaMalloc memory of hidden GPUs, and is asked for other memory too.
   if (!status.ok() && *seen == Seen::kHidden) return hidden_gpu(key, status);
@@ -85,7 +88,7 @@ Status CudaMapping::map_parts(const CudaKey& key, FdClient& client) {
   }
   cuda::AccessDescription access{{cuda::kOnDevice, reader_->ordinal}, cuda::kReadOnly};
   int set = api.memory_set_access(start_, bytes, &access, 1);
-  if (set == cuda::kNotSupported) {  // not every GPU has mappings for reading alone
+  if (set != cuda::kSuccess) {  // not every GPU and driver has mappings for reading alone
     access.flags = cuda::kReadWrite;
     set = api.memory_set_access(start_, bytes, &access, 1);
   }
@@ -112,9 +115,13 @@ Status CudaMapping::open_ipc(const CudaKey& key, const FdClient& client) {
     return {};
   }
   const cuda::Api& api = reader_->api;
-  Status status = api.check(api.ipc_open(&ipc_, key.ipc, cuda::kLazyPeerAccess), "cuIpcOpenMemHandle");
+  const Status status = api.check(api.ipc_open(&ipc_, key.ipc, cuda::kLazyPeerAccess), "cuIpcOpenMemHandle");
   address_ = ipc_ + key.offset;
-  return status;
+  if (status.ok() || is_own_namespace("pid", key.pid_namespace)) return status;
+  return Status::Unavailable(
+      "the owner is in another pid namespace, and the driver does not map its memory: " + status.what(),
+      "share one (docker run --pid, shareProcessNamespace in Kubernetes), or allocate the pool with "
+      "BlockPool.allocate(layout, gpu=...), which is passed by descriptor");
 }
 
 }  // namespace kvlink

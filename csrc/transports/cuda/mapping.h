@@ -26,6 +26,8 @@ class CudaMapping {
   CudaMapping& operator=(const CudaMapping&) = delete;
 
   cuda::Address address() const { return address_; }
+  /// Returns whether the memory is the owner's to free: whoever touches it afterwards may lose the GPU.
+  bool ends_with_owner() const { return by_owner_; }
 
  private:
   explicit CudaMapping(std::shared_ptr<const cuda::Device> reader) : reader_(std::move(reader)) {}
@@ -39,6 +41,7 @@ class CudaMapping {
   uint64_t reserved_ = 0;
   std::vector<uint64_t> mapped_;  // sizes, from start_ on
   cuda::Address ipc_ = 0;
+  bool by_owner_ = false;
 };
 
 }  // namespace kvlink

@@ -14,7 +14,7 @@
 
 namespace kvlink {
 
-inline constexpr uint32_t kCudaMagic = 0x3161'6463;  // "cda1"
+inline constexpr uint32_t kCudaMagic = 0x3261'6463;  // "cda2"
 inline constexpr uint32_t kMaxCudaParts = 2048;      // of one region; its key stays below 64 KiB
 
 struct CudaKey {
@@ -26,13 +26,19 @@ struct CudaKey {
   Kind kind = Kind::kHost;
   uint64_t bytes = 0, offset = 0;  // of the region; offset into its first part, or what cudaMalloc made
   uint64_t address = 0;            // kIpc: readers in the owner's own process go there directly
+  uint64_t pid_namespace = 0;      // of the owner, which kIpc depends on
   cuda::Uuid gpu{};
   cuda::IpcHandle ipc{};
   std::vector<FdOffer> parts;  // not of kIpc
 
   std::string blob() const {
     BlobWriter to;
-    to.u32(kCudaMagic).u32(static_cast<uint32_t>(kind)).u64(bytes).u64(offset).u64(address);
+    to.u32(kCudaMagic)
+        .u32(static_cast<uint32_t>(kind))
+        .u64(bytes)
+        .u64(offset)
+        .u64(address)
+        .u64(pid_namespace);
     to.bytes({gpu.bytes, sizeof gpu.bytes});
     to.bytes(kind == Kind::kIpc ? std::string_view(ipc.bytes, sizeof ipc.bytes) : std::string_view());
     to.u32(static_cast<uint32_t>(parts.size()));
@@ -45,7 +51,7 @@ struct CudaKey {
     BlobReader from(blob, kCudaMagic);
     CudaKey key;
     uint32_t kind = 0;
-    from.fields(kind, key.bytes, key.offset, key.address);
+    from.fields(kind, key.bytes, key.offset, key.address, key.pid_namespace);
     key.kind = static_cast<Kind>(kind);
     const std::string_view gpu = from.bytes(sizeof key.gpu.bytes);
     const std::string_view ipc = from.bytes(sizeof key.ipc.bytes);

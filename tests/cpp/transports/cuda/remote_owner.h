@@ -37,6 +37,11 @@ class RemoteGpuOwner {
     ::send(control_, hello.data(), hello.size(), MSG_NOSIGNAL);
     return hear();
   }
+  /// Closes the transport there, then frees the memory, and waits for that.
+  void close() {
+    ::shutdown(control_, SHUT_WR);
+    EXPECT_EQ(hear(), "freed");
+  }
   void kill() {
     if (pid_ <= 0) return;
     ::kill(pid_, SIGKILL);
@@ -48,8 +53,14 @@ class RemoteGpuOwner {
 
  private:
   static void run(GpuPool::Kind kind, int control) {
-    GpuOwner owner(kind);
-    Server server(*owner.transport);
+    {
+      GpuOwner owner(kind);
+      Server server(*owner.transport);
+      serve(owner, control);
+    }
+    ::send(control, "freed", 5, MSG_NOSIGNAL);
+  }
+  static void serve(GpuOwner& owner, int control) {
     const Card card = owner.card();
     for (const auto* blob : {&card.address, &card.pool_key, &card.table_key, &card.words_key}) {
       ::send(control, blob->data(), blob->size(), MSG_NOSIGNAL);
