@@ -2,7 +2,10 @@
 """The C++ data plane. Its users: `kvlink.transfer`, benchmarks and tests."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+NIC_SLICE_BYTES: Final[int]
+"""NICs register memory in slices of so many bytes. Every slice of GPU memory has a dma-buf of its own."""
 
 def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
@@ -231,17 +234,17 @@ class Engine:
         bytes: int,
         keeper: object,
         device: bool = False,
-        dmabuf_fd: int = -1,
+        dmabuf_fds: Sequence[int] = (),
         dmabuf_offset: int = 0,
     ) -> int:
         """`device`: GPU memory, which other transports than NICs reach by copies. All regions are, or none.
 
-        The descriptor is borrowed until start() returns.
+        The descriptors, one for each slice of NIC_SLICE_BYTES, are borrowed until start() returns.
         """
-    def stage(self, memory: CudaMemory, always: bool, dmabuf_fd: int, dmabuf_offset: int) -> None:
+    def stage(self, memory: CudaMemory, always: bool, dmabuf_fds: Sequence[int], dmabuf_offset: int) -> None:
         """Before start: `memory`, on the pool's GPU, becomes the staging buffer of transports that reach the pool.
 
-        The descriptor is borrowed until start() returns.
+        The descriptors are borrowed until start() returns.
         """
     def staging_refused(self) -> str:
         """After start: why not all of them have it; "" when they do."""

@@ -206,24 +206,24 @@ void register_engine(py::module_& m) {
           py::arg("memory"), py::keep_alive<1, 2>())
       .def(
           "add_foreign_region",
-          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, bool device, int dmabuf,
-             uint64_t offset) {
+          [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, bool device,
+             std::vector<int> dmabufs, uint64_t offset) {
             auto* const base = reinterpret_cast<std::byte*>(address);
-            return take(self.add_pool_region({base, bytes, -1, 0, dmabuf, offset, device}));
+            return take(self.add_pool_region({base, bytes, -1, 0, std::move(dmabufs), offset, device}));
           },
           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
-          py::arg("dmabuf_fd") = -1, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
+          py::arg("dmabuf_fds") = std::vector<int>{}, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
       .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"))
       .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
       .def(
           "stage",
-          [](Engine& self, const CudaMemory& memory, bool always, int dmabuf, uint64_t offset) {
+          [](Engine& self, const CudaMemory& memory, bool always, std::vector<int> dmabufs, uint64_t offset) {
             MemoryRange range = memory.range();
-            range.dmabuf_fd = dmabuf;
+            range.dmabuf_fds = std::move(dmabufs);
             range.dmabuf_offset = offset;
             self.stage({range, always});
           },
-          py::arg("memory"), py::arg("always"), py::arg("dmabuf_fd"), py::arg("dmabuf_offset"),
+          py::arg("memory"), py::arg("always"), py::arg("dmabuf_fds"), py::arg("dmabuf_offset"),
           py::keep_alive<1, 2>())
       .def("staging_refused", &Engine::staging_refused)
       .def("start", [](Engine& self) { check(self.start()); })
@@ -337,6 +337,7 @@ void register_engine(py::module_& m) {
 PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   using namespace kvlink;
   m.doc() = "The data plane of kvlink; kvlink.transfer.engine is the way in.";
+  m.attr("NIC_SLICE_BYTES") = kNicSliceBytes;
   m.def("transports", [] {
     py::list rows;
     for (const TransportInfo& info : transports()) {

@@ -69,7 +69,7 @@ class NicRegistration:
                 _add(core, region, how)
             if staging is not None and (exported or always):
                 at = exported[-1] if exported else None
-                core.stage(staging, always, at.fd if at else -1, at.offset if at else 0)
+                core.stage(staging, always, at.fds if at else (), at.offset if at else 0)
             yield
 
 
@@ -161,6 +161,7 @@ def _export_all(
                 num_bytes,
                 allowed=ways,
                 nic_refuses_dma_buf=nic_refuses_dma_buf,
+                slice_bytes=_core.NIC_SLICE_BYTES,
                 root=root,
             )
             exported.append(unless_all.enter_context(each))
@@ -190,6 +191,6 @@ def _add(core: _core.Engine, region: Region, exported: ExportedMemory | None) ->
         region.num_bytes,
         region.keeper,
         device=region.gpu is not None,
-        dmabuf_fd=exported.fd if exported else -1,
+        dmabuf_fds=exported.fds if exported else (),
         dmabuf_offset=exported.offset if exported else 0,
     )

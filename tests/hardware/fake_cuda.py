@@ -21,6 +21,7 @@ class FakeCuda:
         self.exported: list[tuple[int, int]] = []
         self.flushed: list[Ordering] = []
         self.refuses_sync = False
+        self.exports_left = 1000
 
     def allocation(self, address: int) -> Allocation | None:
         return next((a for a in self.allocations if a.base <= address < a.base + a.num_bytes), None)
@@ -30,6 +31,8 @@ class FakeCuda:
         return self.device
 
     def export(self, gpu: int, address: int, num_bytes: int) -> int:
+        if len(self.exported) == self.exports_left:
+            raise TransportUnavailable("cuMemGetHandleForAddressRange: CUDA_ERROR_OUT_OF_MEMORY")
         self.exported.append((address, num_bytes))
         return os.memfd_create("dma-buf")
 

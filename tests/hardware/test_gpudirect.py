@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from descriptors import descriptors, opened_since
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 from hardware.fake_root import GPU, FakeRoot, bars
 from hypothesis import given
@@ -194,27 +195,49 @@ def test_exporting_by_dma_buf(root: FakeRoot) -> None:
     assert cuda.exported == [(0x1000000, 3 * MIB + 4096)]
     assert cuda.synced == [each.base for each in cuda.allocations]
     assert exported.offset == 512
-    fd = exported.fd
+    (fd,) = exported.fds
     os.fstat(fd)
     exported.close()
     exported.close()
-    assert exported.fd == -1
+    assert exported.fds == ()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_every_slice_has_a_dma_buf_of_whole_pages(root: FakeRoot) -> None:
+    base = 0x100000000
+    cuda = FakeCuda(HOPPER, at(base, 8 * MIB))
+    with export(cuda, base + 512, 5 * MIB, slice_bytes=2 * MIB, root=root.path) as exported:
+        assert (len(set(exported.fds)), exported.offset) == (3, 512)
+    assert cuda.exported == [
+        (base, 2 * MIB + 4096),
+        (base + 2 * MIB, 2 * MIB + 4096),
+        (base + 4 * MIB, MIB + 4096),
+    ]
+
+
+def test_no_descriptor_is_left_when_one_slice_cannot_be_exported(root: FakeRoot) -> None:
+    cuda = FakeCuda(HOPPER, at(0x1000000, 8 * MIB))
+    cuda.exports_left = 2
+    before = descriptors()
+    with pytest.raises(TransportUnavailable, match="cuMemGetHandleForAddressRange"):
+        export(cuda, 0x1000000, 8 * MIB, slice_bytes=2 * MIB, root=root.path)
+    assert len(cuda.exported) == 2
+    assert not opened_since(before)
 
 
 def test_exporting_by_peermem_exports_nothing(root: FakeRoot) -> None:
     root.write("sys/module/nvidia_peermem/version", "570")
     cuda = FakeCuda(replace(HOPPER, dma_buf=False), at(0x1000000, MIB))
     with export(cuda, 0x1000000, MIB, root=root.path) as exported:
-        assert (exported.decision.way, exported.fd, exported.offset) == (Way.PEERMEM, -1, 0)
+        assert (exported.decision.way, exported.fds, exported.offset) == (Way.PEERMEM, (), 0)
     assert (cuda.exported, cuda.synced) == ([], [0x1000000])
 
 
 def test_the_bounce_buffer_touches_nothing(root: FakeRoot) -> None:
     cuda = FakeCuda(replace(HOPPER, rdma=False, ordering=Ordering.NONE), at(0x1000000, MIB))
     with export(cuda, 0x1000000, MIB, root=root.path) as exported:
-        assert (exported.decision.way, exported.fd) == (Way.BOUNCE, -1)
+        assert (exported.decision.way, exported.fds) == (Way.BOUNCE, ())
         assert not exported.flush_writes()
     assert (cuda.exported, cuda.synced, cuda.flushed) == ([], [], [])
 
@@ -226,7 +249,7 @@ def test_memory_is_exported_even_if_cuda_refuses_synchronous_copies(
     cuda.refuses_sync = True
     with export(cuda, 0x1000000, MIB, root=root.path) as exported:
         assert exported.decision.way is Way.DMA_BUF
-        assert exported.fd >= 0
+        assert len(exported.fds) == 1
     assert "CUDA refuses SYNC_MEMOPS" in caplog.text
     assert "cuPointerSetAttribute: CUDA_ERROR_INVALID_VALUE" in caplog.text
 

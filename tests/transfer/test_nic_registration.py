@@ -110,7 +110,8 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     assert registration.by_dma_buf
     assert [each.offset for each in registration.exported] == [0, 64]
     assert [address for address, _ in driver.exported] == [BASE, SECOND - 64]
-    fds = [each.fd for each in registration.exported]
+    fds = [fd for each in registration.exported for fd in each.fds]
+    assert len(fds) == 2
     engine = core()
     with registration.added(engine, gpu_pool()):
         assert all(os.fstat(fd) for fd in fds)
@@ -118,9 +119,26 @@ def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     ((_, _, keys, _, refused, _),) = engine.access()
     engine.close()
     assert (keys, refused.partition(",")[0]) == ([], "tcp reaches host memory")
-    assert [each.fd for each in registration.exported] == [-1, -1]
+    assert [each.fds for each in registration.exported] == [(), ()]
     del engine
     assert not opened_since(before)
+
+
+def test_a_large_region_has_a_dma_buf_for_each_slice_that_a_nic_registers(root: Path, gpu: Gpu) -> None:
+    slice_bytes = _core.NIC_SLICE_BYTES
+    small = BASE + 3 * slice_bytes
+    regions = [(BASE, 2 * slice_bytes + 4096), (small, SIZE)]
+    pool = BlockPool([Region(address, size, None, None, gpu=0) for address, size in regions], LAYOUT)
+    driver = FakeCuda(gpu, at(BASE, 4 * slice_bytes))
+    registration = register_with_nics(pool, CONFIG, make_driver=lambda: driver, root=root)
+    assert [(address, size) for address, size in driver.exported if address < small] == [
+        (BASE, slice_bytes),
+        (BASE + slice_bytes, slice_bytes),
+        (BASE + 2 * slice_bytes, 4096),
+    ]
+    assert [len(each.fds) for each in registration.exported] == [3, 1]
+    for each in registration.exported:
+        each.close()
 
 
 def test_named_ports_are_taken_as_they_are(root: Path, gpu: Gpu) -> None:
@@ -266,14 +284,14 @@ def test_the_staging_buffer_is_exported_as_the_pool_is(root: Path, gpu: Gpu) -> 
     given: list[object] = []
     engine = SimpleNamespace(
         add_foreign_region=lambda *region, **_: given.append(region[0]),
-        stage=lambda staging, always, fd, offset: given.append((staging, always, fd >= 0, offset)),
+        stage=lambda staging, always, fds, offset: given.append((staging, always, len(fds), offset)),
     )
     with registration.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
-        assert given == [BASE, SECOND, (memory, False, True, 0)]
+        assert given == [BASE, SECOND, (memory, False, 1, 0)]
     for always in (False, True):
         given.clear()
         with NicRegistration().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
-            assert given == [BASE, SECOND] + [(memory, True, False, 0)] * always
+            assert given == [BASE, SECOND] + [(memory, True, 0, 0)] * always
 
 
 def test_a_pool_says_where_it_is(gpu: Gpu) -> None:

@@ -273,16 +273,14 @@ void Nic::take_event(const ibv_async_event& event) {
   }
 }
 
-ibv_mr* Nic::register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
-                             int access) const {
-  if (range.dmabuf_fd < 0) {
-    return api_.reg_mr_iova2(pd_.get(), range.base + offset, bytes, iova, static_cast<unsigned>(access));
-  }
-  if (!api_.reg_dmabuf_mr) {
-    errno = ENOTSUP;
-    return nullptr;
-  }
-  return api_.reg_dmabuf_mr(pd_.get(), range.dmabuf_offset + offset, bytes, iova, range.dmabuf_fd, access);
+ibv_mr* Nic::register_memory(std::byte* base, uint64_t bytes, uint64_t iova, int access) const {
+  return api_.reg_mr_iova2(pd_.get(), base, bytes, iova, static_cast<unsigned>(access));
+}
+
+ibv_mr* Nic::register_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t iova, int access) const {
+  if (api_.reg_dmabuf_mr) return api_.reg_dmabuf_mr(pd_.get(), offset, bytes, iova, fd, access);
+  errno = ENOTSUP;
+  return nullptr;
 }
 
 Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner) {

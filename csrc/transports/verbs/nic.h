@@ -88,8 +88,9 @@ class Nic {
 
   /// Registers one memory region over [base, base + bytes), named `iova` on the wire. Returns null with errno
   /// if refused.
-  ibv_mr* register_memory(const MemoryRange& range, uint64_t offset, uint64_t bytes, uint64_t iova,
-                          int access) const;
+  ibv_mr* register_memory(std::byte* base, uint64_t bytes, uint64_t iova, int access) const;
+  /// Registers a part of a dma-buf. The driver maps all of it.
+  ibv_mr* register_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t iova, int access) const;
 
  private:
   Status choose_way(ibv_transport_type transport);

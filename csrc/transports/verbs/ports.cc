@@ -98,11 +98,13 @@ bool Ports::busy(size_t port) const {
 
 Result<size_t> Ports::register_everywhere(const MemoryRange& range, Rights rights) {
   Range kept{range, rights, nullptr};
-  if (range.dmabuf_fd >= 0) {  // the caller's is open until the start only
-    kept.dmabuf = std::make_shared<UniqueFd>(sys::duplicate(range.dmabuf_fd));
-    kept.at.dmabuf_fd = kept.dmabuf->get();
-    if (!*kept.dmabuf) return sys::transport_failed("cannot keep the pool's dma-buf", "fcntl", errno);
+  std::vector<UniqueFd> dmabufs;  // the caller's are open until the start only
+  for (int& fd : kept.at.dmabuf_fds) {
+    dmabufs.emplace_back(sys::duplicate(fd));
+    if (!dmabufs.back()) return sys::transport_failed("cannot keep the pool's dma-buf", "fcntl", errno);
+    fd = dmabufs.back().get();
   }
+  kept.dmabufs = std::make_shared<std::vector<UniqueFd>>(std::move(dmabufs));
   std::vector<std::shared_ptr<Nic>> nics;
   for (size_t port = 0; port < size(); ++port) {
     const auto opened = at(port);

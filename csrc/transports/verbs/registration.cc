@@ -35,7 +35,7 @@ constexpr int kSinkFlags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
 Status refused(const Nic& nic, const MemoryRange& range, uint64_t bytes, int error) {
   std::string fix;
-  if (range.dmabuf_fd >= 0) {
+  if (!range.dmabuf_fds.empty()) {
     fix =
         "exporting GPU memory needs rdma-core 34, Linux 5.12 and a NIC driver with dma-buf support; see "
         "kvlink doctor --gpudirect";
@@ -97,13 +97,21 @@ Status Memory::register_everywhere(Rights rights) {
 
 Status Memory::register_everywhere(int access, std::vector<Owned<ibv_mr>>& slices) const {
   const size_t count = (range_.bytes + kSliceBytes - 1) / kSliceBytes;
+  if (!range_.dmabuf_fds.empty() && range_.dmabuf_fds.size() != count) {
+    return Status::Config("device memory of " + std::to_string(range_.bytes) + " bytes needs " +
+                          std::to_string(count) + " dma-bufs, and has " +
+                          std::to_string(range_.dmabuf_fds.size()));
+  }
   for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
   const size_t parts = std::min(count, kAtATime);
   return each(parts, parts > 1, [&](size_t part) {
     for (size_t slice = part; slice < count; slice += parts) {
       const uint64_t at = slice * kSliceBytes;
       const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
-      slices[slice].reset(nic_->register_memory(range_, at, bytes, iova() + at, access));
+      slices[slice].reset(range_.dmabuf_fds.empty()
+                              ? nic_->register_memory(range_.base + at, bytes, iova() + at, access)
+                              : nic_->register_dmabuf(range_.dmabuf_fds[slice], range_.dmabuf_offset, bytes,
+                                                      iova() + at, access));
       if (!slices[slice]) return refused(*nic_, range_, bytes, errno);
     }
     return Status{};

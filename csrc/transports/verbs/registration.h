@@ -10,9 +10,7 @@
 
 namespace kvlink::verbs {
 
-/// Memory is registered in slices, in parallel. One registration of more than 3.5 to 4 GiB was seen to slow
-/// writes into it by a third.
-inline constexpr uint64_t kSliceBytes = uint64_t{2} << 30;
+inline constexpr uint64_t kSliceBytes = kNicSliceBytes;
 
 enum class Rights : uint8_t {
   kLocal,           // a destination of this process alone

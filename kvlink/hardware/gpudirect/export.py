@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,14 +86,15 @@ def placed(driver: Driver, address: int, num_bytes: int) -> Placement:
 class ExportedMemory:
     """A range that `export` prepared. Register it in the way that `decision.way` names, then close this object.
 
-    For dma-buf call ibv_reg_dmabuf_mr(pd, `offset`, num_bytes, address, `fd`, …), and for peermem ibv_reg_mr on the
-    device address. `fd` is -1 unless the way is dma-buf. After the registration the kernel has its own reference.
+    For dma-buf call ibv_reg_dmabuf_mr(pd, `offset`, bytes of the slice, address, fd, …) for each slice of the range
+    with its fd in `fds`, and for peermem ibv_reg_mr on the device address. `fds` is empty unless the way is dma-buf.
+    After the registration the kernel has its own references.
     """
 
-    def __init__(self, driver: Driver, gpu: Gpu, decision: Decision, fd: int, offset: int) -> None:
+    def __init__(self, driver: Driver, gpu: Gpu, decision: Decision, fds: Sequence[int], offset: int) -> None:
         self.decision = decision
         self.gpu = gpu
-        self.fd = fd
+        self.fds = tuple(fds)
         self.offset = offset
         self._driver = driver
 
@@ -103,9 +105,9 @@ class ExportedMemory:
         self.close()
 
     def close(self) -> None:
-        """Closes the descriptor. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        """Closes the descriptors. Idempotent."""
+        fds, self.fds = self.fds, ()
+        for fd in fds:
             os.close(fd)
 
     def needs_flush(self, scope: Ordering = Ordering.OWNER) -> bool:
@@ -134,21 +136,28 @@ def export(
     *,
     allowed: Sequence[Way] = tuple(Way),
     nic_refuses_dma_buf: str = "",
+    slice_bytes: int = 0,
     root: Path = Path("/"),
 ) -> ExportedMemory:
     """Prepares [address, address + num_bytes) for a NIC. Export again when the physical memory behind it changes.
 
-    Raises TransportUnavailable if no allowed way works.
+    With `slice_bytes`, a multiple of the page size, every slice of the range has a dma-buf of its own: a NIC's driver
+    maps the whole dma-buf for each registration. Raises TransportUnavailable if no allowed way works.
     """
     facts, gpu, behind = inspect(driver, address, num_bytes, nic_refuses_dma_buf, root)
     decision = decide(facts, allowed)
     if decision.way is not Way.BOUNCE:
         _sync_memops(driver, behind)
-    fd, offset = -1, 0
-    if decision.way is Way.DMA_BUF:
-        base, length = whole_pages(address, num_bytes)
-        fd, offset = driver.export(gpu.ordinal, base, length), address - base
-    return ExportedMemory(driver, gpu, decision, fd, offset)
+    if decision.way is not Way.DMA_BUF:
+        return ExportedMemory(driver, gpu, decision, (), 0)
+    fds: list[int] = []
+    with ExitStack() as unless_all:
+        for at in range(address, address + num_bytes, slice_bytes or num_bytes):
+            length = min(slice_bytes or num_bytes, address + num_bytes - at)
+            fds.append(driver.export(gpu.ordinal, *whole_pages(at, length)))
+            unless_all.callback(os.close, fds[-1])
+        unless_all.pop_all()
+    return ExportedMemory(driver, gpu, decision, fds, address - whole_pages(address, num_bytes)[0])
 
 
 def _sync_memops(driver: Driver, behind: Sequence[Allocation]) -> None:

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <set>
 
@@ -23,6 +24,11 @@ struct Device {
   std::set<int> access;
   uint64_t refused_at = 0;  // an address; 0: nothing is refused
   std::atomic<int> num_registered{0};
+  struct Attached {
+    int fd;
+    uint64_t offset, bytes, iova;
+  };
+  std::vector<Attached> attached;  // parts of dma-bufs
   std::deque<ibv_async_event> events;
   ibv_port_attr port{};
   ibv_qp qp{};
@@ -42,6 +48,13 @@ ibv_mr* register_slice(ibv_pd*, void* at, size_t bytes, uint64_t, unsigned acces
   auto* const mr = new ibv_mr{};
   mr->rkey = static_cast<uint32_t>(address >> 30);
   return mr;
+}
+
+ibv_mr* attach(ibv_pd*, uint64_t offset, size_t bytes, uint64_t iova, int fd, int) {
+  std::lock_guard lock(device.mutex);
+  device.attached.push_back({fd, offset, bytes, iova});
+  ++device.num_registered;
+  return new ibv_mr{};
 }
 
 int deregister(ibv_mr* mr) {
@@ -66,6 +79,7 @@ const Api& made_up() {
   static const Api api = [] {
     Api api{};
     api.reg_mr_iova2 = register_slice;
+    api.reg_dmabuf_mr = attach;
     api.dereg_mr = deregister;
     api.get_async_event = next_event;
     api.ack_async_event = [](ibv_async_event*) {};
@@ -93,6 +107,7 @@ class VerbsNic : public ::testing::Test {
   VerbsNic() {
     device.slices.clear();
     device.access.clear();
+    device.attached.clear();
     device.refused_at = 0;
     device.events.clear();
     device.port = {};
@@ -130,6 +145,35 @@ TEST_F(VerbsNic, SlicesCoverARangeOnceAndInOrder) {
     EXPECT_EQ(end, reinterpret_cast<uint64_t>(base) + bytes);
     EXPECT_EQ(memory->front()->rkeys(), keys);
   }
+}
+
+// A driver maps the whole dma-buf for each registration: with one for all slices, 35 times 70 GiB.
+TEST_F(VerbsNic, EachSliceOfDeviceMemoryIsRegisteredFromADmabufOfItsOwn) {
+  constexpr uint64_t kInPage = 512, kBytes = 20 * kSliceBytes + 5;
+  MemoryRange range{.base = base + kInPage, .bytes = kBytes, .dmabuf_offset = kInPage, .device = true};
+  for (int fd = 100; fd < 121; ++fd) range.dmabuf_fds.push_back(fd);
+  const std::vector nics{nic, nic};
+  const auto memory = Memory::register_everywhere(nics, range, Rights::kPeersRead);
+  ASSERT_TRUE(memory.ok()) << memory.status().what();
+  std::map<int, int> times;
+  for (const Device::Attached& slice : device.attached) {
+    ++times[slice.fd];
+    EXPECT_EQ(slice.offset, kInPage);
+    EXPECT_EQ(slice.iova, iova_of(range) + static_cast<uint64_t>(slice.fd - 100) * kSliceBytes);
+    EXPECT_EQ(slice.iova % 4096, slice.offset % 4096) << "the kernel refuses it";
+    EXPECT_EQ(slice.bytes, slice.fd == 120 ? 5 : kSliceBytes);
+  }
+  EXPECT_EQ(times.size(), 21U);
+  for (const auto& [fd, count] : times) EXPECT_EQ(count, 2) << "one for each NIC";
+}
+
+TEST_F(VerbsNic, DeviceMemoryWithADmabufTooFewIsRefused) {
+  MemoryRange range{.base = base, .bytes = kSliceBytes + 1, .dmabuf_fds = {100}, .device = true};
+  const std::vector nics{nic};
+  const Status status = Memory::register_everywhere(nics, range, Rights::kPeersRead).status();
+  EXPECT_EQ(status.code(), Code::kConfig);
+  EXPECT_NE(status.what().find("needs 2 dma-bufs, and has 1"), std::string::npos) << status.what();
+  EXPECT_TRUE(device.attached.empty());
 }
 
 TEST_F(VerbsNic, OneRefusedSliceIsNamedAndNoneIsLeftRegistered) {
