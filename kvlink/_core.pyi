@@ -176,6 +176,19 @@ class Connection:
         transfer only validates. `stream`: 0 if all is ready, 1 if `ready` counts blocks, 2 if it counts layers.
         Arguments go by position: pybind11 needs 1 us more for keywords.
         """
+    def pull_groups(
+        self,
+        groups: Sequence[tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool]],
+        seat: tuple[int, int, int],
+        stream: int,
+        num_tokens: int,
+        timeout_s: float,
+    ) -> Transfer | None:
+        """Starts a transfer of several cache groups, as `pull` does for one.
+
+        Each group has its planner, owner's and reader's blocks, tokens, layers, and whether a streaming transfer reads
+        it once all is ready. `stream` may also be 3 if `ready` counts tokens, up to `num_tokens`.
+        """
     def settle(self, slot: int, settle_nonce: int) -> bool:
         """One-sided; False when the connection is broken."""
     @property

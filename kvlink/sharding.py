@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,16 @@ class Assignment:
     """Index into Ticket.seats. No other rank of the reader uses the same seat."""
     num_seats: int
     """The number of seats that the owner's ticket must have: `offer(…, readers=num_seats)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsAssignment:
+    """The heads of several cache groups that one reader takes from one owner, and the seat that it uses there."""
+
+    heads: tuple[tuple[int, int] | None, ...]
+    """By cache group, a half-open range of the model's heads, or None if the reader takes none of them here."""
+    seat: int
+    num_seats: int
 
 
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -70,9 +81,35 @@ def assign(reader: Sharded, owner: Sharded) -> Assignment | None:
     return Assignment(heads, reader.tp_rank - readers.start, len(readers))
 
 
-def num_seats(owner: Sharded, reader_tp_size: int) -> int:
-    """Returns how many readers of a tensor-parallel degree read from this owner. With 0 it need not offer."""
-    return len(_readers(owner, reader_tp_size))
+def assign_groups(reader: Sequence[Sharded], owner: Sequence[Sharded]) -> GroupsAssignment | None:
+    """Returns what `assign` does for all cache groups together, which have one seat for each reader.
+
+    REQUIRES as many groups, with equal total_heads, at both ends. Raises ConfigError as `heads_of` does.
+    """
+    pairs = list(zip(reader, owner, strict=True))
+    if len(pairs) == 1:
+        alone = assign(*pairs[0])
+        return None if alone is None else GroupsAssignment((alone.heads,), alone.seat, alone.num_seats)
+    found = [assign(ours, theirs) for ours, theirs in pairs]
+    readers = _readers_of_groups(owner, reader[0].tp_size)
+    if reader[0].tp_rank not in readers:
+        return None
+    heads = tuple(None if each is None else each.heads for each in found)
+    return GroupsAssignment(heads, readers.index(reader[0].tp_rank), len(readers))
+
+
+def num_seats(owner: Sharded | Sequence[Sharded], reader_tp_size: int) -> int:
+    """Returns how many readers of a tensor-parallel degree read from this owner. With 0 it need not offer.
+
+    owner: its share, or that of each cache group.
+    """
+    groups = owner if isinstance(owner, Sequence) else (owner,)
+    return len(_readers_of_groups(groups, reader_tp_size))
+
+
+def _readers_of_groups(owner: Sequence[Sharded], reader_tp_size: int) -> list[int]:
+    """Returns the reader ranks that read at least one group from this owner, in order."""
+    return sorted({rank for group in owner for rank in _readers(group, reader_tp_size)})
 
 
 def _readers(owner: Sharded, reader_tp_size: int) -> range:

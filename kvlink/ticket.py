@@ -5,21 +5,24 @@ It travels in the router's message (as text) or through the coordinator (as byte
 
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
-    u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms
+    u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms | u16 num_groups
     [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags]]
         (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
+    [num_groups x u32 blocks of each cache group, if there are several]
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import re
 import struct
 import sys
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
@@ -28,7 +31,7 @@ from kvlink.tracing.traceparent import TraceParent
 from kvlink.types import PROTOCOL_VERSION, ReadyUnit
 
 _PREFIX = struct.Struct("<4sHHI")
-_HEADER = struct.Struct("<QIIIBBHHHHHI")
+_HEADER = struct.Struct("<QIIIBBHHHHHIH")
 _SEAT = struct.Struct("<IQQ")
 _MAGIC = b"KVT1"
 
@@ -43,7 +46,10 @@ SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
 MAX_NAME_BYTES = 512
-MAX_TICKET_BYTES = _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS
+MAX_GROUPS = 256
+MAX_TICKET_BYTES = (
+    _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 4 * MAX_GROUPS
+)
 
 _TEXT_PREFIX = "S1ZUM"
 """The start of the text of every ticket, which is its magic in base64."""
@@ -97,8 +103,9 @@ class LeaseSeat:
 class Ticket:
     """The blocks of a request on one worker, pinned under one lease. Secret: its holder may read and settle.
 
-    `block_ids` covers tokens 0…num_tokens of the request, and the last block may be partial. `ready` counts the units
-    (see ReadyUnit) that were written when the ticket was created. If it is less than all, readers stream.
+    `block_ids` covers tokens 0…num_tokens of the request, and the last block may be partial. With several cache groups
+    it has the lists of all groups, one after the other. `ready` counts the units (see ReadyUnit) that were written when
+    the ticket was created. If it is less than all, readers stream.
     """
 
     request_id: str
@@ -115,6 +122,8 @@ class Ticket:
     ttl_s: float = 30.0
     signature: bytes = _UNSIGNED
     """Covers every field except `trace`. See `kvlink.control.security.tickets`."""
+    group_sizes: tuple[int, ...] = ()
+    """The number of block ids of each cache group. Empty if there is only one group."""
     trace: TraceParent | None = None
     """The span that created the ticket. It is not signed, because older peers would reject a signature over it."""
 
@@ -133,6 +142,13 @@ class Ticket:
             f"Ticket({self.request_id!r} on {self.worker_id!r} epoch {self.epoch}: {self.num_tokens} tokens in "
             f"{len(self.block_ids)} blocks, {len(self.seats)} seat(s))"
         )
+
+    def groups(self) -> list[array[int]]:
+        """Returns the block ids of each cache group."""
+        if not self.group_sizes:
+            return [self.block_ids]
+        ends = [*itertools.accumulate(self.group_sizes)]
+        return [self.block_ids[end - size : end] for end, size in zip(ends, self.group_sizes, strict=True)]
 
     def to_bytes(self) -> bytes:
         """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
@@ -153,14 +169,18 @@ class Ticket:
             raise ConfigError(f"request and worker ids must have 1 to {MAX_NAME_BYTES} bytes: {self!r}")
         if not 1 <= len(self.seats) <= 255 or len(self.block_ids) > MAX_BLOCKS:
             raise ConfigError(f"a ticket has 1 to 255 seats and at most {MAX_BLOCKS} blocks: {self!r}")
+        if self.group_sizes and not _fit(self.group_sizes, len(self.block_ids)):
+            raise ConfigError(f"the sizes of 2 to {MAX_GROUPS} groups must add up to the blocks: {self!r}")
         if len(self.signature) not in (0, SIGNATURE_BYTES):
             raise ConfigError(f"a signature has {SIGNATURE_BYTES} bytes: {self!r}")
         header = _HEADER.pack(
             self.epoch, self.num_tokens, len(self.block_ids), self.ready, self.ready_unit.value, len(self.seats),
             self.tp_rank, self.tp_size, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
+            max(len(self.group_sizes), 1),
         )  # fmt: skip
         seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
-        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes()
+        sizes = struct.pack(f"<{len(self.group_sizes)}I", *self.group_sizes)
+        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + sizes
 
     def to_text(self) -> str:
         """Returns a form of `to_bytes` that is safe in URLs and JSON."""
@@ -195,6 +215,10 @@ class Ticket:
         return cls.from_bytes(blob)
 
 
+def _fit(group_sizes: Sequence[int], num_blocks: int) -> bool:
+    return 2 <= len(group_sizes) <= MAX_GROUPS and min(group_sizes) >= 0 and sum(group_sizes) == num_blocks
+
+
 def _little_endian(ids: array[int]) -> array[int]:
     if sys.byteorder == "big":
         ids = array("I", ids)
@@ -215,29 +239,42 @@ def _parse(blob: bytes) -> Ticket:
         raise ValueError("checksum differs")
     if header_bytes < _HEADER.size:
         raise ValueError("header too short")
-    (epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, tp_rank, tp_size, *name_bytes, ttl_ms) = (
+    epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, tp_rank, tp_size, *rest = (
         _HEADER.unpack_from(body)
     )
-    if num_blocks > MAX_BLOCKS or any(size > MAX_NAME_BYTES for size in name_bytes) or not num_seats:
+    *name_bytes, ttl_ms, num_groups = rest
+    if max(name_bytes) > MAX_NAME_BYTES or not 1 <= num_groups <= MAX_GROUPS:
+        raise ValueError("a count exceeds its bound")
+    if num_blocks > MAX_BLOCKS or not num_seats:
         raise ValueError("a count exceeds its bound")
     at = header_bytes
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
     at += num_seats * _SEAT.size
-    if len(body) != at + sum(name_bytes) + 4 * num_blocks:
+    listed = num_groups if num_groups > 1 else 0
+    if len(body) != at + sum(name_bytes) + 4 * (num_blocks + listed):
         raise ValueError("the length differs from the header")
     names = []
     for size in name_bytes:
         names.append(bytes(body[at : at + size]).decode())
         at += size
-    block_ids = array("I")
-    block_ids.frombytes(body[at:])
+    block_ids, group_sizes = _blocks(body[at:], num_blocks, listed)
     signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), tp_rank=tp_rank, tp_size=tp_size, ttl_s=ttl_ms / 1000,
-        signature=signature, trace=trace,
+        signature=signature, group_sizes=group_sizes, trace=trace,
     )  # fmt: skip
+
+
+def _blocks(body: memoryview, num_blocks: int, num_groups: int) -> tuple[array[int], tuple[int, ...]]:
+    """Returns the block ids, and the sizes of `num_groups` groups."""
+    block_ids = array("I")
+    block_ids.frombytes(body[: 4 * num_blocks])
+    group_sizes = struct.unpack_from(f"<{num_groups}I", body, 4 * num_blocks)
+    if num_groups and not _fit(group_sizes, num_blocks):
+        raise ValueError("the sizes of the groups do not add up to the blocks")
+    return block_ids, group_sizes
 
 
 def _extension(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:

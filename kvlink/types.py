@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvlink.layout import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Increased when the meaning of a card, a ticket or a slot changes. Peers compare it before anything else."""
 
 
@@ -51,7 +51,8 @@ class WorkerCard:
     agent: str
     """The host:port of the worker's WorkerAgent."""
     host: HostIdentity
-    layout: KVLayout
+    layouts: tuple[KVLayout, ...]
+    """The layout of each cache group of the pool."""
     region_bytes: tuple[int, ...]
     """The size of each pool region in bytes."""
     transports: tuple[TransportCard, ...]
@@ -64,6 +65,7 @@ class ReadyUnit(Enum):
 
     BLOCKS = 0
     LAYERS = 1
+    TOKENS = 2
 
 
 class LeaseEnd(Enum):

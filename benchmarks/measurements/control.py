@@ -293,4 +293,4 @@ def card(index: int) -> WorkerCard:
         planes=(Plane(0, 0, 0),),
     )
     host = HostIdentity("bench", 0, 0, os.getpid(), os.getuid())
-    return WorkerCard(f"worker-{index}", 1, bytes(16), "127.0.0.1:1", host, layout, (32 << 10,), ())
+    return WorkerCard(f"worker-{index}", 1, bytes(16), "127.0.0.1:1", host, (layout,), (32 << 10,), ())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvlink import _bench, _core
 from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
-from kvlink.transfer.engine import core_layout
+from kvlink.transfer.planners import core_layout
 
 from ..peers.bars import Bar
 

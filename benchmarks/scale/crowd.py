@@ -36,7 +36,7 @@ _WAYS = tuple(
     TransportCard(name, bytes(64), (bytes(64),), (bytes(64), bytes(64)))
     for name in ("shm", "cma", "tcp", "verbs")
 )
-_CARD = replace(card(0), layout=dense(MODELS["llama-3.1-8b"].geometry(1, 4_096)), transports=_WAYS)
+_CARD = replace(card(0), layouts=(dense(MODELS["llama-3.1-8b"].geometry(1, 4_096)),), transports=_WAYS)
 
 
 class Crowd:

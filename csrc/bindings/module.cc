@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <deque>
+
 #include "base/clock.h"
 #include "bindings/bindings.h"
 #include "bindings/plan.h"
@@ -120,6 +122,34 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
   return self.pull(request);
 }
 
+using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
+
+/// Each row: planner, owner's and reader's blocks, tokens, layers, whether a streaming pull reads it at the
+/// end.
+std::shared_ptr<Transfer> pull_groups(Connection& self, const std::vector<GroupRow>& rows, LeaseSeat seat,
+                                      int stream, uint32_t num_tokens, double timeout_s) {
+  check(self.process().check());
+  if (rows.empty()) raise(Status::Config("a pull reads at least one cache group"));
+  std::deque<BlockIds> ids;  // keeps its elements in place
+  std::vector<GroupRead> groups;
+  uint64_t bytes = 0;
+  for (const auto& [planner, owner, reader, tokens, layers, at_end] : rows) {
+    const std::span<const uint32_t> theirs = ids.emplace_back(owner), ours = ids.emplace_back(reader);
+    groups.push_back({planner.planner, theirs, ours, tokens, layers, at_end});
+    bytes += planner.planner->bytes(tokens.end - tokens.begin, layers);
+  }
+  PullRequest request;
+  static_cast<GroupRead&>(request) = groups[0];
+  request.more = std::span(groups).subspan(1);
+  request.seat = seat;
+  request.stream = static_cast<StreamUnit>(stream);
+  request.num_tokens = num_tokens;
+  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
+  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
+  py::gil_scoped_release release;
+  return self.pull(request);
+}
+
 void register_connection(py::module_& m) {
   py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection")
       .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
@@ -137,6 +167,8 @@ void register_connection(py::module_& m) {
           py::arg("epoch"), py::arg("timeout_s"))
       .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
            py::arg("tokens"), py::arg("layers"), py::arg("seat"), py::arg("stream"), py::arg("timeout_s"))
+      .def("pull_groups", &pull_groups, py::arg("groups"), py::arg("seat"), py::arg("stream"),
+           py::arg("num_tokens"), py::arg("timeout_s"))
       .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
       .def_property_readonly("broken", own(&Connection::broken))
       .def_property_readonly("idle", own(&Connection::idle))

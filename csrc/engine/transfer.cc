@@ -29,10 +29,7 @@ bool is_made_up(const LeaseSeat& seat) {
 
 Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const TransferDriver> driver,
                    std::shared_ptr<PathStats> path_stats)
-    : planner_(request.planner),
-      tokens_(request.tokens),
-      layers_{request.layers.begin, std::min(request.layers.end, request.planner->num_layers())},
-      stream_(request.stream),
+    : streams_(request.stream != StreamUnit::kNone),
       seat_(request.seat),
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
@@ -43,20 +40,19 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
     refuse(Status::Config("the ticket is forged: no lease has this slot and nonce"), now);
     return;
   }
-  if (stream_ == StreamUnit::kNone) {
-    const Status planned =
-        planner_->plan(request.owner_blocks, request.reader_blocks, {tokens_, layers_, folds()}, plan_);
+  if (!streams_) {
+    const Status planned = request.more.empty()
+                               ? request.planner->plan(request.owner_blocks, request.reader_blocks,
+                                                       {request.tokens, request.layers, folds()}, plan_)
+                               : plan_groups(request, request.more, plan_);
     if (planned.ok()) choose_way();
     stats_.plan_ns = now_ns() - now;
     if (!planned.ok()) refuse(planned, now);
     return;
   }
-  const Status checked = planner_->check(request.owner_blocks, request.reader_blocks, {tokens_, layers_});
+  const Status checked = stream_.start(request);
   if (!checked.ok()) refuse(checked, now);
-  owner_blocks_.assign(request.owner_blocks.begin(), request.owner_blocks.end());
-  reader_blocks_.assign(request.reader_blocks.begin(), request.reader_blocks.end());
   phase_ = Phase::kPeek;
-  total_units_ = stream_ == StreamUnit::kLayers ? layers_.end : owner_blocks_.size();
 }
 
 void Transfer::count_plan() {
@@ -180,9 +176,10 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
     if (step.kind == Step::Kind::kNone) {
       if (!redo_.empty() || next_op_ < plan_.ops.size()) return {};
       // The slot read may follow the data without waiting, on the one ordered lane that carried it.
-      const bool behind_data = ordered && all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
+      const bool behind_data =
+          ordered && stream_.all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
       if (in_flight_ > 0 && !behind_data) return {};
-      phase_ = all_planned() ? Phase::kValidate : Phase::kPeek;
+      phase_ = stream_.all_planned() ? Phase::kValidate : Phase::kPeek;
       peek_backoff_ns_ = 0;
     }
   }
@@ -268,29 +265,13 @@ void Transfer::on_slot(int64_t now) {
 
 /// Plans the units that became ready since the last look, or sets when to look again.
 void Transfer::plan_ready(uint64_t ready, int64_t now) {
-  ready = std::min(ready, total_units_);
-  if (ready <= planned_units_) {
+  if (!stream_.any_beyond(ready)) {
     peek_backoff_ns_ = std::clamp(2 * peek_backoff_ns_, kFirstPeekNs, kLastPeekNs);
     peek_at_ns_ = now + peek_backoff_ns_;
     return;
   }
-  PlanScope scope{tokens_, layers_, folds()};
-  if (stream_ == StreamUnit::kLayers) {
-    scope.layers = {static_cast<uint32_t>(std::max<uint64_t>(planned_units_, layers_.begin)),
-                    static_cast<uint32_t>(ready)};
-  } else {
-    const uint64_t block_tokens = planner_->owner_block_tokens();
-    scope.tokens.begin =
-        static_cast<uint32_t>(std::max<uint64_t>(tokens_.begin, planned_units_ * block_tokens));
-    scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(tokens_.end, ready * block_tokens));
-  }
-  plan_.clear();
-  if (scope.tokens.begin < scope.tokens.end && scope.layers.begin < scope.layers.end) {
-    const Status planned = planner_->plan(owner_blocks_, reader_blocks_, scope, plan_);
-    if (!planned.ok()) return stop(planned);
-    choose_way();
-  }
-  planned_units_ = ready;
+  if (const Status planned = stream_.plan(ready, folds(), plan_); !planned.ok()) return stop(planned);
+  choose_way();
   next_op_ = 0;
   lanes_used_ = 0;
   count_plan();
@@ -328,10 +309,10 @@ void Transfer::finish(Status status, int64_t now) {
   if (done()) return;
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
-  if (stream_ == StreamUnit::kNone) count_plan();
+  if (!streams_) count_plan();
   if (path_stats_) path_stats_->add(stats_, result_.code(), seat_.settle_nonce != 0 && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
-  if (driver_->policy && result_.ok() && stream_ == StreamUnit::kNone) {
+  if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
   }
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;

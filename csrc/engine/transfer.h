@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -17,25 +16,12 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "engine/path_stats.h"
-#include "lease/lease_words.h"
-#include "plan/planner.h"
+#include "engine/pull_request.h"
+#include "engine/stream_planner.h"
 #include "staging/staging_policy.h"
 #include "transport_api/transport.h"
 
 namespace kvlink {
-
-/// The units that LeaseSlot::ready counts if a pull starts before all is written.
-enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers };
-
-struct PullRequest {
-  std::shared_ptr<const Planner> planner;
-  std::span<const uint32_t> owner_blocks, reader_blocks;  // copied only when streaming
-  Range tokens;
-  Range layers;
-  LeaseSeat seat;  // settle_nonce 0: validate, do not settle
-  StreamUnit stream = StreamUnit::kNone;
-  int64_t deadline_ns = 0;  // by now_ns()
-};
 
 struct TransferStats {
   uint64_t bytes = 0;
@@ -149,16 +135,12 @@ class Transfer {
   void finish(Status status, int64_t now_ns);
   void finish_if_stopped(int64_t now_ns);
   bool shared() const { return attached_.load(std::memory_order_relaxed) > 1; }
-  bool all_planned() const { return planned_units_ >= total_units_; }
   void count_plan();
   bool folds() const;
 
   // Constant after construction.
   ProcessMark process_;
-  std::shared_ptr<const Planner> planner_;
-  std::vector<uint32_t> owner_blocks_, reader_blocks_;
-  Range tokens_, layers_;
-  StreamUnit stream_;
+  const bool streams_;
   LeaseSeat seat_;
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const TransferDriver> driver_;
@@ -180,7 +162,7 @@ class Transfer {
   Plan plan_;
   StagingPolicy::Choice choice_;  // for it
   uint32_t next_op_ = 0;
-  uint64_t planned_units_ = 0, total_units_ = 0;
+  StreamPlanner stream_;  // used if streams_
   std::vector<Step> redo_;
   uint32_t in_flight_ = 0;   // steps of any kind at lanes
   uint64_t lanes_used_ = 0;  // bit per lane that took reads of the current plan

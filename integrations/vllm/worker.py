@@ -52,7 +52,9 @@ class WorkerSide:
         self._stats = RankStats()
         card = self._worker.card
         owner = Owner(card.worker_id, card.epoch, card.agent)
-        self.rank_info = RankInfo(owner, card.layout.block_tokens * caches.token_unit, caches.kernel_blocks)
+        self.rank_info = RankInfo(
+            owner, card.layouts[0].block_tokens * caches.token_unit, caches.kernel_blocks
+        )
         self._loads = Loads(self._worker, caches, self.rank_info.block_tokens, self._stats)
         transports = [
             f"{one.name}{f' (cannot export: {one.refused})' if one.refused else ''}"

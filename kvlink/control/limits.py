@@ -35,7 +35,9 @@ MAX_CONNECTS_OF_ONE = 512
 MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """Bounds a hello, reply, address or key."""
+MAX_LAYOUTS = 256
 MAX_PLANES = 16_384
+"""Bounds the planes of all layouts of a card together."""
 MAX_REGIONS = 4_096
 MAX_TRANSPORTS = 32
 MAX_LEASE_KEYS = 2

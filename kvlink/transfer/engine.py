@@ -22,12 +22,12 @@ from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
 from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
 from kvlink.transfer.path_stats import AllPathStats
+from kvlink.transfer.planners import Planner, planners
 from kvlink.transfer.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
 
 CompletionQueue = _core.CompletionQueue
 Connection = _core.Connection
-Planner = _core.Planner
 Transfer = _core.Transfer
 
 RUNNING, FAILED, VALID, SETTLED = range(4)  # states of a Transfer, see csrc/engine/transfer.h
@@ -89,21 +89,6 @@ def transports_here() -> dict[str, str]:
 def host_transports() -> dict[str, str]:
     """Returns the part of `transports_here` that pools in host memory use."""
     return {name: why_not for name, why_not in transports_here().items() if not _is_cuda(name)}
-
-
-def core_layout(layout: KVLayout) -> _core.Layout:
-    """Converts a layout to the form of the native planner."""
-    return _core.Layout(
-        num_blocks=layout.num_blocks,
-        block_tokens=layout.block_tokens,
-        first_head=layout.first_head,
-        num_heads=layout.num_heads,
-        row_bytes=layout.row_bytes,
-        block_stride=layout.block_stride,
-        token_stride=layout.token_stride,
-        head_stride=layout.head_stride,
-        planes=[(plane.region, plane.layer, plane.offset) for plane in layout.planes],
-    )
 
 
 class Engine:
@@ -200,22 +185,15 @@ class Engine:
         """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable if the worker cannot be reached."""
         return self.core.open(transport, address, self.path_stats.of_path(worker_id, transport))
 
-    def planner(
+    def planners(
         self,
-        owner: KVLayout,
+        owner: Sequence[KVLayout],
         region_bytes: Sequence[int],
         region_index: Sequence[int],
-        heads: tuple[int, int],
-    ) -> Planner:
-        """Returns a planner of reads from the owner's blocks to this worker's. Raises LayoutMismatch or ConfigError."""
-        return _core.Planner(
-            reader=core_layout(self.pool.layout),
-            owner=core_layout(owner),
-            local_regions=[(region.address, region.num_bytes) for region in self.pool.regions],
-            remote_region_bytes=region_bytes,
-            remote_region_index=region_index,
-            heads=heads,
-        )
+        heads: Sequence[tuple[int, int] | None],
+    ) -> tuple[Planner | None, ...]:
+        """Returns planners of reads from an owner, see `kvlink.transfer.planners`."""
+        return planners(self.pool, owner, region_bytes, region_index, heads)
 
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[Seat]:
         """Takes one slot per reader. Raises ConfigError if the lease table is full."""

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
-from kvlink.transfer.block_ids import BlockIds, as_array, check_distinct
 from kvlink.transfer.engine import Engine
+from kvlink.transfer.group_ids import GroupIds
+from kvlink.transfer.offer_check import checked_offer
 from kvlink.types import LeaseEvent, ReadyUnit
 
 _MAX_EVENTS = 1 << 16  # limit for a caller that never reads events; the oldest are dropped
@@ -73,7 +73,7 @@ class Offers:
     def offer(
         self,
         request_id: str,
-        block_ids: BlockIds,
+        block_ids: GroupIds,
         *,
         num_tokens: int | None,
         ttl_s: float,
@@ -88,11 +88,9 @@ class Offers:
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
         layout = self._engine.pool.layout
         check_request_id(request_id)
-        ids = as_array(block_ids, request_id)
-        tokens = len(ids) * layout.block_tokens if num_tokens is None else num_tokens
-        _check_offer(request_id, ids, tokens, layout.block_tokens, layout.num_blocks, ttl_s, readers)
-        units = len(ids) if ready_unit is ReadyUnit.BLOCKS else layout.num_layers
-        written = _written(request_id, ready, units, ready_unit)
+        what = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
+        ids, written = what.ids, what.written
+        _check_terms(request_id, ttl_s, readers)
         now = written if after is None or after.query() else 0
         seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
         unsigned = Ticket(
@@ -102,12 +100,13 @@ class Offers:
             agent=self._agent,
             seats=seats,
             block_ids=ids,
-            num_tokens=tokens,
+            num_tokens=what.num_tokens,
             ready=now,
-            ready_unit=ready_unit,
+            ready_unit=what.unit,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
             ttl_s=ttl_s,
+            group_sizes=what.group_sizes,
             trace=TraceParent.parse(trace) if trace else None,
         )
         try:
@@ -244,26 +243,6 @@ def _check_live(request_id: str, is_live: bool) -> None:
         raise UnknownRequest(f"the offer of request {request_id} has ended")
 
 
-def _written(request_id: str, ready: int | None, units: int, unit: ReadyUnit) -> int:
-    written = units if ready is None else ready
-    if not 0 <= written <= units:
-        raise ConfigError(f"offer {request_id}: ready={ready} must be in 0 to {units} {unit.name.lower()}")
-    return written
-
-
-def _check_offer(
-    request_id: str,
-    ids: array[int],
-    tokens: int,
-    block_tokens: int,
-    num_blocks: int,
-    ttl_s: float,
-    readers: int,
-) -> None:
-    check_distinct(ids, num_blocks, request_id)
-    if not (len(ids) - 1) * block_tokens < tokens <= len(ids) * block_tokens:
-        raise ConfigError(
-            f"offer {request_id}: {tokens} tokens do not fill {len(ids)} blocks of {block_tokens}"
-        )
+def _check_terms(request_id: str, ttl_s: float, readers: int) -> None:
     if not 0 < ttl_s <= 86400 or not 1 <= readers <= 255:
         raise ConfigError(f"offer {request_id}: ttl_s must be in (0, 86400] and readers 1 to 255")

@@ -17,9 +17,10 @@ from kvlink.errors import (
     TransportUnavailable,
     UnknownRequest,
 )
-from kvlink.layout import Assignment
+from kvlink.layout import GroupsAssignment
 from kvlink.transfer.cost_model import FittedCost
-from kvlink.transfer.engine import Connection, Planner
+from kvlink.transfer.engine import Connection
+from kvlink.transfer.planners import Planner
 from kvlink.types import WorkerCard
 
 
@@ -93,21 +94,25 @@ class Peer:
     card: WorkerCard
     transport: str
     connection: Connection
-    planner: Planner
-    assignment: Assignment
+    planners: tuple[Planner | None, ...]
+    """By cache group; None for a group of which this reader takes nothing from this owner."""
+    assignment: GroupsAssignment
     refused: tuple[Refusal, ...]
     nics_left_out: tuple[str, ...]
     bounces_at: tuple[str, ...]
     cost: FittedCost
     is_fallback: bool = False
     """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
-    num_layers: int = field(init=False)  # every pull uses these three
+    planner: Planner | None = field(init=False)  # every pull uses these four
+    """That of the only cache group, or None if there are several."""
+    num_layers: int = field(init=False)
     seat: int = field(init=False)
     num_seats: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Caches the fields that every pull uses."""
-        self.num_layers = self.card.layout.num_layers
+        self.planner = self.planners[0] if len(self.planners) == 1 else None
+        self.num_layers = self.card.layouts[0].num_layers
         self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
 
     def __repr__(self) -> str:

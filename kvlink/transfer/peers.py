@@ -11,7 +11,8 @@ from typing import Protocol
 
 from kvlink.background import off_loop
 from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
-from kvlink.layout import Assignment, assign
+from kvlink.layout import GroupsAssignment, assign_groups
+from kvlink.layout.groups import difference
 from kvlink.transfer.cost_model import PRIORS, FittedCost
 from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
@@ -136,17 +137,17 @@ class Peers:
         worked = known is not None and (known.is_fallback or known.transport in by_nic)
         return worked or not opened.isdisjoint(by_nic) or any(port.away for port in self.engine.ports())
 
-    def assignment(self, card: WorkerCard) -> Assignment | None:
+    def assignment(self, card: WorkerCard) -> GroupsAssignment | None:
         """Returns what this rank reads from an owner, or None if it reads nothing. Raises LayoutMismatch."""
         if card.protocol_version != PROTOCOL_VERSION:
             raise LayoutMismatch(
                 f"{card.worker_id} speaks protocol {card.protocol_version}, this worker {PROTOCOL_VERSION}"
             )
-        own = self.engine.pool.layout
-        difference = own.difference(card.layout)
-        if difference is not None:
-            raise LayoutMismatch(f"{card.worker_id}: {difference}")
-        return assign(own, card.layout)
+        own = self.engine.pool.groups
+        found = difference(own, card.layouts)
+        if found is not None:
+            raise LayoutMismatch(f"{card.worker_id}: {found}")
+        return assign_groups(own, card.layouts)
 
     def _candidates(self, card: WorkerCard, refusals: Refusals) -> list[tuple[str, TransportCard]]:
         """Returns the transports that both ends have, in this worker's order.
@@ -171,7 +172,7 @@ class Peers:
         card: WorkerCard,
         name: str,
         offered: TransportCard,
-        assignment: Assignment,
+        assignment: GroupsAssignment,
         refused: Sequence[Refusal],
         timeout_s: float,
     ) -> Peer:
@@ -184,7 +185,7 @@ class Peers:
             keys = (pool_keys or offered.pool_keys, lease_keys or offered.lease_keys)
             with refuse_path():
                 regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
-            planner = self.engine.planner(card.layout, card.region_bytes, regions, assignment.heads)
+            planners = self.engine.planners(card.layouts, card.region_bytes, regions, assignment.heads)
         except BaseException:
             connection.close()
             raise
@@ -196,7 +197,7 @@ class Peers:
             reasons = [f"not {refusal.transport}: {refusal.reason}" for refusal in refused]
             warn_of_path(card.worker_id, name, bounces_at, reasons)
         return Peer(
-            card, name, connection, planner, assignment, tuple(refused), tuple(left_out), bounces_at, cost
+            card, name, connection, planners, assignment, tuple(refused), tuple(left_out), bounces_at, cost
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:

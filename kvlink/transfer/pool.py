@@ -14,6 +14,7 @@ from kvlink import _core
 from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import CudaDriver, Driver, Placement, placed
 from kvlink.layout import KVLayout
+from kvlink.layout.groups import checked_groups, region_bytes
 from kvlink.transfer.axes import layout_of, named_shapes
 from kvlink.transfer.tensor_check import check_tensors
 from kvlink.transfer.tensors import views_of
@@ -34,20 +35,26 @@ class Region:
 
 
 class BlockPool:
-    """A paged KV cache in host memory or on one GPU: one or more regions, described by one layout.
+    """A paged KV cache in host memory or on one GPU: one or more regions, described by one layout or several.
 
+    Several layouts are those of cache groups: layers whose caches differ in shape, as in hybrid models. They describe
+    the same regions and may overlap there, because each group has blocks of its own: `offer` and `pull` then take one
+    list of block ids for each group.
     The pool must outlive its Worker, which holds a reference. Peers read blocks while they are offered, and pulls write
     blocks. Nothing else in kvlink accesses them.
     """
 
-    def __init__(self, regions: Sequence[Region], layout: KVLayout) -> None:
-        self.layout = layout
+    def __init__(self, regions: Sequence[Region], layout: KVLayout | Sequence[KVLayout]) -> None:
+        self.groups = checked_groups(layout)
+        """The layout of each cache group."""
+        self.layout = self.groups[0]
+        """The layout, or that of the first cache group."""
         self.regions = tuple(regions)
         if len({region.gpu for region in regions}) > 1:
             raise ConfigError(
                 "the regions of a pool are on several devices; make one pool, and Worker, per GPU"
             )
-        sizes = layout.region_bytes()
+        sizes = region_bytes(self.groups)
         if len(self.regions) != len(sizes):
             raise ConfigError(
                 f"{len(self.regions)} regions were given and the layout has {len(sizes)}; pass that many, in order"
@@ -59,14 +66,16 @@ class BlockPool:
                 )
 
     @classmethod
-    def allocate(cls, layout: KVLayout, *, huge_pages: bool = True, gpu: int | None = None) -> BlockPool:
+    def allocate(
+        cls, layout: KVLayout | Sequence[KVLayout], *, huge_pages: bool = True, gpu: int | None = None
+    ) -> BlockPool:
         """Allocates zeroed memory that readers on the same host can map, in host memory (shm) or on a GPU (cuda).
 
         gpu: CUDA's number of the GPU, whose memory NICs can map too. None allocates host memory.
         huge_pages: a hint for host memory.
         Raises ConfigError if there is not enough memory, and TransportUnavailable without a GPU.
         """
-        sizes = layout.region_bytes()
+        sizes = region_bytes(checked_groups(layout))
         return cls(
             [_on_host(size, huge_pages) if gpu is None else _on_gpu(size, gpu) for size in sizes], layout
         )
@@ -75,7 +84,7 @@ class BlockPool:
     def from_tensors(
         cls,
         tensors: Sequence[Any],
-        layout: KVLayout | None = None,
+        layout: KVLayout | Sequence[KVLayout] | None = None,
         *,
         axes: str | None = None,
         model: str | None = None,
@@ -97,7 +106,7 @@ class BlockPool:
         block_tokens: the tokens of a block, required for a dimension of slots, "blocks*tokens".
         layout: describes the memory instead of axes. Region i is `tensors[i]`, and offsets count from its first
             element. The number of tensors, the item size and every stride are compared with it. One-dimensional uint8
-            tensors are accepted as regions of exactly the layout's size.
+            tensors are accepted as regions of exactly the layout's size, and are required with several layouts.
 
         The transports cma and tcp reach a pool on the CPU, but shm does not. On a GPU, cuda and verbs reach it, and tcp
         stages it in host memory. No transport waits for CUDA streams, so offer blocks after the kernels that wrote
@@ -121,7 +130,7 @@ class BlockPool:
             raise ConfigError(
                 f"from_tensors takes a layout or {names}, not both; the layout contains all of it"
             )
-        check_tensors(views, layout)
+        check_tensors(views, checked_groups(layout))
         return cls(
             [Region(view.address, view.num_bytes, view.keeper, None, view.gpu) for view in views], layout
         )
@@ -130,7 +139,9 @@ class BlockPool:
         """Describes the size and the kind of the memory."""
         gib = sum(region.num_bytes for region in self.regions) / 2**30
         kind = "kvlink's" if self.mappable else "registered" if self.gpu is None else f"cuda:{self.gpu}"
-        return f"BlockPool({self.layout.num_blocks} blocks in {len(self.regions)} {kind} region(s), {gib:.3f} GiB)"
+        groups = f" of {len(self.groups)} cache groups" if len(self.groups) > 1 else ""
+        regions = f"{len(self.regions)} {kind} region(s), {gib:.3f} GiB"
+        return f"BlockPool({self.layout.num_blocks} blocks{groups} in {regions})"
 
     @property
     def mappable(self) -> bool:

@@ -7,7 +7,6 @@ import asyncio
 import concurrent.futures
 import time
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -17,19 +16,24 @@ from kvlink import tracing
 from kvlink.background import ControlThread
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError
 from kvlink.forks import check_own, num_forks
-from kvlink.layout import Assignment
+from kvlink.layout import GroupsAssignment
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.transfer.engine import Transfer
+from kvlink.transfer.group_ids import copied
+from kvlink.transfer.group_start import start_groups
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.types import ReadyUnit
 
-_BLOCKS = ReadyUnit.BLOCKS
+_BLOCKS, _TOKENS = ReadyUnit.BLOCKS, ReadyUnit.TOKENS
 _STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 
-Want = tuple[Any, tuple[int, int] | None, tuple[int, int] | None, bool, float]
-"""The arguments of `pull` without the ticket: into, tokens, layers, settle, timeout_s."""
+Want = tuple[Any, Any, tuple[int, int] | None, bool, float]
+"""The arguments of `pull` without the ticket: into, tokens, layers, settle, timeout_s.
+
+With several cache groups, `into` has a buffer for each, and `tokens` is one range, one for each group, or None.
+"""
 
 Part = tuple[Ticket, Peer, Transfer]
 """The share of one owner in a pull. Part and Want are tuples because every small pull creates them."""
@@ -42,7 +46,7 @@ def stop(part: Part) -> None:
     transfer.wait(-1)
 
 
-def settle_args(ticket: Ticket, assignment: Assignment) -> tuple[int, int]:
+def settle_args(ticket: Ticket, assignment: GroupsAssignment) -> tuple[int, int]:
     """Returns the slot of this rank, and the value that settles it. Raises ConfigError if there is no such seat."""
     if assignment.seat >= len(ticket.seats):
         raise no_such_seat(ticket, assignment.seat, assignment.num_seats)
@@ -75,13 +79,17 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     except IndexError:
         raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
     units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
+    words = (seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0)
+    planner = peer.planner
+    if planner is None or ticket.ready_unit is _TOKENS:
+        return start_groups(peer, ticket, into, tokens, layers, words, timeout_s)
     return peer.connection.pull(
-        peer.planner,
+        planner,
         ticket.block_ids,
         into,
         (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket),
         (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket),
-        (seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0),
+        words,
         0 if ticket.ready >= units else _STREAM[ticket.ready_unit],
         timeout_s,
     )
@@ -127,7 +135,7 @@ class PullStarts:
         `kept` are parts of the same pull that have ended.
         """
         deadline = time.monotonic() + want[-1]
-        want = (array("I", bytes(memoryview(want[0]))), *want[1:])  # the caller may change its block ids
+        want = (copied(want[0]), *want[1:])  # the caller may change its block ids
         starting = PullStart()
         job = start_connected(starting, partial(connect, deadline), want, deadline, kept)
         running = self._control.submit(job)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from functools import partial
 
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.transfer.engine import FAILED, failure
+from kvlink.transfer.group_ids import copied
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull_start import Part, PullStart, PullStarts, Want, connect_all
 
@@ -28,7 +28,7 @@ class Restart:
     def __init__(self, starts: PullStarts, peers: Peers, want: Want, began: float) -> None:
         """Copies the block ids, which the caller may change. `began` is the start by `time.monotonic()`."""
         self._starts, self._peers = starts, peers
-        self._want = (array("I", bytes(memoryview(want[0]))), *want[1:])
+        self._want = (copied(want[0]), *want[1:])
         self._deadline = began + want[-1]
         self._over = False
         self.lock = threading.RLock()  # a signal handler may cancel the pull at any time

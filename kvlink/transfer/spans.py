@@ -16,8 +16,8 @@ from kvlink import tracing
 from kvlink.errors import KVLinkError
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
-from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.engine import SETTLED, failure
+from kvlink.transfer.group_ids import GroupIds, arrays_of
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.pull import Pull, PullStats
 from kvlink.transfer.pull_start import Part
@@ -32,17 +32,19 @@ def kinds() -> tuple[type[Offers], type[Pull]]:
 class TracedOffers(Offers):
     """Records a span for each offer. The ticket carries the context of the span."""
 
-    def offer(self, request_id: str, block_ids: BlockIds, *, trace: str = "", **how: Any) -> Ticket:
+    def offer(self, request_id: str, block_ids: GroupIds, *, trace: str = "", **how: Any) -> Ticket:
         """See `Worker.offer`."""
         check_request_id(request_id)
-        ids = as_buffer(block_ids, request_id)
+        ids = arrays_of(block_ids, self._engine.pool.groups, request_id)
         about: Attributes = {
             "kvlink.request_id": request_id,
             "kvlink.peer": self._worker_id,
-            "kvlink.blocks": len(ids),
+            "kvlink.blocks": sum(map(len, ids)),
         }
         with tracing.span("kvlink.offer", Kind.PRODUCER, TraceParent.parse(trace), about) as span:
-            return super().offer(request_id, ids, trace=str(span.context) if span else trace, **how)
+            return super().offer(
+                request_id, ids if len(ids) > 1 else ids[0], trace=str(span.context) if span else trace, **how
+            )
 
 
 async def record_claim(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
+from kvlink.layout.groups import region_bytes
 from kvlink.transfer.tensors import Dim, TensorView
 
 LAYERS, KV, BLOCKS, TOKENS, HEADS, ROW = "layers", "K/V", "blocks", "tokens", "heads", "row"
@@ -24,13 +25,14 @@ class _Step(NamedTuple):
     stride: int
 
 
-def check_tensors(views: Sequence[TensorView], layout: KVLayout) -> None:
-    """Raises ConfigError, naming the tensor and the axis, unless tensor i fits region i of the layout.
+def check_tensors(views: Sequence[TensorView], groups: Sequence[KVLayout]) -> None:
+    """Raises ConfigError, naming the tensor and the axis, unless tensor i fits region i of the layouts.
 
     A dimension may join axes that are adjacent in memory, as [slots, heads × row] does. A one-dimensional buffer of
-    bytes has no axes to compare. Its size must be that of the region, or larger by less than one block.
+    bytes has no axes to compare. Its size must be that of the region, or larger by less than one block. Layouts of
+    several cache groups take such buffers only.
     """
-    sizes = layout.region_bytes()
+    layout, sizes = groups[0], region_bytes(groups)
     if len(views) != len(sizes):
         odd = len(sizes) if len(views) > len(sizes) else len(views)
         what = f"tensors[{odd}] is in no region" if len(views) > len(sizes) else f"region {odd} has no tensor"
@@ -39,12 +41,18 @@ def check_tensors(views: Sequence[TensorView], layout: KVLayout) -> None:
             "region, in order (Regions.ONE, PER_LAYER or PER_PLANE say which planes share one)"
         )
     for region, (view, num_bytes) in enumerate(zip(views, sizes, strict=True)):
+        if len(groups) > 1 and not view.is_byte_buffer:
+            raise ConfigError(
+                f"{view}: with the layouts of {len(groups)} cache groups, pass each region as a one-dimensional uint8 "
+                "tensor"
+            )
         _check_item(view, layout)
         if view.is_byte_buffer:
-            _check_size(view, region, num_bytes, layout)
+            _check_size(view, region, num_bytes, max(group.block_stride for group in groups))
         else:
             _check_axes(view, layout, region)
-    _check_apart(views, layout)
+    for group in groups:
+        _check_apart(views, group)
 
 
 def _check_item(view: TensorView, layout: KVLayout) -> None:
@@ -61,9 +69,9 @@ def _check_item(view: TensorView, layout: KVLayout) -> None:
         raise ConfigError(f"{view} has dtype {given}, the layout says {layout.dtype}")
 
 
-def _check_size(view: TensorView, region: int, num_bytes: int, layout: KVLayout) -> None:
+def _check_size(view: TensorView, region: int, num_bytes: int, block_stride: int) -> None:
     beyond = view.num_bytes - num_bytes
-    if not 0 <= beyond < max(layout.block_stride, 1):
+    if not 0 <= beyond < max(block_stride, 1):
         raise ConfigError(
             f"{view.name} is a buffer of {view.num_bytes} bytes, and the layout has {num_bytes} bytes in region "
             f"{region}; pass exactly that many, tensor[:{num_bytes}] of a larger buffer"

@@ -91,7 +91,7 @@ class WorkerMembership:
             incarnation=secrets.token_bytes(16),
             agent=self._agent.address,
             host=this_host(),
-            layout=engine.pool.layout,
+            layouts=engine.pool.groups,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
             transports=engine.cards(),
         )

@@ -12,6 +12,7 @@ from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.transfer import spans
+from kvlink.transfer.group_ids import TokenRanges
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import Connected, connect_all
@@ -59,7 +60,7 @@ class Sources:
         return False
 
     def empty_pull(
-        self, ticket: Tickets, tokens: Range, layers: Range, settle: bool, timeout_s: float
+        self, ticket: Tickets, tokens: TokenRanges | None, layers: Range, settle: bool, timeout_s: float
     ) -> Pull:
         """Returns a pull without bytes, see `is_empty`. Raises ConfigError, AccessDenied."""
         ticket = parsed(ticket)

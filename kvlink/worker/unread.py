@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import Ticket
+from kvlink.transfer.group_ids import TokenRange, TokenRanges, is_one_range
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
 from kvlink.transfer.pull_start import Part, settle_args, within
@@ -77,16 +78,22 @@ class EmptyPull(Pull):
         return PullStats(settled=self._settled)
 
 
-def is_empty(num_blocks: int, tokens: Range, layers: Range) -> bool:
+def is_empty(num_blocks: int, tokens: TokenRanges | None, layers: Range) -> bool:
     """Returns whether a pull into `num_blocks` blocks reads nothing."""
     if layers is not None and layers[0] == layers[1]:
         return True
-    return num_blocks == 0 if tokens is None else tokens[0] == tokens[1]
+    if tokens is None:
+        return num_blocks == 0
+    return all(first == end for first, end in _each(tokens))
 
 
-def check_ranges(ticket: Ticket, tokens: Range, layers: Range, num_layers: int) -> None:
+def check_ranges(ticket: Ticket, tokens: TokenRanges | None, layers: Range, num_layers: int) -> None:
     """Raises ConfigError for a range that exceeds the offer of the ticket."""
-    if tokens is not None:
-        within(tokens, ticket.num_tokens, "tokens", ticket)
+    for each in _each(tokens) if tokens is not None else ():
+        within(each, ticket.num_tokens, "tokens", ticket)
     if layers is not None:
         within(layers, num_layers, "layers", ticket)
+
+
+def _each(tokens: TokenRanges) -> Sequence[TokenRange]:
+    return [cast(TokenRange, tokens)] if is_one_range(tokens) else cast("Sequence[TokenRange]", tokens)

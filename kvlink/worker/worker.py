@@ -25,9 +25,9 @@ from kvlink.monitoring.worker_stats import WorkerStats
 from kvlink.ticket import Ticket, check_name
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
-from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
+from kvlink.transfer.group_ids import GroupIds, TokenRanges, reader_of_ids
 from kvlink.transfer.offers import DeviceWork
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
@@ -76,7 +76,7 @@ class Worker:
             transports=config.transports if transports is None else transports,
         )
         advertised_host(self.config)  # raises before anything listens
-        self.pool, self.worker_id = pool, worker_id
+        self.pool, self.worker_id, self._read_ids = pool, worker_id, reader_of_ids(pool.groups)
         self._timeout_s = self.config.timeout_s
         self._pid = os.getpid()
         self._closed, self._closing = False, threading.RLock()
@@ -121,7 +121,7 @@ class Worker:
     def offer(
         self,
         request_id: str,
-        block_ids: BlockIds,
+        block_ids: GroupIds,
         *,
         num_tokens: int | None = None,
         ttl_s: float | None = None,
@@ -134,7 +134,8 @@ class Worker:
     ) -> Ticket:
         """Pins a request's blocks for its readers and returns the ticket that they need. Makes no remote call.
 
-        block_ids: integers that cover tokens 0…num_tokens in order. Do not write these blocks before the offer's event.
+        block_ids: integers that cover tokens 0…num_tokens in order; with several cache groups, a list of those of each.
+            Do not write these blocks before the offer's event.
         num_tokens: by default as many as fit into the blocks; the last block may be partial.
         ttl_s: seconds after which an unsettled offer ends; by default KVLINK_LEASE_S.
         readers: the number of seats; `layout.num_seats` says how many readers of another TP degree need.
@@ -192,10 +193,10 @@ class Worker:
     def pull(
         self,
         ticket: Tickets | None = None,
-        into: BlockIds = _NEEDED,
+        into: GroupIds = _NEEDED,
         *,
         request_id: str | None = None,
-        tokens: tuple[int, int] | None = None,
+        tokens: TokenRanges | None = None,
         layers: tuple[int, int] | None = None,
         settle: bool = True,
         timeout_s: float | None = None,
@@ -206,7 +207,7 @@ class Worker:
         ticket: a Ticket or its text, a list with one of each owner rank, or a request id.
         request_id: a request id to claim at the coordinator, instead of `ticket`.
         into: block ids in the forms that `offer` accepts; array("I") or contiguous numpy uint32 is fastest.
-        tokens: half-open range to read, for example to skip a cached prefix.
+        tokens: half-open range to read, for example to skip a cached prefix, or a list with one for each cache group.
         layers: half-open range of layers.
         settle: settle the offer at the owner at once after all bytes are valid.
         timeout_s: deadline of the whole pull in seconds, by default KVLINK_TIMEOUT_S; 0 does not wait.
@@ -214,7 +215,7 @@ class Worker:
         """
         if request_id is not None or not isinstance(ticket, Ticket):
             ticket = parsed(ticket, request_id)
-        block_ids = as_buffer(into, "into")
+        block_ids = self._read_ids(into)
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and is_empty(len(block_ids), tokens, layers):

@@ -34,7 +34,7 @@ def make_card(
         incarnation=process.to_bytes(16, "big"),
         agent=agent,
         host=HostIdentity("boot", 1, 2, 3, 4),
-        layout=make_layout(),
+        layouts=(make_layout(),),
         region_bytes=(200 * (32 << 10),),
         transports=(
             TransportCard("shm", b"address", (b"key",), (b"slots", b"words")),

@@ -118,7 +118,7 @@ def cards(draw: st.DrawFn) -> WorkerCard:
         incarnation=draw(st.binary(min_size=16, max_size=16)),
         agent=draw(NAMES),
         host=draw(st.builds(HostIdentity, NAMES, U64, U64, U32, U32)),
-        layout=layout,
+        layouts=(layout,) * draw(st.integers(1, 3)),
         region_bytes=tuple(draw(st.lists(U64, max_size=4))),
         transports=tuple(draw(st.lists(transports, max_size=4))),
     )

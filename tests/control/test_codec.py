@@ -136,14 +136,14 @@ def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
         ConfigError,
-        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 2; run releases",
+        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 3; run releases",
     ):
         CARD.decode(blob)
 
 
 def test_a_card_with_an_impossible_layout_is_refused() -> None:
     card = make_card()
-    layout = dataclasses.replace(card.layout)
+    layout = dataclasses.replace(card.layouts[0])
     object.__setattr__(layout, "planes", (Plane(0, 0, 2**63),))
     with pytest.raises(ConfigError, match=r"malformed SealedCard: layout: planes\[0\]"):
-        CARD.decode(CARD.encode(dataclasses.replace(card, layout=layout)))
+        CARD.decode(CARD.encode(dataclasses.replace(card, layouts=(layout,))))

@@ -27,7 +27,7 @@ def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.
     first = Handoff.from_params(hand_off())
     [owner] = first.owners
     card = ControlThread.shared().run(_card(owner.agent))
-    pool = BlockPool.allocate(card.layout)
+    pool = BlockPool.allocate(card.layouts)
     with Worker(pool, "reader", config=WorkerConfig(transports="cma,tcp")) as reader:
         with suppress(StaleBlocks):
             _read(reader, first, num_tokens)

@@ -35,7 +35,7 @@ CARD = WorkerCard(
     worker_id="owner",
     epoch=7,
     incarnation=b"0",
-    layout=LAYOUT,
+    layouts=(LAYOUT,),
     region_bytes=LAYOUT.region_bytes(),
     transports=tuple(TransportCard(name, b"there", (b"key",), (b"slots", b"words")) for name in NAMES),
     agent="127.0.0.1:1",
@@ -72,7 +72,7 @@ class Script:
 
     nics_left_out: Sequence[object] = ()
     bounces = frozenset[str]()
-    pool = type("Pool", (), {"layout": LAYOUT})()
+    pool = type("Pool", (), {"groups": (LAYOUT,)})()
 
     def __init__(self, **errors: KVLinkError) -> None:
         self._errors = {key.replace("_", " "): error for key, error in errors.items()}
@@ -89,9 +89,9 @@ class Script:
     def ports(self) -> list[object]:
         return []
 
-    def planner(self, *_: object) -> str:
+    def planners(self, *_: object) -> tuple[str]:
         self.fail("plan", "any")
-        return "planner"
+        return ("planner",)
 
     def open(self, name: str, *_: object) -> Path:
         self.fail("open", name)

@@ -54,6 +54,36 @@ TICKET = Ticket(
 )
 
 
+def grouped(ticket: Ticket, cuts: tuple[int, ...]) -> Ticket:
+    """The ticket with its blocks in several cache groups, cut anywhere."""
+    ends = sorted(min(cut, len(ticket.block_ids)) for cut in cuts)
+    sizes = [end - begin for begin, end in zip([0, *ends], [*ends, len(ticket.block_ids)], strict=True)]
+    return dataclasses.replace(ticket, group_sizes=tuple(sizes))
+
+
+@given(tickets, st.lists(st.integers(0, 64), min_size=1, max_size=5).map(tuple))
+def test_the_lists_of_cache_groups_come_back(ticket: Ticket, cuts: tuple[int, ...]) -> None:
+    made = grouped(ticket, cuts)
+    back = Ticket.from_text(made.to_text())
+    assert back == made
+    assert [list(ids) for ids in back.groups()] == [list(ids) for ids in made.groups()]
+    assert sum(back.groups(), array("I")) == ticket.block_ids
+
+
+@pytest.mark.parametrize("sizes", [(40,), (20, 19), (39, 2), (0,) * 257])
+def test_sizes_of_groups_that_do_not_add_up_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="must add up"):
+        dataclasses.replace(TICKET, group_sizes=sizes).to_bytes()
+
+
+def test_forged_sizes_of_groups_are_refused() -> None:
+    blob = bytearray(dataclasses.replace(TICKET, group_sizes=(30, 10)).to_bytes())
+    blob[-4:] = (11).to_bytes(4, "little")
+    blob[8:12] = zlib.crc32(blob[12:]).to_bytes(4, "little")
+    with pytest.raises(ConfigError, match="do not add up to the blocks"):
+        Ticket.from_bytes(bytes(blob))
+
+
 @given(tickets)
 def test_bytes_and_text_give_the_same_ticket_back(ticket: Ticket) -> None:
     assert Ticket.from_bytes(ticket.to_bytes()) == ticket
@@ -149,7 +179,7 @@ def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:
 def test_another_protocol_version_says_both_numbers() -> None:
     blob = bytearray(TICKET.to_bytes())
     blob[6] = 9
-    with pytest.raises(ConfigError, match="version 9, this process speaks 2"):
+    with pytest.raises(ConfigError, match="version 9, this process speaks 3"):
         Ticket.from_bytes(bytes(blob))
 
 

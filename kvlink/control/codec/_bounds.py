@@ -26,6 +26,8 @@ class Repeated(NamedTuple):
     inside: Bounds | None = None
     packed: bool = False
     """The field holds packed numbers: one entry on the wire may hold many."""
+    together: bool = False
+    """The bounds inside are those of all entries together, not of each."""
 
 
 class Single(NamedTuple):
@@ -102,7 +104,7 @@ def _count(
     if counts[path] > bound.most:
         raise ConfigError(f"the number of {bound.name} exceeds {bound.most}, the maximum that is accepted")
     if bound.inside is not None and kind == _BYTES:
-        _scan(entry, bound.inside, {}, ())
+        _scan(entry, bound.inside, *((counts, path) if bound.together else ({}, ())))
 
 
 def _varint(blob: memoryview, at: int) -> tuple[int, int]:

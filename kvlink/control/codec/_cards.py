@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 
 from kvlink.control import limits
-from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
+from kvlink.control.codec._bounds import Bounds, Repeated, check
 from kvlink.control.codec._memoized import Memoized
 from kvlink.control.codec._wire import (
     by_name,
@@ -27,7 +27,7 @@ _KEYS: Bounds = {
     4: Repeated("lease keys", limits.MAX_LEASE_KEYS),
 }
 _BOUNDS: Bounds = {
-    6: Single({12: Repeated("planes", limits.MAX_PLANES)}),
+    6: Repeated("layouts", limits.MAX_LAYOUTS, {12: Repeated("planes", limits.MAX_PLANES)}, together=True),
     7: Repeated("regions", limits.MAX_REGIONS, packed=True),
     8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS),
 }
@@ -61,10 +61,13 @@ def _check_card(card: WorkerCard) -> None:
     check_name("agent", card.agent)
     if len(card.incarnation) != 16:
         raise ConfigError(f"the incarnation has {len(card.incarnation)} bytes, not 16")
-    check_within("number of planes", len(card.layout.planes), 0, limits.MAX_PLANES)
+    check_within("number of layouts", len(card.layouts), 1, limits.MAX_LAYOUTS)
+    num_planes = sum(len(layout.planes) for layout in card.layouts)
+    check_within("number of planes", num_planes, 0, limits.MAX_PLANES)
     check_within("number of regions", len(card.region_bytes), 0, limits.MAX_REGIONS)
     check_within("number of transports", len(card.transports), 0, limits.MAX_TRANSPORTS)
-    check_opaque("a name in the card", *(texts := (card.host.boot_id, card.layout.model, card.layout.dtype)))
+    texts = [card.host.boot_id, *(text for one in card.layouts for text in (one.model, one.dtype))]
+    check_opaque("a name in the card", *texts)
     check_printable("a name in the card", *texts)
     for transport in card.transports:
         check_within("number of pool keys", len(transport.pool_keys), 0, limits.MAX_REGIONS)
@@ -80,7 +83,7 @@ _write, _read = by_name(
     pb.WorkerCard,
     _check_card,
     host=by_name(HostIdentity, pb.HostIdentity),
-    layout=by_name(KVLayout, pb.KVLayout, planes=by_name(Plane, pb.Plane)),
+    layouts=by_name(KVLayout, pb.KVLayout, planes=by_name(Plane, pb.Plane)),
     transports=by_name(TransportCard, pb.TransportCard),
 )
 CARD = codec(pb.SealedCard, seal, unseal)

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SLOT_BYTES = 64
 NONCE, READY = 0, 8
 """Offsets in a slot."""
@@ -44,7 +44,7 @@ _QP = struct.Struct("<6I")
 _PORT = struct.Struct("<III")
 _KEY = struct.Struct("<4sIQQQI")
 _TICKET = struct.Struct("<4sHHI")
-_TICKET_HEADER = struct.Struct("<QIIIBBHHHHHI")
+_TICKET_HEADER = struct.Struct("<QIIIBBHHHHHIH")
 _SEAT = struct.Struct("<IQQ")
 
 
@@ -166,7 +166,7 @@ class Ticket(NamedTuple):
         names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
         num_blocks = len(self.block_ids)
         body = _TICKET_HEADER.pack(
-            self.epoch, self.num_tokens, num_blocks, self.ready, 0, len(self.seats), 0, 1, *map(len, names), 60_000
+            self.epoch, self.num_tokens, num_blocks, self.ready, 0, len(self.seats), 0, 1, *map(len, names), 60_000, 1
         )  # fmt: skip
         body += b"".join(_SEAT.pack(*seat) for seat in self.seats) + b"".join(names)
         body += struct.pack(f"<{num_blocks}I", *self.block_ids)
@@ -179,7 +179,9 @@ class Ticket(NamedTuple):
         magic, header_bytes, version, checksum = _TICKET.unpack_from(blob)
         body = blob[_TICKET.size :]
         assert (magic, version, checksum) == (b"KVT1", PROTOCOL_VERSION, zlib.crc32(body))
-        epoch, num_tokens, num_blocks, ready, _, num_seats, _, _, *sizes, _ = _TICKET_HEADER.unpack_from(body)
+        epoch, num_tokens, num_blocks, ready, _, num_seats, _, _, *sizes, _, _ = _TICKET_HEADER.unpack_from(
+            body
+        )
         at = header_bytes + num_seats * _SEAT.size
         seats = tuple(_SEAT.iter_unpack(body[header_bytes:at]))
         names = []

@@ -146,7 +146,7 @@ class Owner:
             incarnation=secrets.token_bytes(16),
             agent=self.agent,
             host=card_pb2.HostIdentity(boot_id="another host", pid=1),
-            layout=layout,
+            layouts=(layout,),
             region_bytes=[pool.num_bytes],
             transports=[
                 card_pb2.TransportCard(

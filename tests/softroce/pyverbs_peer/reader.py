@@ -83,7 +83,7 @@ class Reader:
 
     def blocks(self, ticket: Ticket) -> np.ndarray:
         """Every row of the request's tokens, shape [planes, tokens, heads, row_bytes]."""
-        layout = self.card.layout
+        (layout,) = self.card.layouts
         shape = (len(layout.planes), ticket.num_tokens, layout.num_heads, layout.row_bytes)
         into = Memory(self._nic, int(np.prod(shape)), e.IBV_ACCESS_LOCAL_WRITE)
         reads = [

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one pull reads from one owner.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "lease/lease_words.h"
+#include "plan/groups.h"
+
+namespace kvlink {
+
+/// The units that LeaseSlot::ready counts if a pull starts before all is written.
+enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers, kTokens };
+
+/// A pull of one cache group, which it describes itself, or of several: then `more` has the others. The block
+/// lists are copied only when streaming.
+struct PullRequest : GroupRead {
+  std::span<const GroupRead> more;
+  LeaseSeat seat;  // settle_nonce 0: validate, do not settle
+  StreamUnit stream = StreamUnit::kNone;
+  uint32_t num_tokens = 0;  // of the offer; used with kTokens
+  int64_t deadline_ns = 0;  // by now_ns()
+};
+
+}  // namespace kvlink

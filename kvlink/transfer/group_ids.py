@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts the block ids and token ranges of pools with several cache groups, which have one of each for each group."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from kvlink.errors import ConfigError
+from kvlink.layout import KVLayout
+from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer
+
+GroupIds = BlockIds | Sequence[BlockIds]
+"""The block ids of a request: one list, or one for each cache group."""
+
+TokenRange = tuple[int, int]
+TokenRanges = TokenRange | Sequence[TokenRange]
+"""A half-open range of tokens, or one for each cache group. The range of a group of states counts states."""
+
+
+def reader_of_ids(groups: Sequence[KVLayout]) -> Callable[[Any], Any]:
+    """Returns the function that converts the `into` of a pull: to a buffer, or to one for each group."""
+    if len(groups) == 1:
+        return partial(as_buffer, what="into")
+    return partial(_buffers, num_groups=len(groups), what="into")
+
+
+def copied(into: Any) -> Any:
+    """Copies the converted `into` of a pull, which the caller may change."""
+    return tuple(map(copied, into)) if type(into) is tuple else array("I", bytes(memoryview(into)))
+
+
+def arrays_of(given: Any, groups: Sequence[KVLayout], what: str) -> list[array[int]]:
+    """Returns a copy of the block ids of each group. Raises ConfigError as `as_array` does."""
+    if len(groups) == 1:
+        return [as_array(given, what)]
+    lists = _lists(given, len(groups), what)
+    return [as_array(ids, f"{what}, cache group {index}") for index, ids in enumerate(lists)]
+
+
+def is_one_range(tokens: TokenRanges) -> bool:
+    """Returns whether `tokens` is one range, and not one for each group."""
+    return len(tokens) == 2 and not isinstance(tokens[0], Sequence)
+
+
+def ranges_of(
+    tokens: TokenRanges | None, layouts: Sequence[KVLayout], theirs: Sequence[array[int]], num_tokens: int
+) -> list[TokenRange]:
+    """Returns the range of each group. One range, or none, leaves all states to be read.
+
+    `theirs` are the block ids of the ticket. Raises ConfigError for ranges beyond the ticket.
+    """
+    limits = [
+        len(ids) if layout.is_state else num_tokens for layout, ids in zip(layouts, theirs, strict=True)
+    ]
+    if tokens is None:
+        return [(0, limit) for limit in limits]
+    if is_one_range(tokens):
+        one = cast(TokenRange, tokens)
+        ranges = [
+            (0, limit) if layout.is_state else one for layout, limit in zip(layouts, limits, strict=True)
+        ]
+    else:
+        ranges = list(cast("Sequence[TokenRange]", tokens))
+    if len(ranges) != len(layouts):
+        raise ConfigError(f"tokens has {len(ranges)} ranges, and the pool {len(layouts)} cache groups")
+    for index, ((first, end), limit) in enumerate(zip(ranges, limits, strict=True)):
+        if not 0 <= first <= end <= limit:
+            raise ConfigError(
+                f"tokens of cache group {index}: {first} to {end} is no range within 0 to {limit}"
+            )
+    return ranges
+
+
+def _buffers(given: Any, num_groups: int, what: str) -> tuple[Any, ...]:
+    lists = _lists(given, num_groups, what)
+    return tuple(as_buffer(ids, f"{what}, cache group {index}") for index, ids in enumerate(lists))
+
+
+def _lists(given: Any, num_groups: int, what: str) -> Sequence[Any]:
+    if not isinstance(given, (list, tuple)) or len(given) != num_groups:
+        raise ConfigError(
+            f"{what}: pass a list with the block ids of each of the pool's {num_groups} cache groups, not "
+            f"{f'{len(given)} of them' if isinstance(given, (list, tuple)) else type(given).__name__}"
+        )
+    return given

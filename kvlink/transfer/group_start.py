@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts reads of several cache groups from one owner as one transfer, which validates and settles once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlink.errors import ConfigError
+from kvlink.ticket import Ticket
+from kvlink.transfer.engine import Transfer
+from kvlink.transfer.group_ids import TokenRanges, ranges_of
+from kvlink.transfer.peer import Peer
+from kvlink.types import ReadyUnit
+
+_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2, ReadyUnit.TOKENS: 3}
+_ALL_LAYERS = (0, 2**32 - 1)
+
+
+def start_groups(
+    peer: Peer,
+    ticket: Ticket,
+    into: Any,
+    tokens: TokenRanges | None,
+    layers: tuple[int, int] | None,
+    seat: tuple[int, int, int],
+    timeout_s: float,
+) -> Transfer | None:
+    """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError.
+
+    into: a buffer of block ids, or with several groups one for each. `seat`: slot, nonce, and value to settle or 0.
+    """
+    layouts, theirs = peer.card.layouts, ticket.groups()
+    ours = [into] if len(layouts) == 1 else into
+    what = f"request {ticket.request_id}"
+    if len(theirs) != len(layouts):
+        raise ConfigError(f"{what}: the ticket has {len(theirs)} cache groups, its worker {len(layouts)}")
+    if layers is not None and len(layouts) > 1:
+        raise ConfigError(f"{what}: `layers` selects layers of one cache group, and there are {len(layouts)}")
+    ranges = ranges_of(tokens, layouts, theirs, ticket.num_tokens)
+    reads = []
+    for index, (planner, layout) in enumerate(zip(peer.planners, layouts, strict=True)):
+        if planner is None:
+            continue
+        if layout.is_state and len(theirs[index]) != len(ours[index]):
+            raise ConfigError(
+                f"{what}: cache group {index} has {len(theirs[index])} states there, and {len(ours[index])} here"
+            )
+        reads.append(
+            (planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, layout.is_state)
+        )
+    units = ticket.num_tokens if ticket.ready_unit is ReadyUnit.TOKENS else len(ticket.block_ids)
+    stream = 0 if ticket.ready >= units else _STREAM[ticket.ready_unit]
+    return peer.connection.pull_groups(reads, seat, stream, ticket.num_tokens, timeout_s)

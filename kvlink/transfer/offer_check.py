@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the blocks of an offer against the layouts of its pool, and says how much of them is written."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvlink.errors import ConfigError
+from kvlink.layout import KVLayout
+from kvlink.transfer.block_ids import check_distinct
+from kvlink.transfer.group_ids import GroupIds, arrays_of
+from kvlink.types import ReadyUnit
+
+
+class OfferedBlocks(NamedTuple):
+    """The blocks of an offer, in the form of a Ticket. `written` of them are written, counted in `unit`."""
+
+    ids: array[int]
+    group_sizes: tuple[int, ...]
+    num_tokens: int
+    unit: ReadyUnit
+    written: int
+
+
+def checked_offer(
+    request_id: str,
+    block_ids: GroupIds,
+    groups: Sequence[KVLayout],
+    num_tokens: int | None,
+    ready: int | None,
+    unit: ReadyUnit,
+) -> OfferedBlocks:
+    """Returns the blocks of an offer. Raises ConfigError, naming the value, for what the pool cannot have."""
+    by_group = arrays_of(block_ids, groups, request_id)
+    tokens = _fitting_tokens(request_id, by_group, groups) if num_tokens is None else num_tokens
+    for index, (ids, group) in enumerate(zip(by_group, groups, strict=True)):
+        what = request_id if len(groups) == 1 else f"{request_id}, cache group {index}"
+        check_distinct(ids, group.num_blocks, what)
+        fits = (len(ids) - 1) * group.block_tokens < tokens <= len(ids) * group.block_tokens
+        if not fits and not group.is_state:
+            raise ConfigError(
+                f"offer {what}: {tokens} tokens do not fill {len(ids)} blocks of {group.block_tokens}"
+            )
+    if not 0 < tokens < 2**32:
+        raise ConfigError(f"offer {request_id}: num_tokens must be in 1 to 2^32 - 1, not {tokens}")
+    if len(groups) == 1:
+        return _offered(request_id, by_group[0], (), tokens, ready, unit, groups[0].num_layers)
+    if unit is not ReadyUnit.TOKENS and ready is not None:
+        raise ConfigError(
+            f"offer {request_id}: readers follow several cache groups by tokens only; pass ready_unit=TOKENS"
+        )
+    sizes, ids = tuple(map(len, by_group)), array("I", itertools.chain(*by_group))
+    return _offered(request_id, ids, sizes, tokens, ready, ReadyUnit.TOKENS, 0)
+
+
+def _fitting_tokens(request_id: str, by_group: Sequence[array[int]], groups: Sequence[KVLayout]) -> int:
+    """Returns how many tokens fit into the blocks of every group. Raises ConfigError if only states are offered."""
+    fitting = [
+        len(ids) * group.block_tokens
+        for ids, group in zip(by_group, groups, strict=True)
+        if not group.is_state
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"offer {request_id}: pass num_tokens, because states do not tell how many there are"
+        )
+    return min(fitting)
+
+
+def _offered(
+    request_id: str,
+    ids: array[int],
+    group_sizes: tuple[int, ...],
+    tokens: int,
+    ready: int | None,
+    unit: ReadyUnit,
+    num_layers: int,
+) -> OfferedBlocks:
+    units = {ReadyUnit.BLOCKS: len(ids), ReadyUnit.LAYERS: num_layers, ReadyUnit.TOKENS: tokens}[unit]
+    written = units if ready is None else ready
+    if not 0 <= written <= units:
+        raise ConfigError(f"offer {request_id}: ready={ready} must be in 0 to {units} {unit.name.lower()}")
+    return OfferedBlocks(ids, group_sizes, tokens, unit, written)

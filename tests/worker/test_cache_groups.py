@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls requests of hybrid models: attention and states in the same pages, between ranks of any degree."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transports.mixed_pools import MixedSpec, whole, whole_model, write
+
+from kvlink import LeaseEnd, ReadyUnit, Ticket, Worker, WorkerConfig
+from kvlink.errors import ConfigError, LayoutMismatch
+from kvlink.layout import dense, num_seats
+from kvlink.layout.geometry import Geometry
+from kvlink.transfer.pool import BlockPool
+
+_TOKENS = 11
+_DEGREES = (1, 2, 4)
+
+
+@pytest.fixture
+def workers() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _worker(stack: ExitStack, pool: BlockPool, name: str, transport: str = "loopback") -> Worker:
+    config = WorkerConfig(transports=transport, lease_slots=16, port=0)
+    return stack.enter_context(Worker(pool, name, config=config))
+
+
+def _ids(spec: MixedSpec, seed: int) -> list[list[int]]:
+    """Blocks of a request: different pages for attention, and one page for both states."""
+    pages = random.Random(seed).sample(range(spec.num_pages), -(-_TOKENS // spec.block_tokens) + 1)
+    return [pages[1:], pages[:1], pages[:1]]
+
+
+def _poison(pool: BlockPool, seed: int) -> list[np.ndarray]:
+    for region in range(len(pool.regions)):
+        view = pool.numpy(region)
+        view[:] = np.random.default_rng([seed, region]).integers(0, 256, view.size, np.uint8)
+    return [pool.numpy(region).copy() for region in range(len(pool.regions))]
+
+
+def _fill(pool: BlockPool, ids: list[list[int]], model: list[np.ndarray]) -> None:
+    views = [pool.numpy(region) for region in range(len(pool.regions))]
+    write(views, pool.groups, ids, model, whole(pool.groups, _TOKENS))
+
+
+def _is(pool: BlockPool, wanted: list[np.ndarray]) -> bool:
+    return all(np.array_equal(pool.numpy(region), each) for region, each in enumerate(wanted))
+
+
+@pytest.mark.parametrize("heads", [(2, 8, 4), (1, 4, 8)], ids=["replicas", "mla"])
+@pytest.mark.parametrize(("owner_tp", "reader_tp"), [*itertools.product(_DEGREES, _DEGREES)])
+def test_every_degree_reads_every_group(
+    workers: ExitStack, owner_tp: int, reader_tp: int, heads: tuple[int, int, int]
+) -> None:
+    model = whole_model(MixedSpec(total_heads=heads), _TOKENS, owner_tp)
+    owner_specs = [MixedSpec(total_heads=heads, tp_rank=rank, tp_size=owner_tp) for rank in range(owner_tp)]
+    owners = [_worker(workers, spec.make(), f"p{rank}") for rank, spec in enumerate(owner_specs)]
+    theirs = _ids(owner_specs[0], 1)
+    offered = []
+    for owner in owners:
+        _fill(owner.pool, theirs, model)
+        if seats := num_seats(owner.pool.groups, reader_tp):
+            offered.append(owner.offer("r", theirs, num_tokens=_TOKENS, readers=seats))
+    for rank in range(reader_tp):
+        spec = MixedSpec(block_tokens=8, total_heads=heads, tp_rank=rank, tp_size=reader_tp)
+        reader = _worker(workers, spec.make(), f"d{rank}")
+        ours = _ids(spec, 2 + rank)
+        before = _poison(reader.pool, rank)
+        reader.pull(offered, ours).wait(20)
+        write(before, reader.pool.groups, ours, model, whole(reader.pool.groups, _TOKENS))
+        assert _is(reader.pool, before)
+    for owner in owners:
+        if num_seats(owner.pool.groups, reader_tp):
+            assert next(owner.watch_events_blocking(20)).how is LeaseEnd.SETTLED
+
+
+def _pair(workers: ExitStack) -> tuple[Worker, Worker]:
+    return _worker(workers, MixedSpec().make(), "p"), _worker(workers, MixedSpec().make(), "d")
+
+
+def _offered(owner: Worker, **how: object) -> tuple[Ticket, list[np.ndarray]]:
+    model = whole_model(MixedSpec(), _TOKENS, 5)
+    theirs = _ids(MixedSpec(), 7)
+    _fill(owner.pool, theirs, model)
+    ticket = owner.offer("r", theirs, num_tokens=_TOKENS, **how)  # type: ignore[arg-type]
+    return Ticket.from_text(ticket.to_text()), model
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranges"),
+    [
+        ((3, 9), [(3, 9), (0, 1), (0, 1)]),
+        ([(8, 11), (0, 0), (0, 1)], [(8, 11), (0, 0), (0, 1)]),
+        ([(11, 11), (0, 1), (0, 1)], [(11, 11), (0, 1), (0, 1)]),
+    ],
+    ids=["one range leaves the states", "a range for each group", "states alone"],
+)
+def test_token_ranges(workers: ExitStack, tokens: object, ranges: list[tuple[int, int]]) -> None:
+    owner, reader = _pair(workers)
+    ticket, model = _offered(owner)
+    ours = _ids(MixedSpec(), 8)
+    wanted = _poison(reader.pool, 1)
+    write(wanted, reader.pool.groups, ours, model, ranges)
+    reader.pull(ticket, ours, tokens=tokens).wait(20)  # type: ignore[arg-type]
+    assert _is(reader.pool, wanted)
+
+
+def test_readers_follow_tokens_and_read_states_at_the_end(workers: ExitStack) -> None:
+    owner, reader = _pair(workers)
+    ticket, model = _offered(owner, ready=3, ready_unit=ReadyUnit.TOKENS)
+    ours = _ids(MixedSpec(), 8)
+    wanted = _poison(reader.pool, 1)
+    pull = reader.pull(ticket, ours)
+    for ready in (3, 7, 10):
+        owner.set_ready("r", ready)
+        assert not pull.wait(0)
+    owner.set_ready("r", _TOKENS)
+    pull.wait(20)
+    write(wanted, reader.pool.groups, ours, model, whole(reader.pool.groups, _TOKENS))
+    assert _is(reader.pool, wanted)
+
+
+class _Kernels:
+    """Work on a device that ends when the test says so."""
+
+    has_ended = False
+
+    def query(self) -> bool:
+        return self.has_ended
+
+
+def test_readers_wait_for_the_device(workers: ExitStack) -> None:
+    owner, reader = _pair(workers)
+    kernels = _Kernels()
+    ticket, model = _offered(owner, after=kernels)
+    ours = _ids(MixedSpec(), 8)
+    wanted = _poison(reader.pool, 1)
+    pull = reader.pull(ticket, ours)
+    assert not pull.wait(0)
+    kernels.has_ended = True
+    pull.wait(20)
+    write(wanted, reader.pool.groups, ours, model, whole(reader.pool.groups, _TOKENS))
+    assert _is(reader.pool, wanted)
+
+
+def test_blocks_of_two_groups_in_the_same_memory_are_refused(workers: ExitStack) -> None:
+    owner, reader = _pair(workers)
+    ticket, _ = _offered(owner)
+    ours = _ids(MixedSpec(), 8)
+    before = _poison(reader.pool, 1)
+    pull = reader.pull(ticket, [ours[0], ours[0][:1], ours[2]])
+    with pytest.raises(ConfigError, match="two cache groups name blocks in the same memory"):
+        pull.wait(20)
+    assert _is(reader.pool, before)
+
+
+def test_what_does_not_fit_the_groups_is_refused(workers: ExitStack) -> None:
+    owner, reader = _pair(workers)
+    ticket, _ = _offered(owner)
+    ours = _ids(MixedSpec(), 8)
+    with pytest.raises(ConfigError, match="block ids of each of the pool's 3 cache groups, not 2 of them"):
+        reader.pull(ticket, ours[:2])
+    with pytest.raises(ConfigError, match="3 cache groups, not array"):
+        reader.pull(ticket, array("I", [1]))
+    with pytest.raises(ConfigError, match="cache group 1 has 1 states there, and 2 here"):
+        reader.pull(ticket, [ours[0], [0, 1], ours[2]]).wait(20)
+    with pytest.raises(ConfigError, match="`layers` selects layers of one cache group"):
+        reader.pull(ticket, ours, layers=(0, 1)).wait(20)
+    with pytest.raises(ConfigError, match="tokens of cache group 2: 0 to 2 is no range within 0 to 1"):
+        reader.pull(ticket, ours, tokens=[(0, 1), (0, 1), (0, 2)]).wait(20)
+    with pytest.raises(ConfigError, match="follow several cache groups by tokens only"):
+        owner.offer("blocks", _ids(MixedSpec(), 9), num_tokens=_TOKENS, ready=1)
+    with pytest.raises(ConfigError, match="cache group 0: 30 tokens do not fill 3 blocks of 4"):
+        owner.offer("many", _ids(MixedSpec(), 9), num_tokens=30)
+
+
+def test_another_number_of_groups_is_another_model(workers: ExitStack) -> None:
+    owner = _worker(workers, MixedSpec().make(), "p")
+    ticket, _ = _offered(owner)
+    plain = BlockPool.allocate(dense(Geometry(2, 2, 24, 24, block_tokens=4)), huge_pages=False)
+    reader = _worker(workers, plain, "d")
+    with pytest.raises(LayoutMismatch, match="the number of cache groups differs: 1 here, 3 there"):
+        reader.pull(ticket, [1, 2, 3]).wait(20)
+
+
+def test_a_group_with_other_states_is_another_model(workers: ExitStack) -> None:
+    owner = _worker(workers, MixedSpec().make(), "p")
+    ticket, _ = _offered(owner)
+    reader = _worker(workers, replace(MixedSpec(), total_heads=(2, 8, 8)).make(), "d")
+    with pytest.raises(LayoutMismatch, match="cache group 2: total_heads differs: 8 here, 4 there"):
+        reader.pull(ticket, _ids(MixedSpec(), 8)).wait(20)
