@@ -229,11 +229,13 @@ class Engine:
         bounce_bytes: int = 0,
         rdma_traffic_class: int = 0,
         cuda_image: bytes = b"",
+        gpu_blocks: int = 0,
         advertise: str = "",
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
         `cuda_image`: kvlink/hardware/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
+        `gpu_blocks`: the most thread blocks of a launch of it; 0: what the link needs.
         `advertise`: the number that peers of tcp dial instead of `host`, which may be a wildcard then.
         """
     def add_pool_region(self, memory: HostMemory) -> int: ...

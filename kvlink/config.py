@@ -97,6 +97,15 @@ class WorkerConfig:
         least=1 << 20,
         most=1 << 30,
     )
+    gpu_blocks: int = _setting(
+        "KVLINK_GPU_BLOCKS",
+        0,
+        "Sets the most thread blocks that one copy by kvlink's kernel may take of a GPU. 0 takes what the link needs: "
+        "16 to 32 for host memory, 128 for another GPU, and two for each multiprocessor within one GPU.",
+        "Lower it if decoding slows down while blocks are pulled; `kvlink bench gpu` shows both.",
+        least=0,
+        most=4096,
+    )
     coordinator: str = _setting(
         "KVLINK_COORDINATOR",
         "",

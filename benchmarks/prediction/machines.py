@@ -17,6 +17,7 @@ _ROUND_TRIPS = 2  # the data, then the lease slot
 _NIC_NS = 50.0  # assumed: 20 million reads a second
 _WINDOW = 4 * 16  # queue pairs per peer, times reads in flight on each
 _BOUNCE_US = 12.0  # quoted for the extra host copy of one message
+_LAUNCH_US = 2.0  # assumed: between two launches on a stream; a slot's list of pieces travels with them
 _KERNEL_US = 15.0  # assumed: a gather kernel and its event
 
 
@@ -49,7 +50,7 @@ class Machine:
         bounced = replace(direct, start_us=start_us + 2 * _BOUNCE_US)
         return [
             direct,
-            replace(bounced, name="bounce", staging=Staging.CHUNKS),
+            replace(bounced, name="bounce", staging=Staging.CHUNKS, chunk_us=_LAUNCH_US),
             replace(bounced, name="bounce-whole", staging=Staging.WHOLE),
             Path("nvlink", ranks, NVLINK_GBPS[self.nvlink], _SOFTWARE_US + _KERNEL_US, 0.0),
         ]

@@ -63,7 +63,9 @@ class Path:
     window: int = 0
     """The number of reads in flight on one rail; 0 means no limit."""
     staging: Staging = Staging.NONE
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 512 << 10
+    chunk_us: float = 0.0
+    """The time of one chunk beside that of its bytes, on one rail."""
 
     def terms_ms(self, request: Request) -> dict[str, float]:
         """Returns the time that each stage would take alone."""
@@ -71,7 +73,7 @@ class Path:
         window_us = each_pieces * self.round_trip_us / self.window if self.window else 0.0
         return {
             "wire": each_bytes / self.wire_gbps / 1e6,
-            "PCIe": each_bytes / self.pcie_gbps / 1e6,
+            "PCIe": each_bytes / self.pcie_gbps / 1e6 + self._chunks(each_bytes) * self.chunk_us / 1e3,
             "posting": each_pieces * self.post_ns / 1e6,
             "NIC operations": each_pieces * self.rail_ns / 1e6,
             "window": window_us / 1e3,
@@ -101,6 +103,9 @@ class Path:
         behind = prefill_ms * (request.layers - 1) / request.layers
         late = max(0.0, moving + request.layers * start_ms - behind)
         return start_ms + late + moving / request.layers
+
+    def _chunks(self, num_bytes: float) -> float:
+        return num_bytes / self.chunk_bytes if self.staging is Staging.CHUNKS else 0.0
 
     def _staging_ms(self, request: Request) -> float:
         """Returns the time of copies through host memory on both sides, which nothing hides."""

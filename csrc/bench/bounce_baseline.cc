@@ -82,9 +82,7 @@ Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes,
   if (piece_bytes == 0 || piece_bytes > SlotRing::kSlotBytes) {
     return Status::Config("pieces have 1 to " + std::to_string(SlotRing::kSlotBytes) + " bytes");
   }
-  const MakeDeviceCopier copiers = [image](const std::byte* of, uint32_t num_slots) {
-    return make_cuda_copier(of, num_slots, image);
-  };
+  const MakeDeviceCopier copiers = [image](const std::byte* of) { return make_cuda_copier(of, image, 0); };
   Result<std::shared_ptr<Bounce>> bounce = Bounce::make(memory.base, kBounceBytes, copiers);
   if (!bounce.ok()) return bounce.status();
   Result<std::unique_ptr<CopyQueue>> queue = (*bounce)->copier().open_queue();

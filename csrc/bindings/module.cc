@@ -220,9 +220,9 @@ void register_engine(py::module_& m) {
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics,
                        const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class,
-                       const std::string& cuda_image, const std::string& advertise) {
-             TransportOptions how{host,       port,     fault, {}, rdma_connect, rdma_traffic_class,
-                                  cuda_image, advertise};
+                       const std::string& cuda_image, uint32_t gpu_blocks, const std::string& advertise) {
+             TransportOptions how{host,       port,       fault,    {}, rdma_connect, rdma_traffic_class,
+                                  cuda_image, gpu_blocks, advertise};
              for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
              auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
                                             inline_bytes, num_lanes, bounce_bytes}));
@@ -231,7 +231,8 @@ void register_engine(py::module_& m) {
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0,
-           py::arg("rdma_traffic_class") = 0, py::arg("cuda_image") = "", py::arg("advertise") = "")
+           py::arg("rdma_traffic_class") = 0, py::arg("cuda_image") = "", py::arg("gpu_blocks") = 0,
+           py::arg("advertise") = "")
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },

@@ -28,6 +28,7 @@ inline constexpr int kReadOnly = 1;             // CU_MEM_ACCESS_FLAGS_PROT_READ
 inline constexpr int kReadWrite = 3;            // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 inline constexpr int kRecommended = 1;          // CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 inline constexpr int kInStreamOrder = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+inline constexpr int kMultiprocessors = 16;     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kRdmaWithVmm = 110;        // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kDeviceOrdinal = 9;        // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -77,7 +78,8 @@ struct CopyAttributes {
   F(host_register, "cuMemHostRegister_v2", (void* host, size_t bytes, unsigned flags)) \
   F(host_unregister, "cuMemHostUnregister", (void* host)) \
   F(host_device_pointer, "cuMemHostGetDevicePointer_v2", (Address* device, void* host, unsigned flags)) \
-  F(stream_create, "cuStreamCreate", (Stream* stream, unsigned flags)) \
+  F(stream_priority_range, "cuCtxGetStreamPriorityRange", (int* least, int* greatest)) \
+  F(stream_create, "cuStreamCreateWithPriority", (Stream* stream, unsigned flags, int priority)) \
   F(stream_synchronize, "cuStreamSynchronize", (Stream stream)) \
   F(stream_destroy, "cuStreamDestroy_v2", (Stream stream)) \
   F(event_create, "cuEventCreate", (Event* event, unsigned flags)) \

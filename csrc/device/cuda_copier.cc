@@ -2,12 +2,11 @@
 #include "device/cuda_copier.h"
 
 #include <algorithm>
-#include <deque>
+#include <array>
 #include <vector>
 
 #include "device/cuda_device.h"
 #include "device/gather.h"
-#include "device/gather_tables.h"
 
 namespace kvlink {
 namespace {
@@ -16,18 +15,18 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::Device;
 
-constexpr uint32_t kTablePieces = DeviceCopier::kTableBytes / sizeof(GatherPiece);
-constexpr uint32_t kMostCuts = 16;  // that a slot's pieces may need beside themselves
+// Launches that a start may need, each with as many pieces as its parameters hold. They cost less than a
+// table, whose copy makes the GPU change between its copy engine and the kernel.
+constexpr uint32_t kMostLaunches = 6;
 // Average piece size from which copy engines are as fast as the kernel, and leave the GPU's cores free.
 constexpr uint64_t kLargeBytes = 128 << 10;
 
-/// State that queues share. The kernel accesses pinned host memory in place: one launch per slot, whatever
-/// the number of pieces.
+/// State that queues share. The kernel accesses pinned host memory in place.
 struct Means {
   const std::shared_ptr<const Device> device;
   const std::shared_ptr<CudaGather> gather;
-  const std::shared_ptr<CudaTables> tables;  // one a slot: as many as there are copies under way
-  bool host_by_kernel = true;                // addresses of pinned memory are the same on the device
+  bool host_by_kernel = true;              // addresses of pinned memory are the same on the device
+  GatherLink link = GatherLink::kSameGpu;  // until host memory is pinned
 };
 
 class CudaQueue final : public CopyQueue {
@@ -39,58 +38,45 @@ class CudaQueue final : public CopyQueue {
   Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) override {
     const Current current(stream_->device());
     if (!current.status().ok()) return current.status();
-    CudaTables::Held table =
-        wants_table(pieces) ? means_.tables->take() : CudaTables::Held{nullptr, {nullptr}};
-    const Status status = table ? gather(to, pieces, *table) : copy_each(to, pieces);
-    if (!status.ok()) {
-      stream_->drain();
-      return status;
-    }
-    Result<uint64_t> number = stream_->mark();
-    if (number.ok() && table) in_use_.push_back({*number, std::move(table)});
-    return number;
-  }
-  Result<bool> done(uint64_t number) override {
-    const Result<bool> done = stream_->done(number);
-    const bool ended = done.ok() && *done;
-    while (ended && !in_use_.empty() && in_use_.front().number <= number)
-      in_use_.pop_front();  // others want them
-    return done;
-  }
-  void drain() override {
+    const Status status = suits_kernel(pieces) ? gather(to, pieces) : copy_each(to, pieces);
+    if (status.ok()) return stream_->mark();
     stream_->drain();
-    in_use_.clear();
+    return status;
   }
+  Result<bool> done(uint64_t number) override { return stream_->done(number); }
+  void drain() override { stream_->drain(); }
 
  private:
-  struct TableInUse {
-    uint64_t number;
-    CudaTables::Held table;
-  };
-
-  bool wants_table(std::span<const CopyPiece> pieces) const {
-    if (!means_.host_by_kernel || pieces.size() + kMostCuts > means_.tables->pieces_each()) return false;
+  bool suits_kernel(std::span<const CopyPiece> pieces) const {
     uint64_t bytes = 0;
     for (const CopyPiece& piece : pieces) bytes += piece.bytes;
-    return bytes < pieces.size() * kLargeBytes;
+    return means_.host_by_kernel && bytes < pieces.size() * kLargeBytes;
   }
 
-  /// REQUIRES pieces of one slot at most.
-  Status gather(CopyTo to, std::span<const CopyPiece> pieces, const CudaTables::Table& table) {
+  Status gather(CopyTo to, std::span<const CopyPiece> pieces) {
     const uint64_t most = means_.gather->most_piece_bytes();
-    uint64_t bytes = 0;
-    GatherPiece* out = table.pieces;
+    few_.num_pieces = 0;
+    few_.bytes = 0;
+    few_.link = means_.link;
     for (const CopyPiece& piece : pieces) {
       for (uint64_t at = 0; at < piece.bytes; at += most) {
         const cuda::Address device = address_of(piece.device + at), slot = address_of(piece.slot + at);
         const auto cut = static_cast<uint32_t>(std::min(piece.bytes - at, most));
         const bool in = to == CopyTo::kDevice;
-        *out++ = {in ? slot : device, in ? device : slot, cut, 0};
+        pieces_[few_.num_pieces++] = {in ? slot : device, in ? device : slot, cut, 0};
+        few_.bytes += cut;
+        if (few_.num_pieces < pieces_.size()) continue;
+        if (Status status = launch(); !status.ok()) return status;
       }
-      bytes += piece.bytes;
     }
-    const auto count = static_cast<uint32_t>(out - table.pieces);
-    return means_.gather->start(table, {.num_pieces = count, .bytes = bytes}, stream_->get());
+    return few_.num_pieces > 0 ? launch() : Status{};
+  }
+
+  Status launch() {
+    const Status status = means_.gather->start({pieces_.data(), 0}, few_, stream_->get());
+    few_.num_pieces = 0;
+    few_.bytes = 0;
+    return status;
   }
 
   Status copy_each(CopyTo to, std::span<const CopyPiece> pieces) {
@@ -106,7 +92,8 @@ class CudaQueue final : public CopyQueue {
 
   const Means& means_;
   const std::unique_ptr<cuda::MarkedStream> stream_;
-  std::deque<TableInUse> in_use_;
+  std::array<GatherPiece, GatherList::kFewPieces> pieces_;  // of the launch that is being filled
+  GatherList few_;
 };
 
 class CudaCopier final : public DeviceCopier {
@@ -127,10 +114,11 @@ class CudaCopier final : public DeviceCopier {
     cuda::Address seen = 0;
     const bool same = api.host_device_pointer(&seen, host, 0) == cuda::kSuccess && seen == address_of(host);
     means_.host_by_kernel = means_.host_by_kernel && same;
+    means_.link = GatherLink::kHost;
     return {};
   }
 
-  uint32_t most_pieces() const override { return means_.tables->pieces_each() - kMostCuts; }
+  uint32_t most_pieces() const override { return kMostLaunches * GatherList::kFewPieces; }
 
   Result<std::unique_ptr<CopyQueue>> open_queue() override {
     Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(means_.device);
@@ -145,15 +133,13 @@ class CudaCopier final : public DeviceCopier {
 
 }  // namespace
 
-Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory, uint32_t num_slots,
-                                                       std::string_view image) {
+Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory, std::string_view image,
+                                                       uint32_t most_blocks) {
   Result<std::shared_ptr<const Device>> device = Device::of(memory);
   if (!device.ok()) return device.status();
-  Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(*device, image);
+  Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(*device, image, most_blocks);
   if (!gather.ok()) return gather.status();
-  Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(*device, num_slots, kTablePieces);
-  if (!tables.ok()) return tables.status();
-  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(*gather), std::move(*tables)});
+  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(*gather)});
 }
 
 }  // namespace kvlink

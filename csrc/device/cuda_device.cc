@@ -31,9 +31,13 @@ Result<std::shared_ptr<const Device>> Device::at(int ordinal) {
 Result<std::unique_ptr<MarkedStream>> MarkedStream::open(std::shared_ptr<const Device> device) {
   const Current current(*device);
   if (!current.status().ok()) return current.status();
+  const Api& api = device->api;
   Stream stream = nullptr;
-  const int result = device->api.stream_create(&stream, kNonBlockingStream);
-  if (Status status = device->api.check(result, "cuStreamCreate"); !status.ok()) return status;
+  int least = 0, greatest = 0;
+  Status status = api.check(api.stream_priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  if (!status.ok()) return status;
+  status = api.check(api.stream_create(&stream, kNonBlockingStream, least), "cuStreamCreateWithPriority");
+  if (!status.ok()) return status;
   return std::unique_ptr<MarkedStream>(new MarkedStream(std::move(device), stream));
 }
 

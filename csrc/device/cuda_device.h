@@ -56,9 +56,10 @@ class Current {
   const Status status_;
 };
 
-/// A non-blocking stream, which waits for no other kernels: a worker that offers blocks has waited for its
-/// own. Not thread safe, and not tied to a thread. Every call requires the device to be Current, except
-/// done() of an ended number.
+/// A non-blocking stream of the lowest priority. It waits for no other kernels, because a worker that offers
+/// blocks has waited for its own, and the engine's kernels that wait for a free multiprocessor go first. Not
+/// thread safe, and not tied to a thread. Every call requires the device to be Current, except done() of an
+/// ended number.
 class MarkedStream {
  public:
   static Result<std::unique_ptr<MarkedStream>> open(std::shared_ptr<const Device> device);

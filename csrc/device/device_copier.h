@@ -41,9 +41,6 @@ class CopyQueue {
 /// One device. Any thread.
 class DeviceCopier {
  public:
-  /// Pinned host memory that each slot needs for its list of pieces.
-  static constexpr uint64_t kTableBytes = 24 << 10;
-
   /// Unpins the memory.
   virtual ~DeviceCopier() = default;
   /// Pins host memory for copies. The caller keeps it until this object is destroyed.
@@ -54,9 +51,7 @@ class DeviceCopier {
   virtual Result<std::unique_ptr<CopyQueue>> open_queue() = 0;
 };
 
-/// Makes a copier for the device that has `memory`, with so many slots. kTransportUnavailable, reason and
-/// fix, if there is none.
-using MakeDeviceCopier =
-    std::function<Result<std::shared_ptr<DeviceCopier>>(const std::byte* memory, uint32_t num_slots)>;
+/// Makes a copier for the device that has `memory`. kTransportUnavailable, reason and fix, if there is none.
+using MakeDeviceCopier = std::function<Result<std::shared_ptr<DeviceCopier>>(const std::byte* memory)>;
 
 }  // namespace kvlink

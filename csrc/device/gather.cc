@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/gather.h"
 
+#include <cstring>
 #include <vector>
 
 namespace kvlink {
 namespace {
-
-constexpr unsigned kThreads = 128;  // of one block
-// Threads of a block, which copies one piece: two 16-byte loads each for 4 KiB. A warp copies pieces no
-// larger than kWarpBytes on average, with one such load per thread.
-constexpr unsigned kWarp = 32, kWarpBytes = 512;
-constexpr uint32_t kFew = 4;  // copied one by one: cheaper than to fill and send a table
 
 /// Visits every piece as often as it is listed: visit(from, to, bytes).
 template <typename Visit>
@@ -31,10 +26,10 @@ Status for_each(const CudaTables::Table& table, const GatherList& list, Visit&& 
 }  // namespace
 
 Result<std::shared_ptr<CudaGather>> CudaGather::make(std::shared_ptr<const cuda::Device> device,
-                                                     std::string_view image) {
+                                                     std::string_view image, uint32_t most_blocks) {
   const cuda::Current current(*device);
   if (!current.status().ok()) return current.status();
-  std::shared_ptr<CudaGather> gather(new CudaGather(std::move(device)));
+  std::shared_ptr<CudaGather> gather(new CudaGather(std::move(device), most_blocks));
   if (Status status = gather->load(image); !status.ok()) return status;
   return gather;
 }
@@ -47,6 +42,10 @@ CudaGather::~CudaGather() {
 Status CudaGather::load(std::string_view image) {
   if (image.empty()) return {};
   const cuda::Api& api = device_->api;
+  int multiprocessors = 0;
+  const int asked = api.device_get_attribute(&multiprocessors, cuda::kMultiprocessors, device_->device);
+  if (Status status = api.check(asked, "cuDeviceGetAttribute"); !status.ok()) return status;
+  num_multiprocessors_ = static_cast<uint32_t>(multiprocessors);
   const Status status = api.check(api.module_load(&module_, image.data()), "cuModuleLoadData");
   if (!status.ok()) return status;
   return api.check(api.module_get_function(&function_, module_, "kvlink_gather"), "cuModuleGetFunction");
@@ -59,7 +58,7 @@ GatherBy CudaGather::by(uint64_t piece_bytes) const {
 }
 
 Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
-  if (list.num_copies() <= kFew) return copy_each(table, list, stream);
+  if (list.num_copies() == 1) return copy_each(table, list, stream);  // by a copy engine
   return start_by(by(list.bytes / list.num_pieces), table, list, stream);
 }
 
@@ -71,16 +70,19 @@ Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const G
 
 Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
   const cuda::Api& api = device_->api;
-  const uint64_t bytes = list.num_pieces * sizeof(GatherPiece) + list.num_repeats * sizeof(GatherRepeat);
-  const int sent = api.copy(table.on_device, cuda::address_of(table.pieces), bytes, stream);
-  if (Status status = api.check(sent, "cuMemcpyAsync"); !status.ok()) return status;
-  cuda::Address pieces = table.on_device;
-  unsigned num_pieces = list.num_pieces;
-  unsigned lanes = list.bytes <= uint64_t{num_pieces} * kWarpBytes ? kWarp : kThreads;
-  const unsigned at_a_time = kThreads / lanes;
-  void* arguments[] = {&pieces, &num_pieces, &lanes};
-  const int launched = api.launch(function_, (num_pieces + at_a_time - 1) / at_a_time, 1 + list.num_repeats,
-                                  1, kThreads, 1, 1, 0, stream, arguments, nullptr);
+  const uint32_t most_blocks = most_gather_blocks(list.link, num_multiprocessors_, most_blocks_);
+  const GatherGrid grid = gather_grid(list.num_copies(), list.bytes / list.num_pieces, most_blocks);
+  GatherLaunch launch{0, list.num_pieces, list.num_repeats, grid.lanes};
+  if (list.table_bytes() <= sizeof launch.words) {
+    std::memcpy(launch.words.data(), table.pieces, list.table_bytes());
+  } else {  // the copy costs a change from the GPU's copy engine to the kernel
+    launch.table = table.on_device;
+    const int sent = api.copy(table.on_device, cuda::address_of(table.pieces), list.table_bytes(), stream);
+    if (Status status = api.check(sent, "cuMemcpyAsync"); !status.ok()) return status;
+  }
+  void* arguments[] = {&launch};
+  const int launched =
+      api.launch(function_, grid.blocks, 1, 1, kGatherThreads, 1, 1, 0, stream, arguments, nullptr);
   return api.check(launched, "cuLaunchKernel");
 }
 

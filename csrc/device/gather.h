@@ -8,15 +8,23 @@
 
 #include "base/status.h"
 #include "device/cuda_device.h"
+#include "device/gather_grid.h"
 #include "device/gather_tables.h"
 
 namespace kvlink {
 
 /// The contents of a table.
 struct GatherList {
+  /// So many pieces without repeats travel as parameters of the launch, and need no memory on the device.
+  static constexpr uint32_t kFewPieces = sizeof(GatherLaunch::words) / sizeof(GatherPiece);
+
   uint32_t num_pieces = 0, num_repeats = 0;
   uint64_t bytes = 0;  // of the pieces, once
+  GatherLink link = GatherLink::kSameGpu;
 
+  uint64_t table_bytes() const {
+    return num_pieces * sizeof(GatherPiece) + num_repeats * sizeof(GatherRepeat);
+  }
   uint64_t num_copies() const { return uint64_t{num_pieces} * (1 + num_repeats); }
 };
 
@@ -27,8 +35,9 @@ enum class GatherBy : uint8_t { kKernel, kBatch, kCopies };
 class CudaGather {
  public:
   /// `image` is the compiled module. If it is empty, copies use cuMemcpyBatchAsync, or go one by one.
+  /// `most_blocks` limits the grids of launches; 0 leaves that to most_gather_blocks().
   static Result<std::shared_ptr<CudaGather>> make(std::shared_ptr<const cuda::Device> device,
-                                                  std::string_view image);
+                                                  std::string_view image, uint32_t most_blocks);
   ~CudaGather();
   CudaGather(const CudaGather&) = delete;
   CudaGather& operator=(const CudaGather&) = delete;
@@ -39,15 +48,16 @@ class CudaGather {
   void measure();
   /// Larger pieces must be cut, because one block of the kernel's threads copies each.
   uint32_t most_piece_bytes() const { return function_ ? 64 << 10 : UINT32_MAX; }
-  /// Copies pieces, none larger than that, as often as listed, and returns at once. REQUIRES that the table
-  /// is kept until they have ended, and that the device is Current.
+  /// Copies pieces, none larger than that, as often as listed, and returns at once. REQUIRES that the device
+  /// is Current, and that a table with memory on the device is kept until they have ended.
   Status start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const;
   const std::shared_ptr<const cuda::Device>& device() const { return device_; }
   /// Returns how it copies pieces of this size.
   GatherBy by(uint64_t piece_bytes) const;
 
  private:
-  explicit CudaGather(std::shared_ptr<const cuda::Device> device) : device_(std::move(device)) {}
+  CudaGather(std::shared_ptr<const cuda::Device> device, uint32_t most_blocks)
+      : device_(std::move(device)), most_blocks_(most_blocks) {}
   Status load(std::string_view image);
   Result<bool> batch_is_faster(uint32_t piece_bytes) const;
   Status start_by(GatherBy by, const CudaTables::Table& table, const GatherList& list,
@@ -59,6 +69,8 @@ class CudaGather {
   static constexpr uint32_t kLargePiece = 16 << 10;  // from here on
 
   const std::shared_ptr<const cuda::Device> device_;
+  const uint32_t most_blocks_;
+  uint32_t num_multiprocessors_ = 0;
   cuda::Module module_ = nullptr;
   cuda::Function function_ = nullptr;
   bool batch_small_ = false, batch_large_ = false;  // faster than the kernel

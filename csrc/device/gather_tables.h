@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of pieces for a GPU. They are filled in pinned host memory and copied to the device.
+// Lists of pieces for a GPU. Short ones travel as parameters of a launch. Others are filled in pinned host
+// memory and copied to the device.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -26,6 +28,14 @@ struct GatherRepeat {
 };
 static_assert(sizeof(GatherRepeat) == 16);
 
+/// The parameters of kvlink_gather.
+struct GatherLaunch {
+  uint64_t table = 0;  // 0: the list is in `words`
+  uint32_t num_pieces = 0, num_repeats = 0, lanes = 0, unused = 0;
+  std::array<uint64_t, 509> words = {};
+};
+static_assert(sizeof(GatherLaunch) == 4096, "the most that every driver takes");
+
 /// A fixed number of tables of one size. Any thread.
 class CudaTables {
  public:
@@ -37,7 +47,7 @@ class CudaTables {
 
   struct Table {
     GatherPiece* pieces = nullptr;  // and behind them the repeats
-    cuda::Address on_device = 0;
+    cuda::Address on_device = 0;    // 0: of a list that fits into GatherLaunch
   };
   struct Return {
     CudaTables* tables;

@@ -130,7 +130,7 @@ class Engine {
   void add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared);
   static Result<std::vector<LaneEnd>> open_lane_ends(const TransportState& state, const std::string& address,
                                                      uint32_t num_lanes);
-  Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory, uint32_t num_slots) const;
+  Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool reads_without_export(const TransportState& state) const;
   static void close_transport(TransportState& state);

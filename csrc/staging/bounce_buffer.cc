@@ -59,11 +59,9 @@ Result<std::shared_ptr<Bounce>> Bounce::make(const std::byte* memory, uint64_t b
   if (bytes < kLeastBytes) {
     return Status::Config("a bounce buffer needs " + std::to_string(kLeastBytes) + " bytes");
   }
-  const auto num_slots =
-      static_cast<uint32_t>(bytes / 2 / (SlotRing::kSlotBytes + DeviceCopier::kTableBytes));
-  Result<std::shared_ptr<DeviceCopier>> copier = make_copier(memory, 2 * num_slots);
+  Result<std::shared_ptr<DeviceCopier>> copier = make_copier(memory);
   if (!copier.ok()) return copier.status();
-  const uint64_t half = uint64_t{num_slots} * SlotRing::kSlotBytes;
+  const uint64_t half = bytes / 2 / SlotRing::kSlotBytes * SlotRing::kSlotBytes;
   Result<std::shared_ptr<HostMemory>> pinned = HostMemory::allocate(2 * half, true);
   if (!pinned.ok()) return pinned.status();
   if (Status status = (*copier)->pin((*pinned)->range().base, 2 * half); !status.ok()) return status;

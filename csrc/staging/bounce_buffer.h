@@ -20,9 +20,9 @@ namespace kvlink {
 
 class Bounce {
  public:
-  static constexpr uint64_t kLeastBytes = 4 * (SlotRing::kSlotBytes + DeviceCopier::kTableBytes);
+  static constexpr uint64_t kLeastBytes = 4 * SlotRing::kSlotBytes;
 
-  /// Pins `bytes`, rounded down to whole slots and their tables, for the device that has `memory`.
+  /// Pins `bytes`, rounded down to whole slots, for the device that has `memory`.
   static Result<std::shared_ptr<Bounce>> make(const std::byte* memory, uint64_t bytes,
                                               const MakeDeviceCopier& make_copier);
 

@@ -21,11 +21,10 @@ const StagingCosts& prior_costs(std::string_view transport) { return transport =
 
 Result<std::shared_ptr<StagingBuffer>> make_staging(const MemoryRange& memory,
                                                     const MakeDeviceCopier& make_copier) {
-  const uint64_t num_slots = memory.bytes / SlotRing::kSlotBytes;
-  if (num_slots == 0) {
+  if (memory.bytes < SlotRing::kSlotBytes) {
     return Status::Config("a staging buffer needs " + std::to_string(SlotRing::kSlotBytes) + " bytes");
   }
-  Result<std::shared_ptr<DeviceCopier>> copier = make_copier(memory.base, static_cast<uint32_t>(num_slots));
+  Result<std::shared_ptr<DeviceCopier>> copier = make_copier(memory.base);
   if (!copier.ok()) return copier.status();
   return std::make_shared<StagingBuffer>(memory, std::move(*copier));
 }

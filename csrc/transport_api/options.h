@@ -22,6 +22,7 @@ struct TransportOptions {
   std::string rdma_connect = {};     // "direct" or "cm" (rdma_cm); empty: what the NIC needs
   uint8_t rdma_traffic_class = 0;    // of what verbs sends
   std::string cuda_image = {};       // gather.cu, compiled for the pool's GPU; empty: cuda copies without it
+  uint32_t gpu_blocks = 0;           // the most blocks of a launch of it; 0: what the link needs
   std::string advertise = {};        // number that peers dial instead of `host`, which may be a wildcard then
 };
 

@@ -140,6 +140,7 @@ class Engine:
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
             advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
             cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),
+            gpu_blocks=config.gpu_blocks,
         )
         if self._nics.refused:
             for name in by_nic:

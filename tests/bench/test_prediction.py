@@ -68,6 +68,16 @@ def test_bounce_buffers_cost_more_than_gpudirect_and_most_without_chunks() -> No
     assert times[2] - times[0] == pytest.approx(2 * (20 << 20) / pcie_gbps(5) / 1e6 + 0.024, rel=1e-3)
 
 
+def test_each_slot_of_a_bounce_buffer_costs_a_launch() -> None:
+    direct, chunks, whole, _ = Machine(nics=1).paths(1)
+    slots = ONE_RANK_OF_70B.num_bytes / (512 << 10)
+    launches = {
+        path.name: path.terms_ms(ONE_RANK_OF_70B)["PCIe"] - direct.terms_ms(ONE_RANK_OF_70B)["PCIe"]
+        for path in (chunks, whole)
+    }
+    assert launches == {"bounce": pytest.approx(slots * 0.002), "bounce-whole": 0}
+
+
 def test_a_slow_bus_binds_a_fast_nic() -> None:
     direct = Machine(pcie=3, gbps=400).paths(1)[0]
     assert direct.predict(ONE_RANK_OF_70B).bottleneck == "PCIe"

@@ -103,7 +103,7 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 110 ? 1 : 0;
+  *value = attribute == 110 ? 1 : attribute == 16 ? kMultiprocessors : 0;
   return gpu_at(device) >= 0 ? kSuccess : kInvalidDevice;
 }
 

@@ -18,6 +18,7 @@ struct CUstream_st;
 namespace fake {
 
 inline constexpr uint64_t kDeviceBit = uint64_t{1} << 60;
+inline constexpr int kMultiprocessors = 108;  // of each GPU, as an A100 has
 enum Error {
   kSuccess = 0,
   kInvalidValue = 1,

@@ -16,6 +16,8 @@ std::atomic<int> unfinished{0};
 
 namespace {
 
+constexpr int kLeastPriority = 2;  // another number than of streams without a priority
+std::atomic<int> copies{0};
 std::mutex registered_mutex;
 std::map<uintptr_t, size_t> registered;
 
@@ -109,6 +111,8 @@ using namespace fake;  // NOLINT: the C functions below
 #pragma GCC visibility push(default)
 extern "C" {
 
+/// Returns how many copies of one piece each there were.
+int fake_cuda_copies() { return copies; }
 int fake_cuda_live() { return live; }
 /// Returns how much work of streams has not ended.
 int fake_cuda_unfinished() { return unfinished; }
@@ -148,9 +152,16 @@ int cuMemHostGetDevicePointer_v2(unsigned long long* device, void* host, unsigne
   return flags == 0 && reaches(*device, 1) ? kSuccess : kInvalidValue;
 }
 
-int cuStreamCreate(CUstream_st** stream, unsigned flags) {
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = kLeastPriority;
+  *greatest = kLeastPriority - 5;
+  return ready();
+}
+
+/// Takes the lowest priority alone: the engine's kernels go first.
+int cuStreamCreateWithPriority(CUstream_st** stream, unsigned flags, int priority) {
   if (const int error = ready()) return error;
-  if (flags != 1) return kInvalidValue;
+  if (flags != 1 || priority != kLeastPriority) return kInvalidValue;
   *stream = new CUstream_st;
   return kSuccess;
 }
@@ -188,6 +199,7 @@ int cuEventDestroy_v2(CUevent_st* event) {
 }
 
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, CUstream_st* stream) {
+  ++copies;
   return copy(to, from, bytes, stream);
 }
 

@@ -5,12 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <span>
 #include <string>
 
 #include "fake.h"
@@ -81,14 +79,6 @@ int unmap_whole(uint64_t address) {
   mapped.erase(found);
   return kSuccess;
 }
-
-struct Piece {
-  uint64_t from, to;
-  uint32_t bytes, unused;
-};
-struct Repeat {
-  uint64_t from, to;
-};
 
 }  // namespace
 
@@ -299,57 +289,11 @@ int cuIpcCloseMemHandle(uint64_t address) {
 
 int cuMemcpyBatchAsync_v2(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, void* attributes,
                           size_t* starts, size_t num_attributes, CUstream_st* stream) {
+  if (std::getenv("FAKE_CUDA_NO_BATCH") != nullptr) return kNotSupported;
   if (attributes == nullptr || num_attributes != 1 || starts[0] != 0) return kInvalidValue;
   for (size_t i = 0; i < count; ++i) {
     if (const int error = copy(to[i], from[i], bytes[i], stream)) return error;
   }
-  return kSuccess;
-}
-
-/// Takes one image, which it does not look into further.
-int cuModuleLoadData(void** module, const char* image) {
-  if (const int error = ready()) return error;
-  if (std::strcmp(image, "fake image") != 0) return kInvalidValue;
-  *module = new char;
-  ++live;
-  return kSuccess;
-}
-
-int cuModuleUnload(void* module) {
-  delete static_cast<char*>(module);
-  --live;
-  return kSuccess;
-}
-
-int cuModuleGetFunction(void** function, void* module, const char* name) {
-  *function = module;
-  return std::strcmp(name, "kvlink_gather") == 0 ? kSuccess : kInvalidValue;
-}
-
-/// Does the same as kvlink/hardware/kernels/gather.cu. Ends the process where a GPU would find no memory.
-int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned,
-                   unsigned, unsigned, CUstream_st* stream, void** arguments, void** extra) {
-  if (const int error = ready()) return error;
-  if (grid_x == 0 || grid_y == 0 || grid_z != 1 || block_x == 0 || stream == nullptr || extra != nullptr) {
-    return kInvalidValue;
-  }
-  const uint64_t pieces = *static_cast<uint64_t*>(arguments[0]);
-  const unsigned num_pieces = *static_cast<unsigned*>(arguments[1]),
-                 lanes = *static_cast<unsigned*>(arguments[2]);
-  if (lanes == 0 || block_x % lanes != 0) return kInvalidValue;
-  const unsigned reached = std::min(num_pieces, grid_x * (block_x / lanes));
-  stream->push([=] {
-    const auto* const all = static_cast<const Piece*>(behind(pieces));
-    const auto* const repeats = reinterpret_cast<const Repeat*>(all + num_pieces);
-    for (unsigned turn = 0; turn < grid_y; ++turn) {
-      const Repeat shift = turn == 0 ? Repeat{0, 0} : repeats[turn - 1];
-      for (const Piece& piece : std::span(all, reached)) {
-        const uint64_t to = piece.to + shift.to, from = piece.from + shift.from;
-        if (!reaches(to, piece.bytes) || !reaches(from, piece.bytes)) std::abort();
-        std::memcpy(behind(to), behind(from), piece.bytes);
-      }
-    }
-  });
   return kSuccess;
 }
 

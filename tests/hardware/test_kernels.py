@@ -152,4 +152,4 @@ def test_what_does_not_compile_says_why() -> None:
 def test_the_source_has_the_kernel_that_the_core_asks_for() -> None:
     core = (SOURCE.parents[3] / "csrc" / "device" / "gather.cc").read_text()
     (name,) = re.findall(r'module_get_function\(&function_, module_, "(\w+)"', core)
-    assert f'extern "C" __global__ void {name}(' in SOURCE.read_text()
+    assert f"__global__ void {name}(" in SOURCE.read_text()

@@ -147,7 +147,7 @@ def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     if compiler is None:
         pytest.skip("no C++ compiler for tests/fake_cuda: apt-get install g++")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    options = ["-std=c++20", "-shared", "-fPIC", "-pthread", "-o", str(folder / "libcuda.so.1")]
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(folder / "libcuda.so.1")]
     subprocess.run([compiler, *options, *map(str, SOURCES)], check=True)
     return str(folder)
 

@@ -39,6 +39,7 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
   Result<std::unique_ptr<CudaMapping>> mapping = CudaMapping::make(gather_->device(), *key, client_);
   if (!mapping.ok()) return mapping.status();
   owner_may_free_ = owner_may_free_ || (*mapping)->ends_with_owner();
+  if (!(*mapping)->same_gpu()) link_ = GatherLink::kPeer;
   mappings_.push_back(std::move(*mapping));
   remote_on_device_.push_back(true);
   return remotes_.add({mappings_.back()->address(), key->bytes, Access::kRead});
@@ -108,7 +109,7 @@ GatherList CudaEndpoint::fill(Post& post, CudaTables::Table& table) const {
       (repeats.size() * sizeof(GatherRepeat) + sizeof(GatherPiece) - 1) / sizeof(GatherPiece));
   const uint32_t most = gather_->most_piece_bytes(), room = tables_->pieces_each() - behind;
   const uint64_t before = post.at.moved;
-  GatherList list{.num_repeats = static_cast<uint32_t>(repeats.size())};
+  GatherList list{.num_repeats = static_cast<uint32_t>(repeats.size()), .link = link_};
   while (list.num_pieces < room && post.unlaunched()) {
     const ReadOp& op = post.chunk.ops[post.at.op];
     const Segment& segment = post.chunk.segments[op.first_segment + post.at.segment];

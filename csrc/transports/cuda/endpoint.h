@@ -89,6 +89,7 @@ class CudaEndpoint final : public Endpoint {
   Remotes remotes_;
   std::vector<bool> remote_on_device_;  // by region
   std::vector<std::unique_ptr<CudaMapping>> mappings_;
+  GatherLink link_ = GatherLink::kSameGpu;
   bool owner_may_free_ = false;  // some mapping's memory
   std::vector<MemfdMapping> host_mappings_;
   std::deque<Post> posts_;

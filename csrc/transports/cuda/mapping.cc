@@ -52,7 +52,7 @@ Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cud
   if (!seen.ok()) return seen.status();
   const cuda::Current current(*reader);
   if (!current.status().ok()) return current.status();
-  std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader)));
+  std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader), key.gpu));
   const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
   mapping->by_owner_ = !by_parts;
   Status status = by_parts ? mapping->map_parts(key, client) : mapping->open_ipc(key, client);

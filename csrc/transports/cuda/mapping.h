@@ -26,16 +26,19 @@ class CudaMapping {
   CudaMapping& operator=(const CudaMapping&) = delete;
 
   cuda::Address address() const { return address_; }
+  bool same_gpu() const { return same_gpu_; }
   /// Returns whether the memory is the owner's to free: whoever touches it afterwards may lose the GPU.
   bool ends_with_owner() const { return by_owner_; }
 
  private:
-  explicit CudaMapping(std::shared_ptr<const cuda::Device> reader) : reader_(std::move(reader)) {}
+  CudaMapping(std::shared_ptr<const cuda::Device> reader, const cuda::Uuid& owner)
+      : reader_(std::move(reader)), same_gpu_(reader_->uuid == owner) {}
   Status map_parts(const CudaKey& key, FdClient& client);
   Status map_part(const FdOffer& part, int fd, cuda::Address at);
   Status open_ipc(const CudaKey& key, const FdClient& client);
 
   const std::shared_ptr<const cuda::Device> reader_;
+  const bool same_gpu_;
   cuda::Address address_ = 0;  // of the region
   cuda::Address start_ = 0;    // of what is reserved
   uint64_t reserved_ = 0;

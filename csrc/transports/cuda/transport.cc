@@ -39,8 +39,8 @@ Status not_exportable(const Status& why) {
 
 class CudaTransport : public Transport {
  public:
-  CudaTransport(std::shared_ptr<FdServer> server, std::string image)
-      : image_(std::move(image)), server_(std::move(server)) {}
+  CudaTransport(std::shared_ptr<FdServer> server, const TransportOptions& options)
+      : image_(options.cuda_image), most_blocks_(options.gpu_blocks), server_(std::move(server)) {}
   ~CudaTransport() override { close(); }
 
   std::string address() const override { return server_->address(); }
@@ -102,7 +102,7 @@ class CudaTransport : public Transport {
     if (tables_) return {};
     if (!device_)
       return Status::Unavailable("this worker's pool is not in GPU memory", "use shm, cma or tcp");
-    Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_);
+    Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_, most_blocks_);
     if (!gather.ok()) return gather.status();
     (*gather)->measure();
     Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(device_, kNumTables, kTablePieces);
@@ -113,6 +113,7 @@ class CudaTransport : public Transport {
   }
 
   const std::string image_;
+  const uint32_t most_blocks_;
   const std::shared_ptr<FdServer> server_;
   const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = server_->serve_fd()};
   std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
@@ -131,7 +132,7 @@ Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options) {
   if (Status status = cuda_probe(); !status.ok()) return status;
   Result<std::shared_ptr<FdServer>> server = FdServer::listen(kCudaMagic);
   if (!server.ok()) return server.status();
-  return std::make_unique<CudaTransport>(std::move(*server), options.cuda_image);
+  return std::make_unique<CudaTransport>(std::move(*server), options);
 }
 
 }  // namespace kvlink

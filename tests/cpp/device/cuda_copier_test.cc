@@ -2,7 +2,6 @@
 // Copies by libcuda's calls, over tests/fake_cuda/libcuda.cc, which is found in place of the driver's.
 #include "device/cuda_copier.h"
 
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -11,23 +10,21 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "cpp/transports/cuda/peers.h"
 #include "memory/host_memory.h"
+#include "memory/slot_ring.h"
 
-namespace kvlink {
+namespace kvlink::testing {
 namespace {
 
 constexpr uint64_t kBytes = 1 << 20;
-constexpr uint32_t kSlots = 2;
 constexpr const char* kImage = "fake image";  // with it the kernel copies
 
-/// The stand-in, opened before the copier looks for "libcuda.so.1": that name is its own.
 class CudaCopy : public ::testing::Test {
  protected:
   void SetUp() override {
-    void* const library = ::dlopen(KVLINK_FAKE_CUDA, RTLD_NOW);
-    ASSERT_NE(library, nullptr) << ::dlerror();
-    live = reinterpret_cast<int (*)()>(::dlsym(library, "fake_cuda_live"));
-    contexts = reinterpret_cast<int (*)()>(::dlsym(library, "fake_cuda_contexts"));
+    live = from_fake_cuda<int()>("fake_cuda_live");
+    contexts = from_fake_cuda<int()>("fake_cuda_contexts");
     host = *HostMemory::allocate(kBytes, false);
     std::mt19937_64 random(1);
     for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
@@ -42,7 +39,7 @@ class CudaCopy : public ::testing::Test {
                                                                                                   << 60);
   }
   std::shared_ptr<DeviceCopier> copier(std::string_view image = {}) {
-    auto made = make_cuda_copier(device(), kSlots, image);
+    auto made = make_cuda_copier(device(), image, 0);
     EXPECT_TRUE(made.ok()) << made.status().what();
     EXPECT_TRUE((*made)->pin(host->range().base, kBytes).ok());
     return *made;
@@ -82,19 +79,27 @@ TEST_F(CudaCopy, GoesBothWaysInPieces) {
   }
 }
 
-/// Twice as many copies under way as there are tables: the others go one by one.
-TEST_F(CudaCopy, DoesWithoutATableWhereAllAreTaken) {
+/// Its list of pieces travels as parameters: no copy, for which the GPU would change to its copy engine.
+TEST_F(CudaCopy, ASlotIsLaunchesAlone) {
+  const auto count = [](const char* name) { return from_fake_cuda<int()>(name)(); };
   const auto copies = copier(kImage);
   const auto queue = *copies->open_queue();
-  std::vector<CopyPiece> pieces;
-  for (uint64_t at = 0; at < 8 << 10; at += 1 << 10)
-    pieces.push_back({device(at), host->range().base + at, 1 << 10});
-  for (uint32_t start = 0; start < 2 * kSlots; ++start) {
+  for (const auto& [bytes, launches] : {std::pair{4096u, 1}, {2048u, 2}, {512u, 6}}) {
+    const uint64_t a_slot = std::min<uint64_t>(SlotRing::kSlotBytes / bytes, copies->most_pieces());
+    std::vector<CopyPiece> pieces;
+    for (uint64_t i = 0; i < a_slot; ++i) {
+      pieces.push_back({device(kBytes - (i + 1) * bytes), host->range().base + i * bytes, bytes});
+    }
+    const int copied = count("fake_cuda_copies"), launched = count("fake_cuda_launches");
     ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
-    EXPECT_LT(pieces.size(), copies->most_pieces());
+    queue->drain();
+    EXPECT_EQ(count("fake_cuda_copies") - copied, 0) << bytes;
+    EXPECT_EQ(count("fake_cuda_launches") - launched, launches) << bytes;
+    EXPECT_LE(count("fake_cuda_most_blocks"), 27) << "a quarter of the multiprocessors";
+    for (const CopyPiece& piece : pieces) {
+      ASSERT_EQ(std::memcmp(piece.slot, &memory[static_cast<size_t>(piece.device - device())], bytes), 0);
+    }
   }
-  queue->drain();
-  EXPECT_EQ(std::memcmp(host->range().base, memory.data(), 8 << 10), 0);
 }
 
 TEST_F(CudaCopy, KnowsEachStartByItsNumber) {
@@ -112,7 +117,7 @@ TEST_F(CudaCopy, KnowsEachStartByItsNumber) {
 }
 
 TEST_F(CudaCopy, SaysWhatTheDriverSays) {
-  EXPECT_EQ(make_cuda_copier(memory.data(), kSlots, {}).status().what(),
+  EXPECT_EQ(make_cuda_copier(memory.data(), {}, 0).status().what(),
             "cuPointerGetAttribute: CUDA_ERROR_INVALID_VALUE (1)");
   const auto copies = copier();
   const auto queue = *copies->open_queue();
@@ -124,4 +129,4 @@ TEST_F(CudaCopy, SaysWhatTheDriverSays) {
 }
 
 }  // namespace
-}  // namespace kvlink
+}  // namespace kvlink::testing

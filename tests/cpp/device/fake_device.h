@@ -58,8 +58,7 @@ class FakeDevice : public DeviceCopier {
   void go_on() { set(stalled_, false); }
   /// Refuses to copy from now on.
   void break_down() { set(broken_, true); }
-  /// The lists of pieces included.
-  uint64_t pinned_bytes() const { return pinned_.bytes + num_slots_ * kTableBytes; }
+  uint64_t pinned_bytes() const { return pinned_.bytes; }
   size_t num_under_way() {
     std::lock_guard lock(mutex_);
     return jobs_.size();
@@ -84,9 +83,8 @@ class FakeDevice : public DeviceCopier {
   }
   /// As EngineOptions take it. The test keeps the device.
   MakeDeviceCopier maker() {
-    return [this](const std::byte* memory, uint32_t num_slots) -> Result<std::shared_ptr<DeviceCopier>> {
+    return [this](const std::byte* memory) -> Result<std::shared_ptr<DeviceCopier>> {
       EXPECT_EQ(memory, address_);
-      num_slots_ = num_slots;
       return std::shared_ptr<DeviceCopier>(std::shared_ptr<void>(), this);
     };
   }
@@ -173,7 +171,6 @@ class FakeDevice : public DeviceCopier {
   const std::shared_ptr<HostMemory> memory_;
   std::byte* const address_;
   MemoryRange pinned_;
-  uint32_t num_slots_ = 0;
   std::mutex mutex_;  // guards everything below, and the memory while copies run
   std::condition_variable changed_;
   std::vector<Job> jobs_;

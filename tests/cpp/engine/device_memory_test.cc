@@ -9,7 +9,7 @@ namespace {
 constexpr uint64_t kBytes = 1 << 20;
 constexpr const char* kHostTransports[] = {"loopback", "shm", "cma", "tcp", "fault+tcp"};
 
-Result<std::shared_ptr<DeviceCopier>> no_driver(const std::byte*, uint32_t) {
+Result<std::shared_ptr<DeviceCopier>> no_driver(const std::byte*) {
   return Status::Unavailable("libcuda.so.1 is absent", "install the driver");
 }
 

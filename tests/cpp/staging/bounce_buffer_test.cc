@@ -288,7 +288,7 @@ TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
 TEST(Bounce, PinsNoMoreThanWasSetAndNoLessThanTwoSlotsEachWay) {
   FakeDevice device(1 << 20);
   const auto bounce = must_make(device, Bounce::kLeastBytes + SlotRing::kSlotBytes);
-  EXPECT_EQ(device.pinned_bytes(), Bounce::kLeastBytes);  // with the tables
+  EXPECT_EQ(device.pinned_bytes(), Bounce::kLeastBytes);
   EXPECT_EQ(bounce->receiving()->ring().num_free(), 2u);
   EXPECT_EQ(bounce->sending().num_free(), 2u);
   FakeDevice other(1 << 20);

@@ -15,8 +15,8 @@ struct StagedReader {
   explicit StagedReader(const GpuOwner& owner, const std::string& image) {
     TransportOptions options;
     options.cuda_image = image;
-    const MakeDeviceCopier copiers = [image](const std::byte* memory, uint32_t num_slots) {
-      return make_cuda_copier(memory, num_slots, image);
+    const MakeDeviceCopier copiers = [image](const std::byte* memory) {
+      return make_cuda_copier(memory, image, 0);
     };
     staging = *make_staging(buffer.range(), copiers);
     transport = std::move(*make_transport("cuda", options));
@@ -169,7 +169,7 @@ TEST_P(Staging, OutOfBoundsLandsNothing) {
 }
 
 TEST(MakeStaging, WantsASlotAtLeast) {
-  const MakeDeviceCopier none = [](const std::byte*, uint32_t) -> Result<std::shared_ptr<DeviceCopier>> {
+  const MakeDeviceCopier none = [](const std::byte*) -> Result<std::shared_ptr<DeviceCopier>> {
     return Status::Unavailable("no GPU", "install one");
   };
   EXPECT_EQ(make_staging({.bytes = SlotRing::kSlotBytes - 1}, none).status().code(), Code::kConfig);

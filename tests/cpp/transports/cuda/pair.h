@@ -23,8 +23,9 @@ class Cuda : public ::testing::Test {
 
 /// Owner, server thread and reader in this process.
 struct GpuPair {
-  explicit GpuPair(GpuPool::Kind kind = GpuPool::Kind::kKvlink, const std::string& image = "fake image")
-      : owner(kind), server(*owner.transport), reader(image) {
+  explicit GpuPair(GpuPool::Kind kind = GpuPool::Kind::kKvlink, const std::string& image = "fake image",
+                   uint32_t gpu_blocks = 0)
+      : owner(kind), server(*owner.transport), reader(image, gpu_blocks) {
     const Status status =
         reader.connect(owner.card(), [this](const std::string& hello) { return accept(hello); });
     EXPECT_TRUE(status.ok()) << status.what();

@@ -4,6 +4,10 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <optional>
+#include <string>
+
 #include "cpp/transports/copy_peers.h"
 #include "device/cuda_memory.h"
 
@@ -24,6 +28,23 @@ Function* from_fake_cuda(const char* name) {
   EXPECT_NE(library, nullptr) << ::dlerror();
   return reinterpret_cast<Function*>(::dlsym(library, name));
 }
+
+/// An environment variable for as long as it lives. Null: without it.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    if (const char* const found = std::getenv(name)) before_ = found;
+    set(value);
+  }
+  ~Variable() { set(before_ ? before_->c_str() : nullptr); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  void set(const char* value) { value ? ::setenv(name_, value, 1) : ::unsetenv(name_); }
+  const char* const name_;
+  std::optional<std::string> before_;
+};
 
 /// GPU memory that kvlink allocates, or by cuMemAlloc, as cudaMalloc does.
 class GpuPool {
@@ -91,12 +112,15 @@ struct GpuOwner {
   std::unique_ptr<MemoryRegion> pool_region, table_region, words_region;
 };
 
-/// A connected endpoint, with a poisoned pool to read into. `image`: with it the kernel copies.
+/// A connected endpoint, with a poisoned pool to read into. `image`: with it the kernel copies, for the
+/// driver's batches fail while both are compared.
 class GpuReader {
  public:
-  explicit GpuReader(const std::string& image = "fake image") {
+  explicit GpuReader(const std::string& image = "fake image", uint32_t gpu_blocks = 0) {
     TransportOptions options;
     options.cuda_image = image;
+    options.gpu_blocks = gpu_blocks;
+    const Variable kernel_alone("FAKE_CUDA_NO_BATCH", "1");
     transport = std::move(*make_transport("cuda", options));
     // Its own pool need not be exported.
     [[maybe_unused]] const auto region = transport->register_memory(pool.range(), Access::kRead);
@@ -104,6 +128,7 @@ class GpuReader {
   }
 
   Status connect(const Card& card, const Reader::Accept& accept) {
+    const Variable kernel_alone("FAKE_CUDA_NO_BATCH", "1");
     auto opened = open_one(*transport, card.address);
     if (!opened.ok()) return opened.status();
     endpoint = std::move(*opened);

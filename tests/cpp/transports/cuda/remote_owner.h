@@ -2,9 +2,7 @@
 // An owner of GPU memory in a process of its own.
 #pragma once
 
-#include <cstdlib>
 #include <functional>
-#include <optional>
 #include <string>
 
 #include "cpp/transports/cuda/pair.h"
@@ -80,23 +78,6 @@ class RemoteGpuOwner {
 
   pid_t pid_ = -1;
   int control_ = -1;
-};
-
-/// An environment variable for as long as it lives. Null: without it.
-class Variable {
- public:
-  Variable(const char* name, const char* value) : name_(name) {
-    if (const char* const found = std::getenv(name)) before_ = found;
-    set(value);
-  }
-  ~Variable() { set(before_ ? before_->c_str() : nullptr); }
-  Variable(const Variable&) = delete;
-  Variable& operator=(const Variable&) = delete;
-
- private:
-  void set(const char* value) { value ? ::setenv(name_, value, 1) : ::unsetenv(name_); }
-  const char* const name_;
-  std::optional<std::string> before_;
 };
 
 }  // namespace kvlink::testing

@@ -25,6 +25,29 @@ TEST_F(Cuda, GathersScatteredBlocksWhateverCopiesThem) {
   }
 }
 
+/// The engine's kernels need the rest of the GPU.
+TEST_F(Cuda, LaunchesTakeNoMoreOfTheGpuThanTheyNeed) {
+  for (const auto& [set, most] : {std::pair{0u, 216}, {5u, 5}}) {
+    GpuPair pair(Kind::kKvlink, "fake image", set);
+    const Blocks blocks(pair.reader, 4096, 1500);
+    from_fake_cuda<int()>("fake_cuda_most_blocks")();
+    ASSERT_TRUE(pair.reader.read(blocks.scatter).ok());
+    EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_most_blocks")(), most);
+    blocks.expect_landed(pair.owner, pair.reader);
+  }
+}
+
+TEST_F(Cuda, AFewPiecesAreOneLaunchWithoutACopy) {
+  GpuPair pair;
+  const Blocks blocks(pair.reader, 4096, GatherList::kFewPieces);
+  const int copied = from_fake_cuda<int()>("fake_cuda_copies")();
+  const int launched = from_fake_cuda<int()>("fake_cuda_launches")();
+  ASSERT_TRUE(pair.reader.read(blocks.scatter).ok());
+  EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_copies")(), copied);
+  EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_launches")(), launched + 1);
+  blocks.expect_landed(pair.owner, pair.reader);
+}
+
 TEST_F(Cuda, MemoryIsZeroBeforeAnybodyMayWriteIt) {
   const auto memory = *CudaMemory::allocate(1 << 20, 0);
   EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_unfinished")(), 0)
@@ -83,7 +106,7 @@ TEST_F(Cuda, RepeatsReadsWhateverCopiesThem) {
 
 TEST_F(Cuda, TriesBothWaysAndGivesEverythingBack) {
   const auto device = *cuda::Device::at(0);
-  const auto kernel = *CudaGather::make(device, "fake image"), none = *CudaGather::make(device, "");
+  const auto kernel = *CudaGather::make(device, "fake image", 0), none = *CudaGather::make(device, "", 0);
   EXPECT_EQ(kernel->by(4096), GatherBy::kKernel) << "until it is measured";
   EXPECT_EQ(none->by(4096), GatherBy::kBatch);
   for (const auto& gather : {kernel, none}) {

@@ -33,7 +33,9 @@ TEST_F(CudaVisible, ReadsMallocedMemoryOfAHiddenGpu) {
   const Status status = machine.connect(Kind::kMalloc);
   ASSERT_TRUE(status.ok()) << status.what();
   const Blocks blocks(machine.reader, 4096, 1000);
+  from_fake_cuda<int()>("fake_cuda_most_blocks")();
   ASSERT_TRUE(machine.reader.read(blocks.scatter).ok());
+  EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_most_blocks")(), 128) << "what NVLink needs";
   blocks.expect_landed(same, machine.reader);
 }
 
