@@ -143,6 +143,21 @@ def test_nobody_comes_for_a_handoff(pair: Pair) -> None:
     assert pair.settles(SETTLE_S)
 
 
+def test_beam_search_computes_the_prompt(pair: Pair) -> None:
+    """vLLM drops the parameters of such requests. Nothing is lost but time: prefill's blocks come back by the lease."""
+    tokens, loads = prompt("beams", 500), pair.loads()
+    beams = {"use_beam_search": True, "n": 2}
+    handoff = pair.hand_off(tokens)
+    answers = [
+        pair.ask(pair.decode, tokens, **beams, **params) for params in ({"kv_transfer_params": handoff}, {})
+    ]
+    assert [answer.status for answer in answers] == [200, 200]
+    texts = [[choice["text"] for choice in answer.body["choices"]] for answer in answers]
+    assert texts[0] == texts[1]
+    assert pair.loads() == loads
+    assert pair.settles(pair.lease_s + SETTLE_S)
+
+
 @pytest.mark.pairs({"model": "llama", "connector": "KVLinkConnector"})
 def test_what_is_not_used_is_counted(pair: Pair, references: References) -> None:
     """Without a handoff decode computes the prompt, and says so."""

@@ -16,6 +16,8 @@ from references import References
 from servers import post
 
 AT_ONCE_S = 15.0
+_SAMPLED_GREEDILY = {"temperature": 1, "top_k": 1}
+"""Equal to temperature 0, with which vLLM refuses `n` above 1."""
 _FAILING = {"connector": "KVLinkConnector", "policy": "fail", "lease_s": PATIENT_LEASE_S}
 
 pytestmark = [
@@ -86,7 +88,7 @@ def test_a_request_that_decode_refuses(pair: Pair, spoilt: dict[str, Any]) -> No
 def test_several_answers_to_one_prompt(pair: Pair, references: References) -> None:
     for turn in range(4):
         tokens = prompt(f"several answers {turn}", 700)
-        body = {"prompt": tokens, "n": 3, "kv_transfer_params": pair.hand_off(tokens)}
+        body = {"prompt": tokens, "n": 3, "kv_transfer_params": pair.hand_off(tokens)} | _SAMPLED_GREEDILY
         assert several(pair, body) == (200, [references(tokens)] * 3)
     assert pair.settles(AT_ONCE_S)
 
@@ -116,9 +118,12 @@ def test_a_hand_off_that_is_retried(pair: Pair, references: References) -> None:
 
 def test_several_answers_of_prefill(pair: Pair, references: References) -> None:
     tokens = prompt("several of prefill", 700)
-    asked = pair.ask(pair.prefill, tokens, 1, n=2, kv_transfer_params={"do_remote_decode": True})
+    asks = {"n": 2, "kv_transfer_params": {"do_remote_decode": True}} | _SAMPLED_GREEDILY
+    asked, loads = pair.ask(pair.prefill, tokens, 1, **asks), pair.loads()
+    assert asked.handoff, asked.body
     answer = pair.continued(tokens, asked.handoff)
     assert (answer.status, answer.tokens) == (200, references(tokens))
+    assert eventually(lambda: pair.loads() == loads + 1, AT_ONCE_S)
     assert pair.settles(AT_ONCE_S), "one lease was stranded"
 
 
