@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.disaggregation.base import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.utils import KVClassType
 from kvlink.errors import KVLinkError
 
 from .manager import KVLinkManager
+from .restarts import Route, with_route
 
 _log = logging.getLogger("kvlink.sglang")
 
@@ -106,6 +107,9 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         if self._refused and getattr(owner, "bootstrap_addr", "") != bootstrap_addr:
             # A failure of this prefill server does not concern the room's owner.
             mgr.addr_to_rooms_tracker[bootstrap_addr].discard(bootstrap_room)
+
+    def _get_bootstrap_info_from_server(self, *route: Any) -> dict[str, Any] | None:
+        return with_route(super()._get_bootstrap_info_from_server(*route), cast(Route, route))
 
     def _register_kv_args(self) -> bool:
         """Does nothing: prefill needs no addresses of decode."""

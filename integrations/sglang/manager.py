@@ -24,6 +24,7 @@ from .incoming import Incoming
 from .messages import CHUNK, WANT, Chunk, Want
 from .outgoing import Outgoing, Written
 from .rank import rank_of
+from .restarts import was_restarted
 from .rooms import LiveRooms, refusal
 
 _log = logging.getLogger("kvlink.sglang")
@@ -157,6 +158,19 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             decode_prefix_len or 0, is_dummy,
         )  # fmt: skip
         return want.to_frames()
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """Fails the requests at a prefill server that was restarted, and finds its new ranks for the next ones."""
+        super()._on_heartbeat_success(bootstrap_addr)
+        with self.connection_lock:
+            known = [
+                infos[0]
+                for key, infos in self.connection_pool.items()
+                if key.startswith(f"{bootstrap_addr}_") and infos
+            ]
+        if was_restarted(self.session_pool[bootstrap_addr], bootstrap_addr, known):
+            _log.warning("the prefill server at %s was restarted", bootstrap_addr)
+            self._handle_node_failure(bootstrap_addr)
 
     # The following methods handle messages of peers, on the listener's thread.
 

@@ -61,6 +61,7 @@ class Server:
         self.url = f"http://127.0.0.1:{launch.port}"
         self.log = LOGS / f"{launch.name}-{launch.port}.log"
         self._started = time.monotonic()
+        self._logged_before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(launch.command)}\n".encode())
             log.flush()
@@ -134,8 +135,9 @@ class Server:
         return kib / 1024
 
     def num_logged(self, words: str) -> int:
-        """How many lines of the log have `words`."""
-        return sum(words in line for line in self.log.read_text(errors="replace").splitlines())
+        """How many lines that this server has logged have `words`. The file may begin with an earlier one's."""
+        text = self.log.read_bytes()[self._logged_before :].decode(errors="replace")
+        return sum(words in line for line in text.splitlines())
 
     def tail(self, lines: int = 40) -> str:
         """The end of its output."""
