@@ -193,11 +193,12 @@ test-rdma: build $(VENV)/.checked ## verbs over soft-RoCE in a guest, or over th
 	if [ -n "$$run$(KVLINK_TEST_RDMA)" ]; then $$run tests/softroce/lane $(RDMA_TESTS); else pytest -m softroce; fi
 
 # ENGINES=vllm: only this one. ENGINES_TESTS="tests/engines/test_vllm.py -k llama": only these tests.
-ENGINES ?= vllm sglang transformers
+ENGINES ?= vllm sglang transformers lmcache
 .PHONY: test-engines
 test-engines: build $(VENV)/.checked ## real inference servers, a router, faults: an hour and more, 24 GiB of memory
 	for engine in $(ENGINES); do .ci/engines $$engine $(PYTHON); done
-	build/engines/$(firstword $(ENGINES))/bin/python tests/engines/models.py build/engines/models
+	of=$(firstword $(filter-out lmcache,$(ENGINES))); \
+	[ -z "$$of" ] || build/engines/$$of/bin/python tests/engines/models.py build/engines/models
 	pytest -m engines $(ENGINES_TESTS)
 
 .PHONY: test-wheel

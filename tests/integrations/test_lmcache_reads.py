@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of LMCache's transfer channel in one process, over real workers; LMCache and its sockets are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from waiting import eventually
+
+from kvlink import Worker, WorkerConfig
+from kvlink.control.security.tickets import TicketKeys
+from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable, TransferError
+from kvlink.integrations.lmcache import pages as pages_module
+from kvlink.integrations.lmcache.grants import Grants
+from kvlink.integrations.lmcache.pages import Object, Pages
+from kvlink.integrations.lmcache.reads import Exchange, Peer, Reads
+from kvlink.ticket import Ticket
+
+PAGE, NUM_PAGES = 512, 64
+THEIRS: list[Object] = [(0, 3 * PAGE), (10 * PAGE, PAGE), (20 * PAGE, 2 * PAGE - 100)]
+OURS: list[Object] = [(40 * PAGE, 3 * PAGE), (2 * PAGE, PAGE), (5 * PAGE, 2 * PAGE - 100)]
+
+
+class Server:
+    """The memory of one of LMCache's servers, and its worker."""
+
+    def __init__(self, name: str, keys: TicketKeys | None = None, page_bytes: int = PAGE) -> None:
+        self.memory = np.random.default_rng(len(name)).integers(0, 256, PAGE * NUM_PAGES, np.uint8)
+        self.pages = Pages(page_bytes, self.memory.nbytes)
+        self.keys = keys
+        config = WorkerConfig(transports="cma,tcp")
+        self.worker = Worker(self.pages.pool(self.memory.ctypes.data), name, config=config)
+        self.grants = Grants(self.worker, self.pages, keys)
+        self.reads: list[Reads] = []
+
+    def reads_from(self, exchange: Exchange) -> Reads:
+        peer = Peer("127.0.0.1:1", "127.0.0.1:2", exchange)
+        self.reads.append(Reads(self.worker, self.pages, peer, self.keys, timeout_s=60))
+        return self.reads[-1]
+
+    def bytes_of(self, each: Object) -> bytes:
+        return self.memory[each[0] : sum(each)].tobytes()
+
+    def close(self) -> None:
+        for reads in self.reads:
+            reads.close()
+        self.worker.close()
+
+
+def asking(owner: Server) -> Exchange:
+    return lambda message, timeout_s: owner.grants.answer(message)
+
+
+def result(reads: Reads, theirs: list[Object], ours: list[Object]) -> list[bool]:
+    task = reads.submit(theirs, ours)
+    arrived = eventually(lambda: reads.query(task))
+    with pytest.raises(KeyError):
+        reads.query(task)
+    return arrived
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def started(*args: object, **kwargs: object) -> Server:
+        servers.append(Server(*args, **kwargs))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+def test_objects_arrive_whole_and_nothing_else_is_written(start: Callable[..., Server]) -> None:
+    owner, reader = start("owner"), start("the reader")
+    expected = reader.memory.copy()
+    for (offset, size), theirs in zip(OURS, THEIRS, strict=True):
+        whole = -(-size // PAGE) * PAGE
+        expected[offset : offset + whole] = owner.memory[theirs[0] : theirs[0] + whole]
+    assert result(reader.reads_from(asking(owner)), THEIRS, OURS) == [True] * 3
+    assert np.array_equal(reader.memory, expected)
+    eventually(lambda: not owner.worker.offers.events() and not len(owner.worker.offers))
+
+
+def test_an_object_that_is_read_twice_lies_at_both_places(start: Callable[..., Server]) -> None:
+    owner, reader = start("owner"), start("the reader")
+    theirs = [(PAGE, PAGE), (0, PAGE), (PAGE, PAGE)]
+    ours = [(30 * PAGE, PAGE), (31 * PAGE, PAGE), (32 * PAGE, PAGE)]
+    assert result(reader.reads_from(asking(owner)), theirs, ours) == [True] * 3
+    assert [reader.bytes_of(each) for each in ours] == [owner.bytes_of(each) for each in theirs]
+
+
+def test_a_long_read_takes_several_leases(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "MAX_BLOCKS", 3)
+    owner, reader = start("owner"), start("the reader")
+    asks: list[bytes] = []
+
+    def counted(message: bytes, timeout_s: float) -> bytes:
+        asks.append(message)
+        return owner.grants.answer(message)
+
+    assert result(reader.reads_from(counted), THEIRS, OURS) == [True] * 3
+    assert len(asks) == 2
+    assert [reader.bytes_of(each) for each in OURS] == [owner.bytes_of(each) for each in THEIRS]
+    with pytest.raises(ConfigError, match="at most 3 pages"):
+        reader.reads[0].submit([(0, 4 * PAGE)], [(0, 4 * PAGE)])
+
+
+def test_a_lease_that_ended_before_the_bytes_were_validated(start: Callable[..., Server]) -> None:
+    """The owner may have given the memory to another object by then."""
+    owner, reader = start("owner"), start("the reader")
+
+    def too_late(message: bytes, timeout_s: float) -> bytes:
+        answer = owner.grants.answer(message)
+        owner.worker.abort(Ticket.from_bytes(answer).request_id)
+        return answer
+
+    assert result(reader.reads_from(too_late), THEIRS, OURS) == [False] * 3
+
+
+def test_one_of_several_leases_fails_alone(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "MAX_BLOCKS", 3)
+    owner, reader = start("owner"), start("the reader")
+    asks: list[bytes] = []
+
+    def second_refused(message: bytes, timeout_s: float) -> bytes:
+        asks.append(message)
+        return owner.grants.answer(message if len(asks) == 1 else b"")
+
+    assert result(reader.reads_from(second_refused), THEIRS, OURS) == [True, False, False]
+
+
+def test_an_owner_that_is_gone_and_its_successor(start: Callable[..., Server]) -> None:
+    first, reader = start("owner"), start("the reader")
+    owners: list[Server] = [first]
+
+    def ask(message: bytes, timeout_s: float) -> bytes:
+        if not owners:
+            raise PeerUnreachable("nobody answers")
+        return owners[0].grants.answer(message)
+
+    reads = reader.reads_from(ask)
+    assert result(reads, THEIRS, OURS) == [True] * 3
+    owners.clear()
+    first.close()
+    assert result(reads, THEIRS, OURS) == [False] * 3
+    owners.append(start("owner"))
+    owners[0].memory[:] = 7
+    assert result(reads, THEIRS, OURS) == [True] * 3
+    assert set(reader.bytes_of(OURS[0])) == {7}
+
+
+@pytest.mark.parametrize(
+    "theirs", [(NUM_PAGES * PAGE, PAGE), ((NUM_PAGES - 1) * PAGE, 2 * PAGE), (1, PAGE), (-PAGE, PAGE)]
+)
+def test_what_is_no_object_of_the_owner_is_refused(start: Callable[..., Server], theirs: Object) -> None:
+    owner, reader = start("owner"), start("the reader")
+    ours = (0, theirs[1])
+    assert result(reader.reads_from(asking(owner)), [theirs], [ours]) == [False]
+    assert not len(owner.worker.offers)
+
+
+def test_sizes_and_places_are_checked_before_anything_is_asked(start: Callable[..., Server]) -> None:
+    reader = start("the reader")
+    reads = reader.reads_from(lambda message, timeout_s: pytest.fail("was asked"))
+    for theirs, ours in [
+        ([(0, PAGE)], []),
+        ([(0, PAGE)], [(0, 2 * PAGE)]),
+        ([(0, PAGE)], [(NUM_PAGES * PAGE, PAGE)]),
+    ]:
+        with pytest.raises(ConfigError):
+            reads.submit(theirs, ours)
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE, 2 * PAGE])
+def test_a_greeting_says_whether_two_servers_fit_together(
+    start: Callable[..., Server], page_bytes: int
+) -> None:
+    owner, reader = start("owner", page_bytes=page_bytes), start("the reader")
+    reads = reader.reads_from(asking(owner))
+    if page_bytes == PAGE:
+        reads.greet(60)
+    else:
+        with pytest.raises(TransferError, match="--l1-align-bytes"):
+            reads.greet(60)
+
+
+def test_a_client_that_is_closed_reads_nothing_more(start: Callable[..., Server]) -> None:
+    owner, reader = start("owner"), start("the reader")
+    reads = reader.reads_from(asking(owner))
+    task = reads.submit(THEIRS, OURS)
+    reads.close()
+    reads.close()
+    with pytest.raises(KeyError):
+        reads.query(task)
+    with pytest.raises(Cancelled):
+        reads.submit(THEIRS, OURS)
+
+
+def keys_of(path: Path, secret: str) -> TicketKeys:
+    path.write_text(secret * 32)
+    return TicketKeys(path)
+
+
+def test_only_the_same_tenants_servers_are_answered(start: Callable[..., Server], tmp_path: Path) -> None:
+    ours, others = keys_of(tmp_path / "ours", "k"), keys_of(tmp_path / "others", "x")
+    owner = start("owner", ours)
+    for keys, arrives in [(ours, True), (others, False), (None, False)]:
+        reader = start(f"a reader of {keys}", keys)
+        assert result(reader.reads_from(asking(owner)), THEIRS, OURS) == [arrives] * 3
+    forged = start("a forger", ours)
+
+    def changed(message: bytes, timeout_s: float) -> bytes:
+        return owner.grants.answer(message.replace(b"[0, 1536]", b"[0, 1024]"))
+
+    assert result(forged.reads_from(changed), THEIRS, OURS) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"1",
+        b"{}",
+        b'{"version": 2, "reader": "r", "page_bytes": 512, "objects": []}',
+        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0]]}',
+        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0.0, 512]]}',
+        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, true]]}',
+        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, 512], [0, 512]]}',
+        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, 1e400]]}',
+        b'{"version": 1, "reader": 7, "page_bytes": 512, "objects": [[0, 512]]}',
+        b'{"version": 1, "reader": "", "page_bytes": 512, "objects": [[0, 512]]}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_no_reader_sends_is_refused(start: Callable[..., Server], message: bytes) -> None:
+    owner = start("owner")
+    assert owner.grants.answer(message).startswith(b"!")
+    assert not len(owner.worker.offers)
+
+
+def test_memory_without_a_page_is_refused() -> None:
+    with pytest.raises(KVLinkError, match="--l1-size-gb"):
+        Pages(PAGE, PAGE - 1).pool(1)
