@@ -94,12 +94,18 @@ def measure_gpu(
 ) -> None:
     """Pull blocks from GPU to GPU between two processes, and compare with one device-to-device copy of the same bytes.
 
-    Then measure the bounce buffer's copies, and compare with plain copies of pinned memory.
+    Then measure the bounce buffer's copies, and compare with plain copies of pinned memory. At the end run a loop like
+    decoding, without pulls and beside them, and show the time between its tokens.
     """
     from .measurements import gpu as bench
+    from .measurements.gpu_decode import decode_rows
 
     pair = bench.pair_of(gpus)
-    parts = [bench.rows(pair, transport, iters), bench.bounce_rows(pair[1])]
+    parts = [
+        bench.rows(pair, transport, iters),
+        bench.bounce_rows(pair[1]),
+        decode_rows(pair, transport),
+    ]
     others = begin(as_json)
     finish(parts, as_json, "bench gpu", others)
 

@@ -54,7 +54,7 @@ def rows(
     Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError and TransferError.
     """
     for shape in shapes:
-        with _opened(gpus, transport, shape) as bench:
+        with opened(gpus, transport, shape) as bench:
             small = shape.piece_bytes * shape.planes * shape.blocks <= _SMALL_BYTES
             yield bench.row(iters or (_SMALL_ITERS if small else _ITERS))
 
@@ -130,6 +130,10 @@ class _Bench:
             "verified": True,
         }
 
+    def pull_once(self) -> None:
+        """Pulls once, without a comparison."""
+        self._pull(compare=False)
+
     def _draw(self, num_blocks: int) -> Ids:
         return self._rng.permutation(num_blocks)[: self._shape.blocks].astype(np.uint32)
 
@@ -185,7 +189,8 @@ class _Bench:
 
 
 @contextmanager
-def _opened(gpus: Sequence[int], transport: str, shape: Shape) -> Iterator[_Bench]:
+def opened(gpus: Sequence[int], transport: str, shape: Shape) -> Iterator[_Bench]:
+    """Opens an owner and a reader with pools of a shape."""
     owner_gpu, reader_gpu = gpus
     geometry = Geometry(
         num_layers=shape.planes, total_heads=1, row_bytes=shape.piece_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlink.benchmarks.measurements import gpu
+from kvlink.benchmarks.measurements import gpu, gpu_decode
 
 
 @pytest.mark.timeout(600)
@@ -21,3 +21,9 @@ def test_the_bounce_buffers_copies_are_measured_both_ways() -> None:
     rows = list(gpu.bounce_rows(0))
     assert {row["bounce"] for row in rows} == {"to the GPU", "from the GPU"}
     assert all(row["of_limit"] > 0 for row in rows)
+
+
+def test_a_loop_like_decoding_runs_beside_pulls() -> None:
+    alone, beside = gpu_decode.decode_rows((0, 0), "cuda", tokens=20)
+    assert alone["pulls"] == 0 < beside["pulls"]
+    assert alone["p50_us"] > 0 < beside["p50_us"]

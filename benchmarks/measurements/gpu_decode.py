@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how much slower a loop like decoding is while blocks are pulled on the same GPU.
+
+A token of the loop is one pass through layers of small matrix products, as with a batch of 32 requests, and the wait
+for its end. The time between tokens is measured without pulls, and then beside pulls that follow each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..harness.gpu_pool import torch_with_gpu
+from ..harness.quantiles import quantiles_us
+from .gpu import Shape, opened
+
+SHAPE = Shape(32 << 10, 64, 256)
+"""The pulls beside the loop: 4,096 tokens of Llama 3.1 8B."""
+
+_TOKENS = 500
+_LAYERS, _WIDTH, _REQUESTS = 32, 4096, 32
+
+Step = Callable[[], object]
+
+
+def decode_rows(
+    gpus: Sequence[int], transport: str, tokens: int = _TOKENS, shape: Shape = SHAPE
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for the loop alone, and one for the loop beside pulls, on the reader's GPU.
+
+    Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError and TransferError.
+    """
+    step = _token_step(gpus[1])
+    with opened(gpus, transport, shape) as bench:
+        yield from compared(step, bench.pull_once, tokens)
+
+
+def compared(
+    step: Step, pull: Step, tokens: int, clock_ns: Callable[[], int] = time.perf_counter_ns
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `decode_rows` for any two functions, of which `pull` runs on a thread of its own."""
+    times_us(step, min(tokens, 20), clock_ns)  # warms up
+    alone = times_us(step, tokens, clock_ns)
+    beside, pulls = times_beside(step, pull, tokens, clock_ns)
+    slower = float(np.median(beside)) / float(np.median(alone)) if np.median(alone) else None
+    for name, times, count, ratio in (("alone", alone, 0, None), ("beside pulls", beside, pulls, slower)):
+        yield {
+            "decode": name,
+            "tokens": len(times),
+            "pulls": count,
+            **quantiles_us(times),
+            "p50_ratio": ratio,
+        }
+
+
+def times_us(step: Step, tokens: int, clock_ns: Callable[[], int]) -> list[float]:
+    """Returns the time of each token, from the end of the one before it."""
+    times, last = [], clock_ns()
+    for _ in range(tokens):
+        step()
+        now = clock_ns()
+        times.append((now - last) / 1000)
+        last = now
+    return times
+
+
+def times_beside(step: Step, pull: Step, tokens: int, clock_ns: Callable[[], int]) -> tuple[list[float], int]:
+    """Returns the times of tokens while pulls follow each other on another thread, and how many pulls ended.
+
+    The first token waits for the end of the first pull. Raises what a pull raises.
+    """
+    stop, first = threading.Event(), threading.Event()
+    ended: list[BaseException | None] = []
+
+    def pull_on() -> None:
+        try:
+            while not stop.is_set():
+                pull()
+                ended.append(None)
+                first.set()
+        except BaseException as error:
+            ended.append(error)
+        finally:
+            first.set()
+
+    thread = threading.Thread(target=pull_on, name="kvlink-bench-pulls")
+    thread.start()
+    try:
+        first.wait()
+        times = times_us(step, tokens, clock_ns)
+    finally:
+        stop.set()
+        thread.join()
+    if ended[-1] is not None:
+        raise ended[-1]
+    return times, len(ended)
+
+
+def _token_step(gpu: int) -> Step:
+    torch = torch_with_gpu()
+    device = f"cuda:{gpu}"
+    weights = [
+        torch.randn(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16) / _WIDTH**0.5 for _ in range(_LAYERS)
+    ]
+    start = torch.randn(_REQUESTS, _WIDTH, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        state = start
+        for weight in weights:
+            state = state @ weight
+        torch.cuda.current_stream(gpu).synchronize()
+
+    return step
