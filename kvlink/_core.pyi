@@ -32,6 +32,12 @@ class CudaMemory:
     @property
     def bytes(self) -> int: ...
 
+class RelaxedCapture:
+    """While it is entered, calls of this thread to CUDA break no capture of a graph. Without CUDA it does nothing."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+
 class Layout:
     """csrc/plan/planner.h Layout; planes are (region, layer, offset in bytes)."""
 

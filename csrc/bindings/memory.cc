@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that kvlink allocates.
+#include <optional>
+
 #include "bindings/bindings.h"
 #include "bindings/wait.h"
 #include "device/cuda_memory.h"
@@ -38,6 +40,19 @@ std::function<bool()> handles_signals() {
   };
 }
 
+/// Entered and left on one thread.
+class RelaxedCapture {
+ public:
+  void enter() {
+    const Result<const cuda::Api*> library = cuda::library();
+    if (library.ok()) relaxed_.emplace(**library);
+  }
+  void exit(const py::args&) { relaxed_.reset(); }
+
+ private:
+  std::optional<cuda::RelaxedCapture> relaxed_;
+};
+
 }  // namespace
 
 void register_memory(py::module_& m) {
@@ -55,6 +70,10 @@ void register_memory(py::module_& m) {
            py::arg("bytes"), py::arg("gpu"))
       .def_property_readonly("address", &address_of<CudaMemory>)
       .def_property_readonly("bytes", &bytes_of<CudaMemory>);
+  py::class_<RelaxedCapture>(m, "RelaxedCapture")
+      .def(py::init())
+      .def("__enter__", &RelaxedCapture::enter)
+      .def("__exit__", &RelaxedCapture::exit);
 }
 
 }  // namespace kvlink

@@ -23,6 +23,7 @@ Result<Api> load() {
         "upgrade the NVIDIA driver");
   }
   library.load(api.copy_batch, "cuMemcpyBatchAsync_v2");
+  library.load(api.copy_batch_12, "cuMemcpyBatchAsync");
   return api;
 }
 

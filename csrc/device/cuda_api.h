@@ -30,6 +30,7 @@ inline constexpr int kRecommended = 1;          // CU_MEM_ALLOC_GRANULARITY_RECO
 inline constexpr int kInStreamOrder = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 inline constexpr int kMultiprocessors = 16;     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kRdmaWithVmm = 110;        // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+inline constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kDeviceOrdinal = 9;        // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 inline constexpr unsigned kPortable = 1;        // CU_MEMHOSTREGISTER_PORTABLE
@@ -87,6 +88,7 @@ struct CopyAttributes {
   F(event_query, "cuEventQuery", (Event event)) \
   F(event_destroy, "cuEventDestroy_v2", (Event event)) \
   F(copy, "cuMemcpyAsync", (Address to, Address from, size_t bytes, Stream stream)) \
+  F(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode)) \
   F(device_get_count, "cuDeviceGetCount", (int* count)) \
   F(device_get_attribute, "cuDeviceGetAttribute", (int* value, int attribute, int device)) \
   F(device_get_uuid, "cuDeviceGetUuid_v2", (Uuid* uuid, int device)) \
@@ -128,9 +130,12 @@ struct Api {
   KVLINK_CUDA(KVLINK_DECLARE)
 #undef KVLINK_DECLARE
 
-  /// Null before CUDA 13.
+  /// The first is of CUDA 13, and the second of 12.8. Null before.
   int (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
                     size_t* attribute_starts, size_t num_attributes, Stream stream);
+  int (*copy_batch_12)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
+                       size_t* attribute_starts, size_t num_attributes, size_t* failed, Stream stream);
+  bool copies_batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }
 
   /// Returns kTransportUnavailable unless `result`, which `call` returned, is kSuccess.
   Status check(int result, const char* call) const;

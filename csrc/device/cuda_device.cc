@@ -19,6 +19,7 @@ Result<std::shared_ptr<const Device>> Device::at(int ordinal) {
   int device = 0;
   Uuid uuid{};
   Context context = nullptr;
+  const RelaxedCapture relaxed(api);
   Status status = api.check(api.device_get(&device, ordinal), "cuDeviceGet");
   if (status.ok()) status = api.check(api.device_get_uuid(&uuid, device), "cuDeviceGetUuid");
   if (status.ok()) {

@@ -16,6 +16,25 @@ namespace kvlink::cuda {
 
 inline Address address_of(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
+/// Lets this thread make calls that may wait, while any thread captures a graph. Without it such a call
+/// fails, and ends the capture: engines capture graphs with torch's default mode, which forbids them to all
+/// threads.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Api& api)
+      : api_(api), changed_(api_.exchange_capture_mode(&mode_) == kSuccess) {}
+  ~RelaxedCapture() {
+    if (changed_) api_.exchange_capture_mode(&mode_);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Api& api_;
+  int mode_ = kRelaxedCapture;  // and then the previous one
+  const bool changed_;
+};
+
 /// Keeps a GPU's primary context, which is also torch's. Any thread.
 class Device {
  public:
@@ -26,7 +45,9 @@ class Device {
   Device(const Api& api, int ordinal, int device, Context context, const Uuid& uuid)
       : api(api), ordinal(ordinal), device(device), context(context), uuid(uuid) {}
   ~Device() {
-    if (!process.inherited()) api.primary_context_release(device);
+    if (process.inherited()) return;
+    const RelaxedCapture relaxed(api);
+    api.primary_context_release(device);
   }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -38,11 +59,14 @@ class Device {
   const Uuid uuid;
 };
 
-/// Makes the context current on this thread, and restores the previous one.
+/// Makes the context current on this thread, for calls that no capture of a graph minds, and restores the
+/// previous one.
 class Current {
  public:
   explicit Current(const Device& device)
-      : api_(device.api), status_(api_.check(api_.context_push(device.context), "cuCtxPushCurrent")) {}
+      : api_(device.api),
+        relaxed_(api_),
+        status_(api_.check(api_.context_push(device.context), "cuCtxPushCurrent")) {}
   ~Current() {
     Context popped;
     if (status_.ok()) api_.context_pop(&popped);
@@ -53,6 +77,7 @@ class Current {
 
  private:
   const Api& api_;
+  const RelaxedCapture relaxed_;
   const Status status_;
 };
 

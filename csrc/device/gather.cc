@@ -54,7 +54,7 @@ Status CudaGather::load(std::string_view image) {
 GatherBy CudaGather::by(uint64_t piece_bytes) const {
   const bool batch = piece_bytes < kLargePiece ? batch_small_ : batch_large_;
   if (function_ && !batch) return GatherBy::kKernel;
-  return device_->api.copy_batch ? GatherBy::kBatch : GatherBy::kCopies;
+  return device_->api.copies_batches() ? GatherBy::kBatch : GatherBy::kCopies;
 }
 
 Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
@@ -98,10 +98,12 @@ Status CudaGather::copy_batch(const CudaTables::Table& table, const GatherList& 
   });
   if (!listed.ok()) return listed;
   cuda::CopyAttributes attributes{cuda::kInStreamOrder, {}, {}, 0};
-  size_t first = 0;
+  size_t first = 0, failed = 0;
   const cuda::Api& api = device_->api;
-  const int result =
-      api.copy_batch(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, stream);
+  const int result = api.copy_batch ? api.copy_batch(to.data(), from.data(), bytes.data(), to.size(),
+                                                     &attributes, &first, 1, stream)
+                                    : api.copy_batch_12(to.data(), from.data(), bytes.data(), to.size(),
+                                                        &attributes, &first, 1, &failed, stream);
   return api.check(result, "cuMemcpyBatchAsync");
 }
 

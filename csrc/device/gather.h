@@ -28,7 +28,7 @@ struct GatherList {
   uint64_t num_copies() const { return uint64_t{num_pieces} * (1 + num_repeats); }
 };
 
-/// kvlink's kernel, cuMemcpyBatchAsync (CUDA 13), or one driver copy per piece.
+/// kvlink's kernel, cuMemcpyBatchAsync (CUDA 12.8), or one driver copy per piece.
 enum class GatherBy : uint8_t { kKernel, kBatch, kCopies };
 
 /// The kernel and its alternatives. Any thread, after measure().

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvlink import _core
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
@@ -43,6 +44,12 @@ class DeviceWork(Protocol):
 
     def query(self) -> bool:
         """Returns whether the work has ended. Never blocks."""
+
+
+def _has_ended(work: DeviceWork) -> bool:
+    """Asks without breaking a capture of a graph that the engine makes meanwhile on any thread."""
+    with _core.RelaxedCapture():
+        return work.query()
 
 
 class Offers:
@@ -91,7 +98,7 @@ class Offers:
         what = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
         ids, written = what.ids, what.written
         _check_terms(request_id, ttl_s, readers)
-        now = written if after is None or after.query() else 0
+        now = written if after is None or _has_ended(after) else 0
         seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
         unsigned = Ticket(
             request_id=request_id,
@@ -147,7 +154,7 @@ class Offers:
 
     async def _ready_after(self, lease: int, after: DeviceWork, ready: int) -> None:
         try:
-            while not after.query():
+            while not _has_ended(after):
                 await asyncio.sleep(_POLL_S)
         except BaseException:
             self._engine.core.abort(lease)  # the content of the blocks is not known

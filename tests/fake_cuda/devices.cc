@@ -113,6 +113,7 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
+  if (const int error = breaks_capture()) return error;
   const int gpu = gpu_at(device);
   if (gpu < 0) return kInvalidDevice;
   *context = &contexts_of[static_cast<size_t>(gpu)];
@@ -121,6 +122,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
+  if (const int error = breaks_capture()) return error;
   --live;
   return gpu_at(device) >= 0 ? kSuccess : kInvalidDevice;
 }

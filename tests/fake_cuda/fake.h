@@ -27,7 +27,9 @@ enum Error {
   kInvalidContext = 201,
   kPeerAccessUnsupported = 217,
   kNotReady = 600,
-  kNotSupported = 801
+  kNotSupported = 801,
+  kCaptureUnsupported = 900,
+  kCaptureInvalidated = 901
 };
 
 /// Contexts, streams, events, registrations, allocations and mappings.
@@ -37,6 +39,10 @@ extern std::atomic<int> unfinished;
 
 /// kSuccess when the driver is initialised and a context current.
 int ready();
+/// The same for calls that may wait for the device, which a capture forbids: kCaptureUnsupported, and the
+/// capture is broken. breaks_capture() is for those that need no context.
+int may_wait();
+int breaks_capture();
 
 /// The machine's number of the GPU that this process numbers `ordinal`, and the other way round. -1: not
 /// visible.

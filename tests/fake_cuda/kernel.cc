@@ -84,7 +84,7 @@ int fake_cuda_most_blocks() { return most_blocks.exchange(0); }
 
 /// Takes one image, which it does not look into further.
 int cuModuleLoadData(void** module, const char* image) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   if (std::strcmp(image, "fake image") != 0) return kInvalidValue;
   *module = new char;
   ++live;
@@ -92,6 +92,7 @@ int cuModuleLoadData(void** module, const char* image) {
 }
 
 int cuModuleUnload(void* module) {
+  if (const int error = breaks_capture()) return error;
   delete static_cast<char*>(module);
   --live;
   return kSuccess;

@@ -124,6 +124,7 @@ int cuGetErrorName(int error, const char** name) {
       {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
       {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
       {kPeerAccessUnsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
+      {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
       {kNotReady, "CUDA_ERROR_NOT_READY"}};
   const auto found = names.find(error);
   *name = found == names.end() ? nullptr : found->second;
@@ -131,7 +132,7 @@ int cuGetErrorName(int error, const char** name) {
 }
 
 int cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   if (flags != 1 || reinterpret_cast<uintptr_t>(host) % 4096 != 0) return kInvalidValue;
   std::lock_guard lock(registered_mutex);
   registered[reinterpret_cast<uintptr_t>(host)] = bytes;
@@ -140,7 +141,7 @@ int cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void* host) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   std::lock_guard lock(registered_mutex);
   if (registered.erase(reinterpret_cast<uintptr_t>(host)) == 0) return kInvalidValue;
   --live;
@@ -160,25 +161,26 @@ int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 /// Takes the lowest priority alone: the engine's kernels go first.
 int cuStreamCreateWithPriority(CUstream_st** stream, unsigned flags, int priority) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   if (flags != 1 || priority != kLeastPriority) return kInvalidValue;
   *stream = new CUstream_st;
   return kSuccess;
 }
 
 int cuStreamSynchronize(CUstream_st* stream) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   stream->synchronize();
   return kSuccess;
 }
 
 int cuStreamDestroy_v2(CUstream_st* stream) {
+  if (const int error = breaks_capture()) return error;
   delete stream;
   return kSuccess;
 }
 
 int cuEventCreate(CUevent_st** event, unsigned flags) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   if (flags != 2) return kInvalidValue;
   *event = new CUevent_st;
   return kSuccess;
@@ -191,9 +193,13 @@ int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
   return kSuccess;
 }
 
-int cuEventQuery(CUevent_st* event) { return event->passed ? kSuccess : kNotReady; }
+int cuEventQuery(CUevent_st* event) {
+  if (const int error = breaks_capture()) return error;
+  return event->passed ? kSuccess : kNotReady;
+}
 
 int cuEventDestroy_v2(CUevent_st* event) {
+  if (const int error = breaks_capture()) return error;
   delete event;
   return kSuccess;
 }

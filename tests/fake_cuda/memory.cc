@@ -117,7 +117,7 @@ int cuMemGetAllocationGranularity(size_t* bytes, const Properties* wanted, int) 
 }
 
 int cuMemCreate(uint64_t* handle, size_t bytes, const Properties* wanted, unsigned long long flags) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   const int gpu = gpu_at(wanted->location_id);
   if (wanted->type != 1 || wanted->location_type != 1 || gpu < 0) return kInvalidValue;
   if (wanted->handle_types != 1 || bytes == 0 || bytes % kGranularity != 0 || flags != 0)
@@ -128,6 +128,7 @@ int cuMemCreate(uint64_t* handle, size_t bytes, const Properties* wanted, unsign
 }
 
 int cuMemRelease(uint64_t handle) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   drop(reinterpret_cast<Allocation*>(handle));
   return kSuccess;
@@ -143,6 +144,7 @@ int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
 }
 
 int cuMemExportToShareableHandle(void* into, uint64_t handle, int type, unsigned long long flags) {
+  if (const int error = breaks_capture()) return error;
   if (type != 1 || flags != 0) return kInvalidValue;
   const int fd = ::fcntl(reinterpret_cast<Allocation*>(handle)->fd, F_DUPFD_CLOEXEC, 0);
   *static_cast<int*>(into) = fd;
@@ -150,6 +152,7 @@ int cuMemExportToShareableHandle(void* into, uint64_t handle, int type, unsigned
 }
 
 int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type) {
+  if (const int error = breaks_capture()) return error;
   const auto fd = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
   std::array<char, 64> link{};
   struct stat found{};
@@ -168,6 +171,7 @@ int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type)
 }
 
 int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsigned long long) {
+  if (const int error = breaks_capture()) return error;
   if (bytes == 0 || bytes % kGranularity != 0) return kInvalidValue;
   void* const at = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return kInvalidValue;
@@ -179,6 +183,7 @@ int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsig
 }
 
 int cuMemAddressFree(uint64_t address, size_t bytes) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   const auto found = reserved.find(reinterpret_cast<uintptr_t>(behind(address)));
   if (found == reserved.end() || found->second.bytes != bytes) return kInvalidValue;
@@ -189,7 +194,7 @@ int cuMemAddressFree(uint64_t address, size_t bytes) {
 }
 
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   auto* const allocation = reinterpret_cast<Allocation*>(handle);
   if (bytes > allocation->bytes || offset != 0 || flags != 0) return kInvalidValue;
   std::lock_guard lock(mutex);
@@ -201,6 +206,7 @@ int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, uns
 }
 
 int cuMemUnmap(uint64_t address, size_t bytes) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
   if (found == mapped.end() || found->second.bytes != bytes || found->second.by_malloc) return kInvalidValue;
@@ -211,6 +217,7 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
 }
 
 int cuMemSetAccess(uint64_t address, size_t bytes, const AccessDescription* access, size_t count) {
+  if (const int error = breaks_capture()) return error;
   const int gpu = gpu_at(access->location_id);
   if (count != 1 || access->location_type != 1 || gpu < 0) return kInvalidValue;
   if (!peers(gpu, gpu_of(address))) return kPeerAccessUnsupported;
@@ -231,7 +238,7 @@ int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address) {
 }
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   std::lock_guard lock(mutex);
   Allocation* const made = make(bytes, current_gpu());
   return made ? map_whole(address, made) : kInvalidValue;
@@ -239,6 +246,7 @@ int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
 
 /// Ends readers that touch the memory afterwards: CUDA does not define what they see.
 int cuMemFree_v2(uint64_t address) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   const auto found = find(address);
   if (found != mapped.end() && found->second.allocation->by_ipc &&
@@ -256,6 +264,7 @@ int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, CUstrea
 }
 
 int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   const auto found = mapped.find(reinterpret_cast<uintptr_t>(behind(address)));
   if (found == mapped.end() || !found->second.by_malloc) return kInvalidValue;
@@ -266,7 +275,7 @@ int cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
 }
 
 int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
-  if (const int error = ready()) return error;
+  if (const int error = may_wait()) return error;
   if (flags != 1) return kInvalidValue;
   if (handle.pid == ::getpid()) return kInvalidContext;
   if (!peers(current_gpu(), handle.gpu)) return kPeerAccessUnsupported;  // seen by this process or not
@@ -283,6 +292,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
 }
 
 int cuIpcCloseMemHandle(uint64_t address) {
+  if (const int error = breaks_capture()) return error;
   std::lock_guard lock(mutex);
   return unmap_whole(address);
 }
@@ -295,6 +305,14 @@ int cuMemcpyBatchAsync_v2(uint64_t* to, uint64_t* from, size_t* bytes, size_t co
     if (const int error = copy(to[i], from[i], bytes[i], stream)) return error;
   }
   return kSuccess;
+}
+
+/// Has the signature of CUDA 12.8 and 12.9.
+int cuMemcpyBatchAsync(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, void* attributes,
+                       size_t* starts, size_t num_attributes, size_t* failed, CUstream_st* stream) {
+  if (failed == nullptr) return kInvalidValue;
+  *failed = SIZE_MAX;
+  return cuMemcpyBatchAsync_v2(to, from, bytes, count, attributes, starts, num_attributes, stream);
 }
 
 }  // extern "C"

@@ -51,6 +51,8 @@ class CudaTransport : public Transport {
     on_device_.push_back(range.device);
     if (access == Access::kLocal) return nullptr;
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
+    // Not in the first pull, whose caller would wait. open() tries again and returns the error.
+    if (range.device && device_) static_cast<void>(prepare());
     if (!key.ok()) return not_exportable(key.status());
     return std::make_unique<CudaRegion>(server_, std::move(*key));
   }
@@ -96,7 +98,7 @@ class CudaTransport : public Transport {
     return key;
   }
 
-  /// Called for the first peer, because a worker that never reads this way needs neither kernel nor tables.
+  /// Loads the kernel, measures it, and allocates tables, once.
   Status prepare() {
     std::lock_guard lock(mutex_);
     if (tables_) return {};

@@ -127,17 +127,25 @@ class CudaDriver:
 
     @contextmanager
     def _current(self, ordinal: int) -> Iterator[None]:
-        """Makes the primary context of a device, which torch uses too, current on this thread."""
+        """Makes the primary context of a device, which torch uses too, current on this thread.
+
+        Calls in it break no capture of a graph that the engine makes meanwhile on any thread.
+        """
         (device,) = self._call("cuDeviceGet", ordinal)
-        (context,) = self._call("cuDevicePrimaryCtxRetain", device)
+        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        (mode,) = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
         try:
-            self._call("cuCtxPushCurrent", context)
+            (context,) = self._call("cuDevicePrimaryCtxRetain", device)
             try:
-                yield
+                self._call("cuCtxPushCurrent", context)
+                try:
+                    yield
+                finally:
+                    self._call("cuCtxPopCurrent")
             finally:
-                self._call("cuCtxPopCurrent")
+                self._call("cuDevicePrimaryCtxRelease", device)
         finally:
-            self._call("cuDevicePrimaryCtxRelease", device)
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def _of_pointer(self, name: str, address: int) -> int:
         attribute = getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads of the cuda transport over tests/fake_cuda, which is found in place of the driver.
+#include <array>
+#include <thread>
+
 #include "cpp/transports/cuda/pair.h"
 #include "device/cuda_memory.h"
 #include "device/gather.h"
@@ -116,6 +119,58 @@ TEST_F(Cuda, TriesBothWaysAndGivesEverythingBack) {
     }
   }
   EXPECT_EQ(none->by(1 << 20), GatherBy::kBatch);
+}
+
+TEST_F(Cuda, BatchesAreThoseOfCuda12WhereTheDriverIs) {
+  const auto device = *cuda::Device::at(0);
+  cuda::Api old = device->api;
+  old.copy_batch = nullptr;
+  cuda::Context context = nullptr;
+  ASSERT_EQ(old.primary_context_retain(&context, device->device), 0);
+  const auto older =
+      std::make_shared<const cuda::Device>(old, device->ordinal, device->device, context, device->uuid);
+  const auto gather = *CudaGather::make(older, "", 0);
+  EXPECT_EQ(gather->by(4096), GatherBy::kBatch);
+  GpuPool pool;
+  pool.fill(4);
+  std::array<GatherPiece, 3> pieces;
+  const uint64_t base = cuda::address_of(pool.range().base);
+  for (uint64_t i = 0; i < pieces.size(); ++i) pieces[i] = {base + i * 4096, base + (i + 8) * 4096, 4096, 0};
+  const auto stream = *cuda::MarkedStream::open(older);
+  const cuda::Current current(*older);
+  ASSERT_TRUE(gather->start({pieces.data(), 0}, {.num_pieces = 3, .bytes = 3 * 4096}, stream->get()).ok());
+  stream->drain();
+  EXPECT_EQ(std::memcmp(pool.bytes() + 8 * 4096, pool.bytes(), 3 * 4096), 0);
+}
+
+/// As an engine does at its start, on a thread of its own, while kvlink starts and its peers pull.
+TEST_F(Cuda, NoCallBreaksACaptureOfTheEngine) {
+  const auto device = *cuda::Device::at(0);
+  const auto stream = *cuda::MarkedStream::open(device);
+  const auto begin = from_fake_cuda<int(cuda::Stream, int)>("cuStreamBeginCapture_v2");
+  const auto end = from_fake_cuda<int(cuda::Stream, void**)>("cuStreamEndCapture");
+  constexpr int kGlobal = 0;
+  std::thread([&] { ASSERT_EQ(begin(stream->get(), kGlobal), 0); }).join();
+  for (const Kind kind : {Kind::kKvlink, Kind::kMalloc}) {
+    GpuPair pair(kind);
+    const Blocks blocks(pair.reader, 4096, 100);
+    EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
+  }
+  void* graph = nullptr;
+  std::thread([&] { EXPECT_EQ(end(stream->get(), &graph), 0) << "the capture is broken"; }).join();
+}
+
+TEST_F(Cuda, PreparesWhenThePoolIsRegisteredAndNotInTheFirstPull) {
+  const auto launches = from_fake_cuda<int()>("fake_cuda_launches");
+  const int before = launches();
+  GpuReader reader;
+  const int prepared = launches();
+  EXPECT_GT(prepared, before) << "to measure";
+  GpuOwner owner;
+  Server server(*owner.transport);
+  const auto accept = [&](const std::string& hello) { return *owner.transport->accept(1, hello); };
+  ASSERT_TRUE(reader.connect(owner.card(), accept).ok());
+  EXPECT_EQ(launches(), prepared);
 }
 
 TEST_F(Cuda, RefusesRepeatsOutOfBounds) {
