@@ -223,7 +223,8 @@ void register_engine(py::module_& m) {
                        const std::string& cuda_image, uint32_t gpu_blocks, const std::string& advertise) {
              TransportOptions how{host,       port,       fault,    {}, rdma_connect, rdma_traffic_class,
                                   cuda_image, gpu_blocks, advertise};
-             for (const auto& [name, mbps] : nics) how.nics.push_back({name, mbps});
+             how.nics.emplace();
+             for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
              auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
                                             inline_bytes, num_lanes, bounce_bytes}));
              return std::shared_ptr<Engine>(made.release(), DeleteOwn());

@@ -145,6 +145,8 @@ def _nic_table(nics: Sequence[RdmaDevice]) -> Table:
         kind = (
             "virtual function"
             if nic.pci and nic.pci.physical_function
+            else "EFA"
+            if nic.is_efa
             else "iWARP"
             if nic.is_iwarp
             else nic.hca_type

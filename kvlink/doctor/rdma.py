@@ -37,7 +37,16 @@ def ports(nics: Sequence[RdmaDevice]) -> Check:
     if not nics:
         return Check("rdma", Verdict.PASS, "absent: no RDMA device")
     evidence = "; ".join(_described(nic, port) for nic, port in _ports(nics))
-    down = [(nic, port) for nic, port in _ports(nics) if port.state is not PortState.ACTIVE]
+    if all(nic.is_efa for nic in nics):
+        return Check(
+            "rdma",
+            Verdict.WARN,
+            evidence,
+            "without another NIC, pulls take tcp",
+        )
+    down = [
+        (nic, port) for nic, port in _ports(nics) if port.state is not PortState.ACTIVE and not nic.is_efa
+    ]
     if not down:
         return Check("rdma", Verdict.PASS, evidence)
     fixes = dict.fromkeys(_how_to_bring_up(port) for _, port in down)
@@ -52,6 +61,8 @@ def _described(nic: RdmaDevice, port: RdmaPort) -> str:
     rate = f"{port.rate_gbps:g} Gb/s" if port.rate_gbps else "unknown rate"
     behind = f" ({port.netdev})" if port.netdev else ""
     kind = "iWARP" if nic.is_iwarp else port.link_layer.value
+    if nic.is_efa:
+        kind = "Elastic Fabric Adapter (EFA) without reliable connections"
     state = port.state.name.lower()
     link = f", link {port.phys_state}" if port.state is not PortState.ACTIVE else ""
     return f"{nic.name}:{port.number}{behind} {kind}, {rate}, {state}{link}"

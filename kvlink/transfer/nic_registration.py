@@ -32,7 +32,7 @@ class NicRegistration:
     """
 
     ports: Sequence[tuple[str, int]] = ()
-    """Names and Mb/s of the ports, best first, in the form of csrc/transport_api/transport.h."""
+    """Names and Mb/s of the ports, best first, in the form of csrc/transport_api/options.h. Without one, none is opened."""
     left_out: tuple[RefusedNic, ...] = ()
     exported: tuple[ExportedMemory, ...] = ()
     refused: str = ""
@@ -141,7 +141,8 @@ def _bounced(place: MemoryPlace, config: WorkerConfig, root: Path, why: str) -> 
 def _on_host(place: MemoryPlace, config: WorkerConfig, root: Path, bounced: str = "") -> NicRegistration:
     """Returns the registration of host memory, which is the pool's own or what its blocks pass through."""
     ports, left_out, _ = select_ports(place, config.nics, root)
-    return NicRegistration(ports, left_out, bounced=bounced)
+    refused = "" if ports else _none_near(place, left_out)
+    return NicRegistration(ports, left_out, refused=refused, bounced=bounced)
 
 
 def _export_all(
@@ -179,7 +180,8 @@ def _why_bounced(decision: Decision) -> str:
 
 
 def _none_near(place: MemoryPlace, left_out: Sequence[RefusedNic]) -> str:
-    return f"no NIC serves GPU {place.gpu}: " + ("; ".join(map(str, left_out)) or "there is no RDMA device")
+    memory = f"GPU {place.gpu}" if place.gpu else "host memory"
+    return f"no NIC serves {memory}: " + ("; ".join(map(str, left_out)) or "there is no RDMA device")
 
 
 def _add(core: _core.Engine, region: Region, exported: ExportedMemory | None) -> None:

@@ -83,6 +83,16 @@ def test_ports_that_are_down(root: FakeRoot, port: dict[str, str], evidence: str
     assert (check.verdict, check.evidence, check.fix) == (WARN, evidence, fix)
 
 
+def test_elastic_fabric_adapters_are_named(root: FakeRoot) -> None:
+    root.nic("rdmap79s0", vendor="0x1d0f", link_layer="Unknown", node_type="7: unspecified")
+    check = rdma.ports(nics(root))
+    assert check.verdict is WARN
+    assert "Elastic Fabric Adapter (EFA) without reliable connections" in check.evidence
+    assert check.fix == "without another NIC, pulls take tcp"
+    root.nic("mlx5_0", "0000:42:00.0")
+    assert rdma.ports(nics(root)).verdict is PASS
+
+
 def test_gids(root: FakeRoot) -> None:
     root.nic("mlx5_0")
     check = found(root)["rdma gids"]

@@ -48,10 +48,11 @@ class FakeRoot:
         """An RDMA device with one port. card None: a soft device over `netdev`."""
         at = f"sys/class/infiniband/{name}"
         self.write(f"{at}/node_type", port.pop("node_type", "1: CA"))
+        vendor = port.pop("vendor", NIC[0])
         if card is None:
             self.write(f"{at}/parent", port.get("netdev", "lo"))
         else:
-            self.link(f"{at}/device", self.card(card, NIC, below))
+            self.link(f"{at}/device", self.card(card, (vendor, NIC[1]), below))
         self.port(name, 1, **port)
 
     def port(

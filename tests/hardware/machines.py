@@ -12,7 +12,7 @@ from pathlib import Path
 from kvlink.hardware.topology import Topology, discover
 
 GPU, NIC, BRIDGE = 0x030200, 0x020000, 0x060400
-NVIDIA, MELLANOX, BROADCOM = 0x10DE, 0x15B3, 0x1000
+NVIDIA, MELLANOX, BROADCOM, AMAZON = 0x10DE, 0x15B3, 0x1000, 0x1D0F
 ROCE_V1, ROCE_V2 = "IB/RoCE v1", "RoCE v2"
 
 
@@ -105,8 +105,10 @@ class Machine:
     def gpu(self, parent: str, node: int, slot: str = "", device: str = "0x2330") -> str:
         return self.pci(parent, NVIDIA, GPU, node, slot, device)
 
-    def nic(self, name: str, parent: str, node: int, *ports: Port, slot: str = "") -> str:
-        at = self.pci(parent, MELLANOX, NIC, node, slot)
+    def nic(
+        self, name: str, parent: str, node: int, *ports: Port, slot: str = "", vendor: int = MELLANOX
+    ) -> str:
+        at = self.pci(parent, vendor, NIC, node, slot)
         self.rdma(name, f"{at}/infiniband/{name}", ports or (Port(),))
         self.link(f"{at}/infiniband/{name}/device", at)
         for number, port in enumerate(ports):
@@ -285,7 +287,8 @@ def aws_p5(root: Path) -> Machine:
         first, *others = machine.switch(machine.root_port(node), node, 5)
         machine.gpu(first, node)
         for number, port in enumerate(others):
-            machine.nic(f"rdmap{4 * index + number}s0", port, node, Port(100, "Unspecified"))
+            name = f"rdmap{4 * index + number}s0"
+            machine.nic(name, port, node, Port(100, "Unspecified"), vendor=AMAZON)
     return machine
 
 

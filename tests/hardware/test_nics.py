@@ -148,6 +148,15 @@ def test_a_gpu_without_a_near_nic_uses_one_of_the_other_node(tmp_path: Path) -> 
     ]
 
 
+def test_elastic_fabric_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    found = machines.aws_p5(tmp_path).discover()
+    selection = choose(found, MemoryPlace(numa_node=0))
+    assert selection.chosen == ()
+    assert {str(nic).partition(" ")[2] for nic in selection.refused} == {
+        "is an Elastic Fabric Adapter (EFA), which has no reliable connections"
+    }
+
+
 def test_bounced_bytes_use_the_nics_of_the_gpus_node(tmp_path: Path) -> None:
     machine = machines.azure_nd(tmp_path)
     machine.soft("rxe0", "lo")

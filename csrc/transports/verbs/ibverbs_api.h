@@ -6,6 +6,7 @@
 #include <infiniband/verbs.h>
 
 #include <memory>
+#include <string>
 
 #include "base/status.h"
 
@@ -26,6 +27,8 @@ struct Api {
 #undef KVLINK_DECLARE
   int (*query_port)(ibv_context*, uint8_t, ibv_port_attr*);  // a macro in the header
   decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr;              // null before rdma-core 34
+  std::string sysfs = "/sys/class/infiniband/";              // a folder for each device
+  std::string nodes = "/dev/infiniband/";
 };
 
 /// Opens the library once. Returns kTransportUnavailable and the command that installs it if it is absent.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/verbs/nic.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -16,6 +18,10 @@ namespace kvlink::verbs {
 namespace {
 
 constexpr const char* kNodes = "/sys/class/infiniband_verbs/";  // one of each device, gone before it is
+constexpr const char* kAmazon = "0x1d0f";
+constexpr const char* kOpenNodes =
+    "make /dev/infiniband/uverbs* readable and writable for this user; in a container pass "
+    "--device=/dev/infiniband";
 constexpr uint32_t kMostSge = 32;
 constexpr uint32_t kMostWrs = 1024;
 constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
@@ -27,12 +33,49 @@ Status unusable(const std::string& nic, const std::string& what, const std::stri
   return Status::Unavailable("RDMA port " + nic + " " + what, fix);
 }
 
-std::string gid_type(const std::string& device, uint8_t port, int index) {
-  std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) +
-                     "/gid_attrs/types/" + std::to_string(index));
-  std::string type;
-  std::getline(file, type);  // fails for an empty entry
-  return type;
+/// Returns the first line of a file of the kernel, or "".
+std::string read_line(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);  // fails for an empty entry
+  return line;
+}
+
+std::string port_folder(const Api& api, const std::string& device, uint8_t port) {
+  return api.sysfs + device + "/ports/" + std::to_string(port) + "/";
+}
+
+bool has_port(const Api& api, const std::string& device, uint8_t port) {
+  return port != 0 && ::access(port_folder(api, device, port).c_str(), F_OK) == 0;
+}
+
+/// Amazon's adapters have datagrams of their own (SRD) and no reliable connections. Other devices without
+/// them have no transport type that is known here, either.
+Status connects_reliably(const Api& api, const ibv_device& device) {
+  const std::string name = device.name;
+  if (read_line(api.sysfs + name + "/device/vendor") == kAmazon) {
+    return Status::Unavailable(
+        "RDMA device " + name + " is an Elastic Fabric Adapter (EFA), which has no reliable connections",
+        "pulls take tcp here; leave EFA out of KVLINK_NICS");
+  }
+  if (device.transport_type == IBV_TRANSPORT_IB || device.transport_type == IBV_TRANSPORT_IWARP) return {};
+  return Status::Unavailable(
+      "RDMA device " + name + " is neither InfiniBand, RoCE nor iWARP and has no reliable connections",
+      "leave it out of KVLINK_NICS");
+}
+
+/// Returns whether a port is active as far as the kernel shows it, and its device may be opened.
+Status may_open(const Api& api, const ibv_device& device, uint8_t port) {
+  if (Status status = connects_reliably(api, device); !status.ok()) return status;
+  const std::string name = std::string(device.name) + ":" + std::to_string(port);
+  const std::string state = read_line(port_folder(api, device.name, port) + "state");
+  if (state.rfind(std::to_string(IBV_PORT_ACTIVE), 0) != 0) {
+    return unusable(name, "is down", "check the cable, its interface or the subnet manager");
+  }
+  const std::string node = api.nodes + device.dev_name;
+  if (::access(node.c_str(), R_OK | W_OK) == 0) return {};
+  return Status::Unavailable(
+      "RDMA device " + std::string(device.name) + ": " + node + ": " + errno_text(errno), kOpenNodes);
 }
 
 /// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address.
@@ -78,22 +121,17 @@ Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
 
 }  // namespace
 
-Result<std::shared_ptr<Nic>> Nic::open(const NicPlace& place, const Manner& manner) {
+Result<std::shared_ptr<Nic>> Nic::open(const Api& api, const NicPlace& place, const Manner& manner) {
   const std::string& device = place.device;
-  const Result<const Api*> loaded = verbs::api();
-  if (!loaded.ok()) return loaded.status();
-  const Api& api = **loaded;
   const DeviceList list(api);
   ibv_device* const found = list.find(device);
   if (!found) {
     return Status{Code::kConfig, "there is no RDMA device " + device, "choose from " + list.names()};
   }
+  if (Status status = connects_reliably(api, *found); !status.ok()) return status;
   Owned<ibv_context> context(api.open_device(found), api.close_device);
   if (!context) {
-    return Status::Unavailable(
-        "opening RDMA device " + device + ": " + errno_text(errno),
-        "make /dev/infiniband/uverbs* readable and writable for this user; in a container "
-        "pass --device=/dev/infiniband");
+    return Status::Unavailable("opening RDMA device " + device + ": " + errno_text(errno), kOpenNodes);
   }
   Owned<ibv_pd> pd(api.alloc_pd(context.get()), api.dealloc_pd);
   if (!pd) {
@@ -170,13 +208,15 @@ Status Nic::find_address() {
   mtu_ = port.active_mtu;
   lid_ = port.lid;
   const bool roce = ethernet_ && !iwarp_;
+  const std::string types = port_folder(api_, place_.device, place_.port) + "gid_attrs/types/";
+  const auto gid_type = [&](int index) { return read_line(types + std::to_string(index)); };
   int best = 0;
   for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
     ibv_gid found;
     if (api_.query_gid(context_.get(), place_.port, index, &found) != 0) continue;
     Gid gid;
     std::memcpy(gid.data(), found.raw, gid.size());
-    if (rank(gid) <= best || (roce && gid_type(place_.device, place_.port, index) != "RoCE v2")) continue;
+    if (rank(gid) <= best || (roce && gid_type(index) != "RoCE v2")) continue;
     best = rank(gid);
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
@@ -283,42 +323,67 @@ ibv_mr* Nic::register_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t i
   return nullptr;
 }
 
-Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner) {
-  auto nic = Nic::open(place, manner);
+Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, const Manner& manner) {
+  auto nic = Nic::open(api, place, manner);
   if (!nic.ok()) return nic;
   Status status = (*nic)->check();
   if (!status.ok()) return status;
   return nic;
 }
 
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
-                                                    const Manner& manner) {
-  std::vector<std::shared_ptr<Nic>> nics;
-  for (const NicOption& option : wanted) {
-    const auto parsed = parse_name(option.port);
-    if (!parsed.ok()) return parsed.status();
-    auto nic = open_active({(*parsed).first, (*parsed).second, option.mbps}, manner);
-    if (!nic.ok()) return nic.status();
-    nics.push_back(std::move(*nic));
-  }
-  if (!wanted.empty()) return nics;
+namespace {
 
-  const Result<const Api*> loaded = api();
-  if (!loaded.ok()) return loaded.status();
-  const DeviceList list(**loaded);
-  Status last = Status::Unavailable(
+Status no_device() {
+  return Status::Unavailable(
       "this machine has no RDMA device",
       "load the NIC's driver (modprobe mlx5_ib), or try soft-RoCE: rdma link add rxe0 type rxe netdev eth0");
+}
+
+Result<std::vector<std::shared_ptr<Nic>>> open_all(const Api& api, const Manner& manner) {
+  std::vector<std::shared_ptr<Nic>> nics;
+  const DeviceList list(api);
+  Status last = no_device();
   for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
-    const std::string device = (*loaded)->get_device_name(list.devices[i]);
-    for (uint8_t port = 1; nics.size() < kMaxNics; ++port) {
-      auto nic = open_active({device, port, NicOption{}.mbps}, manner);
-      if (nic.status().code() == Code::kConfig) break;  // no such port
+    const std::string device = api.get_device_name(list.devices[i]);
+    for (uint8_t port = 1; has_port(api, device, port) && nics.size() < kMaxNics; ++port) {
+      auto nic = open_active(api, {device, port, NicOption{}.mbps}, manner);
       nic.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = nic.status());
     }
   }
   if (nics.empty()) return last;
   return nics;
+}
+
+}  // namespace
+
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
+                                                    const std::optional<std::vector<NicOption>>& wanted,
+                                                    const Manner& manner) {
+  if (!wanted) return open_all(api, manner);
+  if (wanted->empty()) {
+    return Status::Unavailable("no RDMA port of this machine serves this pool", "kvlink topology says why");
+  }
+  std::vector<std::shared_ptr<Nic>> nics;
+  for (const NicOption& option : *wanted) {
+    const auto parsed = parse_name(option.port);
+    if (!parsed.ok()) return parsed.status();
+    auto nic = open_active(api, {(*parsed).first, (*parsed).second, option.mbps}, manner);
+    if (!nic.ok()) return nic.status();
+    nics.push_back(std::move(*nic));
+  }
+  return nics;
+}
+
+Status find_active_port(const Api& api) {
+  const DeviceList list(api);
+  Status last = no_device();
+  for (int i = 0; i < list.count; ++i) {
+    for (uint8_t port = 1; has_port(api, list.devices[i]->name, port); ++port) {
+      last = may_open(api, *list.devices[i], port);
+      if (last.ok()) return last;
+    }
+  }
+  return last;
 }
 
 }  // namespace kvlink::verbs

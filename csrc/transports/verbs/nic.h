@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,8 +45,8 @@ class Nic {
     int max_cqes = 16;
   };
 
-  /// Refuses (kTransportUnavailable) a port without an address.
-  static Result<std::shared_ptr<Nic>> open(const NicPlace& place, const Manner& manner);
+  /// Refuses (kTransportUnavailable) a port without an address, and a device without reliable connections.
+  static Result<std::shared_ptr<Nic>> open(const Api& api, const NicPlace& place, const Manner& manner);
   Nic(const Api& api, Owned<ibv_context> context, Owned<ibv_pd> pd, NicPlace place, const Manner& manner,
       DeviceNode node = {});
   Nic(const Nic&) = delete;
@@ -121,10 +122,14 @@ class Nic {
 };
 
 /// Opens a port that can carry bytes now, or returns the reason and the fix.
-Result<std::shared_ptr<Nic>> open_active(const NicPlace& place, const Manner& manner);
-/// Opens ports named "device" or "device:port" as in KVLINK_NICS. If none are named, opens every active port
-/// of this machine.
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const std::vector<NicOption>& wanted,
+Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, const Manner& manner);
+/// Opens ports named "device" or "device:port" as in KVLINK_NICS, each once. Without a list, opens every
+/// active port of this machine. Refuses an empty list.
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
+                                                    const std::optional<std::vector<NicOption>>& wanted,
                                                     const Manner& manner);
+/// Returns whether this machine has an active port that this process may open, or the reason and the fix.
+/// Opens none.
+Status find_active_port(const Api& api);
 
 }  // namespace kvlink::verbs

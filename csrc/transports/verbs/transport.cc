@@ -133,16 +133,22 @@ Result<Way> parse_way(const std::string& name) {
 }  // namespace
 }  // namespace verbs
 
-Status verbs_probe() { return verbs::open_nics({}, {}).status(); }
+Status verbs_probe() {
+  const auto api = verbs::api();
+  return api.ok() ? verbs::find_active_port(**api) : api.status();
+}
 
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   const auto way = verbs::parse_way(options.rdma_connect);
   if (!way.ok()) return way.status();
   const verbs::Manner manner{*way, options.rdma_traffic_class};
-  auto nics = verbs::open_nics(options.nics, manner);
+  const auto api = verbs::api();
+  if (!api.ok()) return api.status();
+  auto nics = verbs::open_nics(**api, options.nics, manner);
   if (!nics.ok()) return nics.status();
-  auto ports = verbs::Ports::make(
-      std::move(*nics), [manner](const verbs::NicPlace& place) { return verbs::open_active(place, manner); });
+  auto ports = verbs::Ports::make(std::move(*nics), [manner, &api = **api](const verbs::NicPlace& place) {
+    return verbs::open_active(api, place, manner);
+  });
   if (!ports.ok()) return ports.status();
   const verbs::LivenessTimeouts timeouts;
   auto owner = verbs::Owner::make(**ports, timeouts);

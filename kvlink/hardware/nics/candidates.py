@@ -104,6 +104,8 @@ def down(candidate: Candidate) -> RefusedNic | None:
 def unable(candidate: Candidate) -> RefusedNic | None:
     """Returns the refusal of a port that cannot carry a reliable connection now, or None."""
     device, port = candidate.device, candidate.port
+    if device.is_efa:
+        return candidate.refuse("is an Elastic Fabric Adapter (EFA), which has no reliable connections")
     if refusal := down(candidate):
         return refusal
     if port.link_layer is LinkLayer.UNKNOWN:

@@ -14,6 +14,7 @@ from kvlink.hardware.topology import pci
 from kvlink.hardware.topology.pci import PciDevice
 
 DEVICES = "sys/class/infiniband"
+_AMAZON = 0x1D0F
 _Known = TypeVar("_Known", bound=Enum)
 
 
@@ -93,6 +94,11 @@ class RdmaDevice:
     hca_type: str
     is_iwarp: bool
     ports: tuple[RdmaPort, ...]
+
+    @property
+    def is_efa(self) -> bool:
+        """Whether this is an Elastic Fabric Adapter of Amazon, which has no reliable connections."""
+        return self.pci is not None and self.pci.vendor_id == _AMAZON
 
 
 def devices(root: Path, only_node: int | None, gids: bool = True) -> tuple[RdmaDevice, ...]:

@@ -24,7 +24,8 @@ struct Side {
     options.num_lanes = lanes;
     options.bounce_bytes = 4 << 20;
     options.make_copier = device.maker();
-    if (const char* nics = std::getenv("KVLINK_NICS")) options.transport.nics = {{.port = nics}};
+    if (const char* nics = std::getenv("KVLINK_NICS"))
+      options.transport.nics = std::vector<NicOption>{{.port = nics}};
     engine = std::move(*Engine::make(options));
     if (transport == "verbs" && on_device) engine->bounce(transport, "no NIC reaches a fake device");
     EXPECT_TRUE(engine->add_pool_region(range()).ok());

@@ -30,7 +30,8 @@ struct Side {
     options.epoch = epoch;
     options.transports = {transport};
     options.transport.fault = fault;
-    if (const char* nics = std::getenv("KVLINK_NICS")) options.transport.nics = {{.port = nics}};
+    if (const char* nics = std::getenv("KVLINK_NICS"))
+      options.transport.nics = std::vector<NicOption>{{.port = nics}};
     options.num_lanes = lanes;
     options.num_progress_threads = threads;
     auto made = Engine::make(options);
