@@ -216,6 +216,24 @@ class Connection:
         """Of each lane: "mlx5_0:1->mlx5_1:1" (this worker's port and the owner's), "" where there are no ports."""
     def close(self) -> None: ...
 
+class RdmaOptions:
+    """csrc/transport_api/options.h RdmaOptions. Attributes are what the engine uses."""
+
+    def __init__(
+        self,
+        *,
+        connect: str,
+        gid: str,
+        pkey: int,
+        service_level: int,
+        traffic_class: int,
+        timeout: int,
+        retries: int,
+        silence_s: float,
+        qps: int,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+
 class Engine:
     """Threads, registered memory, lease table and transports of one worker."""
 
@@ -231,9 +249,8 @@ class Engine:
         inline_bytes: int,
         num_lanes: int,
         nics: Sequence[tuple[str, int]],
-        rdma_connect: str = "",
+        rdma: RdmaOptions = ...,
         bounce_bytes: int = 0,
-        rdma_traffic_class: int = 0,
         cuda_image: bytes = b"",
         gpu_blocks: int = 0,
         advertise: str = "",

@@ -8,69 +8,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 from kvlink import env_names
 from kvlink.addresses import can_be_dialled, plain_host, split_address
 from kvlink.errors import ConfigError
 from kvlink.nic_options import parse_nics, parse_ways
-from kvlink.setting import Setting
+from kvlink.rdma_config import RdmaConfig
+from kvlink.setting import Setting, setting
 from kvlink.ticket import MAX_SLOTS
 
-_T = TypeVar("_T", str, int, float, bool)
 _PORT: dict[str, Any] = {"least": 0, "most": 65535}
 _OPEN_PORT = _PORT | {"advice": "Set it where a firewall admits known ports only. Rank n of a server adds n."}
 _DURATION: dict[str, Any] = {"unit": "s", "least": 0.001, "most": 86400}
 
 
-def _setting(env: str, default: _T, meaning: str, advice: str = "", **rest: Any) -> _T:
-    return field(default=default, metadata={"env": env, "meaning": meaning, "advice": advice, **rest})
-
-
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(RdmaConfig):
     """The options of one worker. Construction raises ConfigError for a value out of bounds."""
 
-    transports: str = _setting(
+    transports: str = setting(
         "KVLINK_TRANSPORTS",
         "",
         "Selects the transports that this worker may use. `shm,tcp` allows only these, in this order; `^cma` allows "
         "all others; `all`, or an empty value, allows all.",
         "By default each pair of workers uses the best transport that works at both ends. Set it to compare two.",
     )
-    nics: str = _setting(
+    nics: str = setting(
         "KVLINK_NICS",
         "",
         "Selects the NIC ports that verbs uses. `mlx5_0:1,mlx5_1` uses these; `^mlx5_2` excludes one; an empty value "
         "uses those nearest to the pool. `0000:1b:00.0=mlx5_0;0000:43:00.0=mlx5_1` sets a list for each GPU.",
         "Set it where some NICs carry other traffic. `kvlink topology` lists the ports and their distances.",
     )
-    rdma_connect: str = _setting(
-        "KVLINK_RDMA_CONNECT",
-        "",
-        "Sets how verbs connects: `direct` exchanges addresses over the control plane, and `cm` uses rdma_cm. An "
-        "empty value uses `cm` for iWARP and `direct` for all other NICs.",
-        "Set it to the same value at both ends.",
-        choices=("", "direct", "cm"),
-    )
-    rdma_traffic_class: int = _setting(
-        "KVLINK_RDMA_TRAFFIC_CLASS",
-        0,
-        "Sets the traffic class of the packets that verbs sends. With RoCE v2 it is the traffic class byte of the IP "
-        "header, which is DSCP times 4.",
-        "Set it at both ends to the class that the switches protect by PFC or ECN.",
-        least=0,
-        most=255,
-    )
-    gpudirect: str = _setting(
+    gpudirect: str = setting(
         "KVLINK_GPUDIRECT",
         "",
         "Lists the ways to GPU memory that are allowed, best first: some of `dma-buf`, `peermem` and `bounce`. An "
         "empty value allows all three in this order.",
         "Leave `bounce` out to get an error instead of copies through host memory.",
     )
-    bounce_bytes: int = _setting(
+    bounce_bytes: int = setting(
         "KVLINK_BOUNCE_BYTES",
         64 << 20,
         "Sets the bytes of the bounce buffer: pinned host memory through which the bytes of GPU memory pass where a "
@@ -80,7 +59,7 @@ class WorkerConfig:
         least=4 << 20,
         most=16 << 30,
     )
-    staging: str = _setting(
+    staging: str = setting(
         "KVLINK_STAGING",
         "auto",
         "Sets when reads that arrive in many small pieces pass through a staging buffer in GPU memory. `auto` does so "
@@ -88,7 +67,7 @@ class WorkerConfig:
         "Set `always` or `never` to compare; `pull.explain()` shows both predictions.",
         choices=("auto", "always", "never"),
     )
-    staging_bytes: int = _setting(
+    staging_bytes: int = setting(
         "KVLINK_STAGING_BYTES",
         16 << 20,
         "Sets the bytes of the staging buffer, which is allocated on the pool's GPU.",
@@ -97,7 +76,7 @@ class WorkerConfig:
         least=1 << 20,
         most=1 << 30,
     )
-    gpu_blocks: int = _setting(
+    gpu_blocks: int = setting(
         "KVLINK_GPU_BLOCKS",
         0,
         "Sets the most thread blocks that one copy by kvlink's kernel may take of a GPU. 0 takes what the link needs: "
@@ -106,37 +85,37 @@ class WorkerConfig:
         least=0,
         most=4096,
     )
-    coordinator: str = _setting(
+    coordinator: str = setting(
         "KVLINK_COORDINATOR",
         "",
         "Names the coordinator as host:port, or its replicas separated by commas. An empty value uses none.",
         "Tickets that travel on the router's message need no coordinator.",
     )
-    host: str = _setting(
+    host: str = setting(
         "KVLINK_HOST",
         "127.0.0.1",
         "Sets the address on which the agent and tcp listen. Peers connect to it unless KVLINK_ADVERTISE is set.",
         "The default is reachable on this host only. Set an address that peers reach; 0.0.0.0 is refused.",
     )
-    advertise: str = _setting(
+    advertise: str = setting(
         "KVLINK_ADVERTISE",
         "",
         "Sets the host, without a port, to which peers connect where it differs from KVLINK_HOST.",
         "Set it behind NAT, with fixed KVLINK_PORT and KVLINK_AGENT_PORT.",
     )
-    port: int = _setting(
+    port: int = setting(
         "KVLINK_PORT",
         0,
         "Sets the port on which tcp serves data. 0 takes any free port.",
         **_OPEN_PORT,
     )
-    agent_port: int = _setting(
+    agent_port: int = setting(
         "KVLINK_AGENT_PORT",
         0,
         "Sets the port of the agent, to which readers connect first. 0 takes any free port.",
         **_OPEN_PORT,
     )
-    progress_threads: int = _setting(
+    progress_threads: int = setting(
         "KVLINK_PROGRESS_THREADS",
         1,
         "Sets the number of threads that move the bytes of pulls.",
@@ -144,7 +123,7 @@ class WorkerConfig:
         least=1,
         most=64,
     )
-    inline_bytes: int = _setting(
+    inline_bytes: int = setting(
         "KVLINK_INLINE_BYTES",
         128 << 10,
         "Sets the bytes up to which a pull runs on the calling thread.",
@@ -152,15 +131,16 @@ class WorkerConfig:
         unit="bytes",
         least=0,
     )
-    lanes: int = _setting(
+    lanes: int = setting(
         "KVLINK_LANES",
         0,
         "Sets the number of parallel connections to each peer. 0 leaves it to the transport.",
-        "verbs opens 4 for each pair of NIC ports, others open 1. Raise it if one does not fill the link.",
+        "verbs opens KVLINK_RDMA_QPS for each pair of NIC ports, and others open 1. Raise it if one does not fill the "
+        "link.",
         least=0,
         most=64,
     )
-    lease_slots: int = _setting(
+    lease_slots: int = setting(
         "KVLINK_LEASE_SLOTS",
         4096,
         "Sets the number of readers that can hold offers at the same time.",
@@ -168,92 +148,92 @@ class WorkerConfig:
         least=1,
         most=MAX_SLOTS,
     )
-    lease_s: float = _setting(
+    lease_s: float = setting(
         "KVLINK_LEASE_S",
         30.0,
         "Sets the seconds after which an offer ends that its readers have not settled.",
         "A longer lease lets readers come later, and pins the blocks of lost requests for longer.",
         **_DURATION,
     )
-    timeout_s: float = _setting(
+    timeout_s: float = setting(
         "KVLINK_TIMEOUT_S",
         30.0,
         "Sets the seconds that a whole pull may take, with its claim and connection.",
         "The argument `timeout_s` of a pull overrides it.",
         **_DURATION,
     )
-    tls_ca: str = _setting(
+    tls_ca: str = setting(
         "KVLINK_TLS_CA",
         "",
         "Names the PEM file with the CAs that sign the certificates of peers.",
         "Set all three KVLINK_TLS_ files. Without them kvlink speaks plaintext, and on loopback only.",
     )
-    tls_cert: str = _setting(
+    tls_cert: str = setting(
         "KVLINK_TLS_CERT", "", "Names the PEM file with the certificate of this process and its chain."
     )
-    tls_key: str = _setting(
+    tls_key: str = setting(
         "KVLINK_TLS_KEY", "", "Names the PEM file with the private key of that certificate."
     )
-    tls_hosts: bool = _setting(
+    tls_hosts: bool = setting(
         "KVLINK_TLS_HOSTS",
         True,
         "Requires that a server's certificate names the host of its address, besides its role or tenant.",
         "Set it to 0 where addresses are not known when certificates are made.",
     )
-    token_file: str = _setting(
+    token_file: str = setting(
         "KVLINK_TOKEN_FILE",
         "",
         "Names the file with a token. With TLS the token identifies this process to the coordinator; without TLS, "
         "processes on loopback show it to each other. An empty value uses a file of this user.",
         "Set it without TLS if processes of several users work together.",
     )
-    ticket_keys: str = _setting(
+    ticket_keys: str = setting(
         "KVLINK_TICKET_KEYS",
         "",
         "Names the file with the secrets that sign tickets, one per line, the newest first. All workers of a tenant "
         "need the same. Under TLS a file is required; the value `none` turns signatures off.",
     )
-    insecure: bool = _setting(
+    insecure: bool = setting(
         "KVLINK_INSECURE",
         False,
         "Allows plaintext connections to other hosts.",
         "Set it only on a network where everybody may read and write every request's blocks.",
     )
-    fault: str = _setting(
+    fault: str = setting(
         "KVLINK_FAULT",
         "",
         "Sets the faults that a transport with a name such as `fault+shm` injects: `drop@3` loses the third read.",
         "It is for tests. `csrc/transports/fault/plan.h` has the grammar.",
     )
-    metrics_port: int = _setting(
+    metrics_port: int = setting(
         "KVLINK_METRICS_PORT",
         0,
         "Sets the port on which this worker serves /metrics for Prometheus. 0 serves none.",
         "It needs `kvlink[metrics]`. Rank n of a server adds n to the port.",
         **_PORT,
     )
-    metrics_host: str = _setting(
+    metrics_host: str = setting(
         "KVLINK_METRICS_HOST",
         "",
         "Sets the address on which /metrics listens. An empty value uses that of KVLINK_HOST.",
         "Everybody who reaches it can read the metrics.",
     )
-    log: str = _setting(
+    log: str = setting(
         "KVLINK_LOG",
         "warning",
         "Sets the lowest level of the messages that kvlink's commands log.",
         "`kvlink coordinator` logs from info on unless this is set. Servers and programs configure logging themselves.",
         choices=("debug", "info", "warning", "error"),
     )
-    log_json: bool = _setting(
+    log_json: bool = setting(
         "KVLINK_LOG_JSON",
         False,
         "Writes each message that kvlink's commands log as one JSON object on a line.",
     )
 
     def __post_init__(self) -> None:
-        for setting in CATALOGUE:
-            setting.check(getattr(self, setting.name))
+        for option in CATALOGUE:
+            option.check(getattr(self, option.name))
         for name in ("host", "advertise", "metrics_host"):
             object.__setattr__(self, name, plain_host(getattr(self, name)))
         if self.advertise and not can_be_dialled(self.advertise):
@@ -262,6 +242,7 @@ class WorkerConfig:
                 "without a port"
             )
         parse_nics(self.nics)
+        self.check_rdma()
         parse_ways(self.gpudirect)
         for address in self.coordinator.split(",") if self.coordinator else ():
             split_address(address.strip())
@@ -288,7 +269,8 @@ class WorkerConfig:
 
 
 CATALOGUE = tuple(
-    Setting(name=f.name, default=cast(Any, f.default), **f.metadata) for f in fields(WorkerConfig)
+    Setting(name=f.name, default=cast(Any, f.default), **f.metadata)
+    for f in sorted(fields(WorkerConfig), key=lambda f: f.name not in ("transports", "nics"))
 )
 """Every setting, in the order in which `kvlink config` shows them."""
 _NAMES = frozenset(setting.env for setting in CATALOGUE)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvlink.errors import ConfigError
 
+_T = TypeVar("_T", str, int, float, bool)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "one of " + ", ".join(_TRUE + _FALSE)}
 
@@ -60,3 +62,8 @@ def _parse_bool(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError(text)
     return text.lower() in _TRUE
+
+
+def setting(env: str, default: _T, meaning: str, advice: str = "", **rest: Any) -> _T:
+    """Declares a field of a dataclass as an option. `rest` are other fields of Setting."""
+    return field(default=default, metadata={"env": env, "meaning": meaning, "advice": advice, **rest})

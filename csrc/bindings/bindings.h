@@ -109,5 +109,7 @@ inline py::list bytes_list(const std::vector<std::string>& blobs) {
 void register_plan(py::module_& m);
 /// bindings/memory.cc: memory that kvlink allocates.
 void register_memory(py::module_& m);
+/// bindings/rdma_options.cc: the options of RDMA connections.
+void register_rdma_options(py::module_& m);
 
 }  // namespace kvlink

@@ -218,11 +218,10 @@ void register_engine(py::module_& m) {
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
-                       const std::vector<std::pair<std::string, uint32_t>>& nics,
-                       const std::string& rdma_connect, uint64_t bounce_bytes, uint8_t rdma_traffic_class,
-                       const std::string& cuda_image, uint32_t gpu_blocks, const std::string& advertise) {
-             TransportOptions how{host,       port,       fault,    {}, rdma_connect, rdma_traffic_class,
-                                  cuda_image, gpu_blocks, advertise};
+                       const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
+                       uint64_t bounce_bytes, const std::string& cuda_image, uint32_t gpu_blocks,
+                       const std::string& advertise) {
+             TransportOptions how{host, port, fault, {}, rdma, cuda_image, gpu_blocks, advertise};
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
              auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
@@ -231,8 +230,8 @@ void register_engine(py::module_& m) {
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
-           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma_connect") = "", py::arg("bounce_bytes") = 0,
-           py::arg("rdma_traffic_class") = 0, py::arg("cuda_image") = "", py::arg("gpu_blocks") = 0,
+           py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
+           py::arg("bounce_bytes") = 0, py::arg("cuda_image") = "", py::arg("gpu_blocks") = 0,
            py::arg("advertise") = "")
       .def(
           "add_pool_region",
@@ -392,5 +391,6 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_transfer(m);
   register_path_stats(m);
   register_connection(m);
+  register_rdma_options(m);
   register_engine(m);
 }

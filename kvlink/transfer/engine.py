@@ -20,7 +20,7 @@ from kvlink.layout import KVLayout
 from kvlink.nic_options import Way, parse_ways
 from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
-from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
+from kvlink.transfer.nic_registration import NicRegistration, rdma_options, register_with_nics
 from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.planners import Planner, planners
 from kvlink.transfer.pool import BlockPool
@@ -135,8 +135,7 @@ class Engine:
             inline_bytes=config.inline_bytes,
             num_lanes=config.lanes,
             nics=self._nics.ports,
-            rdma_connect=config.rdma_connect,
-            rdma_traffic_class=config.rdma_traffic_class,
+            rdma=rdma_options(config),
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
             advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
             cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),

@@ -16,6 +16,7 @@ from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemory, export
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
 from kvlink.nic_options import Way, parse_ways
+from kvlink.rdma_config import parse_pkey
 from kvlink.transfer.pool import BlockPool, Region
 
 _log = logging.getLogger("kvlink.registration")
@@ -32,7 +33,7 @@ class NicRegistration:
     """
 
     ports: Sequence[tuple[str, int]] = ()
-    """Names and Mb/s of the ports, best first, in the form of csrc/transport_api/options.h. Without one, none is opened."""
+    """Names and Mb/s of the ports, best first, as csrc/transport_api/options.h has them. No other port is opened."""
     left_out: tuple[RefusedNic, ...] = ()
     exported: tuple[ExportedMemory, ...] = ()
     refused: str = ""
@@ -71,6 +72,21 @@ class NicRegistration:
                 at = exported[-1] if exported else None
                 core.stage(staging, always, at.fds if at else (), at.offset if at else 0)
             yield
+
+
+def rdma_options(config: WorkerConfig) -> _core.RdmaOptions:
+    """Converts the options of RDMA connections to the form of the native engine."""
+    return _core.RdmaOptions(
+        connect=config.rdma_connect,
+        gid=config.rdma_gid,
+        pkey=parse_pkey(config.rdma_pkey),
+        service_level=config.rdma_service_level,
+        traffic_class=config.rdma_traffic_class,
+        timeout=config.rdma_timeout,
+        retries=config.rdma_retries,
+        silence_s=config.rdma_silence_s,
+        qps=config.rdma_qps,
+    )
 
 
 def register_with_nics(

@@ -24,7 +24,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_the_catalogue_describes_every_field_once() -> None:
-    assert [setting.name for setting in CATALOGUE] == [field.name for field in fields(WorkerConfig)]
+    assert {setting.name for setting in CATALOGUE} == {field.name for field in fields(WorkerConfig)}
     assert len({setting.env for setting in CATALOGUE}) == len(CATALOGUE)
     assert all(setting.env == f"KVLINK_{setting.name.upper()}" for setting in CATALOGUE)
 

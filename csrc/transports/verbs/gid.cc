@@ -6,6 +6,7 @@
 #include <net/if.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <optional>
 
@@ -56,6 +57,68 @@ std::string ip_text(const Gid& ip) {
     ::inet_ntop(AF_INET6, ip.data(), text, sizeof text);
   }
   return text;
+}
+
+namespace {
+
+template <typename Number>
+bool parse_number(std::string_view text, Number most, Number& into) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, into);
+  return error == std::errc{} && stop == end && into <= most;
+}
+
+constexpr size_t kFlidAt = 4;  // 10 fixed bits, 22 of 0, 16 of FLID, 16 of subnet prefix, 64 of EUI
+
+}  // namespace
+
+Result<GidChoice> GidChoice::parse(const std::string& text) {
+  GidChoice choice;
+  if (text.empty()) return choice;
+  choice.text = text;
+  if (int number; parse_number(text, 255, number) && number >= 0) {
+    choice.index = number;
+    return choice;
+  }
+  const size_t slash = text.find('/');
+  const std::string address = text.substr(0, slash);
+  in6_addr v6{};
+  in_addr v4{};
+  uint32_t most = 128;
+  if (::inet_pton(AF_INET, address.c_str(), &v4) == 1) {
+    most = 32;
+    std::memcpy(choice.prefix.data(), kMapped, sizeof kMapped);
+    std::memcpy(choice.prefix.data() + sizeof kMapped, &v4, sizeof v4);
+  } else if (::inet_pton(AF_INET6, address.c_str(), &v6) == 1) {
+    std::memcpy(choice.prefix.data(), &v6, sizeof v6);
+  } else {
+    return Status::Config("\"" + text + "\" chooses no GID: write an index, an address or a subnet");
+  }
+  uint32_t bits = most;
+  if (slash != std::string::npos && !parse_number(std::string_view(text).substr(slash + 1), most, bits)) {
+    return Status::Config("\"" + text + "\" is no subnet: write ADDRESS/BITS");
+  }
+  choice.prefix_bits = 128 - most + bits;
+  return choice;
+}
+
+bool GidChoice::allows(int at, const Gid& gid) const {
+  if (index) return at == *index;
+  const size_t bytes = prefix_bits / 8;
+  if (std::memcmp(gid.data(), prefix.data(), bytes) != 0) return false;
+  const uint32_t rest = prefix_bits % 8;
+  const auto differ = static_cast<uint8_t>(bytes < gid.size() ? gid[bytes] ^ prefix[bytes] : 0);
+  return rest == 0 || differ >> (8 - rest) == 0;
+}
+
+uint16_t flid_of(const Gid& gid) {
+  const auto byte = [&gid](size_t at) { return static_cast<uint8_t>(gid[at]); };
+  return static_cast<uint16_t>(byte(kFlidAt) << 8 | byte(kFlidAt + 1));
+}
+
+bool same_subnet(const Gid& a, const Gid& b) {
+  if (std::memcmp(a.data(), b.data(), a.size() / 2) == 0) return true;
+  return flid_of(a) != 0 && flid_of(b) != 0 && std::memcmp(&a[kFlidAt + 2], &b[kFlidAt + 2], 2) == 0;
 }
 
 std::vector<Gid> local_ips() {

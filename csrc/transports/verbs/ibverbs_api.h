@@ -16,7 +16,7 @@ namespace kvlink::verbs {
 // clang-format off
 #define KVLINK_IBVERBS(F) \
   F(get_device_list) F(free_device_list) F(get_device_name) F(open_device) F(close_device) F(query_device) \
-  F(query_gid) F(alloc_pd) F(dealloc_pd) F(reg_mr_iova2) F(dereg_mr) F(create_comp_channel) \
+  F(query_gid) F(query_pkey) F(alloc_pd) F(dealloc_pd) F(reg_mr_iova2) F(dereg_mr) F(create_comp_channel) \
   F(destroy_comp_channel) F(create_cq) F(destroy_cq) F(get_cq_event) F(ack_cq_events) F(create_qp) \
   F(modify_qp) F(destroy_qp) F(get_async_event) F(ack_async_event) F(wc_status_str) F(event_type_str)
 // clang-format on

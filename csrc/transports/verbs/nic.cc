@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/verbs/nic.h"
 
+#include <endian.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -78,9 +80,11 @@ Status may_open(const Api& api, const ibv_device& device, uint8_t port) {
       "RDMA device " + std::string(device.name) + ": " + node + ": " + errno_text(errno), kOpenNodes);
 }
 
-/// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address.
-int rank(const Gid& gid) {
+/// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address. With InfiniBand a GID by which
+/// routers forward comes first.
+int rank(const Gid& gid, bool infiniband) {
   if (std::all_of(gid.begin(), gid.end(), [](char byte) { return byte == 0; })) return 0;
+  if (infiniband && flid_of(gid) != 0) return 5;
   if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
   return gid[0] == '\xfe' && gid[1] == '\x80' ? 1 : 3;
 }
@@ -146,6 +150,7 @@ Result<std::shared_ptr<Nic>> Nic::open(const Api& api, const NicPlace& place, co
   if (Status status = nic->choose_way(found->transport_type); !status.ok()) return status;
   if (Status status = nic->find_limits(); !status.ok()) return status;
   if (Status status = nic->find_address(); !status.ok()) return status;
+  if (Status status = nic->find_partition(); !status.ok()) return status;
   return nic;
 }
 
@@ -165,6 +170,10 @@ Status Nic::choose_way(ibv_transport_type transport) {
   by_cm_ = wish == Way::kCm || (wish == Way::kByDevice && iwarp_);
   if (iwarp_ && !by_cm_) {
     return unusable(name_, "is iWARP, which connects through rdma_cm alone", "unset KVLINK_RDMA_CONNECT");
+  }
+  if (by_cm_ && (manner_.pkey != 0 || !manner_.gid.text.empty())) {
+    return Status::Config("rdma_cm chooses the partition and the GID of " + name_ +
+                          " by its IP address: unset KVLINK_RDMA_PKEY and KVLINK_RDMA_GID");
   }
   return by_cm_ ? cm_usable() : Status{};
 }
@@ -192,6 +201,7 @@ Status Nic::find_limits() {
   if (Status status = query(port); !status.ok()) return status;
   limits_.max_read_bytes = std::max<uint64_t>(port.max_msg_sz, 1);
   ethernet_ = port.link_layer == IBV_LINK_LAYER_ETHERNET;
+  needs_grh_ = !ethernet_ && (port.flags & IBV_QPF_GRH_REQUIRED) != 0;
   return {};
 }
 
@@ -210,22 +220,65 @@ Status Nic::find_address() {
   const bool roce = ethernet_ && !iwarp_;
   const std::string types = port_folder(api_, place_.device, place_.port) + "gid_attrs/types/";
   const auto gid_type = [&](int index) { return read_line(types + std::to_string(index)); };
+  const bool infiniband = !ethernet_ && !iwarp_;
   int best = 0;
+  std::string there_are;
   for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
     ibv_gid found;
     if (api_.query_gid(context_.get(), place_.port, index, &found) != 0) continue;
     Gid gid;
     std::memcpy(gid.data(), found.raw, gid.size());
-    if (rank(gid) <= best || (roce && gid_type(index) != "RoCE v2")) continue;
-    best = rank(gid);
+    if (rank(gid, infiniband) == 0 || (roce && gid_type(index) != "RoCE v2")) continue;
+    there_are += (there_are.empty() ? "" : ", ") + ip_text(gid) + " (index " + std::to_string(index) + ")";
+    if (rank(gid, infiniband) <= best || !manner_.gid.allows(index, gid)) continue;
+    best = rank(gid, infiniband);
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
+  }
+  if (best == 0 && !there_are.empty()) {
+    return unusable(name_, "has no GID " + manner_.gid.text + ": it has " + there_are,
+                    "set KVLINK_RDMA_GID to the index, the address or the subnet of one of them");
+  }
+  if (needs_grh_ && best == 0) {
+    return unusable(name_, "needs global routes and has no GID", "check the subnet manager");
   }
   if (roce && best == 0) {
     return unusable(name_, "has no RoCE v2 address",
                     "give its network interface an IP address and bring it up");
   }
   return {};
+}
+
+/// The highest bit of a key is the kind of membership. Two limited members do not reach each other.
+Status Nic::find_partition() {
+  if (manner_.pkey == 0) return {};
+  ibv_port_attr port{};
+  if (Status status = query(port); !status.ok()) return status;
+  constexpr uint16_t kFull = 0x8000, kKey = 0x7fff;
+  bool found = false;
+  std::string there_are;
+  for (uint16_t index = 0; index < port.pkey_tbl_len; ++index) {
+    __be16 raw = 0;
+    if (api_.query_pkey(context_.get(), place_.port, index, &raw) != 0) continue;
+    const uint16_t key = be16toh(raw);
+    if ((key & kKey) == 0) continue;
+    char text[8];
+    std::snprintf(text, sizeof text, "0x%04x", key);
+    there_are += (there_are.empty() ? "" : ", ") + std::string(text);
+    if ((key & kKey) != (manner_.pkey & kKey) || (found && !(key & kFull))) continue;
+    found = true;
+    pkey_index_ = index;
+  }
+  if (found) return {};
+  char text[8];
+  std::snprintf(text, sizeof text, "0x%04x", manner_.pkey);
+  return unusable(name_, std::string("is not in the partition ") + text + ": it is in " + there_are,
+                  "set KVLINK_RDMA_PKEY to one of them, or have the subnet manager add it");
+}
+
+int Nic::next_vector() {
+  const auto count = static_cast<uint32_t>(std::max(context_->num_comp_vectors, 1));
+  return static_cast<int>(num_vectors_given_.fetch_add(1, std::memory_order_relaxed) % count);
 }
 
 ibv_mtu Nic::mtu() const {
@@ -298,7 +351,7 @@ void Nic::take_event(const ibv_async_event& event) {
     case IBV_EVENT_DEVICE_FATAL:
       return lose("failed: " + name(), true);
     case IBV_EVENT_PORT_ERR:
-      if (event.element.port_num == place_.port) lose("went down");
+      if (event.element.port_num == place_.port && !manner_.rides_out_link_loss) lose("went down");
       return;
     case IBV_EVENT_GID_CHANGE:
     case IBV_EVENT_LID_CHANGE: {

@@ -12,6 +12,7 @@
 #include "memory/memory_range.h"
 #include "transport_api/options.h"
 #include "transports/verbs/device_presence.h"
+#include "transports/verbs/gid.h"
 #include "transports/verbs/ibverbs_api.h"
 #include "transports/verbs/protocol.h"
 
@@ -31,6 +32,11 @@ struct NicPlace {
 struct Manner {
   Way way = Way::kByDevice;
   uint8_t traffic_class = 0;  // of what they send; with RoCE v2 the IP header's
+  uint8_t service_level = 0;
+  uint16_t pkey = 0;  // 0: the first of the port's table
+  GidChoice gid = {};
+  /// A port that goes down does not end its connections: their readers wait as long as for a silent owner.
+  bool rides_out_link_loss = false;
 };
 
 /// Any thread, except that take_events() and look() are for one thread.
@@ -58,13 +64,18 @@ class Nic {
   const std::string& name() const { return name_; }  // "mlx5_0:1"
   uint8_t port() const { return place_.port; }
   const NicPlace& place() const { return place_; }
-  uint8_t traffic_class() const { return manner_.traffic_class; }
+  const Manner& manner() const { return manner_; }
+  uint16_t pkey_index() const { return pkey_index_; }
   const Limits& limits() const { return limits_; }
   bool ethernet() const { return ethernet_; }
   /// Untested for lack of such a driver. It connects only by the manager. A read lands in one segment, of
   /// memory that the network may write. Its GID is no address.
   bool iwarp() const { return iwarp_; }
   bool by_cm() const { return by_cm_; }
+  /// Whether packets need a global route header within the subnet, too.
+  bool needs_grh() const { return needs_grh_; }
+  /// Returns the completion vector of the next completion queue that somebody sleeps on: all in turn.
+  int next_vector();
   ibv_mtu mtu() const;
   uint8_t gid_index() const;
   NicAddress address() const;
@@ -98,6 +109,7 @@ class Nic {
   Status query(ibv_port_attr& port) const;
   Status find_limits();
   Status find_address();
+  Status find_partition();
   void lose(const std::string& why, bool for_good = false);
   void take_event(const ibv_async_event& event);
 
@@ -109,7 +121,9 @@ class Nic {
   const Manner manner_;
   const DeviceNode node_;
   Limits limits_;
-  bool ethernet_ = false, iwarp_ = false, by_cm_ = false;
+  bool ethernet_ = false, iwarp_ = false, by_cm_ = false, needs_grh_ = false;
+  uint16_t pkey_index_ = 0;
+  std::atomic<uint32_t> num_vectors_given_{0};
 
   std::atomic<uint32_t> losses_{0};
   std::atomic<bool> gone_{false};

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "base/sys.h"
+#include "transports/verbs/gid.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -21,15 +22,17 @@ uint32_t random_psn() { return std::random_device{}() & 0xff'ffff; }
 ibv_ah_attr path(const Nic& nic, const QpAddress& peer) {
   ibv_ah_attr path{};
   path.port_num = nic.port();
-  path.dlid = static_cast<uint16_t>(peer.lid);
-  // Within an InfiniBand subnet, whose prefix is the first half of the GID, the LID is a complete address.
-  const Gid own = nic.address().gid;
-  const bool same_subnet = std::memcmp(own.data(), peer.gid.data(), own.size() / 2) == 0;
-  path.is_global = nic.ethernet() || !same_subnet ? 1 : 0;
+  path.sl = nic.manner().service_level;
+  // Within an InfiniBand subnet the LID is a complete address, unless the port shares it with others. To
+  // another subnet a packet goes to the LID by which routers forward there.
+  const bool elsewhere = !nic.ethernet() && !same_subnet(nic.address().gid, peer.gid);
+  const uint16_t flid = elsewhere ? flid_of(peer.gid) : uint16_t{0};
+  path.dlid = flid != 0 ? flid : static_cast<uint16_t>(peer.lid);
+  path.is_global = nic.ethernet() || elsewhere || nic.needs_grh() ? 1 : 0;
   std::memcpy(path.grh.dgid.raw, peer.gid.data(), peer.gid.size());
   path.grh.sgid_index = nic.gid_index();
   path.grh.hop_limit = kHopLimit;
-  path.grh.traffic_class = nic.traffic_class();
+  path.grh.traffic_class = nic.manner().traffic_class;
   return path;
 }
 
@@ -48,7 +51,9 @@ Result<std::unique_ptr<Cq>> Cq::create(std::shared_ptr<Nic> nic, uint32_t entrie
                        errno);
   }
   const int wanted = std::min(static_cast<int>(entries), nic->limits().max_cqes);
-  Owned<ibv_cq> cq(api.create_cq(nic->context(), wanted, nullptr, channel.get(), 0), api.destroy_cq);
+  Owned<ibv_cq> cq(
+      api.create_cq(nic->context(), wanted, nullptr, channel.get(), sleeps ? nic->next_vector() : 0),
+      api.destroy_cq);
   if (!cq) {
     return Status::Unavailable(nic->name() + " gives no completion queue: " + std::strerror(errno),
                                "raise ulimit -l, or close connections");
@@ -91,6 +96,7 @@ Result<std::unique_ptr<Qp>> Qp::create(std::shared_ptr<Nic> nic, const Cq& cq, u
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = at.port();
+  attributes.pkey_index = at.pkey_index();
   attributes.qp_access_flags =
       IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;  // what keys allow is up to them
   const Status status =

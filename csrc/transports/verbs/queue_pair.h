@@ -18,6 +18,9 @@ struct LivenessTimeouts {
   uint8_t timeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet counts as lost
   uint8_t retries = 6;   // then half a second until a silent peer counts as gone; soft-RoCE takes 7 for ever
   int64_t silence_ns = kSilenceNs;  // of a reader's queue pair
+
+  /// Returns how long a NIC resends a packet, by the numbers of the specification.
+  int64_t resend_ns() const { return (int64_t{4096} << timeout) * (retries + 1); }
 };
 
 /// One completion queue, with a descriptor to sleep on if requested.

@@ -92,7 +92,7 @@ Id RdmaCmPort::make_id(rdma_event_channel* channel, Qp* qp) const {
   rdma_cm_id* made = nullptr;
   if (api_.create_id(channel, &made, qp, RDMA_PS_TCP) != 0) made = nullptr;
   Id id(made, api_.destroy_id);
-  uint8_t tos = nic_->traffic_class();
+  uint8_t tos = nic_->manner().traffic_class;
   if (!id || tos == 0) return id;
   return api_.set_option(id.get(), RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof tos) == 0
              ? std::move(id)

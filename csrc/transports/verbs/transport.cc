@@ -13,8 +13,6 @@ namespace kvlink {
 namespace verbs {
 namespace {
 
-// One queue pair keeps at most 16 reads under way: with blocks of 4 KiB over 5 us that is 13 GB/s.
-constexpr size_t kQpsPerRail = 4;
 constexpr size_t kMaxLanes = 64;  // of one connection
 
 /// Returns the path for Traits::path.
@@ -56,8 +54,12 @@ class Region final : public MemoryRegion {
 
 class VerbsTransport final : public Transport {
  public:
-  VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, LivenessTimeouts timeouts)
-      : ports_(std::move(ports)), owner_(std::move(owner)), timeouts_(timeouts) {}
+  VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, LivenessTimeouts timeouts,
+                 uint32_t qps_per_rail)
+      : ports_(std::move(ports)),
+        owner_(std::move(owner)),
+        timeouts_(timeouts),
+        qps_per_rail_(qps_per_rail) {}
   ~VerbsTransport() override { close(); }
 
   std::string address() const override { return ports_->address().format(); }
@@ -93,6 +95,7 @@ class VerbsTransport final : public Transport {
   const std::shared_ptr<Ports> ports_;
   const std::unique_ptr<Owner> owner_;
   const LivenessTimeouts timeouts_;
+  const size_t qps_per_rail_;
   const Capabilities capabilities_{.reaches_device_memory = true,
                                    .needs_registered_target = true,
                                    .can_fence = true,
@@ -106,7 +109,7 @@ Result<Endpoints> VerbsTransport::open(std::string_view owner_address, uint32_t 
   const Address own = ports_->address();
   const std::vector<Rail> rails = pair(own.nics, address->nics);
   if (rails.empty()) return why_apart(own.nics.front(), address->nics.front());
-  const size_t chosen = rails.size() * std::clamp(kMaxLanes / rails.size(), size_t{1}, kQpsPerRail);
+  const size_t chosen = rails.size() * std::clamp(kMaxLanes / rails.size(), size_t{1}, qps_per_rail_);
   return open_lanes(num_lanes > 0 ? num_lanes : static_cast<uint32_t>(chosen), [&](uint32_t lane) {
     return open_lane(own, *address, rails, rails[lane % rails.size()]);
   });
@@ -123,11 +126,35 @@ Result<std::unique_ptr<Endpoint>> VerbsTransport::open_lane(const Address& own, 
                        ports_->locals(rail.local), timeouts_);
 }
 
+/// A reader that gives up before its NIC has resent a packet in vain never waits for what it set.
+Result<LivenessTimeouts> parse_timeouts(const RdmaOptions& options) {
+  const LivenessTimeouts timeouts{options.timeout, options.retries, options.silence_ns};
+  const auto ms = [](int64_t ns) { return std::to_string(ns / 1'000'000); };
+  if (timeouts.timeout > 31 || timeouts.retries > 7) {
+    return Status::Config("the timeout of a queue pair is at most 31, and it retries at most 7 times");
+  }
+  if (timeouts.resend_ns() <= timeouts.silence_ns) return timeouts;
+  return Status{Code::kConfig,
+                "a NIC resends for " + ms(timeouts.resend_ns()) + " ms, and readers give up after " +
+                    ms(timeouts.silence_ns) + " ms",
+                "lower KVLINK_RDMA_TIMEOUT or KVLINK_RDMA_RETRIES, or raise KVLINK_RDMA_SILENCE_S"};
+}
+
 Result<Way> parse_way(const std::string& name) {
   if (name.empty()) return Way::kByDevice;
   if (name == "direct") return Way::kDirect;
   if (name == "cm") return Way::kCm;
   return Status::Config("\"" + name + "\" is not a way to connect RDMA: write direct or cm, or nothing");
+}
+
+Result<Manner> parse_manner(const RdmaOptions& options) {
+  const auto way = parse_way(options.connect);
+  if (!way.ok()) return way.status();
+  auto gid = GidChoice::parse(options.gid);
+  if (!gid.ok()) return gid.status();
+  if (options.service_level > 15) return Status::Config("a service level is at most 15");
+  return Manner{*way,         options.traffic_class, options.service_level,
+                options.pkey, std::move(*gid),       options.silence_ns > kSilenceNs};
 }
 
 }  // namespace
@@ -139,21 +166,23 @@ Status verbs_probe() {
 }
 
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
-  const auto way = verbs::parse_way(options.rdma_connect);
-  if (!way.ok()) return way.status();
-  const verbs::Manner manner{*way, options.rdma_traffic_class};
+  const auto manner = verbs::parse_manner(options.rdma);
+  if (!manner.ok()) return manner.status();
+  const auto timeouts = verbs::parse_timeouts(options.rdma);
+  if (!timeouts.ok()) return timeouts.status();
   const auto api = verbs::api();
   if (!api.ok()) return api.status();
-  auto nics = verbs::open_nics(**api, options.nics, manner);
+  auto nics = verbs::open_nics(**api, options.nics, *manner);
   if (!nics.ok()) return nics.status();
-  auto ports = verbs::Ports::make(std::move(*nics), [manner, &api = **api](const verbs::NicPlace& place) {
-    return verbs::open_active(api, place, manner);
-  });
+  auto ports =
+      verbs::Ports::make(std::move(*nics), [manner = *manner, &api = **api](const verbs::NicPlace& place) {
+        return verbs::open_active(api, place, manner);
+      });
   if (!ports.ok()) return ports.status();
-  const verbs::LivenessTimeouts timeouts;
-  auto owner = verbs::Owner::make(**ports, timeouts);
+  auto owner = verbs::Owner::make(**ports, *timeouts);
   if (!owner.ok()) return owner.status();
-  return std::make_unique<verbs::VerbsTransport>(std::move(*ports), std::move(*owner), timeouts);
+  return std::make_unique<verbs::VerbsTransport>(std::move(*ports), std::move(*owner), *timeouts,
+                                                 options.rdma.qps_per_rail);
 }
 
 }  // namespace kvlink

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <arpa/inet.h>
+#include <endian.h>
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -169,6 +170,10 @@ class MadeUpMachine {
       return ::inet_pton(AF_INET6, at(context).gids[static_cast<size_t>(index)].first.c_str(), gid->raw) == 1
                  ? 0
                  : -1;
+    };
+    api.query_pkey = [](ibv_context* context, uint8_t, int index, __be16* key) {
+      *key = htobe16(at(context).pkeys[static_cast<size_t>(index)]);
+      return 0;
     };
     api.create_comp_channel = [](ibv_context*) -> ibv_comp_channel* {
       auto* const channel = new ibv_comp_channel{};
