@@ -26,6 +26,9 @@ Result<Api> load() {
   decltype(&::ibv_fork_init) fork_init;
   if (library.load(fork_init, "ibv_fork_init")) static_cast<void>(fork_init());
   library.load(api.reg_dmabuf_mr, "ibv_reg_dmabuf_mr");
+  if (!library.load(api.query_ece, "ibv_query_ece") || !library.load(api.set_ece, "ibv_set_ece")) {
+    api.query_ece = nullptr;
+  }
   return api;
 }
 

@@ -27,7 +27,9 @@ struct Api {
 #undef KVLINK_DECLARE
   int (*query_port)(ibv_context*, uint8_t, ibv_port_attr*);  // a macro in the header
   decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr;              // null before rdma-core 34
-  std::string sysfs = "/sys/class/infiniband/";              // a folder for each device
+  decltype(&::ibv_query_ece) query_ece;                      // null before rdma-core 30
+  decltype(&::ibv_set_ece) set_ece;
+  std::string sysfs = "/sys/class/infiniband/";  // a folder for each device
   std::string nodes = "/dev/infiniband/";
 };
 

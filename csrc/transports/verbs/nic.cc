@@ -26,6 +26,10 @@ constexpr const char* kOpenNodes =
     "--device=/dev/infiniband";
 constexpr uint32_t kMostSge = 32;
 constexpr uint32_t kMostWrs = 1024;
+// The bytes of a send queue, of which a peer has several. A work request takes a multiple of 64, with 32 for
+// itself and 16 for each segment: this has room for 227 reads of 32 segments, where 16 are in flight.
+constexpr uint64_t kSendQueueBytes = 128 << 10;
+constexpr uint64_t kWrBytes = 32, kSgeBytes = 16, kWrAlignment = 64;
 constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
 constexpr uint32_t kMostReads = 16;  // more in flight on one queue pair gained nothing where it was measured
 
@@ -193,7 +197,9 @@ Status Nic::find_limits() {
   const int sge_rd = device.max_sge_rd > 0 ? device.max_sge_rd : device.max_sge;
   limits_.max_sge = within(std::min(sge_rd, device.max_sge), kMostSge);
   if (iwarp_) limits_.max_sge = 1;  // whatever it says: a read response names one place
-  limits_.max_wrs = within(device.max_qp_wr, kMostWrs);
+  const uint64_t wr_bytes = kWrBytes + limits_.max_sge * kSgeBytes;
+  const uint64_t fit = kSendQueueBytes / ((wr_bytes + kWrAlignment - 1) / kWrAlignment * kWrAlignment);
+  limits_.max_wrs = within(device.max_qp_wr, static_cast<uint32_t>(std::min<uint64_t>(fit, kMostWrs)));
   limits_.reads_out = within(device.max_qp_init_rd_atom, kMostReads);
   limits_.reads_in = within(device.max_qp_rd_atom, kMostReads);
   limits_.max_cqes = device.max_cqe;

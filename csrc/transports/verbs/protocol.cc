@@ -8,9 +8,9 @@
 namespace kvlink::verbs {
 namespace {
 
-constexpr uint32_t kAddressMagic = 0x3161'766b;  // "kva1"
-constexpr uint32_t kHelloMagic = 0x3168'766b;    // "kvh1"
-constexpr uint32_t kReplyMagic = 0x3172'766b;    // "kvr1"
+constexpr uint32_t kAddressMagic = 0x3261'766b;  // "kva2"
+constexpr uint32_t kHelloMagic = 0x3268'766b;    // "kvh2"
+constexpr uint32_t kReplyMagic = 0x3272'766b;    // "kvr2"
 constexpr uint32_t kCmReplyMagic = 0x3163'766b;  // "kvc1"
 constexpr uint32_t kKeyMagic = 0x316b'766b;      // "kvk1"
 constexpr size_t kMaxNameBytes = 64;
@@ -25,10 +25,12 @@ bool printable(std::string_view name) {
 
 void write(BlobWriter& to, const QpAddress& qp) {
   to.u32(qp.qpn).u32(qp.psn).u32(qp.lid).u32(qp.mtu).u32(qp.reads_out).u32(qp.reads_in).bytes(qp.gid);
+  to.u32(qp.ece.vendor).u32(qp.ece.options).u32(qp.ece.mask);
 }
 
 bool read(BlobReader& from, QpAddress& qp) {
   from.fields(qp.qpn, qp.psn, qp.lid, qp.mtu, qp.reads_out, qp.reads_in, qp.gid);
+  from.fields(qp.ece.vendor, qp.ece.options, qp.ece.mask);
   return from.ok() && qp.qpn <= k24Bits && qp.psn <= k24Bits && qp.lid <= UINT16_MAX && qp.mtu >= 1 &&
          qp.mtu <= kMaxMtu && qp.reads_out <= UINT8_MAX && qp.reads_in <= UINT8_MAX;
 }

@@ -37,6 +37,13 @@ struct Address {
   static std::optional<Address> parse(std::string_view blob);
 };
 
+/// Options of a connection on which the vendors of two NICs agree (enhanced connection establishment). Vendor
+/// 0: none.
+struct Ece {
+  uint32_t vendor = 0, options = 0, mask = 0;
+  bool operator==(const Ece&) const = default;
+};
+
 /// One end of a queue pair, as the other end needs it.
 struct QpAddress {
   uint32_t qpn = 0, psn = 0;  // 24 bits each
@@ -45,6 +52,7 @@ struct QpAddress {
   uint32_t mtu = 0;        // ibv_mtu
   uint32_t reads_out = 0;  // most RDMA reads that it starts at a time
   uint32_t reads_in = 0;   // most RDMA reads that it answers at a time
+  Ece ece = {};            // the reader's offer, then what the owner accepted of it
 };
 
 struct Hello {

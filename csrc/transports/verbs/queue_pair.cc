@@ -108,11 +108,25 @@ Result<std::unique_ptr<Qp>> Qp::create(std::shared_ptr<Nic> nic, const Cq& cq, u
 QpAddress Qp::address() const {
   const NicAddress at = nic_->address();
   const Nic::Limits& limits = nic_->limits();
-  return {qpn(), psn_, at.lid, at.gid, static_cast<uint32_t>(nic_->mtu()), limits.reads_out, limits.reads_in};
+  return {qpn(),           psn_, at.lid, at.gid, static_cast<uint32_t>(nic_->mtu()), limits.reads_out,
+          limits.reads_in, ece()};
+}
+
+Ece Qp::ece() const {
+  ibv_ece ece{};
+  if (ece_refused_ || !nic_->api().query_ece || nic_->api().query_ece(qp_.get(), &ece) != 0) return {};
+  return {ece.vendor_id, ece.options, ece.comp_mask};
+}
+
+/// A connection without it is as good. So NICs that do not understand each other connect without it.
+void Qp::accept(const Ece& offered) {
+  ibv_ece ece{offered.vendor, offered.options, offered.mask};
+  ece_refused_ = offered.vendor == 0 || !nic_->api().query_ece || nic_->api().set_ece(qp_.get(), &ece) != 0;
 }
 
 Status Qp::connect(const QpAddress& peer, LivenessTimeouts timeouts) {
   peer_qpn_ = peer.qpn;
+  accept(peer.ece);
   const Nic::Limits& own = nic_->limits();
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RTR;

@@ -52,6 +52,7 @@ class Qp {
   static Result<std::unique_ptr<Qp>> create(std::shared_ptr<Nic> nic, const Cq& cq, uint32_t max_wrs,
                                             uint32_t max_sge);
 
+  /// Its ECE is an offer before connect(), and after it what both ends agreed on.
   QpAddress address() const;
   /// Connects to the other end. Both ends use the smaller MTU and number of reads.
   Status connect(const QpAddress& peer, LivenessTimeouts timeouts);
@@ -85,6 +86,9 @@ class Qp {
   Status why_failed() const;
 
  private:
+  Ece ece() const;
+  void accept(const Ece& offered);
+
   static constexpr int kNoEvent = -1, kHungUp = -2;
 
   explicit Qp(std::shared_ptr<Nic> nic) : nic_(std::move(nic)), qp_(nullptr, nic_->api().destroy_qp) {}
@@ -92,6 +96,7 @@ class Qp {
   std::shared_ptr<Nic> nic_;
   std::atomic<int> failed_{kNoEvent};
   uint32_t psn_ = 0;
+  bool ece_refused_ = false;
   uint32_t peer_qpn_ = 0;
   Owned<ibv_qp> qp_;
   std::shared_ptr<void> link_;

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs what peers of the verbs transport exchange besides gRPC messages. Little-endian throughout.
 
-    address  "kva1" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, u32 Mb/s, GID)
-    hello    "kvh1" | u32 port of the owner, counted in its address | queue pair
-    reply    "kvr1" | queue pair
+    address  "kva2" | u32 count | count x (u32 bytes of name, name, u32 Ethernet?, u32 LID, u32 Mb/s, GID)
+    hello    "kvh2" | u32 port of the owner, counted in its address | queue pair
+    reply    "kvr2" | queue pair
     key      "kvk1" | u32 access | u64 base, bytes, bytes of a slice | u32 ports | ports x slices x u32 rkey
     access: 0 read, 1 read words, 2 write words
-    queue pair: u32 number, first PSN, LID, MTU (1: 256 … 5: 4096), reads it starts, reads it answers, GID
+    queue pair: u32 number, first PSN, LID, MTU (1: 256 … 5: 4096), reads it starts, reads it answers, GID, ECE
+    ECE      u32 vendor (0: none), options, mask
     GID      u32 16 | 16 bytes in network order
 
 Both ends use the lesser of their MTUs, and of what one starts and the other answers. A reader's queue pair allows
@@ -41,6 +42,7 @@ TABLE_MAGIC = int.from_bytes(b"KVLease2", "little")
 
 _GID = struct.Struct("<I16s")
 _QP = struct.Struct("<6I")
+_ECE = struct.Struct("<3I")
 _PORT = struct.Struct("<III")
 _KEY = struct.Struct("<4sIQQQI")
 _TICKET = struct.Struct("<4sHHI")
@@ -60,12 +62,12 @@ class QueuePair(NamedTuple):
     gid: bytes
 
     def pack(self) -> bytes:
-        return _QP.pack(*self[:6]) + _GID.pack(16, self.gid)
+        return _QP.pack(*self[:6]) + _GID.pack(16, self.gid) + _ECE.pack(0, 0, 0)
 
     @classmethod
     def unpack(cls, blob: bytes) -> QueuePair:
         gid_bytes, gid = _GID.unpack_from(blob, _QP.size)
-        assert (gid_bytes, len(blob)) == (16, _QP.size + _GID.size)
+        assert (gid_bytes, len(blob)) == (16, _QP.size + _GID.size + _ECE.size)
         return cls(*_QP.unpack_from(blob), gid)
 
 
@@ -75,20 +77,20 @@ def announcement(connection_id: int, nonce: int) -> int:
 
 
 def pack_hello(owner_port: int, reader: QueuePair) -> bytes:
-    return b"kvh1" + struct.pack("<I", owner_port) + reader.pack()
+    return b"kvh2" + struct.pack("<I", owner_port) + reader.pack()
 
 
 def unpack_hello(blob: bytes) -> tuple[int, QueuePair]:
-    assert blob[:4] == b"kvh1"
+    assert blob[:4] == b"kvh2"
     return int.from_bytes(blob[4:8], "little"), QueuePair.unpack(blob[8:])
 
 
 def pack_reply(owner: QueuePair) -> bytes:
-    return b"kvr1" + owner.pack()
+    return b"kvr2" + owner.pack()
 
 
 def unpack_reply(blob: bytes) -> QueuePair:
-    assert blob[:4] == b"kvr1"
+    assert blob[:4] == b"kvr2"
     return QueuePair.unpack(blob[4:])
 
 
@@ -103,7 +105,7 @@ class Port(NamedTuple):
 
 
 def pack_address(ports: Sequence[Port]) -> bytes:
-    blob = b"kva1" + struct.pack("<I", len(ports))
+    blob = b"kva2" + struct.pack("<I", len(ports))
     for port in ports:
         name = port.name.encode()
         blob += struct.pack("<I", len(name)) + name
@@ -113,7 +115,7 @@ def pack_address(ports: Sequence[Port]) -> bytes:
 
 def unpack_address(blob: bytes) -> list[Port]:
     magic, count = struct.unpack_from("<4sI", blob)
-    assert magic == b"kva1"
+    assert magic == b"kva2"
     ports, at = [], 8
     for _ in range(count):
         (name_bytes,) = struct.unpack_from("<I", blob, at)

@@ -132,6 +132,60 @@ TEST_F(VerbsAddressing, ClassesAndTimeoutsReachTheQueuePair) {
   EXPECT_EQ(told[2].retry_cnt, 3);
 }
 
+TEST_F(VerbsAddressing, TwoNicsAgreeOnTheirVendorsOptions) {
+  machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const std::unique_ptr<Cq> cq = *Cq::create(nic, 16, false);
+  machine.ece_known = 0b0111;
+  const std::unique_ptr<Qp> reader = *Qp::create(nic, *cq, 4, 1);
+  const QpAddress hello = reader->address();
+  EXPECT_EQ(hello.ece, (Ece{machine.kVendor, 0b0111, 0}));
+  machine.ece_known = 0b1110;  // the owner's
+  const std::unique_ptr<Qp> owner = *Qp::create(nic, *cq, 4, 1);
+  ASSERT_TRUE(owner->connect(hello, {}).ok());
+  const QpAddress reply = owner->address();
+  EXPECT_EQ(reply.ece, (Ece{machine.kVendor, 0b0110, 0}));
+  ASSERT_TRUE(reader->connect(reply, {}).ok());
+  ASSERT_EQ(machine.ece_set.size(), 2U);
+  EXPECT_EQ(machine.ece_set[0].first, owner->get());
+  EXPECT_EQ(machine.ece_set[0].second.options, 0b0111U);
+  EXPECT_EQ(machine.ece_set[1].second.options, 0b0110U);
+}
+
+TEST_F(VerbsAddressing, NicsWithoutSuchOptionsConnectWithoutThem) {
+  machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const std::unique_ptr<Cq> cq = *Cq::create(nic, 16, false);
+  QpAddress peer{.mtu = 1, .reads_out = 1, .reads_in = 1};
+  const auto agreed = [&](const Ece& offered) {
+    const std::unique_ptr<Qp> qp = *Qp::create(nic, *cq, 4, 1);
+    peer.ece = offered;
+    EXPECT_TRUE(qp->connect(peer, {}).ok());
+    return qp->address().ece;
+  };
+  EXPECT_EQ(agreed({machine.kVendor, 1, 0}), Ece{}) << "this one has none";
+  machine.ece_known = 1;
+  EXPECT_EQ(agreed({}), Ece{}) << "the other has none";
+  EXPECT_EQ(agreed({77, 1, 0}), Ece{}) << "another vendor";
+  EXPECT_EQ(agreed({machine.kVendor, 1, 0}), (Ece{machine.kVendor, 1, 0}));
+  machine.api.query_ece = nullptr;  // an old library
+  EXPECT_EQ(agreed({machine.kVendor, 1, 0}), Ece{});
+}
+
+TEST_F(VerbsAddressing, TheSendQueuesOfAPeerAreBounded) {
+  machine.add_infiniband("mlx5_0");
+  for (const int sges : {1, 2, 16, 30, 32, 100}) {
+    machine.max_sge = sges;
+    const auto nic = *machine.open("mlx5_0");
+    const Nic::Limits& limits = nic->limits();
+    const uint64_t wr_bytes = (32 + 16 * uint64_t{limits.max_sge} + 63) / 64 * 64;
+    EXPECT_LE(limits.max_wrs * wr_bytes, 128U << 10) << sges;
+    EXPECT_GE(limits.max_wrs, 200U) << "many times what is in flight";
+  }
+  machine.max_wrs = 100;
+  EXPECT_EQ((*machine.open("mlx5_0"))->limits().max_wrs, 100U);
+}
+
 TEST_F(VerbsAddressing, QueuesThatAreSleptOnUseAllCompletionVectorsInTurn) {
   machine.num_vectors = 3;
   machine.add_infiniband("mlx5_0");

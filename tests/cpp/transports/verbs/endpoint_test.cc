@@ -137,6 +137,20 @@ TEST_F(VerbsEndpoint, OneThatStandsByGivesUpBeforeItIsHandedAnything) {
   EXPECT_FALSE(endpoint->poll(3 + kTickNs, true, ended).status.ok());
 }
 
+// A stopped pull ends its endpoint when its reads do not come back. That must not wait for the NIC's resends.
+TEST_F(VerbsEndpoint, RecalledReadsEndWithTheQueuePairHoweverLongItMayBeSilent) {
+  open(LivenessTimeouts{.timeout = 20, .retries = 6, .silence_ns = 30'000'000'000});
+  made_up.answers = false;
+  post(4, 4096);
+  ASSERT_TRUE(poll().ok());
+  EXPECT_FALSE(endpoint->cancel(1)) << "the NIC has it";
+  made_up.asked.clear();
+  endpoint->close();
+  EXPECT_EQ(made_up.order(), (std::vector<std::string>{"halt", "destroy qp", "destroy cq"}));
+  EXPECT_FALSE(poll().ok());
+  EXPECT_TRUE(ended.empty());
+}
+
 // Behind the data on the same queue pair, a slot vouches for it only if the NIC loads it last.
 TEST_F(VerbsEndpoint, ReadsOfLeaseSlotsAreFencedAndThoseOfBlocksAreNot) {
   post(4, 4096);

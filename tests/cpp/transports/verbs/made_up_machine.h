@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <filesystem>
@@ -99,10 +100,14 @@ class MadeUpMachine {
     }
   }
 
+  static constexpr uint32_t kVendor = 0x15b3;
+
   Api api{};
   int num_opened = 0, num_open = 0;
   int max_sge = 30, max_wrs = 8192;
   int num_vectors = 1;
+  uint32_t ece_known = 0;  // options of the device
+  std::vector<std::pair<const ibv_qp*, ibv_ece>> ece_set;
   std::vector<int> vectors;            // of completion queues
   std::vector<ibv_qp_init_attr> made;  // queue pairs
   std::vector<ibv_qp_attr> modified;
@@ -199,6 +204,20 @@ class MadeUpMachine {
       qp->context = pd->context;
       qp->qp_num = 17;
       return qp;
+    };
+    api.query_ece = [](ibv_qp* qp, ibv_ece* ece) {
+      if (machine->ece_known == 0) return EOPNOTSUPP;
+      *ece = {kVendor, machine->ece_known, 0};
+      for (const auto& [which, set] : machine->ece_set) {
+        if (which == qp) ece->options = set.options & machine->ece_known;
+      }
+      return 0;
+    };
+    api.set_ece = [](ibv_qp* qp, ibv_ece* ece) {
+      if (machine->ece_known == 0) return EOPNOTSUPP;
+      if (ece->vendor_id != kVendor) return EINVAL;
+      machine->ece_set.emplace_back(qp, *ece);
+      return 0;
     };
     api.modify_qp = [](ibv_qp*, ibv_qp_attr* attributes, int) {
       machine->modified.push_back(*attributes);

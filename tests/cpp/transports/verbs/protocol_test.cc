@@ -42,7 +42,8 @@ QpAddress random_qp(Random& random) {
           .gid = random_gid(random),
           .mtu = 1 + below(5, random),
           .reads_out = below(256, random),
-          .reads_in = below(256, random)};
+          .reads_in = below(256, random),
+          .ece = {below(UINT32_MAX, random), below(UINT32_MAX, random), below(UINT32_MAX, random)}};
 }
 
 template <typename Blob>
@@ -198,19 +199,26 @@ std::string with(std::string blob, size_t offset, uint32_t value) {
 }
 
 constexpr Gid kGid{'0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f'};
-constexpr QpAddress kQp{
-    .qpn = 0x12, .psn = 0x34, .lid = 5, .gid = kGid, .mtu = 3, .reads_out = 16, .reads_in = 9};
-const std::string kQpBytes = words({0x12, 0x34, 5, 3, 16, 9, 16}) + "0123456789abcdef";
+constexpr QpAddress kQp{.qpn = 0x12,
+                        .psn = 0x34,
+                        .lid = 5,
+                        .gid = kGid,
+                        .mtu = 3,
+                        .reads_out = 16,
+                        .reads_in = 9,
+                        .ece = {0x15b3, 7, 1}};
+const std::string kQpBytes =
+    words({0x12, 0x34, 5, 3, 16, 9, 16}) + "0123456789abcdef" + words({0x15b3, 7, 1});
 
 TEST(VerbsWireFormat, Address) {
   const Address address{{{"mlx5_0:1", 1, 7, kGid, false, 400}, {"", 0, 0xffff, {}}}};
-  EXPECT_EQ(address.format(), "kva1" + words({2, 8}) + "mlx5_0:1" + words({1, 7, 400, 16}) +
+  EXPECT_EQ(address.format(), "kva2" + words({2, 8}) + "mlx5_0:1" + words({1, 7, 400, 16}) +
                                   "0123456789abcdef" + words({0, 0, 0xffff, 1, 16}) + std::string(16, '\0'));
 }
 
 TEST(VerbsWireFormat, HelloAndReply) {
-  EXPECT_EQ((Hello{3, kQp}.format()), "kvh1" + words({3}) + kQpBytes);
-  EXPECT_EQ(Reply{kQp}.format(), "kvr1" + kQpBytes);
+  EXPECT_EQ((Hello{3, kQp}.format()), "kvh2" + words({3}) + kQpBytes);
+  EXPECT_EQ(Reply{kQp}.format(), "kvr2" + kQpBytes);
 }
 
 TEST(VerbsWireFormat, RemoteKey) {
