@@ -274,12 +274,20 @@ class Engine:
         device: bool = False,
         dmabuf_fds: Sequence[int] = (),
         dmabuf_offset: int = 0,
+        pcie_dmabuf_fds: Sequence[int] = (),
     ) -> int:
         """`device`: GPU memory, which other transports than NICs reach by copies. All regions are, or none.
 
         The descriptors, one for each slice of NIC_SLICE_BYTES, are borrowed until start() returns.
         """
-    def stage(self, memory: CudaMemory, always: bool, dmabuf_fds: Sequence[int], dmabuf_offset: int) -> None:
+    def stage(
+        self,
+        memory: CudaMemory,
+        always: bool,
+        dmabuf_fds: Sequence[int],
+        dmabuf_offset: int,
+        pcie_dmabuf_fds: Sequence[int],
+    ) -> None:
         """Before start: `memory`, on the pool's GPU, becomes the staging buffer of transports that reach the pool.
 
         The descriptors are borrowed until start() returns.

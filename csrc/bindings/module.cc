@@ -240,24 +240,28 @@ void register_engine(py::module_& m) {
       .def(
           "add_foreign_region",
           [](Engine& self, uintptr_t address, uint64_t bytes, const py::object&, bool device,
-             std::vector<int> dmabufs, uint64_t offset) {
+             std::vector<int> dmabufs, uint64_t offset, std::vector<int> pcie_dmabufs) {
             auto* const base = reinterpret_cast<std::byte*>(address);
-            return take(self.add_pool_region({base, bytes, -1, 0, std::move(dmabufs), offset, device}));
+            return take(self.add_pool_region(
+                {base, bytes, -1, 0, std::move(dmabufs), std::move(pcie_dmabufs), offset, device}));
           },
           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
-          py::arg("dmabuf_fds") = std::vector<int>{}, py::arg("dmabuf_offset") = 0, py::keep_alive<1, 4>())
+          py::arg("dmabuf_fds") = std::vector<int>{}, py::arg("dmabuf_offset") = 0,
+          py::arg("pcie_dmabuf_fds") = std::vector<int>{}, py::keep_alive<1, 4>())
       .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"))
       .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
       .def(
           "stage",
-          [](Engine& self, const CudaMemory& memory, bool always, std::vector<int> dmabufs, uint64_t offset) {
+          [](Engine& self, const CudaMemory& memory, bool always, std::vector<int> dmabufs, uint64_t offset,
+             std::vector<int> pcie_dmabufs) {
             MemoryRange range = memory.range();
             range.dmabuf_fds = std::move(dmabufs);
+            range.pcie_dmabuf_fds = std::move(pcie_dmabufs);
             range.dmabuf_offset = offset;
             self.stage({range, always});
           },
           py::arg("memory"), py::arg("always"), py::arg("dmabuf_fds"), py::arg("dmabuf_offset"),
-          py::keep_alive<1, 2>())
+          py::arg("pcie_dmabuf_fds"), py::keep_alive<1, 2>())
       .def("staging_refused", &Engine::staging_refused)
       .def("start", [](Engine& self) { check(self.start()); })
       .def("access",

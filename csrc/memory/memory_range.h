@@ -32,6 +32,9 @@ struct MemoryRange {
   /// The device memory that `base` addresses, exported: one for each kNicSliceBytes, or none. They stay owned
   /// by the caller.
   std::vector<int> dmabuf_fds = {};
+  /// The same memory, exported for NICs that reach it through a PCIe function of their own beside the GPU, or
+  /// none.
+  std::vector<int> pcie_dmabuf_fds = {};
   uint64_t dmabuf_offset = 0;  // of a slice's first byte in its dma-buf
   bool device = false;         // memory of a GPU: no CPU may follow `base`
 };

@@ -70,7 +70,9 @@ class NicRegistration:
                 _add(core, region, how)
             if staging is not None and (exported or always):
                 at = exported[-1] if exported else None
-                core.stage(staging, always, at.fds if at else (), at.offset if at else 0)
+                core.stage(
+                    staging, always, at.fds if at else (), at.offset if at else 0, at.pcie_fds if at else ()
+                )
             yield
 
 
@@ -211,4 +213,5 @@ def _add(core: _core.Engine, region: Region, exported: ExportedMemory | None) ->
         device=region.gpu is not None,
         dmabuf_fds=exported.fds if exported else (),
         dmabuf_offset=exported.offset if exported else 0,
+        pcie_dmabuf_fds=exported.pcie_fds if exported else (),
     )

@@ -22,6 +22,8 @@ class FakeCuda:
         self.flushed: list[Ordering] = []
         self.refuses_sync = False
         self.exports_left = 1000
+        self.exports_pcie = True
+        self.exported_pcie: list[tuple[int, int]] = []
 
     def allocation(self, address: int) -> Allocation | None:
         return next((a for a in self.allocations if a.base <= address < a.base + a.num_bytes), None)
@@ -30,7 +32,12 @@ class FakeCuda:
         assert ordinal == self.device.ordinal
         return self.device
 
-    def export(self, gpu: int, address: int, num_bytes: int) -> int:
+    def export(self, gpu: int, address: int, num_bytes: int, *, pcie: bool = False) -> int:
+        if pcie:
+            if not self.exports_pcie:
+                raise TransportUnavailable("cuMemGetHandleForAddressRange: CUDA_ERROR_INVALID_VALUE")
+            self.exported_pcie.append((address, num_bytes))
+            return os.memfd_create("dma-buf-pcie")
         if len(self.exported) == self.exports_left:
             raise TransportUnavailable("cuMemGetHandleForAddressRange: CUDA_ERROR_OUT_OF_MEMORY")
         self.exported.append((address, num_bytes))

@@ -216,6 +216,20 @@ def test_every_slice_has_a_dma_buf_of_whole_pages(root: FakeRoot) -> None:
     ]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_coherent_gpus_export_their_pcie_mapping_too(root: FakeRoot, known: bool) -> None:
+    memory = at(0x1000000, 4 * MIB)
+    with export(FakeCuda(HOPPER, memory), 0x1000000, 4 * MIB, root=root.path) as plain:
+        assert plain.pcie_fds == ()
+    cuda = FakeCuda(replace(HOPPER, coherent=True), memory)
+    cuda.exports_pcie = known
+    before = descriptors()
+    with export(cuda, 0x1000000, 4 * MIB, slice_bytes=2 * MIB, root=root.path) as exported:
+        assert (len(exported.fds), len(exported.pcie_fds)) == (2, 2 if known else 0)
+        assert cuda.exported_pcie == (cuda.exported if known else [])
+    assert not opened_since(before)
+
+
 def test_no_descriptor_is_left_when_one_slice_cannot_be_exported(root: FakeRoot) -> None:
     cuda = FakeCuda(HOPPER, at(0x1000000, 8 * MIB))
     cuda.exports_left = 2

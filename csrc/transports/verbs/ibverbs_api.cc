@@ -29,6 +29,7 @@ Result<Api> load() {
   if (!library.load(api.query_ece, "ibv_query_ece") || !library.load(api.set_ece, "ibv_set_ece")) {
     api.query_ece = nullptr;
   }
+  api.mlx5 = mlx5_api();
   return api;
 }
 

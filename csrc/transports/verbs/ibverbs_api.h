@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "transports/verbs/mlx5_api.h"
 
 namespace kvlink::verbs {
 
@@ -29,6 +30,7 @@ struct Api {
   decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr;              // null before rdma-core 34
   decltype(&::ibv_query_ece) query_ece;                      // null before rdma-core 30
   decltype(&::ibv_set_ece) set_ece;
+  const Mlx5Api* mlx5 = nullptr;                 // null: the library is absent or old
   std::string sysfs = "/sys/class/infiniband/";  // a folder for each device
   std::string nodes = "/dev/infiniband/";
 };

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -380,6 +381,15 @@ ibv_mr* Nic::register_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t i
   if (api_.reg_dmabuf_mr) return api_.reg_dmabuf_mr(pd_.get(), offset, bytes, iova, fd, access);
   errno = ENOTSUP;
   return nullptr;
+}
+
+ibv_mr* Nic::register_pcie_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t iova, int access) const {
+  return api_.mlx5->reg_dmabuf_mr(pd_.get(), offset, bytes, iova, fd, access, kDataDirect);
+}
+
+bool Nic::reaches_directly() const {
+  char path[PATH_MAX];
+  return api_.mlx5 && api_.mlx5->get_data_direct_sysfs_path(context_.get(), path, sizeof path) == 0;
 }
 
 Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, const Manner& manner) {

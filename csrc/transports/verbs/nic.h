@@ -103,6 +103,10 @@ class Nic {
   ibv_mr* register_memory(std::byte* base, uint64_t bytes, uint64_t iova, int access) const;
   /// Registers a part of a dma-buf. The driver maps all of it.
   ibv_mr* register_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t iova, int access) const;
+  /// The same, if reaches_directly(), through the device's own PCIe function beside the GPU.
+  ibv_mr* register_pcie_dmabuf(int fd, uint64_t offset, uint64_t bytes, uint64_t iova, int access) const;
+  /// Whether it has such a function (ConnectX-8, Direct NIC).
+  bool reaches_directly() const;
 
  private:
   Status choose_way(ibv_transport_type transport);

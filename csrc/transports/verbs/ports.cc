@@ -99,10 +99,12 @@ bool Ports::busy(size_t port) const {
 Result<size_t> Ports::register_everywhere(const MemoryRange& range, Rights rights) {
   Range kept{range, rights, nullptr};
   std::vector<UniqueFd> dmabufs;  // the caller's are open until the start only
-  for (int& fd : kept.at.dmabuf_fds) {
-    dmabufs.emplace_back(sys::duplicate(fd));
-    if (!dmabufs.back()) return sys::transport_failed("cannot keep the pool's dma-buf", "fcntl", errno);
-    fd = dmabufs.back().get();
+  for (std::vector<int>* const fds : {&kept.at.dmabuf_fds, &kept.at.pcie_dmabuf_fds}) {
+    for (int& fd : *fds) {
+      dmabufs.emplace_back(sys::duplicate(fd));
+      if (!dmabufs.back()) return sys::transport_failed("cannot keep the pool's dma-buf", "fcntl", errno);
+      fd = dmabufs.back().get();
+    }
   }
   kept.dmabufs = std::make_shared<std::vector<UniqueFd>>(std::move(dmabufs));
   std::vector<std::shared_ptr<Nic>> nics;

@@ -71,7 +71,7 @@ class Ports {
   struct Range {
     MemoryRange at;
     Rights rights;
-    std::shared_ptr<const std::vector<UniqueFd>> dmabufs;  // descriptors of its own: at.dmabuf_fds
+    std::shared_ptr<const std::vector<UniqueFd>> dmabufs;  // descriptors of its own: those of `at`
   };
   struct Port {
     NicPlace place;

@@ -103,19 +103,32 @@ Status Memory::register_everywhere(int access, std::vector<Owned<ibv_mr>>& slice
                           std::to_string(range_.dmabuf_fds.size()));
   }
   for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
+  const bool directly = range_.pcie_dmabuf_fds.size() == count && nic_->reaches_directly();
   const size_t parts = std::min(count, kAtATime);
   return each(parts, parts > 1, [&](size_t part) {
     for (size_t slice = part; slice < count; slice += parts) {
-      const uint64_t at = slice * kSliceBytes;
-      const uint64_t bytes = std::min(range_.bytes - at, kSliceBytes);
-      slices[slice].reset(range_.dmabuf_fds.empty()
-                              ? nic_->register_memory(range_.base + at, bytes, iova() + at, access)
-                              : nic_->register_dmabuf(range_.dmabuf_fds[slice], range_.dmabuf_offset, bytes,
-                                                      iova() + at, access));
-      if (!slices[slice]) return refused(*nic_, range_, bytes, errno);
+      slices[slice].reset(register_slice(slice, directly, access));
+      if (!slices[slice]) return refused(*nic_, range_, bytes_of(slice), errno);
     }
     return Status{};
   });
+}
+
+uint64_t Memory::bytes_of(size_t slice) const {
+  return std::min(range_.bytes - slice * kSliceBytes, kSliceBytes);
+}
+
+/// A driver that refuses the direct way has the other one.
+ibv_mr* Memory::register_slice(size_t slice, bool directly, int access) const {
+  const uint64_t at = slice * kSliceBytes, bytes = bytes_of(slice), iova = this->iova() + at;
+  if (range_.dmabuf_fds.empty()) return nic_->register_memory(range_.base + at, bytes, iova, access);
+  ibv_mr* made = nullptr;
+  if (directly) {
+    made =
+        nic_->register_pcie_dmabuf(range_.pcie_dmabuf_fds[slice], range_.dmabuf_offset, bytes, iova, access);
+  }
+  if (made) return made;
+  return nic_->register_dmabuf(range_.dmabuf_fds[slice], range_.dmabuf_offset, bytes, iova, access);
 }
 
 std::vector<uint32_t> Memory::lkeys() const { return keys(sinks_.empty() ? slices_ : sinks_, &ibv_mr::lkey); }

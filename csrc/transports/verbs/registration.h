@@ -40,6 +40,8 @@ class Memory {
   Memory(std::shared_ptr<Nic> nic, const MemoryRange& range) : nic_(std::move(nic)), range_(range) {}
   Status register_everywhere(Rights rights);
   Status register_everywhere(int access, std::vector<Owned<ibv_mr>>& slices) const;
+  uint64_t bytes_of(size_t slice) const;
+  ibv_mr* register_slice(size_t slice, bool directly, int access) const;
 
   const std::shared_ptr<Nic> nic_;
   const MemoryRange range_;

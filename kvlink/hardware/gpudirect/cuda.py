@@ -20,6 +20,7 @@ _INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12, 
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _FLUSH_FROM_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _CONTEXT_SYNC_MEMOPS = 0x80  # CU_CTX_SYNC_MEMOPS
+_PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE, from CUDA 12.8 on
 _BUS_ID_BYTES = 16
 
 
@@ -79,11 +80,13 @@ class CudaDriver:
         (version,) = self._call("cuDriverGetVersion")
         return int(version)
 
-    def export(self, gpu: int, address: int, num_bytes: int) -> int:
+    def export(self, gpu: int, address: int, num_bytes: int, *, pcie: bool = False) -> int:
         """See Driver."""
         kind = self._cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         with self._current(gpu):
-            (fd,) = self._call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0)
+            (fd,) = self._call(
+                "cuMemGetHandleForAddressRange", address, num_bytes, kind, _PCIE_MAPPING if pcie else 0
+            )
         return int(fd)
 
     def sync_memops(self, allocation: Allocation) -> None:

@@ -61,8 +61,11 @@ class Driver(Protocol):
     def gpu(self, ordinal: int) -> Gpu:
         """Returns the properties of one device."""
 
-    def export(self, gpu: int, address: int, num_bytes: int) -> int:
-        """Returns a new dma-buf descriptor over whole host pages. The caller owns the descriptor."""
+    def export(self, gpu: int, address: int, num_bytes: int, *, pcie: bool = False) -> int:
+        """Returns a new dma-buf descriptor over whole host pages. The caller owns the descriptor.
+
+        With `pcie`, a coherent GPU maps the memory at its PCIe address.
+        """
 
     def sync_memops(self, allocation: Allocation) -> None:
         """Makes CUDA's synchronous copies of this memory wait for the copy, because the NIC ignores streams."""

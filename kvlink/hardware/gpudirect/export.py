@@ -88,13 +88,23 @@ class ExportedMemory:
 
     For dma-buf call ibv_reg_dmabuf_mr(pd, `offset`, bytes of the slice, address, fd, …) for each slice of the range
     with its fd in `fds`, and for peermem ibv_reg_mr on the device address. `fds` is empty unless the way is dma-buf.
-    After the registration the kernel has its own references.
+    After the registration the kernel has its own references. `pcie_fds` is the same memory for NICs that reach it
+    through a PCIe function of their own beside the GPU; it is empty unless a coherent GPU exports it.
     """
 
-    def __init__(self, driver: Driver, gpu: Gpu, decision: Decision, fds: Sequence[int], offset: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        gpu: Gpu,
+        decision: Decision,
+        fds: Sequence[int],
+        offset: int,
+        pcie_fds: Sequence[int] = (),
+    ) -> None:
         self.decision = decision
         self.gpu = gpu
         self.fds = tuple(fds)
+        self.pcie_fds = tuple(pcie_fds)
         self.offset = offset
         self._driver = driver
 
@@ -106,7 +116,7 @@ class ExportedMemory:
 
     def close(self) -> None:
         """Closes the descriptors. Idempotent."""
-        fds, self.fds = self.fds, ()
+        fds, self.fds, self.pcie_fds = self.fds + self.pcie_fds, (), ()
         for fd in fds:
             os.close(fd)
 
@@ -150,14 +160,31 @@ def export(
         _sync_memops(driver, behind)
     if decision.way is not Way.DMA_BUF:
         return ExportedMemory(driver, gpu, decision, (), 0)
+    slices = [
+        whole_pages(at, min(slice_bytes or num_bytes, address + num_bytes - at))
+        for at in range(address, address + num_bytes, slice_bytes or num_bytes)
+    ]
+    fds = _export_all(driver, gpu, slices)
+    pcie_fds: list[int] = []
+    if gpu.coherent:  # the CPU is on the way of the others, which its own link to the GPU makes short
+        try:
+            pcie_fds = _export_all(driver, gpu, slices, pcie=True)
+        except TransportUnavailable as error:
+            _log.debug("no PCIe mapping for NICs beside the GPU device=cuda:%d error=%s", gpu.ordinal, error)
+    return ExportedMemory(driver, gpu, decision, fds, address - slices[0][0], pcie_fds)
+
+
+def _export_all(
+    driver: Driver, gpu: Gpu, slices: Sequence[tuple[int, int]], *, pcie: bool = False
+) -> list[int]:
+    """Exports all slices or, with an exception, none."""
     fds: list[int] = []
     with ExitStack() as unless_all:
-        for at in range(address, address + num_bytes, slice_bytes or num_bytes):
-            length = min(slice_bytes or num_bytes, address + num_bytes - at)
-            fds.append(driver.export(gpu.ordinal, *whole_pages(at, length)))
+        for base, length in slices:
+            fds.append(driver.export(gpu.ordinal, base, length, pcie=pcie))
             unless_all.callback(os.close, fds[-1])
         unless_all.pop_all()
-    return ExportedMemory(driver, gpu, decision, fds, address - whole_pages(address, num_bytes)[0])
+    return fds
 
 
 def _sync_memops(driver: Driver, behind: Sequence[Allocation]) -> None:

@@ -108,8 +108,10 @@ class MadeUpMachine {
   int num_vectors = 1;
   uint32_t ece_known = 0;  // options of the device
   std::vector<std::pair<const ibv_qp*, ibv_ece>> ece_set;
-  std::vector<int> vectors;            // of completion queues
-  std::vector<ibv_qp_init_attr> made;  // queue pairs
+  bool reaches_directly = false, refuses_direct = false;
+  std::vector<std::pair<int, bool>> attached;  // dma-bufs, and whether directly
+  std::vector<int> vectors;                    // of completion queues
+  std::vector<ibv_qp_init_attr> made;          // queue pairs
   std::vector<ibv_qp_attr> modified;
 
  private:
@@ -204,6 +206,23 @@ class MadeUpMachine {
       qp->context = pd->context;
       qp->qp_num = 17;
       return qp;
+    };
+    static const Mlx5Api mlx5{
+        [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int, int access) -> ibv_mr* {
+          EXPECT_EQ(access, kDataDirect);
+          if (machine->refuses_direct) return nullptr;
+          machine->attached.emplace_back(fd, true);
+          return new ibv_mr{};
+        },
+        [](ibv_context*, char*, size_t) { return machine->reaches_directly ? 0 : ENODEV; }};
+    api.mlx5 = &mlx5;
+    api.reg_dmabuf_mr = [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int) {
+      machine->attached.emplace_back(fd, false);
+      return new ibv_mr{};
+    };
+    api.dereg_mr = [](ibv_mr* mr) {
+      delete mr;
+      return 0;
     };
     api.query_ece = [](ibv_qp* qp, ibv_ece* ece) {
       if (machine->ece_known == 0) return EOPNOTSUPP;
