@@ -2,17 +2,15 @@
 #include "transports/verbs/nic.h"
 
 #include <endian.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <climits>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 
 #include "base/sys.h"
+#include "transports/verbs/devices.h"
 #include "transports/verbs/gid.h"
 #include "transports/verbs/queue_pair.h"
 #include "transports/verbs/rdma_cm.h"
@@ -21,10 +19,6 @@ namespace kvlink::verbs {
 namespace {
 
 constexpr const char* kNodes = "/sys/class/infiniband_verbs/";  // one of each device, gone before it is
-constexpr const char* kAmazon = "0x1d0f";
-constexpr const char* kOpenNodes =
-    "make /dev/infiniband/uverbs* readable and writable for this user; in a container pass "
-    "--device=/dev/infiniband";
 constexpr uint32_t kMostSge = 32;
 constexpr uint32_t kMostWrs = 1024;
 // The bytes of a send queue, of which a peer has several. A work request takes a multiple of 64, with 32 for
@@ -40,51 +34,6 @@ Status unusable(const std::string& nic, const std::string& what, const std::stri
   return Status::Unavailable("RDMA port " + nic + " " + what, fix);
 }
 
-/// Returns the first line of a file of the kernel, or "".
-std::string read_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);  // fails for an empty entry
-  return line;
-}
-
-std::string port_folder(const Api& api, const std::string& device, uint8_t port) {
-  return api.sysfs + device + "/ports/" + std::to_string(port) + "/";
-}
-
-bool has_port(const Api& api, const std::string& device, uint8_t port) {
-  return port != 0 && ::access(port_folder(api, device, port).c_str(), F_OK) == 0;
-}
-
-/// Amazon's adapters have datagrams of their own (SRD) and no reliable connections. Other devices without
-/// them have no transport type that is known here, either.
-Status connects_reliably(const Api& api, const ibv_device& device) {
-  const std::string name = device.name;
-  if (read_line(api.sysfs + name + "/device/vendor") == kAmazon) {
-    return Status::Unavailable(
-        "RDMA device " + name + " is an Elastic Fabric Adapter (EFA), which has no reliable connections",
-        "pulls take tcp here; leave EFA out of KVLINK_NICS");
-  }
-  if (device.transport_type == IBV_TRANSPORT_IB || device.transport_type == IBV_TRANSPORT_IWARP) return {};
-  return Status::Unavailable(
-      "RDMA device " + name + " is neither InfiniBand, RoCE nor iWARP and has no reliable connections",
-      "leave it out of KVLINK_NICS");
-}
-
-/// Returns whether a port is active as far as the kernel shows it, and its device may be opened.
-Status may_open(const Api& api, const ibv_device& device, uint8_t port) {
-  if (Status status = connects_reliably(api, device); !status.ok()) return status;
-  const std::string name = std::string(device.name) + ":" + std::to_string(port);
-  const std::string state = read_line(port_folder(api, device.name, port) + "state");
-  if (state.rfind(std::to_string(IBV_PORT_ACTIVE), 0) != 0) {
-    return unusable(name, "is down", "check the cable, its interface or the subnet manager");
-  }
-  const std::string node = api.nodes + device.dev_name;
-  if (::access(node.c_str(), R_OK | W_OK) == 0) return {};
-  return Status::Unavailable(
-      "RDMA device " + std::string(device.name) + ": " + node + ": " + errno_text(errno), kOpenNodes);
-}
-
 /// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address. With InfiniBand a GID by which
 /// routers forward comes first.
 int rank(const Gid& gid, bool infiniband) {
@@ -92,40 +41,6 @@ int rank(const Gid& gid, bool infiniband) {
   if (infiniband && flid_of(gid) != 0) return 5;
   if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
   return gid[0] == '\xfe' && gid[1] == '\x80' ? 1 : 3;
-}
-
-struct DeviceList {
-  const Api& api;
-  int count = 0;
-  ibv_device** devices;
-
-  explicit DeviceList(const Api& api) : api(api), devices(api.get_device_list(&count)) {}
-  ~DeviceList() {
-    if (devices) api.free_device_list(devices);
-  }
-  ibv_device* find(const std::string& name) const {
-    for (int i = 0; i < count; ++i) {
-      if (name == api.get_device_name(devices[i])) return devices[i];
-    }
-    return nullptr;
-  }
-  std::string names() const {
-    std::string all;
-    for (int i = 0; i < count; ++i) all += (i ? ", " : "") + std::string(api.get_device_name(devices[i]));
-    return all.empty() ? "none" : all;
-  }
-};
-
-Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
-  const size_t colon = name.find(':');
-  if (colon == std::string::npos) return std::pair{name, uint8_t{1}};
-  uint8_t port = 0;
-  const char* const end = name.data() + name.size();
-  const auto [stop, error] = std::from_chars(name.data() + colon + 1, end, port);
-  if (error != std::errc{} || stop != end || port == 0) {
-    return Status::Config("\"" + name + "\" names no RDMA port: write mlx5_0 or mlx5_0:1");
-  }
-  return std::pair{name.substr(0, colon), port};
 }
 
 }  // namespace
@@ -398,61 +313,6 @@ Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, 
   Status status = (*nic)->check();
   if (!status.ok()) return status;
   return nic;
-}
-
-namespace {
-
-Status no_device() {
-  return Status::Unavailable(
-      "this machine has no RDMA device",
-      "load the NIC's driver (modprobe mlx5_ib), or try soft-RoCE: rdma link add rxe0 type rxe netdev eth0");
-}
-
-Result<std::vector<std::shared_ptr<Nic>>> open_all(const Api& api, const Manner& manner) {
-  std::vector<std::shared_ptr<Nic>> nics;
-  const DeviceList list(api);
-  Status last = no_device();
-  for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
-    const std::string device = api.get_device_name(list.devices[i]);
-    for (uint8_t port = 1; has_port(api, device, port) && nics.size() < kMaxNics; ++port) {
-      auto nic = open_active(api, {device, port, NicOption{}.mbps}, manner);
-      nic.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = nic.status());
-    }
-  }
-  if (nics.empty()) return last;
-  return nics;
-}
-
-}  // namespace
-
-Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
-                                                    const std::optional<std::vector<NicOption>>& wanted,
-                                                    const Manner& manner) {
-  if (!wanted) return open_all(api, manner);
-  if (wanted->empty()) {
-    return Status::Unavailable("no RDMA port of this machine serves this pool", "kvlink topology says why");
-  }
-  std::vector<std::shared_ptr<Nic>> nics;
-  for (const NicOption& option : *wanted) {
-    const auto parsed = parse_name(option.port);
-    if (!parsed.ok()) return parsed.status();
-    auto nic = open_active(api, {(*parsed).first, (*parsed).second, option.mbps}, manner);
-    if (!nic.ok()) return nic.status();
-    nics.push_back(std::move(*nic));
-  }
-  return nics;
-}
-
-Status find_active_port(const Api& api) {
-  const DeviceList list(api);
-  Status last = no_device();
-  for (int i = 0; i < list.count; ++i) {
-    for (uint8_t port = 1; has_port(api, list.devices[i]->name, port); ++port) {
-      last = may_open(api, *list.devices[i], port);
-      if (last.ok()) return last;
-    }
-  }
-  return last;
 }
 
 }  // namespace kvlink::verbs

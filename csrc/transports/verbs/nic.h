@@ -146,8 +146,4 @@ Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, 
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
                                                     const std::optional<std::vector<NicOption>>& wanted,
                                                     const Manner& manner);
-/// Returns whether this machine has an active port that this process may open, or the reason and the fix.
-/// Opens none.
-Status find_active_port(const Api& api);
-
 }  // namespace kvlink::verbs

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "transports/factories.h"
+#include "transports/verbs/devices.h"
 #include "transports/verbs/endpoint.h"
 #include "transports/verbs/owner.h"
 #include "transports/verbs/ports.h"

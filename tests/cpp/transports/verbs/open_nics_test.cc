@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "cpp/transports/verbs/made_up_machine.h"
+#include "transports/verbs/devices.h"
 
 namespace kvlink::verbs {
 namespace {

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <charconv>
+
+#include "transports/verbs/devices.h"
+#include "transports/verbs/nic.h"
+
+namespace kvlink::verbs {
+namespace {
+
+Result<std::pair<std::string, uint8_t>> parse_name(const std::string& name) {
+  const size_t colon = name.find(':');
+  if (colon == std::string::npos) return std::pair{name, uint8_t{1}};
+  uint8_t port = 0;
+  const char* const end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + colon + 1, end, port);
+  if (error != std::errc{} || stop != end || port == 0) {
+    return Status::Config("\"" + name + "\" names no RDMA port: write mlx5_0 or mlx5_0:1");
+  }
+  return std::pair{name.substr(0, colon), port};
+}
+
+Result<std::vector<std::shared_ptr<Nic>>> open_all(const Api& api, const Manner& manner) {
+  std::vector<std::shared_ptr<Nic>> nics;
+  const DeviceList list(api);
+  Status last = no_device();
+  for (int i = 0; i < list.count && nics.size() < kMaxNics; ++i) {
+    const std::string device = api.get_device_name(list.devices[i]);
+    for (uint8_t port = 1; has_port(api, device, port) && nics.size() < kMaxNics; ++port) {
+      auto nic = open_active(api, {device, port, NicOption{}.mbps}, manner);
+      nic.ok() ? nics.push_back(std::move(*nic)) : static_cast<void>(last = nic.status());
+    }
+  }
+  if (nics.empty()) return last;
+  return nics;
+}
+
+}  // namespace
+
+Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
+                                                    const std::optional<std::vector<NicOption>>& wanted,
+                                                    const Manner& manner) {
+  if (!wanted) return open_all(api, manner);
+  if (wanted->empty()) {
+    return Status::Unavailable("no RDMA port of this machine serves this pool", "kvlink topology says why");
+  }
+  std::vector<std::shared_ptr<Nic>> nics;
+  for (const NicOption& option : *wanted) {
+    const auto parsed = parse_name(option.port);
+    if (!parsed.ok()) return parsed.status();
+    auto nic = open_active(api, {(*parsed).first, (*parsed).second, option.mbps}, manner);
+    if (!nic.ok()) return nic.status();
+    nics.push_back(std::move(*nic));
+  }
+  return nics;
+}
+
+}  // namespace kvlink::verbs
