@@ -203,7 +203,8 @@ def topology(as_json: Json = False) -> None:
     from kvlink.cli.topology import show
     from kvlink.config import WorkerConfig
 
-    show(WorkerConfig.from_env().nics, as_json)
+    options = WorkerConfig.from_env()
+    show(options.nics, as_json, gid=options.rdma_gid)
 
 
 @app.command()

@@ -53,8 +53,11 @@ class _Place:
     selection: NicSelection
 
 
-def show(spec: str, as_json: bool, root: Path = Path("/")) -> None:
-    """Shows the topology. `spec` is the text of KVLINK_NICS. Raises ConfigError if it does not fit this machine."""
+def show(spec: str, as_json: bool, root: Path = Path("/"), gid: str = "") -> None:
+    """Shows the topology. `spec` and `gid` are the texts of KVLINK_NICS and KVLINK_RDMA_GID.
+
+    Raises ConfigError if `spec` does not fit this machine.
+    """
     topology = discover(root)
     places = list(_places(topology, spec))
     verbs = query(topology.nics)
@@ -69,7 +72,7 @@ def show(spec: str, as_json: bool, root: Path = Path("/")) -> None:
             "\nno RDMA device: /sys/class/infiniband is empty or absent (`kvlink doctor` gives details)"
         )
         return
-    for table in (_nic_table(topology.nics), _gid_table(topology.nics), _matrix(topology.nics, places)):
+    for table in (_nic_table(topology.nics), _gid_table(topology.nics, gid), _matrix(topology.nics, places)):
         console.print("", Fitted(table, _FIRST), sep="\n")
     for line in _notes(topology, places):
         console.print(f"  {escape(line)}", soft_wrap=True)
@@ -157,11 +160,11 @@ def _nic_table(nics: Sequence[RdmaDevice]) -> Table:
     return table
 
 
-def _gid_table(nics: Sequence[RdmaDevice]) -> Table:
+def _gid_table(nics: Sequence[RdmaDevice], wanted: str) -> Table:
     table = plain_table("port", "GID", "address", "type", "netdev", "")
     for nic in nics:
         for port in nic.ports:
-            best = best_gid(nic, port)
+            best = best_gid(nic, port, wanted)
             for gid in port.gids:
                 use = "used" if gid is best else ""
                 row = (str(gid.index), str(gid.address), gid.kind.value, gid.netdev, use)

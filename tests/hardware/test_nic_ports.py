@@ -66,6 +66,27 @@ def test_the_gid_is_chosen_by_type_and_reach(tmp_path: Path, gids: list[tuple[st
     assert (nic.gid_index, nic.gid, nic.link_layer) == (index, gids[index][0], LinkLayer.ETHERNET)
 
 
+def test_the_operator_chooses_a_gid(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    gids = [(mapped("10.0.0.1"), ROCE_V2), (mapped("10.1.0.1"), ROCE_V1), (mapped("10.1.0.1"), ROCE_V2)]
+    machine.nic("mlx5_0", "", 0, Port(layer="Ethernet", netdev="eth1", gids=gids))
+    (nic,) = machine.discover().nics
+    found = {
+        text: best_gid(nic, nic.ports[0], text) for text in ("", "2", "10.1.0.0/16", "10.0.0.1", "1", "9")
+    }
+    assert [gid.index if gid else None for gid in found.values()] == [0, 2, 2, 0, None, None]
+
+
+def test_infiniband_uses_the_gid_by_which_routers_forward(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    gids = [(LINK_LOCAL, ROCE_V1), ("fec0:0000:0005:0001:0000:0000:0000:0001", ROCE_V1)]
+    machine.nic("mlx5_0", "", 0, Port(gids=gids))
+    (nic,) = machine.discover().nics
+    best = best_gid(nic, nic.ports[0])
+    assert best is not None
+    assert best.index == 1
+
+
 def test_iwarp_has_gids_of_its_own_kind(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.nic("cxgb4_0", "", 0, Port(100, "Ethernet", gids=[(LINK_LOCAL, ROCE_V1)]))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_network
 
 from kvlink.errors import ConfigError
 from kvlink.hardware.nics.values import MemoryPlace, RefusedNic, port_name
@@ -81,14 +82,30 @@ def position(address: str) -> list[int]:
     return [int(part, 16) for part in normalize(address).replace(".", ":").split(":")]
 
 
-def best_gid(device: RdmaDevice, port: RdmaPort) -> Gid | None:
-    """Returns the GID that peers should use, or None. On Ethernet it is a RoCE v2 GID.
+def best_gid(device: RdmaDevice, port: RdmaPort, wanted: str = "") -> Gid | None:
+    """Returns the GID that verbs uses, or None. `wanted` is the text of KVLINK_RDMA_GID.
 
-    Routable addresses are preferred to link-local ones, and IPv4 to IPv6.
+    On Ethernet it is a RoCE v2 GID. Routable addresses are preferred to link-local ones, and IPv4 to IPv6. On
+    InfiniBand a GID by which routers forward comes first.
     """
-    any_kind = device.is_iwarp or port.link_layer is LinkLayer.INFINIBAND
+    infiniband = port.link_layer is LinkLayer.INFINIBAND
+    any_kind = device.is_iwarp or infiniband
     fitting = [gid for gid in port.gids if any_kind or gid.kind is GidType.ROCE_V2]
-    return min(fitting, key=lambda gid: (_gid_rank(gid), gid.index), default=None)
+    fitting = [gid for gid in fitting if _is_wanted(gid, wanted)]
+    return min(
+        fitting, key=lambda gid: (not (infiniband and _flid(gid)), _gid_rank(gid), gid.index), default=None
+    )
+
+
+def _flid(gid: Gid) -> int:
+    """Returns the LID by which InfiniBand routers forward to the subnet of this GID, or 0."""
+    return int.from_bytes(IPv6Address(gid.value).packed[4:6], "big")
+
+
+def _is_wanted(gid: Gid, wanted: str) -> bool:
+    if not wanted or wanted.isdigit():
+        return not wanted or gid.index == int(wanted)
+    return gid.address in ip_network(wanted, strict=False)
 
 
 def down(candidate: Candidate) -> RefusedNic | None:
