@@ -17,7 +17,7 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint64_t kBytes = 1 << 20;
+constexpr uint64_t kHostBytes = 1 << 20;
 constexpr const char* kImage = "fake image";  // with it the kernel copies
 
 class CudaCopy : public ::testing::Test {
@@ -25,7 +25,7 @@ class CudaCopy : public ::testing::Test {
   void SetUp() override {
     live = from_fake_cuda<int()>("fake_cuda_live");
     contexts = from_fake_cuda<int()>("fake_cuda_contexts");
-    host = *HostMemory::allocate(kBytes, false);
+    host = *HostMemory::allocate(kHostBytes, false);
     std::mt19937_64 random(1);
     for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
   }
@@ -41,14 +41,14 @@ class CudaCopy : public ::testing::Test {
   std::shared_ptr<DeviceCopier> copier(std::string_view image = {}) {
     auto made = make_cuda_copier(device(), image, 0);
     EXPECT_TRUE(made.ok()) << made.status().what();
-    EXPECT_TRUE((*made)->pin(host->range().base, kBytes).ok());
+    EXPECT_TRUE((*made)->pin(host->range().base, kHostBytes).ok());
     return *made;
   }
 
   int (*live)() = nullptr;
   int (*contexts)() = nullptr;
   std::shared_ptr<HostMemory> host;
-  std::vector<std::byte> memory = std::vector<std::byte>(kBytes);
+  std::vector<std::byte> memory = std::vector<std::byte>(kHostBytes);
 };
 
 TEST_F(CudaCopy, GoesBothWaysInPieces) {
@@ -58,8 +58,8 @@ TEST_F(CudaCopy, GoesBothWaysInPieces) {
       const auto copies = copier(image);
       const auto queue = *copies->open_queue();
       std::vector<CopyPiece> pieces;
-      for (uint64_t at = 0; at + bytes <= kBytes / 2; at += bytes) {
-        pieces.push_back({device(at), pinned + kBytes / 2 - at - bytes, bytes});
+      for (uint64_t at = 0; at + bytes <= kHostBytes / 2; at += bytes) {
+        pieces.push_back({device(at), pinned + kHostBytes / 2 - at - bytes, bytes});
       }
       for (const CopyTo to : {CopyTo::kSlot, CopyTo::kDevice}) {
         const std::vector<std::byte> wanted = memory;
@@ -88,7 +88,7 @@ TEST_F(CudaCopy, ASlotIsLaunchesAlone) {
     const uint64_t a_slot = std::min<uint64_t>(SlotRing::kSlotBytes / bytes, copies->most_pieces());
     std::vector<CopyPiece> pieces;
     for (uint64_t i = 0; i < a_slot; ++i) {
-      pieces.push_back({device(kBytes - (i + 1) * bytes), host->range().base + i * bytes, bytes});
+      pieces.push_back({device(kHostBytes - (i + 1) * bytes), host->range().base + i * bytes, bytes});
     }
     const int copied = count("fake_cuda_copies"), launched = count("fake_cuda_launches");
     ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
