@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from ..models import model_text
 from .announcements import Announcements
-from .caches import caches_of
+from .caches import LayerGroup, caches_of
 from .engine_config import (
     at_this_host,
     check_groups,
@@ -30,6 +30,7 @@ from .engine_config import (
     grows,
     number_of,
     rank_of,
+    states_of,
     when_launched_has_run,
     window_of,
 )
@@ -102,6 +103,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 streaming_from=self._settings.streaming_from_tokens,
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
+                states=[states_of(group) for group in kv_cache_config.transfer_groups],
             )
 
     # The following methods run in the worker's process.
@@ -115,10 +117,13 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Undoes `unregister_kv_caches` as a new worker: earlier offers are gone."""
         if self._worker is not None:
             return
-        groups = [group.layer_names for group in self._kv_cache_config.transfer_groups]
+        groups = [
+            LayerGroup(tuple(group.layer_names), states_of(group))
+            for group in self._kv_cache_config.transfer_groups
+        ]
         config = self._vllm_config.model_config.hf_text_config
         model = model_text(getattr(config, "architectures", None), config)
-        model += " groups=" + "+".join(str(len(names)) for names in groups)
+        model += " groups=" + "+".join(str(len(group.names)) for group in groups)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
         options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
         self._worker = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
@@ -193,8 +198,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return groups
 
     def on_new_request(self, request: Any) -> None:
-        """Keeps the request's lease at the prefill server alive while it waits."""
-        self._scheduler.incoming.arrived(request)
+        """Registers a request before it is scheduled."""
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that the prefill server has and this server has not."""

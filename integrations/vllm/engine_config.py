@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -21,6 +22,7 @@ from kvlink.errors import ConfigError
 
 from .caches import Rank
 from .settings import Settings
+from .states import States
 from .windows import Window
 
 _SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -65,11 +67,31 @@ def check_groups(kv_cache_config: Any) -> None:
     """Raises ConfigError for cache groups that are not supported."""
     for group in kv_cache_config.transfer_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                continue
             if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
                 raise ConfigError(
                     f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
-                    "and others): it serves only attention whose cache has one row per token"
+                    "and others): it serves attention whose cache has one row per token, and Mamba's states"
                 )
+
+
+def states_of(group: Any) -> States | None:
+    """Returns the states of the group's layers, or None for layers of attention."""
+    spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    if not isinstance(spec, MambaSpec):
+        return None
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return States(
+        kind=str(getattr(spec.mamba_type, "name", spec.mamba_type)),
+        shapes=tuple(tuple(shape) for shape in spec.shapes),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        item_bytes=tuple(dtype.itemsize for dtype in spec.dtypes),
+        num_scratch=int(spec.num_speculative_blocks),
+        columns_first=bool(is_conv_state_dim_first()),
+        replicated=bool(getattr(spec, "tp_replicated", False)),
+    )
 
 
 def grows(group: Any) -> bool:

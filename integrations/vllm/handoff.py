@@ -10,6 +10,7 @@ import base64
 import binascii
 import functools
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
+from kvlink.types import ReadyUnit
+
+from .caches import CacheGroup
 
 KEY = "kvlink"
 _SIGNATURE = "signature"
@@ -42,9 +46,10 @@ class RankInfo:
     """The worker of one rank, as it reports to the scheduler's side at the start."""
 
     owner: Owner
-    block_tokens: int
-    """The tokens of vLLM in a block of the pool. The scheduler's blocks have `kernel_blocks` of these."""
-    kernel_blocks: int
+    block_tokens: tuple[int, ...]
+    """By cache group, the tokens of vLLM in a block of the pool, or 0 for states."""
+    kernel_blocks: tuple[int, ...]
+    """By cache group, the number of these blocks in one of the scheduler's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,12 @@ class Handoff:
     """The workers by tensor-parallel rank."""
     seats: tuple[LeaseSeat, ...]
     groups: tuple[array[int], ...]
-    """The block ids of each cache group, from token 0 on. 0 means that a sliding window has no block there."""
-    block_tokens: int
-    """The tokens in one of these blocks."""
+    """The block ids of each cache group, from token 0 on. 0 means that a sliding window has no block there.
+
+    A group of states has the block with the state after `num_tokens` tokens.
+    """
+    block_tokens: tuple[int, ...]
+    """By cache group, the tokens in one of these blocks, or 0 for states."""
     num_tokens: int
     prompt: str
     """The `prompt_digest` of the tokens."""
@@ -66,16 +74,26 @@ class Handoff:
     trace: TraceParent | None = None
     """The span of its offer."""
 
-    def tickets(self, group: int, token_unit: int, *, written: bool = True) -> list[Ticket]:
-        """Returns one ticket of each owner, for all blocks of one cache group. `token_unit` is that of Caches.
+    def tickets(self, caches: Sequence[CacheGroup], *, written: bool = True) -> list[Ticket]:
+        """Returns one ticket of each owner, for all blocks. `caches` are the reader's.
 
         With `written` False, readers follow what the owners report as written.
         """
-        num_tokens = len(self.groups[group]) * self.block_tokens // token_unit
-        return [self._ticket(rank, group, num_tokens, written) for rank in range(len(self.owners))]
+        lists = [
+            ids for ids, group in zip(self.groups, caches, strict=True) for _ in range(group.num_layouts)
+        ]
+        tokens = [
+            len(ids) * (size // group.token_unit)
+            for ids, size, group in zip(self.groups, self.block_tokens, caches, strict=True)
+        ]
+        return [self._ticket(rank, lists, max(*tokens, 1), written) for rank in range(len(self.owners))]
 
-    def _ticket(self, rank: int, group: int, num_tokens: int, written: bool = True) -> Ticket:
-        owner, blocks = self.owners[rank], self.groups[group]
+    def _ticket(
+        self, rank: int, lists: Sequence[array[int]], num_tokens: int, written: bool = True
+    ) -> Ticket:
+        owner, alone = self.owners[rank], len(lists) == 1
+        blocks = lists[0] if alone else array("I", itertools.chain(*lists))
+        units = len(blocks) if alone else num_tokens
         ticket = Ticket(
             request_id=self.request_id,
             worker_id=owner.worker_id,
@@ -84,7 +102,9 @@ class Handoff:
             seats=self.seats,
             block_ids=blocks,
             num_tokens=num_tokens,
-            ready=len(blocks) if written else 0,
+            ready=units if written else 0,
+            ready_unit=ReadyUnit.BLOCKS if alone else ReadyUnit.TOKENS,
+            group_sizes=() if alone else tuple(map(len, lists)),
             tp_rank=rank,
             tp_size=len(self.owners),
             ttl_s=self.ttl_s,
@@ -97,8 +117,8 @@ class Handoff:
         """Returns the value of KEY in `kv_transfer_params`."""
         return signed(
             {
-                "ticket": self._ticket(0, 0, self.num_tokens).to_text(),
-                "block_tokens": str(self.block_tokens),
+                "ticket": self._ticket(0, self.groups[:1], self.num_tokens).to_text(),
+                "block_tokens": ",".join(map(str, self.block_tokens)),
                 "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
                 "groups": [_text_of(blocks) for blocks in self.groups[1:]],
                 "prompt": self.prompt,
@@ -192,14 +212,12 @@ def _parse(given: Mapping[str, Any]) -> Handoff:
     first = Ticket.from_text(_text(given["ticket"]))
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
     groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], _MAX_GROUPS)))
-    block_tokens, prompt = int(_text(given["block_tokens"])), _text(given["prompt"])
-    if (
-        not owners
-        or first.num_tokens < 1
-        or not 1 <= block_tokens < 2**32
-        or len(prompt) != 2 * _DIGEST_BYTES
-    ):
-        raise ValueError("no owners, no tokens, blocks of an impossible size, or no digest")
+    sizes, prompt = _text(given["block_tokens"]).split(",", _MAX_GROUPS), _text(given["prompt"])
+    block_tokens = tuple(map(int, sizes))
+    if len(block_tokens) != len(groups) or not all(0 <= size < 2**32 for size in block_tokens):
+        raise ValueError("blocks of an impossible size, or not one for each group")
+    if not owners or first.num_tokens < 1 or len(prompt) != 2 * _DIGEST_BYTES:
+        raise ValueError("no owners, no tokens, or no digest")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace,

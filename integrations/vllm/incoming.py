@@ -7,16 +7,16 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvlink.errors import ConfigError
 from kvlink.layout import num_seats
 
-from .announcements import Announcements, Following
+from .announcements import Announcements
+from .awaited_request import AwaitedRequest
 from .caches import Rank
 from .handoff import KEY, Handoff
-from .handoff_parts import STREAM, Part
+from .handoff_parts import STREAM
 from .rejections import is_rejection
 from .remote_leases import RemoteLeases
 from .shared_leases import SharedLeases
@@ -30,34 +30,12 @@ Digest = Callable[[Any, int], str]
 """Returns the digest of a request's first tokens."""
 
 
-@dataclass(slots=True)
-class _Incoming:
-    """A request with its handoff. `handoff` is None while it is awaited, and if `refused` says why there is none."""
-
-    handoff: Handoff | None = None
-    num_tokens: int = 0
-    """The tokens that prefill computes or has computed."""
-    refused: str = ""
-    following: Following | None = None
-    parts: list[Part] = field(default_factory=list)
-    """The parts that the workers do not know yet."""
-    started: bool = False
-    """True once the workers know of the load."""
-    settles: bool = False
-    """True if its load ends the lease."""
-    ask_again: bool = False
-    """True if the router may come again with prefill's answer: the same handoff, under the same lease."""
-
-    @property
-    def awaited(self) -> bool:
-        return self.handoff is None and not self.refused
-
-
 class Incoming:
     """The requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
 
     `own` is the RankInfo of any of this server's ranks. `digest` is prefill's digest function. `counts` counts handoffs
-    that were not used, by reason. `windows` are those of the cache groups that are transferred.
+    that were not used, by reason. `windows` are those of the cache groups that are transferred. With `stateful`, some
+    groups are states, namely those after the last token that prefill computed.
     """
 
     def __init__(
@@ -67,15 +45,17 @@ class Incoming:
         digest: Digest,
         counts: Counter[str],
         windows: Windows = (),
+        stateful: bool = False,
     ) -> None:
         self._own = own
         self._announcements = announcements
         self._digest = digest
         self._counts = counts
         self._windows = windows
+        self._stateful = stateful
         self._remote = RemoteLeases()
         self._shared_leases = SharedLeases()
-        self._requests: dict[str, _Incoming] = {}
+        self._requests: dict[str, AwaitedRequest] = {}
 
     def arrived(self, request: Any) -> None:
         """Registers a request and keeps its lease alive, as it may wait for long before it is scheduled."""
@@ -86,7 +66,7 @@ class Incoming:
         if is_rejection(request):
             self._rejected(request)
         elif params.get(KEY):
-            incoming = self._requests[request.request_id] = _Incoming()
+            incoming = self._requests[request.request_id] = AwaitedRequest()
             try:
                 handoff = Handoff.from_params(params)
             except ConfigError as error:
@@ -96,7 +76,7 @@ class Incoming:
                 self._take(request, incoming, handoff, handoff.num_tokens)
         elif self._announcements is not None and isinstance(name, str) and name:
             following = self._announcements.follow(name, trace_of(request))
-            self._requests[request.request_id] = _Incoming(following=following, ask_again=True)
+            self._requests[request.request_id] = AwaitedRequest(following=following, ask_again=True)
         else:
             advice = (
                 "; set KVLINK_COORDINATOR on this server to follow a prefill that still runs" if name else ""
@@ -213,7 +193,7 @@ class Incoming:
             self._counts["released"] += 1
             self._give_back(handoff, range(len(handoff.owners)), used=False)
 
-    def _begun(self, request: Any, incoming: _Incoming) -> bool:
+    def _begun(self, request: Any, incoming: AwaitedRequest) -> bool:
         assert incoming.following is not None
         why_ended = incoming.following.why_ended
         incoming.parts += incoming.following.take()
@@ -226,12 +206,16 @@ class Incoming:
             self._compute_here(request, f"its prefill was not announced ({why_ended})")
         return False
 
-    def _take(self, request: Any, incoming: _Incoming, handoff: Handoff, num_tokens: int) -> None:
+    def _take(self, request: Any, incoming: AwaitedRequest, handoff: Handoff, num_tokens: int) -> None:
         incoming.handoff, incoming.num_tokens = handoff, num_tokens
         if request.prompt_token_ids is None or self._digest(request, num_tokens) != handoff.prompt:
             self._counts["another_prompt"] += 1
             incoming.refused = (
                 "the handoff belongs to another prompt; the router may have mixed up two requests"
+            )
+        elif self._stateful and num_tokens >= request.num_prompt_tokens:
+            incoming.refused = (
+                "the handoff has the state after the last token of the prompt, which is computed here"
             )
         else:
             self._shared_leases.join(handoff, request.request_id)
@@ -242,7 +226,7 @@ class Incoming:
         request.kv_transfer_params["do_remote_prefill"] = False
         self._counts["not_offered"] += 1
 
-    def _num_tokens(self, request: Any, incoming: _Incoming) -> int:
+    def _num_tokens(self, request: Any, incoming: AwaitedRequest) -> int:
         prompt = int(request.num_prompt_tokens)
         handed_off = prompt if incoming.refused else min(prompt, incoming.num_tokens)
         return loadable(self._windows, prompt, handed_off)
@@ -289,7 +273,7 @@ class Incoming:
         if not any(other is not None and other.seats == handoff.seats for other in others):
             self._remote.leave(handoff)
 
-    def _pop(self, request_id: str) -> _Incoming | None:
+    def _pop(self, request_id: str) -> AwaitedRequest | None:
         self._remote.forget(request_id)
         incoming = self._requests.pop(request_id, None)
         if incoming is not None and incoming.following is not None:

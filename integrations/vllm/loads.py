@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -63,15 +63,11 @@ class _Loading:
 
 
 class Loads:
-    """The loads of one rank. It is called around vLLM's steps; kvlink's own threads move the bytes.
+    """The loads of one rank. It is called around vLLM's steps; kvlink's own threads move the bytes."""
 
-    `block_tokens` is the number of vLLM's tokens in a block of the pool.
-    """
-
-    def __init__(self, worker: Worker, caches: Caches, block_tokens: int, stats: RankStats) -> None:
+    def __init__(self, worker: Worker, caches: Caches, stats: RankStats) -> None:
         self._worker = worker
         self._caches = caches
-        self._block_tokens = block_tokens
         self._stats = stats
         self._loading: dict[str, _Loading] = {}
         self._known: set[tuple[str, str]] = set()
@@ -132,66 +128,71 @@ class Loads:
         return ended, failed
 
     def _pull(self, loading: _Loading, handoff: Handoff, end: int, *, written: bool) -> None:
-        """Starts one pull for each cache group that has tokens to load."""
+        """Starts a pull of what the cache groups have up to token `end`, if they have any that is not here."""
         start = time.perf_counter_ns()
         try:
             ranges = [self._range(loading, handoff, group, end) for group in range(len(self._caches.groups))]
-            wanted = [group for group, (first, upto) in enumerate(ranges) if first < upto]
-            alone = len(wanted) == 1 and not loading.load.in_parts and loading.settles
-            for group in wanted:
+            if any(first < upto for first, upto in ranges):
                 loading.pulls_began_ns.append(time.perf_counter_ns())
-                loading.pulls.append(
-                    self._pull_group(loading.load, handoff, group, ranges[group], written, settle=alone)
-                )
-                loading.pulled_to[group] = end
+                settle = loading.settles and not loading.load.in_parts
+                loading.pulls.append(self._start(loading.load, handoff, ranges, written, settle=settle))
+                loading.pulled_to = [
+                    end if first < upto else before
+                    for (first, upto), before in zip(ranges, loading.pulled_to, strict=True)
+                ]
         except KVLinkError as error:
             loading.error = error
             for started in loading.pulls:
                 started.cancel()
         loading.post_ns += time.perf_counter_ns() - start
 
-    def _pull_group(
-        self,
-        load: Load,
-        handoff: Handoff,
-        group: int,
-        tokens: tuple[int, int],
-        written: bool,
-        *,
-        settle: bool,
+    def _start(
+        self, load: Load, handoff: Handoff, ranges: Sequence[tuple[int, int]], written: bool, *, settle: bool
     ) -> Pull:
-        unit = self._caches.token_unit
-        tickets = handoff.tickets(group, unit, written=written)
+        groups = self._caches.groups
+        tickets = handoff.tickets(groups, written=written)
+        into, tokens = [], []
+        for group, blocks, (first, upto) in zip(groups, load.groups, ranges, strict=True):
+            ids, unit = expanded(blocks, group.kernel_blocks), group.token_unit
+            into += [ids] * group.num_layouts
+            wanted = (first // unit, -(-upto // unit)) if first < upto else (0, 0)
+            tokens += [wanted] * group.num_layouts
+        alone = len(into) == 1
         return self._worker.pull(
             tickets[0] if len(tickets) == 1 else tickets,
-            expanded(load.groups[group], self._caches.kernel_blocks),
-            tokens=(tokens[0] // unit, -(-tokens[1] // unit)),
-            layers=self._caches.groups[group],
+            into[0] if alone else into,
+            tokens=tokens[0] if alone else tokens,
             settle=settle,
         )
 
     def _range(self, loading: _Loading, handoff: Handoff, group: int, end: int) -> tuple[int, int]:
         """Returns the tokens to load: those not here that neither side's sliding window has left behind.
 
-        Raises StaleBlocks if prefill no longer has a block for a token that is read here.
+        For a group of states, returns the range of the state. Raises StaleBlocks if prefill no longer has a block for
+        what is read here.
         """
-        load, theirs = loading.load, handoff.groups[group]
+        load, theirs, cache = loading.load, handoff.groups[group], self._caches.groups[group]
         if not theirs and not loading.complete:  # they come with a later part
-            return end, end
-        ours = _leading_gaps(load.groups[group]) * self._block_tokens * self._caches.kernel_blocks
+            return (end, end) if cache.block_tokens else (0, 0)
+        if not cache.block_tokens:
+            if len(theirs) != 1 or len(load.groups[group]) != 1:
+                raise StaleBlocks(f"cache group {group} has no state: {len(theirs)} there")
+            return 0, 1
+        ours = _leading_gaps(load.groups[group]) * cache.block_tokens * cache.kernel_blocks
         missing = max(loading.pulled_to[group], ours)
         needed = max(missing, load.needed_from[group] if load.needed_from else 0)
-        gap = gap_in(theirs, handoff.block_tokens, needed, end)
+        block_tokens = handoff.block_tokens[group]
+        gap = gap_in(theirs, block_tokens, needed, end)
         if gap is not None:
             raise StaleBlocks(
                 f"prefill has no block for token {gap} of cache group {group}, and tokens {needed} to {end} are "
                 "needed: its sliding window has moved on, as it answered more than one token; have the router ask "
                 "prefill for max_tokens=1"
             )
-        return max(missing, _leading_gaps(theirs) * handoff.block_tokens), end
+        return min(max(missing, _leading_gaps(theirs) * block_tokens), end), end
 
     def _conclude(self, request_id: str, loading: _Loading) -> None:
-        if loading.settles and (loading.load.in_parts or len(loading.pulls) > 1):
+        if loading.settles and loading.load.in_parts:
             loading.pulls[0].settle()
         paths = [path for pull in loading.pulls for path in pull.explain()]
         self._stats.early_bytes += loading.early_bytes

@@ -88,7 +88,12 @@ class Outgoing:
         return request_id in self._requests
 
     def begin(
-        self, request: Any, seats: tuple[LeaseSeat, ...], blocks: GroupIds, digest: Callable[[], str]
+        self,
+        request: Any,
+        seats: tuple[LeaseSeat, ...],
+        blocks: GroupIds,
+        own: RankInfo,
+        digest: Callable[[], str],
     ) -> None:
         """Starts to announce a request that is scheduled for the first time; its reader may be waiting for it."""
         name = (request.kv_transfer_params or {}).get(STREAM)
@@ -96,6 +101,8 @@ class Outgoing:
             return
         if request.num_prompt_tokens < self._from_tokens or request.prompt_token_ids is None:
             return
+        if len({size for size, grows in zip(own.block_tokens, self._grows, strict=True) if grows}) != 1:
+            return  # its groups grow by blocks of several sizes, or none grows
         copied = tuple(map(list, blocks))
         self._requests[request.request_id] = _Outgoing(name, request, seats, copied, digest())
 
@@ -118,7 +125,7 @@ class Outgoing:
             end = min(int(out.request.num_computed_tokens) + chunk.num_tokens, whole)
             out.ends = end == whole
             # A block that is not full will be written again by the next chunk.
-            block_tokens = own[0].block_tokens
+            block_tokens = self._growth(own[0])
             written[request_id] = out.num_blocks = (
                 -(-end // block_tokens) if out.ends else end // block_tokens
             )
@@ -148,14 +155,18 @@ class Outgoing:
             return
         whole = int(out.request.num_prompt_tokens)
         blocks = tuple(
-            expanded(group, own[0].kernel_blocks)[: out.num_blocks] if grows else array("I")
-            for group, grows in zip(out.blocks, self._grows, strict=True)
+            expanded(group, ratio)[: out.num_blocks] if grows else array("I")
+            for group, ratio, grows in zip(out.blocks, own[0].kernel_blocks, self._grows, strict=True)
         )
-        num_tokens = min(out.num_blocks * own[0].block_tokens, whole)
+        num_tokens = min(out.num_blocks * self._growth(own[0]), whole)
         handoff = write(out.request, out.seats, blocks, num_tokens, out.prompt)
         out.complete, out.trace = out.ends and all(self._grows), handoff.trace
         part = Part(handoff, whole, last=out.complete, written=False, sure=out.goes_well())
         self._send(out, own[0], part.to_bytes())
+
+    def _growth(self, own: RankInfo) -> int:
+        """Returns the tokens in a block of the groups that grow."""
+        return next(size for size, grows in zip(own.block_tokens, self._grows, strict=True) if grows)
 
     def _send(self, out: _Outgoing, own: RankInfo, part: bytes) -> None:
         assert self._announcements is not None

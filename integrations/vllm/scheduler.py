@@ -22,6 +22,8 @@ from .incoming import Incoming
 from .lease_slots import SlotGroups
 from .outgoing import Chunk, GroupIds, Outgoing
 from .sent_tickets import SentTickets
+from .stateful import Stateful
+from .states import States
 from .step_commands import HandedOff, StepCommands
 from .traces import Traces
 from .windows import Windows, gap_in, needed_from
@@ -35,7 +37,7 @@ class SchedulerSide:
     `slots` are the lease slots of every worker. `select` picks the transferred groups from vLLM's block ids. `own` is
     the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
     coordinator. Prompts of at least `streaming_from` tokens are handed off in parts. `grows` is that of Outgoing.
-    `windows` are those of the transferred groups.
+    `windows` and `states` are those of the transferred groups.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SchedulerSide:
         streaming_from: int = 0,
         grows: Sequence[bool] = (),
         windows: Windows = (),
+        states: Sequence[States | None] = (),
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
@@ -66,12 +69,20 @@ class SchedulerSide:
         self.counts: Counter[str] = Counter()
         """Handoffs that were not used since the last `take_counts`, by reason."""
         self._windows = windows
-        self.incoming = Incoming(own, announcements, self._digest, self.counts, windows)
+        self._stateful = Stateful(states)
+        self.incoming = Incoming(own, announcements, self._digest, self.counts, windows, self._stateful.any)
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
+
+    def arrived(self, request: Any) -> None:
+        """Registers a request, before it is scheduled. From now on decode's lease at prefill is kept alive."""
+        self.incoming.arrived(request)
+        params = request.kv_transfer_params
+        if self._may_send and params and params.get("do_remote_decode"):
+            self._stateful.shorten(request)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
@@ -81,9 +92,8 @@ class SchedulerSide:
         groups = self._select(blocks)
         if params.get("do_remote_decode") and self._may_send:
             self._grant(request, groups)
-        self.incoming.allocated(
-            request, tuple(array("I", group) for group in groups), num_external, self._commands
-        )
+        held = tuple(array("I", group) for group in self._stateful.holding(groups))
+        self.incoming.allocated(request, held, num_external, self._commands)
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
         """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`."""
@@ -113,17 +123,18 @@ class SchedulerSide:
         request_id = request.request_id
         params = request.kv_transfer_params or {}
         self.incoming.ended(request, self._commands)
+        self._stateful.forget(request_id)
         seats = self._seats.get(request_id)
         if seats is None:
             return False, None
-        groups = self._select(blocks)
+        groups = self._stateful.holding(self._select(blocks))
         if not complete or not any(groups) or request.prompt_token_ids is None:
             self._withdraw(request_id, seats, "aborted")
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        own = tuple(expanded(group, self._ranks[0].kernel_blocks) for group in groups)
-        if not self._holds_windows(request, own, num_tokens):
-            self._withdraw(request_id, seats, "its sliding window has moved on past the prompt")
+        own = tuple(map(expanded, groups, self._ranks[0].kernel_blocks))
+        if not self._holds_windows(request, own, num_tokens) or not self._holds_states(request):
+            self._withdraw(request_id, seats, "its sliding window or state has moved on past the prompt")
             return False, None
         num_blocks = sum(block != 0 for group in own for block in group)
         self._commands.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
@@ -150,10 +161,10 @@ class SchedulerSide:
         vLLM reuses the blocks that a window has left behind. After more than one token, some are of the prompt.
         """
         needed = needed_from(self._windows, request.num_prompt_tokens, num_tokens)
-        block_tokens = self._ranks[0].block_tokens
         gaps = (
-            gap_in(blocks, block_tokens, first, num_tokens)
-            for blocks, first in zip(groups, needed, strict=False)
+            gap_in(blocks, size, first, num_tokens)
+            for blocks, size, first in zip(groups, self._ranks[0].block_tokens, needed, strict=False)
+            if size
         )
         gap = next((gap for gap in gaps if gap is not None), None)
         if gap is None:
@@ -168,6 +179,19 @@ class SchedulerSide:
             request.num_prompt_tokens,
             f"; it answered {answered} tokens, so let the router ask prefill for max_tokens=1"
             * (answered > 1),
+        )
+        return False
+
+    def _holds_states(self, request: Any) -> bool:
+        """Returns whether the states are those after the prompt, which they are until the next token is computed."""
+        if not self._stateful.moved_on(request):
+            return True
+        self.counts["state_passed"] += 1
+        _log.warning(
+            "request %s is not handed off: its state is that of %d tokens and not of its prompt; let the router ask "
+            "prefill for max_tokens=1",
+            request.request_id,
+            request.num_computed_tokens,
         )
         return False
 
@@ -200,6 +224,8 @@ class SchedulerSide:
 
     def _grant(self, request: Any, groups: GroupIds) -> None:
         request_id = request.request_id
+        if not self._stateful.can_hand_off(request_id):
+            return  # its prompt is one token, which decode computes itself
         before = self._seats.get(request_id)
         if before is not None:  # preempted and scheduled again, maybe before `scheduled` reports it
             if request_id not in self._outgoing:
@@ -217,7 +243,11 @@ class SchedulerSide:
         self._commands.granted[request_id] = seats
         if not request.num_preemptions:  # a reader that followed it before a preemption cannot do so again
             self._outgoing.begin(
-                request, seats, groups, lambda: self._digest(request, request.num_prompt_tokens)
+                request,
+                seats,
+                groups,
+                self._ranks[0],
+                lambda: self._digest(request, request.num_prompt_tokens),
             )
 
     def _withdraw(self, request_id: str, seats: tuple[LeaseSeat, ...], why: str) -> None:

@@ -53,9 +53,16 @@ class WorkerSide:
         card = self._worker.card
         owner = Owner(card.worker_id, card.epoch, card.agent)
         self.rank_info = RankInfo(
-            owner, card.layouts[0].block_tokens * caches.token_unit, caches.kernel_blocks
+            owner,
+            tuple(group.block_tokens for group in caches.groups),
+            tuple(group.kernel_blocks for group in caches.groups),
         )
-        self._loads = Loads(self._worker, caches, self.rank_info.block_tokens, self._stats)
+        self._loads = Loads(self._worker, caches, self._stats)
+        # Readers of one layout follow blocks, those of several follow tokens of the layouts.
+        attention = [group for group in caches.groups if group.block_tokens]
+        self._ready_step = (
+            attention[0].block_tokens // attention[0].token_unit if attention and len(card.layouts) > 1 else 1
+        )
         transports = [
             f"{one.name}{f' (cannot export: {one.refused})' if one.refused else ''}"
             for one in card.transports
@@ -171,4 +178,4 @@ class WorkerSide:
             _, written = self._written.pop(0)
             for request_id, num_blocks in written.items():
                 with contextlib.suppress(KVLinkError):  # its reader is gone
-                    self._worker.offers.set_ready(request_id, num_blocks)
+                    self._worker.offers.set_ready(request_id, num_blocks * self._ready_step)

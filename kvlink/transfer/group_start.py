@@ -48,6 +48,7 @@ def start_groups(
         reads.append(
             (planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, layout.is_state)
         )
+    reads = [read for read in reads if read[3][0] < read[3][1]] or [(*reads[0][:3], (0, 0), *reads[0][4:])]
     units = ticket.num_tokens if ticket.ready_unit is ReadyUnit.TOKENS else len(ticket.block_ids)
     stream = 0 if ticket.ready >= units else _STREAM[ticket.ready_unit]
     return peer.connection.pull_groups(reads, seat, stream, ticket.num_tokens, timeout_s)

@@ -14,6 +14,7 @@ from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.background import ControlThread
 from kvlink.control import AgentClient
 from kvlink.errors import StaleBlocks
+from kvlink.integrations.vllm.caches import CacheGroup
 from kvlink.integrations.vllm.handoff import Handoff
 from kvlink.types import WorkerCard
 
@@ -36,8 +37,9 @@ def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.
 
 
 def _read(reader: Worker, handoff: Handoff, num_tokens: int) -> None:
-    unit = handoff.block_tokens // reader.pool.layout.block_tokens
-    [ticket] = handoff.tickets(0, unit)
+    [block_tokens], layout = handoff.block_tokens, reader.pool.layout
+    unit = block_tokens // layout.block_tokens
+    [ticket] = handoff.tickets([CacheGroup(1, block_tokens, 1, unit)])
     into = range(1, len(ticket.block_ids) + 1)
     assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
 

@@ -15,7 +15,7 @@ from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: ski
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm import remote_leases
-from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.handoff import KEY
 
 PROMPT = list(range(100, 110))  # two whole blocks and a half
@@ -266,15 +266,15 @@ def test_caches_that_no_layout_describes_are_refused_by_layer() -> None:
     with Server("p") as server:
         tensors = dict(server.caches[0])
     rank = Rank(0, 1, 4)
-    tensors["layer.1"] = tensors["layer.1"][:, :2]
+    tensors["layer.1"] = tensors["layer.1"][:8]
     with pytest.raises(ConfigError, match=r"layer layer\.1 has cache"):
-        caches_of(tensors, [["layer.0", "layer.1"]], 16, rank, "m")
+        caches_of(tensors, [LayerGroup(("layer.0", "layer.1"))], 16, rank, "m")
     with pytest.raises(ConfigError, match=r"layer layer\.0: kvlink takes caches"):
-        caches_of({"layer.0": tensors["layer.0"].flatten()}, [["layer.0"]], 16, rank, "m")
+        caches_of({"layer.0": tensors["layer.0"].flatten()}, [LayerGroup(("layer.0",))], 16, rank, "m")
     with pytest.raises(ConfigError, match="tokens must adjoin"):
         caches_of(
             {"layer.0": tensors["layer.0"].transpose(1, 2).contiguous().transpose(1, 2)},
-            [["layer.0"]],
+            [LayerGroup(("layer.0",))],
             16,
             rank,
             "m",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from array import array
 from dataclasses import replace
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, StaleBlocks
 from kvlink.integrations.vllm import handoff
+from kvlink.integrations.vllm.caches import CacheGroup
 from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, expanded, prompt_digest
 from kvlink.integrations.vllm.handoff_parts import Part
 from kvlink.integrations.vllm.lease_slots import SlotGroups
 from kvlink.ticket import MAX_SLOTS, SMALLEST_NONCE, LeaseSeat
 from kvlink.tracing import TraceParent
+from kvlink.types import ReadyUnit
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
@@ -31,8 +34,10 @@ HANDOFFS = st.builds(
     request_id=NAMES,
     owners=st.lists(st.builds(Owner, NAMES, U64, NAMES), min_size=1, max_size=4).map(tuple),
     seats=st.lists(SEATS, min_size=1, max_size=4).map(tuple),
-    groups=st.lists(BLOCKS, min_size=1, max_size=4).map(tuple),
-    block_tokens=st.integers(1, 4096),
+    groups=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups"),
+    block_tokens=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups").flatmap(
+        lambda groups: st.tuples(*[st.integers(0, 4096)] * len(groups))
+    ),
     num_tokens=st.integers(1, 2**31),
     prompt=st.binary(min_size=16, max_size=16).map(bytes.hex),
     ttl_s=st.integers(1, 86400).map(float),
@@ -44,7 +49,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
 )
 SAMPLE = Handoff(
-    "r", (Owner("w", 2**63, "127.0.0.1:1"),), (LeaseSeat(1, 2**64 - 1, 2**63),), (array("I", [4, 0, 7]),), 16, 33,
+    "r", (Owner("w", 2**63, "127.0.0.1:1"),), (LeaseSeat(1, 2**64 - 1, 2**63),), (array("I", [4, 0, 7]),), (16,), 33,
     prompt_digest([1, 2]), 30.0,
 )  # fmt: skip
 
@@ -140,13 +145,22 @@ def test_nobody_on_the_way_says_what_is_written(tmp_path: Path, monkeypatch: pyt
 
 
 def test_tickets_of_what_is_not_written_follow_the_owner() -> None:
-    assert SAMPLE.tickets(0, 1, written=False)[0].ready == 0
+    assert SAMPLE.tickets([CacheGroup(1, 16, 1, 1)], written=False)[0].ready == 0
 
 
 def test_tickets_cover_whole_blocks() -> None:
-    [ticket] = SAMPLE.tickets(0, token_unit=1)
+    [ticket] = SAMPLE.tickets([CacheGroup(1, 16, 1, 1)])
     assert (ticket.num_tokens, ticket.block_ids.tolist(), ticket.ready) == (48, [4, 0, 7], 3)
-    assert SAMPLE.tickets(0, token_unit=16)[0].num_tokens == 3
+    assert SAMPLE.tickets([CacheGroup(1, 16, 1, 16)])[0].num_tokens == 3
+
+
+def test_a_ticket_has_the_blocks_of_each_layout() -> None:
+    hybrid = dataclasses.replace(SAMPLE, groups=(*SAMPLE.groups, array("I", [9])), block_tokens=(16, 0))
+    [ticket] = hybrid.tickets([CacheGroup(1, 16, 1, 1), CacheGroup(3, 0, 1, 1)])
+    assert [list(ids) for ids in ticket.groups()] == [[4, 0, 7], [9], [9], [9]]
+    assert (ticket.num_tokens, ticket.ready, ticket.ready_unit) == (48, 48, ReadyUnit.TOKENS)
+    [ticket] = hybrid.tickets([CacheGroup(1, 16, 1, 1), CacheGroup(3, 0, 1, 1)], written=False)
+    assert ticket.ready == 0
 
 
 def test_the_digest_tells_prompts_apart() -> None:

@@ -14,11 +14,12 @@ import pytest
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm import handoff
+from kvlink.integrations.vllm.caches import CacheGroup
 from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, prompt_digest
 from kvlink.ticket import LeaseSeat
 
 SAMPLE = Handoff(
-    "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 1011, 1012),), (array("I", [4, 0, 7]),), 16, 33,
+    "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 1011, 1012),), (array("I", [4, 0, 7]),), (16,), 33,
     prompt_digest([1, 2]), 30.0,
 )  # fmt: skip
 
@@ -36,7 +37,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys
 def test_it_survives_a_router_and_its_tickets_are_signed(keys: TicketKeys) -> None:
     read = Handoff.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
     assert read == SAMPLE
-    for ticket in read.tickets(0, 16):
+    for ticket in read.tickets([CacheGroup(1, 16, 1, 16)]):
         keys.checked(ticket)
 
 

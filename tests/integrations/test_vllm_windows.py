@@ -16,6 +16,7 @@ from test_vllm_connector import gone, same
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
 
 from kvlink.errors import StaleBlocks
+from kvlink.integrations.vllm.caches import CacheGroup
 from kvlink.integrations.vllm.loads import Loads, _Loading
 from kvlink.integrations.vllm.step_commands import Load
 from kvlink.integrations.vllm.windows import Window, gap_in, loadable, needed_from
@@ -124,12 +125,12 @@ def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chu
         end = loadable([window], prompt, prompt)
         ours, theirs = blocks(end, end), blocks(prompt + answer - 1, prompt)
         load = Load("r", None, (ours,), 0, end, needed_from=needed_from([window], prompt, end))
-        caches = SimpleNamespace(kernel_blocks=1, groups=((0, 1),), token_unit=1)
-        loads = Loads(None, caches, block_tokens, None)  # type: ignore[arg-type]
+        caches = SimpleNamespace(groups=(CacheGroup(1, block_tokens, 1, 1),))
+        loads = Loads(None, caches, None)  # type: ignore[arg-type]
         loading = _Loading(load, 0)
         loading.pulled_to = [0]
         try:
-            handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=block_tokens)
+            handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=(block_tokens,))
             first, upto = loads._range(loading, handoff, 0, end)
         except StaleBlocks:
             refused += 1
@@ -146,9 +147,9 @@ def test_ends_with_blocks_of_other_sizes_need_only_what_is_read() -> None:
     load = Load("r", None, (array("I", [0, 0, 0, 1, 2, 3, 4, 5]),), 0, 1000, needed_from=(489,))
     loading = _Loading(load, 0)
     loading.pulled_to = [0]
-    loads = Loads(None, SimpleNamespace(kernel_blocks=1, groups=((0, 1),), token_unit=1), 128, None)  # type: ignore[arg-type]
+    loads = Loads(None, SimpleNamespace(groups=(CacheGroup(1, 128, 1, 1),)), None)  # type: ignore[arg-type]
     theirs = array("I", [0] * 30 + [7] * 33)
-    handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=16)
+    handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=(16,))
     assert loads._range(loading, handoff, 0, 1000) == (480, 1000)
     theirs[31] = 0  # tokens 496 to 511
     with pytest.raises(StaleBlocks, match="token 496 of cache group 0"):

@@ -14,7 +14,7 @@ from waiting import eventually
 
 from kvlink import WorkerConfig
 from kvlink.integrations.vllm.announcements import Announcements
-from kvlink.integrations.vllm.caches import Rank, caches_of
+from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.lease_slots import SlotGroups
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import SchedulerSide
@@ -78,7 +78,13 @@ class Server:
         self.ranks = [
             WorkerSide(
                 f"{self.name}-{rank}",
-                caches_of(tensors, self.groups, NUM_BLOCKS, Rank(rank, self.tp_size, self.heads), self.model),
+                caches_of(
+                    tensors,
+                    [LayerGroup(tuple(names)) for names in self.groups],
+                    NUM_BLOCKS,
+                    Rank(rank, self.tp_size, self.heads),
+                    self.model,
+                ),
                 self.config,
             )
             for rank, tensors in enumerate(self.caches)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes states of a fixed size, as Mamba and gated delta nets keep them, in parts that ranks share evenly.
+
+A layer has one or two states: the last inputs of a convolution, and a recurrent state. The columns of a convolution are
+those of several projections, each of which is sharded by itself, so each is a part of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from kvlink.errors import ConfigError
+
+_CONVOLVED = {"MAMBA1": 1, "MAMBA2": 3, "GDN_ATTN": 3}
+"""The number of projections in the convolution of each kind: x; x, B, C; Q, K, V. B and C, and Q and K, are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of the layers of one cache group. Shapes are those of one rank."""
+
+    kind: str
+    """The name in vLLM's MambaAttentionBackendEnum."""
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    item_bytes: tuple[int, ...]
+    """The sizes of their elements."""
+    num_scratch: int = 0
+    """The last blocks of a request that speculative decoding writes, which hold no state yet."""
+    columns_first: bool = False
+    """True if a convolution's state has shape [columns, inputs], which is VLLM_SSM_CONV_STATE_LAYOUT=DS."""
+    replicated: bool = False
+    """True if every rank has all of the states."""
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of the states of one layer and one request, which follow each other in a block."""
+        return sum(prod(shape) * size for shape, size in zip(self.shapes, self.item_bytes, strict=True))
+
+    def holding(self, blocks: Sequence[int]) -> list[int]:
+        """Returns the block that holds the state of a request with these blocks, in a list, or an empty list."""
+        scratch = min(self.num_scratch, len(blocks) - 1)
+        return list(blocks[: len(blocks) - scratch][-1:])
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A part of a state that ranks share by heads: at each offset, `num_heads` adjoining pieces of `head_bytes`."""
+
+    dtype: str
+    num_heads: int
+    head_bytes: int
+    offsets: tuple[int, ...]
+    """In bytes, from the start of a block."""
+
+
+def parts_of(states: States) -> tuple[StatePart, ...]:
+    """Returns the parts of the states of one layer.
+
+    States of a kind that is not known here are parts of one head, which only ranks of the same degree can share.
+    Raises ConfigError if the shapes are not those of the kind.
+    """
+    shapes, items = states.shapes, states.item_bytes
+    sizes = [prod(shape) * size for shape, size in zip(shapes, items, strict=True)]
+    if states.replicated or states.kind not in _CONVOLVED or len(shapes) != 2 or len(shapes[0]) != 2:
+        starts = itertools.accumulate(sizes, initial=0)
+        return tuple(
+            StatePart(dtype, 1, size, (start,))
+            for dtype, size, start in zip(states.dtypes, sizes, starts, strict=False)
+        )
+    recurrent = StatePart(states.dtypes[1], shapes[1][0], sizes[1] // shapes[1][0], (sizes[0],))
+    num_columns, num_inputs = shapes[0] if states.columns_first else reversed(shapes[0])
+    parts, first = [], 0
+    for width in _widths(states.kind, num_columns, shapes[1]):
+        if states.columns_first:
+            column = num_inputs * items[0]
+            parts.append(StatePart(states.dtypes[0], width, column, (first * column,)))
+        else:
+            row = num_columns * items[0]
+            offsets = tuple(index * row + first * items[0] for index in range(num_inputs))
+            parts.append(StatePart(states.dtypes[0], width, items[0], offsets))
+        first += width
+    return (*parts, recurrent)
+
+
+def _widths(kind: str, num_columns: int, recurrent: Sequence[int]) -> tuple[int, ...]:
+    """Returns the number of columns of each projection, in their order."""
+    if _CONVOLVED[kind] == 1:
+        return (num_columns,)
+    values = recurrent[0] * recurrent[1]
+    others, odd = divmod(num_columns - values, 2)
+    if others <= 0 or odd:
+        raise ConfigError(
+            f"{kind}: {num_columns} columns of a convolution are not two of a kind and {values}"
+        )
+    return (values, others, others) if kind == "MAMBA2" else (others, others, values)

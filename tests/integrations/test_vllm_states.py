@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with states of a fixed size: how they are described, and what their requests hand off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlink import Worker, WorkerConfig
+from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.caches import Caches, LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.stateful import Stateful
+from kvlink.integrations.vllm.states import StatePart, States, parts_of
+from kvlink.layout import num_seats
+
+_PAGES, _HEADS, _ROWS, _BLOCK_TOKENS = 12, 4, 3, 8
+_X, _B = 16, 8
+"""The columns of the projections of the whole model: x has 4 columns a head, B and C are 8 wide."""
+
+
+def _shapes(tp: int, columns_first: bool) -> tuple[tuple[int, ...], ...]:
+    columns = (_X + 2 * _B) // tp
+    convolution = (columns, _ROWS) if columns_first else (_ROWS, columns)
+    return convolution, (_HEADS // tp, _X // _HEADS, 5)
+
+
+def _states(kind: str, shapes: Sequence[tuple[int, ...]], **more: Any) -> States:
+    """The states of a layer: a convolution's in bfloat16, and a recurrent one in float32."""
+    dtypes, items = ("bfloat16", "float32"), (2, 4)
+    return States(kind, tuple(shapes), dtypes[: len(shapes)], items[: len(shapes)], **more)
+
+
+def test_a_convolution_is_cut_by_projection() -> None:
+    assert parts_of(_states("MAMBA2", _shapes(2, True), columns_first=True)) == (
+        StatePart("bfloat16", 8, 6, (0,)),
+        StatePart("bfloat16", 4, 6, (48,)),
+        StatePart("bfloat16", 4, 6, (72,)),
+        StatePart("float32", 2, 80, (96,)),
+    )
+
+
+def test_columns_that_do_not_adjoin_are_read_input_by_input() -> None:
+    parts = parts_of(_states("MAMBA2", _shapes(2, False)))
+    assert parts[1] == StatePart("bfloat16", 4, 2, (16, 48, 80))
+
+
+def test_queries_and_keys_come_before_values() -> None:
+    states = _states("GDN_ATTN", ((20, 3), (2, 6, 4)), columns_first=True)
+    assert [(part.num_heads, part.offsets) for part in parts_of(states)] == [
+        (4, (0,)), (4, (24,)), (12, (48,)), (2, (120,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "states",
+    [_states("SHORT_CONV", ((3, 8),)), _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True)],
+    ids=["of an unknown kind", "that every rank has"],
+)
+def test_other_states_are_one_piece(states: States) -> None:
+    parts = parts_of(states)
+    assert sum(part.head_bytes for part in parts) == states.num_bytes()
+    assert [part.num_heads for part in parts] == [1] * len(states.shapes)
+
+
+def test_shapes_that_are_not_of_the_kind_are_refused() -> None:
+    with pytest.raises(ConfigError, match="MAMBA2: 9 columns of a convolution are not two of a kind and 8"):
+        parts_of(_states("MAMBA2", ((9, 3), (2, 4, 5)), columns_first=True))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scratch", "held"),
+    [([0, 0, 7], 0, [7]), ([7, 8, 9], 2, [7]), ([7], 2, [7]), ([], 0, [])],
+)
+def test_the_block_that_holds_the_state(blocks: list[int], scratch: int, held: list[int]) -> None:
+    assert _states("MAMBA2", (), num_scratch=scratch).holding(blocks) == held
+
+
+# Two ranks of either degree, over pages that hold attention or states.
+
+
+def _server(rank: int, tp: int, columns_first: bool) -> tuple[Caches, list[torch.Tensor]]:
+    """Caches of a layer of attention and a layer of states in the same pages, and the views of both states."""
+    states = _states("MAMBA2", _shapes(tp, columns_first), columns_first=columns_first)
+    heads = max(1, 2 // tp)
+    page = max(heads * _BLOCK_TOKENS * 6, states.num_bytes() + 8)
+    pages = torch.zeros((_PAGES, page), dtype=torch.uint8)
+    attention = pages.as_strided((_PAGES, heads, _BLOCK_TOKENS, 6), (page, _BLOCK_TOKENS * 6, 6, 1))
+    tensors = {"attention": attention, "mamba": pages.view(_PAGES, 1, 1, page)}
+    groups = [LayerGroup(("attention",)), LayerGroup(("mamba",), states)]
+    caches = caches_of(tensors, groups, _PAGES, Rank(rank, tp, 2), "hybrid")
+    views, first = [], 0
+    for shape, dtype in zip(states.shapes, (torch.bfloat16, torch.float32), strict=True):
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        views.append(pages[:, first : first + num_bytes].view(dtype).view(_PAGES, *shape))
+        first += num_bytes
+    return caches, views
+
+
+def _columns(tp: int, rank: int) -> list[int]:
+    """The columns of the model that a rank's convolution has, in its order."""
+    wide, narrow = _X // tp, _B // tp
+    return [
+        *range(rank * wide, (rank + 1) * wide),
+        *range(_X + rank * narrow, _X + (rank + 1) * narrow),
+        *range(_X + _B + rank * narrow, _X + _B + (rank + 1) * narrow),
+    ]
+
+
+@pytest.mark.parametrize("columns_first", [True, False], ids=["columns first", "inputs first"])
+@pytest.mark.parametrize(("owner_tp", "reader_tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_states_are_read_at_any_degree(owner_tp: int, reader_tp: int, columns_first: bool) -> None:
+    convolution = torch.randn(_ROWS, _X + 2 * _B).bfloat16()
+    recurrent = torch.randn(_HEADS, _X // _HEADS, 5)
+    config = WorkerConfig(transports="loopback", lease_slots=8)
+    workers: list[Worker] = []
+    try:
+        tickets = []
+        for rank in range(owner_tp):
+            caches, states = _server(rank, owner_tp, columns_first)
+            mine = convolution[:, _columns(owner_tp, rank)]
+            states[0][5] = mine.T if columns_first else mine
+            heads = _HEADS // owner_tp
+            states[1][5] = recurrent[rank * heads : (rank + 1) * heads]
+            worker = Worker(caches.pool, f"p{rank}", config=config)
+            workers.append(worker)
+            lists = [[2, 3]] + [[5]] * (len(caches.pool.groups) - 1)
+            seats = num_seats(caches.pool.groups, reader_tp)
+            if seats:
+                tokens = 2 * caches.pool.groups[0].block_tokens
+                tickets.append(worker.offer("r", lists, num_tokens=tokens, readers=seats))
+        for rank in range(reader_tp):
+            caches, states = _server(rank, reader_tp, columns_first)
+            worker = Worker(caches.pool, f"d{rank}", config=config)
+            workers.append(worker)
+            lists = [[1, 7]] + [[4]] * (len(caches.pool.groups) - 1)
+            worker.pull(tickets, lists).wait(20)
+            mine = convolution[:, _columns(reader_tp, rank)]
+            assert torch.equal(states[0][4], mine.T if columns_first else mine)
+            heads = _HEADS // reader_tp
+            assert torch.equal(states[1][4], recurrent[rank * heads : (rank + 1) * heads])
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def test_pages_that_do_not_hold_the_states_are_refused_by_layer() -> None:
+    states = _states("MAMBA2", _shapes(1, True), columns_first=True)
+    for pages in (
+        torch.zeros(_PAGES, 1, 1, states.num_bytes() - 1, dtype=torch.int8),
+        torch.zeros(_PAGES, 900),
+    ):
+        with pytest.raises(ConfigError, match=r"layer mamba: kvlink takes states as pages of bytes"):
+            caches_of({"mamba": pages}, [LayerGroup(("mamba",), states)], _PAGES, Rank(0, 1, 2), "hybrid")
+
+
+# What prefill does with a request.
+
+
+@pytest.fixture
+def request_of() -> Any:
+    def make(tokens: list[int], skips: bool = False) -> Any:
+        return SimpleNamespace(
+            request_id="r", prompt_token_ids=list(tokens), _all_token_ids=list(tokens),
+            num_prompt_tokens=len(tokens), max_tokens=90, get_skip_reading_prefix_cache=lambda: skips,
+        )  # fmt: skip
+
+    return make
+
+
+def test_prefill_leaves_the_last_token_to_decode_once(request_of: Any) -> None:
+    stateful, request = Stateful([None, _states("MAMBA2", ())]), request_of([4, 5, 6])
+    for _ in range(2):  # a preempted request arrives once more
+        stateful.shorten(request)
+        assert (request.prompt_token_ids, request._all_token_ids) == ([4, 5], [4, 5])
+        assert (request.num_prompt_tokens, request.max_tokens) == (2, 1)
+    assert stateful.can_hand_off("r")
+    stateful.forget("r")
+    assert not stateful.can_hand_off("r")
+
+
+@pytest.mark.parametrize(("tokens", "skips"), [([4], False), ([4, 5], True)])
+def test_what_decode_computes_itself_is_not_handed_off(
+    request_of: Any, tokens: list[int], skips: bool
+) -> None:
+    stateful, request = Stateful([_states("MAMBA2", ())]), request_of(tokens, skips)
+    stateful.shorten(request)
+    assert request.num_prompt_tokens == len(tokens)
+    assert not stateful.can_hand_off("r")
+
+
+def test_without_states_nothing_changes(request_of: Any) -> None:
+    stateful, request = Stateful([None, None]), request_of([4, 5])
+    stateful.shorten(request)
+    assert request.num_prompt_tokens == 2
+    assert stateful.can_hand_off("r")
+    assert not stateful.moved_on(SimpleNamespace(num_computed_tokens=9, num_prompt_tokens=2))
+
+
+def test_a_state_that_moved_on_is_noticed() -> None:
+    stateful = Stateful([_states("MAMBA2", ())])
+    assert stateful.moved_on(SimpleNamespace(num_computed_tokens=3, num_prompt_tokens=2))
+    assert not stateful.moved_on(SimpleNamespace(num_computed_tokens=2, num_prompt_tokens=2))
