@@ -89,7 +89,12 @@ Result<std::vector<std::shared_ptr<const Memory>>> Memory::register_everywhere(
   return std::vector<std::shared_ptr<const Memory>>(made.begin(), made.end());
 }
 
+/// Only peers read through a NIC's own function beside the GPU. What landed through it might not be visible
+/// to the GPU after its completion, which takes the way through the CPU, and CUDA has no flush for it.
 Status Memory::register_everywhere(Rights rights) {
+  if (rights == Rights::kPeersRead && register_directly()) {
+    return register_everywhere(access_flags(Rights::kLocal), sinks_);
+  }
   Status status = register_everywhere(access_flags(rights), slices_);
   if (!status.ok() || !nic_->iwarp()) return status;
   return register_everywhere(kSinkFlags, sinks_);
@@ -103,11 +108,10 @@ Status Memory::register_everywhere(int access, std::vector<Owned<ibv_mr>>& slice
                           std::to_string(range_.dmabuf_fds.size()));
   }
   for (size_t slice = 0; slice < count; ++slice) slices.emplace_back(nullptr, nic_->api().dereg_mr);
-  const bool directly = range_.pcie_dmabuf_fds.size() == count && nic_->reaches_directly();
   const size_t parts = std::min(count, kAtATime);
   return each(parts, parts > 1, [&](size_t part) {
     for (size_t slice = part; slice < count; slice += parts) {
-      slices[slice].reset(register_slice(slice, directly, access));
+      slices[slice].reset(register_slice(slice, access));
       if (!slices[slice]) return refused(*nic_, range_, bytes_of(slice), errno);
     }
     return Status{};
@@ -118,16 +122,27 @@ uint64_t Memory::bytes_of(size_t slice) const {
   return std::min(range_.bytes - slice * kSliceBytes, kSliceBytes);
 }
 
-/// A driver that refuses the direct way has the other one.
-ibv_mr* Memory::register_slice(size_t slice, bool directly, int access) const {
+/// Returns false, and registers nothing, if the memory, the NIC or its driver does not allow it.
+bool Memory::register_directly() {
+  const size_t count = range_.pcie_dmabuf_fds.size();
+  if (count == 0 || count != range_.dmabuf_fds.size() || !nic_->reaches_directly()) return false;
+  for (size_t slice = 0; slice < count; ++slice) {
+    ibv_mr* const made = nic_->register_pcie_dmabuf(range_.pcie_dmabuf_fds[slice], range_.dmabuf_offset,
+                                                    bytes_of(slice), iova() + slice * kSliceBytes,
+                                                    IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING);
+    if (made) {
+      slices_.emplace_back(made, nic_->api().dereg_mr);
+      continue;
+    }
+    slices_.clear();
+    return false;
+  }
+  return true;
+}
+
+ibv_mr* Memory::register_slice(size_t slice, int access) const {
   const uint64_t at = slice * kSliceBytes, bytes = bytes_of(slice), iova = this->iova() + at;
   if (range_.dmabuf_fds.empty()) return nic_->register_memory(range_.base + at, bytes, iova, access);
-  ibv_mr* made = nullptr;
-  if (directly) {
-    made =
-        nic_->register_pcie_dmabuf(range_.pcie_dmabuf_fds[slice], range_.dmabuf_offset, bytes, iova, access);
-  }
-  if (made) return made;
   return nic_->register_dmabuf(range_.dmabuf_fds[slice], range_.dmabuf_offset, bytes, iova, access);
 }
 

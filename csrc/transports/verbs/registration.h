@@ -41,12 +41,13 @@ class Memory {
   Status register_everywhere(Rights rights);
   Status register_everywhere(int access, std::vector<Owned<ibv_mr>>& slices) const;
   uint64_t bytes_of(size_t slice) const;
-  ibv_mr* register_slice(size_t slice, bool directly, int access) const;
+  ibv_mr* register_slice(size_t slice, int access) const;
+  bool register_directly();
 
   const std::shared_ptr<Nic> nic_;
   const MemoryRange range_;
   std::vector<Owned<ibv_mr>> slices_;
-  std::vector<Owned<ibv_mr>> sinks_;  // the same, for reads to land in; iWARP's alone
+  std::vector<Owned<ibv_mr>> sinks_;  // the same, for reads to land in, where that differs
 };
 
 }  // namespace kvlink::verbs

@@ -8,15 +8,22 @@
 namespace kvlink::verbs {
 namespace {
 
-using Attached = std::vector<std::pair<int, bool>>;
+using Keys = std::vector<uint32_t>;
 
 class VerbsDirectNic : public ::testing::Test {
  protected:
-  Attached attached(const MemoryRange& range) {
+  std::shared_ptr<const Memory> registered(const MemoryRange& range, Rights rights = Rights::kPeersRead) {
     machine.attached.clear();
     const std::vector nics{*machine.open("mlx5_0")};
-    EXPECT_TRUE(Memory::register_everywhere(nics, range, Rights::kPeersRead).ok());
-    return machine.attached;
+    const auto memory = Memory::register_everywhere(nics, range, rights);
+    EXPECT_TRUE(memory.ok()) << memory.status().what();
+    return memory->front();
+  }
+  void expect_plain(const MemoryRange& range) {
+    const auto memory = registered(range);
+    EXPECT_EQ(memory->rkeys(), Keys{100});
+    EXPECT_EQ(memory->lkeys(), Keys{100});
+    ASSERT_EQ(machine.attached.size(), 1U);
   }
 
   testing::MadeUpMachine machine;
@@ -27,23 +34,37 @@ class VerbsDirectNic : public ::testing::Test {
                          .device = true};
 };
 
-TEST_F(VerbsDirectNic, MemoryWithBothMappingsIsRegisteredDirectly) {
+// A completion takes the other way to the CPU, so nothing may land by this one.
+TEST_F(VerbsDirectNic, PeersReadDirectlyAndNothingLandsDirectly) {
   machine.add_infiniband("mlx5_0");
-  EXPECT_EQ(attached(both), (Attached{{100, false}})) << "it has no such function";
   machine.reaches_directly = true;
-  EXPECT_EQ(attached(both), (Attached{{200, true}}));
-  MemoryRange plain = both;
-  plain.pcie_dmabuf_fds.clear();
-  EXPECT_EQ(attached(plain), (Attached{{100, false}}));
+  const auto memory = registered(both);
+  EXPECT_EQ(memory->rkeys(), Keys{200});
+  EXPECT_EQ(memory->lkeys(), Keys{100});
+  for (const auto& [fd, directly, rights] : machine.attached) {
+    EXPECT_EQ(directly, fd == 200);
+    EXPECT_EQ((rights & IBV_ACCESS_LOCAL_WRITE) != 0, !directly);
+    EXPECT_EQ((rights & IBV_ACCESS_REMOTE_READ) != 0, directly);
+    EXPECT_EQ(rights & IBV_ACCESS_REMOTE_WRITE, 0);
+  }
+  EXPECT_EQ(registered(both, Rights::kLocal)->lkeys(), Keys{100});
+  EXPECT_EQ(machine.attached.size(), 1U) << "a staging buffer";
 }
 
-TEST_F(VerbsDirectNic, ARefusalOrAnOldLibraryLeavesTheOtherWay) {
+TEST_F(VerbsDirectNic, WhereAnythingIsMissingMemoryIsRegisteredAsBefore) {
   machine.add_infiniband("mlx5_0");
-  machine.reaches_directly = machine.refuses_direct = true;
-  EXPECT_EQ(attached(both), (Attached{{100, false}}));
+  expect_plain(both);  // no such function
+  machine.reaches_directly = true;
+  MemoryRange plain = both;
+  plain.pcie_dmabuf_fds.clear();
+  expect_plain(plain);
+  plain.pcie_dmabuf_fds = {200, 201};
+  expect_plain(plain);  // one too many
+  machine.refuses_direct = true;
+  expect_plain(both);
   machine.refuses_direct = false;
   machine.api.mlx5 = nullptr;
-  EXPECT_EQ(attached(both), (Attached{{100, false}}));
+  expect_plain(both);
 }
 
 }  // namespace

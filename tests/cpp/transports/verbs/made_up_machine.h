@@ -109,9 +109,14 @@ class MadeUpMachine {
   uint32_t ece_known = 0;  // options of the device
   std::vector<std::pair<const ibv_qp*, ibv_ece>> ece_set;
   bool reaches_directly = false, refuses_direct = false;
-  std::vector<std::pair<int, bool>> attached;  // dma-bufs, and whether directly
-  std::vector<int> vectors;                    // of completion queues
-  std::vector<ibv_qp_init_attr> made;          // queue pairs
+  struct Attached {
+    int fd;
+    bool directly;
+    int rights;
+  };
+  std::vector<Attached> attached;      // dma-bufs
+  std::vector<int> vectors;            // of completion queues
+  std::vector<ibv_qp_init_attr> made;  // queue pairs
   std::vector<ibv_qp_attr> modified;
 
  private:
@@ -120,6 +125,13 @@ class MadeUpMachine {
   };
 
   static MadeUpPort& at(ibv_context* context) { return *static_cast<Context*>(context)->at; }
+
+  static ibv_mr* attach(int fd, bool directly, int rights) {
+    machine->attached.push_back({fd, directly, rights});
+    auto* const mr = new ibv_mr{};
+    mr->lkey = mr->rkey = static_cast<uint32_t>(fd);
+    return mr;
+  }
 
   void fill_api() {
     api.get_device_list = [](int* count) -> ibv_device** {
@@ -208,17 +220,15 @@ class MadeUpMachine {
       return qp;
     };
     static const Mlx5Api mlx5{
-        [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int, int access) -> ibv_mr* {
+        [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights, int access) -> ibv_mr* {
           EXPECT_EQ(access, kDataDirect);
           if (machine->refuses_direct) return nullptr;
-          machine->attached.emplace_back(fd, true);
-          return new ibv_mr{};
+          return attach(fd, true, rights);
         },
         [](ibv_context*, char*, size_t) { return machine->reaches_directly ? 0 : ENODEV; }};
     api.mlx5 = &mlx5;
-    api.reg_dmabuf_mr = [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int) {
-      machine->attached.emplace_back(fd, false);
-      return new ibv_mr{};
+    api.reg_dmabuf_mr = [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights) {
+      return attach(fd, false, rights);
     };
     api.dereg_mr = [](ibv_mr* mr) {
       delete mr;
