@@ -57,6 +57,15 @@ lanes: ## how each lane ended last, and at which commit
 .PHONY: build
 build: $(VENV)/.built ## .venv/ with kvlink installed in place
 
+# CUDA 12 for the drivers of that version: they refuse what later compilers make.
+NVRTC := build/nvrtc-12.9.86
+$(NVRTC): $(VENV)/.made
+	$(PIP_INSTALL) --target $@ --no-deps cuda-bindings==12.9.10 cuda-pathfinder==1.9.1 nvidia-cuda-nvrtc-cu12==12.9.86
+
+.PHONY: kernels
+kernels: build $(NVRTC) ## kvlink/hardware/kernels/images/ and docs/hardware/kernel.md, after a change of gather.cu
+	LD_LIBRARY_PATH=$(NVRTC)/nvidia/cuda_nvrtc/lib PYTHONPATH=$(NVRTC) python .ci/kernels.py
+
 .PHONY: venv
 venv: $(VENV)/.made ## .venv/ with what a build needs
 

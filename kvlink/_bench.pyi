@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from kvlink._core import CudaMemory, HostMemory, Plan
+from kvlink._core import CudaKernel, CudaMemory, HostMemory, Plan
 
 def baseline_memfd(memory: HostMemory) -> int:
     """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""
@@ -17,7 +17,9 @@ def baseline_streamed_copy(pieces: Any) -> int:
 def baseline_process_vm_readv(pid: int, pieces: Any) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
 
-def time_bounce(memory: CudaMemory, piece_bytes: int, to_device: bool, image: bytes) -> tuple[int, int]:
+def time_bounce(
+    memory: CudaMemory, piece_bytes: int, to_device: bool, kernel: CudaKernel | None
+) -> tuple[int, int]:
     """ns that all of `memory` takes through slots of a bounce buffer, and as plain copies of pinned memory.
 
     Raises TransportUnavailable without CUDA.

@@ -38,6 +38,17 @@ class RelaxedCapture:
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 
+class CudaKernel:
+    """kvlink/hardware/kernels/gather.cu on a GPU, from a cubin or PTX. Raises TransportUnavailable if it is refused."""
+
+    def __init__(self, image: bytes, gpu: int) -> None: ...
+
+def kernel_target(gpu: int) -> tuple[int, int, int]:
+    """The compute capability of a GPU, two numbers, and the driver's newest CUDA (12080: 12.8).
+
+    Raises TransportUnavailable without a driver.
+    """
+
 class Layout:
     """csrc/plan/planner.h Layout; planes are (region, layer, offset in bytes)."""
 
@@ -251,13 +262,13 @@ class Engine:
         nics: Sequence[tuple[str, int]],
         rdma: RdmaOptions = ...,
         bounce_bytes: int = 0,
-        cuda_image: bytes = b"",
+        cuda_kernel: CudaKernel | None = None,
         gpu_blocks: int = 0,
         advertise: str = "",
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
-        `cuda_image`: kvlink/hardware/kernels/gather.cu, compiled for the GPU that the pool is on; empty: without it.
+        `cuda_kernel` is on the GPU of the pool; without it the driver copies.
         `gpu_blocks`: the most thread blocks of a launch of it; 0: what the link needs.
         `advertise`: the number that peers of tcp dial instead of `host`, which may be a wildcard then.
         """

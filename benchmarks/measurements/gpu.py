@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlink import BlockPool, Ticket, Worker, _bench, _core
 from kvlink.errors import ConfigError
-from kvlink.hardware.kernels import compiled_for
+from kvlink.hardware.kernels import kernel_for
 from kvlink.layout import Geometry, dense
 
 from ..harness.block_draws import pieces_of
@@ -65,10 +65,12 @@ def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
     A few are in flight at a time, as with tcp. They are compared with copies of the same pinned memory as a whole.
     Raises TransportUnavailable.
     """
-    memory, image = _core.CudaMemory(_BOUNCED_BYTES, gpu), compiled_for(gpu)
+    memory, kernel = _core.CudaMemory(_BOUNCED_BYTES, gpu), kernel_for(gpu)
     for direction, to_device in (("to the GPU", True), ("from the GPU", False)):
         for piece_bytes in _BOUNCED_PIECES:
-            times = [_bench.time_bounce(memory, piece_bytes, to_device, image) for _ in range(_BOUNCE_ROUNDS)]
+            times = [
+                _bench.time_bounce(memory, piece_bytes, to_device, kernel) for _ in range(_BOUNCE_ROUNDS)
+            ]
             ours, plain = (
                 _BOUNCED_BYTES / 2**30 / (float(np.median(ns)) / 1e9) for ns in zip(*times, strict=True)
             )

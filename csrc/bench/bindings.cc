@@ -10,6 +10,7 @@
 #include "bench/posting_cost.h"
 #include "bench/tcp_baseline.h"
 #include "device/cuda_memory.h"
+#include "device/gather_kernel.h"
 #include "memory/host_memory.h"
 #include "plan/planner.h"
 
@@ -57,15 +58,17 @@ void register_bench(py::module_& m) {
       py::arg("pieces"));
   m.def(
       "time_bounce",
-      [](const CudaMemory& memory, uint32_t piece_bytes, bool to_device, const std::string& image) {
+      [](const CudaMemory& memory, uint32_t piece_bytes, bool to_device,
+         const std::shared_ptr<GatherKernel>& kernel) {
         const Result<BounceTimes> times = [&] {
           py::gil_scoped_release release;
-          return time_bounce(memory.range(), piece_bytes, to_device ? CopyTo::kDevice : CopyTo::kSlot, image);
+          return time_bounce(memory.range(), piece_bytes, to_device ? CopyTo::kDevice : CopyTo::kSlot,
+                             kernel);
         }();
         check(times.status());
         return py::make_tuple(times->bounced_ns, times->plain_ns);
       },
-      py::arg("memory"), py::arg("piece_bytes"), py::arg("to_device"), py::arg("image"));
+      py::arg("memory"), py::arg("piece_bytes"), py::arg("to_device"), py::arg("kernel"));
   py::class_<BaselineSource>(m, "BaselineSource")
       .def(py::init([](const HostMemory& memory) {
              return take(BaselineSource::make(memory.range().base, memory.range().bytes));

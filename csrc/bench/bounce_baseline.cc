@@ -78,11 +78,11 @@ std::vector<BaselinePiece> plain_pieces(const MemoryRange& memory, const MemoryR
 }  // namespace
 
 Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes, CopyTo to,
-                                std::string_view image) {
+                                std::shared_ptr<const GatherKernel> kernel) {
   if (piece_bytes == 0 || piece_bytes > SlotRing::kSlotBytes) {
     return Status::Config("pieces have 1 to " + std::to_string(SlotRing::kSlotBytes) + " bytes");
   }
-  const MakeDeviceCopier copiers = [image](const std::byte* of) { return make_cuda_copier(of, image, 0); };
+  const MakeDeviceCopier copiers = [kernel](const std::byte* of) { return make_cuda_copier(of, kernel, 0); };
   Result<std::shared_ptr<Bounce>> bounce = Bounce::make(memory.base, kBounceBytes, copiers);
   if (!bounce.ok()) return bounce.status();
   Result<std::unique_ptr<CopyQueue>> queue = (*bounce)->copier().open_queue();

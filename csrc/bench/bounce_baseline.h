@@ -3,10 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+#include <memory>
 
 #include "base/status.h"
 #include "device/device_copier.h"
+#include "device/gather_kernel.h"
 #include "memory/memory_range.h"
 
 namespace kvlink {
@@ -21,6 +22,6 @@ struct BounceTimes {
 /// under way as in a connection. If `to` is the device, the contents of the memory are undefined afterwards.
 /// kTransportUnavailable without CUDA.
 Result<BounceTimes> time_bounce(const MemoryRange& memory, uint32_t piece_bytes, CopyTo to,
-                                std::string_view image);
+                                std::shared_ptr<const GatherKernel> kernel);
 
 }  // namespace kvlink

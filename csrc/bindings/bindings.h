@@ -111,5 +111,7 @@ void register_plan(py::module_& m);
 void register_memory(py::module_& m);
 /// bindings/rdma_options.cc: the options of RDMA connections.
 void register_rdma_options(py::module_& m);
+/// bindings/kernel.cc: the kernel for GPUs.
+void register_kernel(py::module_& m);
 
 }  // namespace kvlink

@@ -11,6 +11,7 @@
 #include "bindings/plan.h"
 #include "bindings/wait.h"
 #include "device/cuda_memory.h"
+#include "device/gather_kernel.h"
 #include "engine/engine.h"
 #include "staging/device_staging.h"
 #include "transports/registry.h"
@@ -219,9 +220,9 @@ void register_engine(py::module_& m) {
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
-                       uint64_t bounce_bytes, const std::string& cuda_image, uint32_t gpu_blocks,
-                       const std::string& advertise) {
-             TransportOptions how{host, port, fault, {}, rdma, cuda_image, gpu_blocks, advertise};
+                       uint64_t bounce_bytes, const std::shared_ptr<GatherKernel>& cuda_kernel,
+                       uint32_t gpu_blocks, const std::string& advertise) {
+             TransportOptions how{host, port, fault, {}, rdma, cuda_kernel, gpu_blocks, advertise};
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
              auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
@@ -231,7 +232,7 @@ void register_engine(py::module_& m) {
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
-           py::arg("bounce_bytes") = 0, py::arg("cuda_image") = "", py::arg("gpu_blocks") = 0,
+           py::arg("bounce_bytes") = 0, py::arg("cuda_kernel") = nullptr, py::arg("gpu_blocks") = 0,
            py::arg("advertise") = "")
       .def(
           "add_pool_region",
@@ -391,6 +392,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
       },
       py::arg("transport"));
   register_memory(m);
+  register_kernel(m);
   register_plan(m);
   register_transfer(m);
   register_path_stats(m);

@@ -18,7 +18,7 @@ using Function = struct CUfunc_st*;
 using Address = unsigned long long;
 using Allocation = unsigned long long;  // a handle of physical memory
 
-inline constexpr int kSuccess = 0;
+inline constexpr int kSuccess = 0;              // CUDA_SUCCESS
 inline constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
 inline constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
 inline constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -28,6 +28,8 @@ inline constexpr int kReadOnly = 1;             // CU_MEM_ACCESS_FLAGS_PROT_READ
 inline constexpr int kReadWrite = 3;            // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 inline constexpr int kRecommended = 1;          // CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 inline constexpr int kInStreamOrder = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+inline constexpr int kCapabilityMajor = 75;     // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+inline constexpr int kCapabilityMinor = 76;     // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 inline constexpr int kMultiprocessors = 16;     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kRdmaWithVmm = 110;        // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 inline constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
@@ -69,6 +71,7 @@ struct CopyAttributes {
 // clang-format off
 #define KVLINK_CUDA(F) \
   F(init, "cuInit", (unsigned flags)) \
+  F(driver_get_version, "cuDriverGetVersion", (int* version)) \
   F(get_error_name, "cuGetErrorName", (int error, const char** name)) \
   F(pointer_get_attribute, "cuPointerGetAttribute", (void* into, int attribute, Address pointer)) \
   F(device_get, "cuDeviceGet", (int* device, int ordinal)) \

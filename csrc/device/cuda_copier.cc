@@ -133,13 +133,13 @@ class CudaCopier final : public DeviceCopier {
 
 }  // namespace
 
-Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory, std::string_view image,
+Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory,
+                                                       std::shared_ptr<const GatherKernel> kernel,
                                                        uint32_t most_blocks) {
   Result<std::shared_ptr<const Device>> device = Device::of(memory);
   if (!device.ok()) return device.status();
-  Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(*device, image, most_blocks);
-  if (!gather.ok()) return gather.status();
-  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(*gather)});
+  auto gather = std::make_shared<CudaGather>(*device, std::move(kernel), most_blocks);
+  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(gather)});
 }
 
 }  // namespace kvlink

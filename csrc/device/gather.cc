@@ -25,35 +25,9 @@ Status for_each(const CudaTables::Table& table, const GatherList& list, Visit&& 
 
 }  // namespace
 
-Result<std::shared_ptr<CudaGather>> CudaGather::make(std::shared_ptr<const cuda::Device> device,
-                                                     std::string_view image, uint32_t most_blocks) {
-  const cuda::Current current(*device);
-  if (!current.status().ok()) return current.status();
-  std::shared_ptr<CudaGather> gather(new CudaGather(std::move(device), most_blocks));
-  if (Status status = gather->load(image); !status.ok()) return status;
-  return gather;
-}
-
-CudaGather::~CudaGather() {
-  const cuda::Current current(*device_);
-  if (module_) device_->api.module_unload(module_);
-}
-
-Status CudaGather::load(std::string_view image) {
-  if (image.empty()) return {};
-  const cuda::Api& api = device_->api;
-  int multiprocessors = 0;
-  const int asked = api.device_get_attribute(&multiprocessors, cuda::kMultiprocessors, device_->device);
-  if (Status status = api.check(asked, "cuDeviceGetAttribute"); !status.ok()) return status;
-  num_multiprocessors_ = static_cast<uint32_t>(multiprocessors);
-  const Status status = api.check(api.module_load(&module_, image.data()), "cuModuleLoadData");
-  if (!status.ok()) return status;
-  return api.check(api.module_get_function(&function_, module_, "kvlink_gather"), "cuModuleGetFunction");
-}
-
 GatherBy CudaGather::by(uint64_t piece_bytes) const {
   const bool batch = piece_bytes < kLargePiece ? batch_small_ : batch_large_;
-  if (function_ && !batch) return GatherBy::kKernel;
+  if (kernel_ && !batch) return GatherBy::kKernel;
   return device_->api.copies_batches() ? GatherBy::kBatch : GatherBy::kCopies;
 }
 
@@ -70,7 +44,7 @@ Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const G
 
 Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
   const cuda::Api& api = device_->api;
-  const uint32_t most_blocks = most_gather_blocks(list.link, num_multiprocessors_, most_blocks_);
+  const uint32_t most_blocks = most_gather_blocks(list.link, kernel_->num_multiprocessors(), most_blocks_);
   const GatherGrid grid = gather_grid(list.num_copies(), list.bytes / list.num_pieces, most_blocks);
   GatherLaunch launch{0, list.num_pieces, list.num_repeats, grid.lanes};
   if (list.table_bytes() <= sizeof launch.words) {
@@ -82,7 +56,7 @@ Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list
   }
   void* arguments[] = {&launch};
   const int launched =
-      api.launch(function_, grid.blocks, 1, 1, kGatherThreads, 1, 1, 0, stream, arguments, nullptr);
+      api.launch(kernel_->function(), grid.blocks, 1, 1, kGatherThreads, 1, 1, 0, stream, arguments, nullptr);
   return api.check(launched, "cuLaunchKernel");
 }
 

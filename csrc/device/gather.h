@@ -4,11 +4,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <string_view>
 
 #include "base/status.h"
 #include "device/cuda_device.h"
 #include "device/gather_grid.h"
+#include "device/gather_kernel.h"
 #include "device/gather_tables.h"
 
 namespace kvlink {
@@ -34,20 +34,18 @@ enum class GatherBy : uint8_t { kKernel, kBatch, kCopies };
 /// The kernel and its alternatives. Any thread, after measure().
 class CudaGather {
  public:
-  /// `image` is the compiled module. If it is empty, copies use cuMemcpyBatchAsync, or go one by one.
-  /// `most_blocks` limits the grids of launches; 0 leaves that to most_gather_blocks().
-  static Result<std::shared_ptr<CudaGather>> make(std::shared_ptr<const cuda::Device> device,
-                                                  std::string_view image, uint32_t most_blocks);
-  ~CudaGather();
-  CudaGather(const CudaGather&) = delete;
-  CudaGather& operator=(const CudaGather&) = delete;
+  /// `kernel` is of the same GPU. Without it copies use cuMemcpyBatchAsync, or go one by one. `most_blocks`
+  /// limits the grids of launches; 0 leaves that to most_gather_blocks().
+  CudaGather(std::shared_ptr<const cuda::Device> device, std::shared_ptr<const GatherKernel> kernel,
+             uint32_t most_blocks)
+      : device_(std::move(device)), kernel_(std::move(kernel)), most_blocks_(most_blocks) {}
 
   /// Measures the kernel and cuMemcpyBatchAsync on the same pieces, small and large, within this GPU, and
   /// keeps the faster one for each size. Takes some milliseconds and 16 MiB of GPU memory; without that
   /// memory, or with one way only, nothing changes. To be called before the first start().
   void measure();
   /// Larger pieces must be cut, because one block of the kernel's threads copies each.
-  uint32_t most_piece_bytes() const { return function_ ? 64 << 10 : UINT32_MAX; }
+  uint32_t most_piece_bytes() const { return kernel_ ? 64 << 10 : UINT32_MAX; }
   /// Copies pieces, none larger than that, as often as listed, and returns at once. REQUIRES that the device
   /// is Current, and that a table with memory on the device is kept until they have ended.
   Status start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const;
@@ -56,9 +54,6 @@ class CudaGather {
   GatherBy by(uint64_t piece_bytes) const;
 
  private:
-  CudaGather(std::shared_ptr<const cuda::Device> device, uint32_t most_blocks)
-      : device_(std::move(device)), most_blocks_(most_blocks) {}
-  Status load(std::string_view image);
   Result<bool> batch_is_faster(uint32_t piece_bytes) const;
   Status start_by(GatherBy by, const CudaTables::Table& table, const GatherList& list,
                   cuda::Stream stream) const;
@@ -69,10 +64,8 @@ class CudaGather {
   static constexpr uint32_t kLargePiece = 16 << 10;  // from here on
 
   const std::shared_ptr<const cuda::Device> device_;
+  const std::shared_ptr<const GatherKernel> kernel_;
   const uint32_t most_blocks_;
-  uint32_t num_multiprocessors_ = 0;
-  cuda::Module module_ = nullptr;
-  cuda::Function function_ = nullptr;
   bool batch_small_ = false, batch_large_ = false;  // faster than the kernel
 };
 

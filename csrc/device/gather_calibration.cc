@@ -47,7 +47,7 @@ GatherList list_scattered(const CudaTables::Table& table, cuda::Address base, ui
 }  // namespace
 
 void CudaGather::measure() {
-  if (!function_ || !device_->api.copies_batches()) return;
+  if (!kernel_ || !device_->api.copies_batches()) return;
   const Result<bool> small = batch_is_faster(kSmallPiece), large = batch_is_faster(kLargeTrial);
   batch_small_ = small.ok() && *small;
   batch_large_ = large.ok() && *large;

@@ -38,7 +38,7 @@ struct EngineOptions {
   /// Host memory that may be pinned for a device pool, for transports that do not reach it. 0: none, and such
   /// transports are refused.
   uint64_t bounce_bytes = 64 << 20;
-  MakeDeviceCopier make_copier = {};  // none: CUDA's, with TransportOptions::cuda_image
+  MakeDeviceCopier make_copier = {};  // none: CUDA's, with TransportOptions::cuda_kernel
 };
 
 /// How peers reach this worker through one transport.

@@ -23,7 +23,7 @@ void Engine::bounce(const std::string& transport, const std::string& why) {
 
 Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memory) const {
   if (options_.make_copier) return options_.make_copier(memory);
-  return make_cuda_copier(memory, options_.transport.cuda_image, options_.transport.gpu_blocks);
+  return make_cuda_copier(memory, options_.transport.cuda_kernel, options_.transport.gpu_blocks);
 }
 
 /// Transports that do not reach the pool's device bounce if they can. The others use the staging buffer if

@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace kvlink {
+
+class GatherKernel;
 
 /// A port to use, and the rate that its link and its path to memory allow.
 struct NicOption {
@@ -34,9 +37,9 @@ struct TransportOptions {
   std::string fault;               // plan of the fault transport, see transports/fault/transport.cc
   std::optional<std::vector<NicOption>> nics = {};  // best first, or none; absent: every active port
   RdmaOptions rdma = {};
-  std::string cuda_image = {};  // gather.cu, compiled for the pool's GPU; empty: cuda copies without it
-  uint32_t gpu_blocks = 0;      // the most blocks of a launch of it; 0: what the link needs
-  std::string advertise = {};   // number that peers dial instead of `host`, which may be a wildcard then
+  std::shared_ptr<const GatherKernel> cuda_kernel = {};  // on the pool's GPU; null: the driver copies
+  uint32_t gpu_blocks = 0;     // the most blocks of a launch of it; 0: what the link needs
+  std::string advertise = {};  // number that peers dial instead of `host`, which may be a wildcard then
 };
 
 }  // namespace kvlink

@@ -24,8 +24,8 @@ EXTRAS = (
     Extra("torch", ("torch",), "pools of tensors"),
     Extra(
         "cuda",
-        ("cuda.bindings", "cuda.bindings.nvrtc"),
-        "pools in GPU memory: GPUDirect, and the kernel that gathers blocks",
+        ("cuda.bindings",),
+        "GPUDirect",
         "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)",
     ),
     Extra("rdma", ("pyverbs",), "limits of RDMA devices in `kvlink topology` and `kvlink doctor`", PYVERBS),

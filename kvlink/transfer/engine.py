@@ -14,7 +14,7 @@ from kvlink.addresses import numeric
 from kvlink.config import WorkerConfig
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.forks import ADVICE
-from kvlink.hardware.kernels import compiled_for
+from kvlink.hardware.kernels import kernel_for
 from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
 from kvlink.nic_options import Way, parse_ways
@@ -105,6 +105,7 @@ class Engine:
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
         self._nics = register_with_nics(pool, config, staging=self._staging) if by_nic else NicRegistration()
+        self._kernel = None if pool.gpu is None else kernel_for(pool.gpu)
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
         if refused and self._nics.by_dma_buf:  # only the attempt shows whether the driver refuses dma-buf
@@ -138,7 +139,7 @@ class Engine:
             rdma=rdma_options(config),
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
             advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
-            cuda_image=b"" if self.pool.gpu is None else compiled_for(self.pool.gpu),
+            cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
         )
         if self._nics.refused:

@@ -91,6 +91,11 @@ int cuDeviceGet(int* device, int ordinal) {
   return gpu_at(ordinal) >= 0 ? kSuccess : kInvalidDevice;
 }
 
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return kSuccess;
+}
+
 int cuDeviceGetCount(int* count) {
   *count = static_cast<int>(visible().size());
   return kSuccess;
@@ -102,8 +107,9 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
   return gpu_at(device) >= 0 ? kSuccess : kInvalidDevice;
 }
 
+/// The GPU is like an H100: capability 9.0.
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 110 ? 1 : attribute == 16 ? kMultiprocessors : 0;
+  *value = attribute == 75 ? 9 : attribute == 110 ? 1 : attribute == 16 ? kMultiprocessors : 0;
   return gpu_at(device) >= 0 ? kSuccess : kInvalidDevice;
 }
 

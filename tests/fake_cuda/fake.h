@@ -24,6 +24,7 @@ enum Error {
   kInvalidValue = 1,
   kNotInitialized = 3,
   kInvalidDevice = 101,
+  kInvalidImage = 200,
   kInvalidContext = 201,
   kPeerAccessUnsupported = 217,
   kNotReady = 600,

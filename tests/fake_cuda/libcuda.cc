@@ -122,6 +122,7 @@ int cuGetErrorName(int error, const char** name) {
       {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
       {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
       {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {kInvalidImage, "CUDA_ERROR_INVALID_IMAGE"},
       {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
       {kPeerAccessUnsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
       {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},

@@ -91,7 +91,7 @@ def test_every_byte_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if image == "no kernel":
-        monkeypatch.setattr(engine, "compiled_for", lambda gpu: b"")
+        monkeypatch.setattr(engine, "kernel_for", lambda gpu: None)
     pool_owner, wanted, pool = start_owner(kind, 5, **env), filled(5), cuda_pool(6)
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         for count in range(3):  # cold, then warm

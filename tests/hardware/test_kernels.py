@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are compiled once, and cached where the next process finds them whole."""
+"""Which image of the kernel a GPU gets: a shipped one, or NVRTC's, which is kept for the next process."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from hashlib import sha256
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +15,9 @@ import pytest
 
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware import kernels
-from kvlink.hardware.kernels import SOURCE, cached, compiled
+from kvlink.hardware.kernels import SOURCE, first_accepted, nvrtc
+from kvlink.hardware.kernels.images import FOLDER, MANIFEST, names_for, suitable
+from kvlink.hardware.kernels.nvrtc import Compiled, compiled, kept
 
 
 class Compiler:
@@ -26,7 +31,7 @@ class Compiler:
             self.asked.append(key)
             return source + key.encode()
 
-        return cached(folder, source, key, compile_)
+        return kept(folder, source, key, compile_)
 
 
 def test_it_is_compiled_once_for_each_source_and_key(tmp_path: Path) -> None:
@@ -55,21 +60,73 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None
     assert Compiler().cached(tmp_path / "file", b"a", "sm_90") == b"asm_90"
 
 
-class Driver:
-    """Has a GPU of Hopper, and refuses images as the driver of another CUDA does."""
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        ((7, 0), []),
+        ((7, 5), ["sm_75.cubin", "compute_75.ptx"]),
+        ((8, 0), ["sm_80.cubin", "compute_75.ptx"]),
+        ((8, 6), ["sm_86.cubin", "sm_80.cubin", "compute_75.ptx"]),
+        ((8, 7), ["sm_86.cubin", "sm_80.cubin", "compute_75.ptx"]),
+        ((8, 9), ["sm_89.cubin", "sm_86.cubin", "sm_80.cubin", "compute_75.ptx"]),
+        ((9, 0), ["sm_90.cubin", "compute_75.ptx"]),
+        ((10, 0), ["sm_100.cubin", "compute_75.ptx"]),
+        ((10, 3), ["sm_103.cubin", "sm_100.cubin", "compute_75.ptx"]),
+        ((11, 0), ["compute_75.ptx"]),
+        ((12, 1), ["sm_120.cubin", "compute_75.ptx"]),
+        ((13, 0), ["compute_75.ptx"]),
+    ],
+)
+def test_which_images_a_gpu_may_run(capability: tuple[int, int], names: list[str]) -> None:
+    assert [path.name for path in suitable(*capability)] == names
+    assert all(path.is_file() for path in suitable(*capability))
 
-    def __init__(self, version: int, refuses: bool = False) -> None:
-        self._version, self._refuses = version, refuses
 
-    def capability(self, ordinal: int) -> tuple[int, int]:
-        return 9, 0
+def test_a_newer_intermediate_comes_first() -> None:
+    assert names_for(9, 0, ["compute_75.ptx", "compute_90.ptx", "compute_100.ptx", "sm_100.cubin"]) == [
+        "compute_90.ptx",
+        "compute_75.ptx",
+    ]
 
-    def version(self) -> int:
-        return self._version
 
-    def check_image(self, ordinal: int, image: bytes) -> None:
-        if self._refuses:
-            raise TransportUnavailable("cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+def test_the_images_are_those_of_the_source() -> None:
+    manifest = json.loads(MANIFEST.read_text())
+    assert manifest["source_sha256"] == sha256(SOURCE.read_bytes()).hexdigest(), (
+        "gather.cu changed: make kernels"
+    )
+    assert {path.name for path in FOLDER.iterdir()} == {MANIFEST.name, *manifest["images"]}
+    for name, its in manifest["images"].items():
+        image = (FOLDER / name).read_bytes()
+        assert its["sha256"] == sha256(image).hexdigest()
+        assert b"kvlink_gather" in image
+        assert its.get("spilled_bytes", 0) == 0
+        if name.endswith(".cubin"):
+            assert image[:4] == b"\x7fELF"
+            assert image[18:20] == (190).to_bytes(2, "little")
+            assert 0 < its["registers"] <= 64
+
+
+def test_the_page_has_what_was_compiled() -> None:
+    spec = spec_from_file_location("make_kernels", SOURCE.parents[3] / ".ci" / "kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    assert maker.PAGE.read_text() == maker.page(json.loads(MANIFEST.read_text()))
+
+
+class Loader:
+    """Notes what it is asked to load, and refuses images that begin so, as drivers of another CUDA do."""
+
+    def __init__(self, *refused: bytes) -> None:
+        self.asked: list[bytes] = []
+        self._refused = refused
+
+    def __call__(self, image: bytes) -> bytes:
+        self.asked.append(image)
+        if image.startswith(self._refused):
+            raise TransportUnavailable("cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
+        return image
 
 
 @pytest.fixture
@@ -77,29 +134,70 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """NVRTC 13.5, which notes for what it compiles."""
     targets: list[str] = []
 
-    def compile_(source: bytes, target: str) -> bytes:
+    def compile_(source: bytes, target: str) -> Compiled:
         targets.append(target)
-        return b"image"
+        return Compiled(b"by NVRTC", "")
 
-    monkeypatch.setattr(kernels, "compiled", compile_)
-    monkeypatch.setattr(kernels, "_nvrtc_version", lambda: "13.5")
+    monkeypatch.setattr(nvrtc, "compiled", compile_)
+    monkeypatch.setattr(nvrtc, "version", lambda: "13.5")
     return targets
 
 
-def test_an_image_that_the_driver_refuses_is_done_without(
-    tmp_path: Path, stand_in: list[str], caplog: pytest.LogCaptureFixture
+def test_a_shipped_image_needs_neither_nvrtc_nor_cuda_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert kernels.compiled_for(0, tmp_path, lambda: Driver(13_000)) == b"image"
-    assert kernels.compiled_for(0, tmp_path, lambda: Driver(12_080, refuses=True)) == b""
-    assert "cuda:0 copies without kvlink's kernel: cuModuleLoadData: CUDA_ERROR_UNSUPPORTED" in caplog.text
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    load = Loader()
+    assert first_accepted(0, (9, 0, 12_040), load) == (FOLDER / "sm_90.cubin").read_bytes()
+    assert len(load.asked) == 1
+    assert not caplog.records
+
+
+def test_the_driver_compiles_for_a_gpu_without_an_image(stand_in: list[str], tmp_path: Path) -> None:
+    image = first_accepted(0, (13, 0, 14_000), Loader(), tmp_path)
+    assert image == (FOLDER / "compute_75.ptx").read_bytes()
+    assert image.rstrip().endswith(b"}")
+    assert stand_in == []
+
+
+def test_nvrtc_compiles_where_the_driver_takes_no_image(
+    stand_in: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = Loader(b"\x7fELF", b"//")
+    assert first_accepted(0, (8, 7, 11_040), load, tmp_path) == b"by NVRTC"
+    assert [image[:4] for image in load.asked] == [b"\x7fELF", b"\x7fELF", b"//\n/", b"by N"]
+    assert stand_in == ["sm_87"]
+    assert not caplog.records
+
+
+def test_without_any_image_it_says_what_was_tried(
+    stand_in: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert first_accepted(0, (9, 0, 11_040), Loader(b""), tmp_path) is None
+    (record,) = caplog.records
+    refusal = "cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)"
+    tried = "; ".join(f"{name}: {refusal}" for name in ("sm_90.cubin", "compute_75.ptx", "NVRTC"))
+    assert record.getMessage() == f"cuda:0 copies without kvlink's kernel: {tried}"
 
 
 def test_hosts_with_other_drivers_share_a_folder(tmp_path: Path, stand_in: list[str]) -> None:
-    for version in (12_080, 13_000, 12_080):
-        kernels.compiled_for(0, tmp_path, lambda version=version: Driver(version))  # type: ignore[misc]
-    assert stand_in == ["sm_90", "sm_90"]
+    for driver in (12_080, 13_000, 12_080):
+        first_accepted(0, (7, 0, driver), Loader(), tmp_path)
+    assert stand_in == ["sm_70", "sm_70"]
     names = sorted(path.name.partition("sm_")[2] for path in tmp_path.iterdir())
-    assert names == ["90-nvrtc13.5-driver12080.bin", "90-nvrtc13.5-driver13000.bin"]
+    assert names == ["70-nvrtc13.5-driver12080.bin", "70-nvrtc13.5-driver13000.bin"]
+
+
+def test_without_a_driver_the_pool_goes_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(gpu: int) -> tuple[int, int, int]:
+        raise TransportUnavailable("libcuda.so.1 is missing")
+
+    monkeypatch.setattr(kernels._core, "kernel_target", missing)
+    assert kernels.kernel_for(3) is None
+    assert "cuda:3 copies without kvlink's kernel: libcuda.so.1 is missing" in caplog.text
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +214,17 @@ def test_bindings_without_the_library_are_done_without(
         raise RuntimeError("Failure finding libnvrtc.so.13")
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=missing))
-    assert kernels.compiled_for(0, tmp_path, lambda: Driver(13_000)) == b""
+    assert first_accepted(0, (7, 0, 13_000), Loader(), tmp_path) is None
     assert "NVRTC is not installed: Failure finding libnvrtc.so.13" in caplog.text
 
 
-@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.usefixtures("with_nvrtc")
 def test_the_version_of_nvrtc() -> None:
-    assert re.fullmatch(r"\d+\.\d+", kernels._nvrtc_version())
+    assert re.fullmatch(r"\d+\.\d+", nvrtc.version())
 
 
 @pytest.fixture
-def nvrtc() -> None:
+def with_nvrtc() -> None:
     """It needs no GPU."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="pip install cuda-bindings nvidia-cuda-nvrtc")
     try:
@@ -135,21 +233,21 @@ def nvrtc() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.usefixtures("with_nvrtc")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_the_source_compiles(target: str) -> None:
-    image = compiled(SOURCE.read_bytes(), target)
+    image = compiled(SOURCE.read_bytes(), target).image
     assert image.startswith(b"\x7fELF")
     assert b"kvlink_gather" in image
 
 
-@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.usefixtures("with_nvrtc")
 def test_what_does_not_compile_says_why() -> None:
     with pytest.raises(TransportUnavailable, match=r"does not compile for sm_90: gather\.cu\(1\): error"):
         compiled(b"nonsense", "sm_90")
 
 
 def test_the_source_has_the_kernel_that_the_core_asks_for() -> None:
-    core = (SOURCE.parents[3] / "csrc" / "device" / "gather.cc").read_text()
-    (name,) = re.findall(r'module_get_function\(&function_, module_, "(\w+)"', core)
+    core = (SOURCE.parents[3] / "csrc" / "device" / "gather_kernel.cc").read_text()
+    (name,) = re.findall(r'module_get_function\(.*"(\w+)"', core)
     assert f"__global__ void {name}(" in SOURCE.read_text()

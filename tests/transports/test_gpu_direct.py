@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from transports.gpus import ON_HOST, SUITES_BETWEEN_GPUS, Holdable, Open, run_suite
 from transports.pools import ON_GPU, OWN_GPU, PoolSpec, wide
@@ -22,6 +26,31 @@ def test_every_byte_arrives_without_a_stop_on_the_host(opened: Open) -> None:
         assert path["bytes"] == len(blocks) << 14
         assert taker.do("differing", into=into, seed=3, blocks=blocks) == 0
         assert exporter.fate_of(ticket.request_id) == "settled"
+
+
+_TWO_WORKERS = """
+import ctypes
+from kvlink import BlockPool, Geometry, Worker, WorkerConfig, dense
+
+layout = dense(Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=16, model="m"))
+for transport in ("cuda", "tcp"):
+    config = WorkerConfig.from_env({"KVLINK_TRANSPORTS": transport})
+    pools = BlockPool.allocate(layout, gpu=0), BlockPool.allocate(layout, gpu=0)
+    with Worker(pools[0], "owner", config=config) as owner, Worker(pools[1], "reader", config=config) as reader:
+        pull = reader.pull(owner.offer("request", range(16)), range(16), timeout_s=60)
+        pull.wait()
+        assert pull.explain()[0].transport == transport
+print(ctypes.CDLL("libcuda.so.1").fake_cuda_modules())
+"""
+
+
+def test_each_worker_loads_the_shipped_kernel_once(cuda_driver: str) -> None:
+    """One reads in place and one by way of its bounce buffer; neither needs cuda-python."""
+    command = [sys.executable, "-c", _TWO_WORKERS]
+    env = {**os.environ, "LD_LIBRARY_PATH": cuda_driver}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split()) == (0, ["4"]), done.stderr
+    assert "without kvlink's kernel" not in done.stderr
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])

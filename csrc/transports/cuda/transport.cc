@@ -40,7 +40,7 @@ Status not_exportable(const Status& why) {
 class CudaTransport : public Transport {
  public:
   CudaTransport(std::shared_ptr<FdServer> server, const TransportOptions& options)
-      : image_(options.cuda_image), most_blocks_(options.gpu_blocks), server_(std::move(server)) {}
+      : kernel_(options.cuda_kernel), most_blocks_(options.gpu_blocks), server_(std::move(server)) {}
   ~CudaTransport() override { close(); }
 
   std::string address() const override { return server_->address(); }
@@ -98,23 +98,22 @@ class CudaTransport : public Transport {
     return key;
   }
 
-  /// Loads the kernel, measures it, and allocates tables, once.
+  /// Measures the kernel and allocates tables, once.
   Status prepare() {
     std::lock_guard lock(mutex_);
     if (tables_) return {};
     if (!device_)
       return Status::Unavailable("this worker's pool is not in GPU memory", "use shm, cma or tcp");
-    Result<std::shared_ptr<CudaGather>> gather = CudaGather::make(device_, image_, most_blocks_);
-    if (!gather.ok()) return gather.status();
-    (*gather)->measure();
+    auto gather = std::make_shared<CudaGather>(device_, kernel_, most_blocks_);
+    gather->measure();
     Result<std::shared_ptr<CudaTables>> tables = CudaTables::make(device_, kNumTables, kTablePieces);
     if (!tables.ok()) return tables.status();
-    gather_ = *gather;
+    gather_ = std::move(gather);
     tables_ = *tables;
     return {};
   }
 
-  const std::string image_;
+  const std::shared_ptr<const GatherKernel> kernel_;
   const uint32_t most_blocks_;
   const std::shared_ptr<FdServer> server_;
   const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = server_->serve_fd()};

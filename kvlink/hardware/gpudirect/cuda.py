@@ -63,23 +63,6 @@ class CudaDriver:
             flush_from_host=bool(flush & _FLUSH_FROM_HOST),
         )
 
-    def capability(self, ordinal: int) -> tuple[int, int]:
-        """Returns the compute capability of one device, for example (9, 0) for an H100."""
-        (device,) = self._call("cuDeviceGet", ordinal)
-        major, minor = (self._of_device(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
-        return major, minor
-
-    def check_image(self, ordinal: int, image: bytes) -> None:
-        """Loads a compiled kernel on one device and unloads it. Raises TransportUnavailable if it is refused."""
-        with self._current(ordinal):
-            (module,) = self._call("cuModuleLoadData", image)
-            self._call("cuModuleUnload", module)
-
-    def version(self) -> int:
-        """Returns the newest CUDA version that the driver supports, for example 12080 for 12.8."""
-        (version,) = self._call("cuDriverGetVersion")
-        return int(version)
-
     def export(self, gpu: int, address: int, num_bytes: int, *, pcie: bool = False) -> int:
         """See Driver."""
         kind = self._cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD

@@ -1,125 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels for GPUs on first use with NVRTC, through cuda-python, and caches them on disk.
+"""Loads the kernel for a GPU: an image that kvlink ships, or one that NVRTC compiles on first use.
 
-cuda-python is not imported before that. Without NVRTC, copies of the driver are used and `compiled_for` logs a warning.
+Only NVRTC needs cuda-python. Without a kernel the driver copies, and `kernel_for` logs a warning.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from kvlink import _core
 from kvlink.errors import TransportUnavailable
-from kvlink.hardware.gpudirect import CudaDriver
+from kvlink.hardware.kernels import nvrtc
+from kvlink.hardware.kernels.images import SOURCE, suitable
 
 _log = logging.getLogger("kvlink.kernels")
+_Kernel = TypeVar("_Kernel")
 
-SOURCE = Path(__file__).with_name("gather.cu")
-_INSTALL = "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)"
-_DIGEST_BYTES = 32
+__all__ = ["SOURCE", "first_accepted", "kernel_for"]
 
 
-def compiled_for(gpu: int, folder: Path | None = None, make_driver: Callable[[], Any] = CudaDriver) -> bytes:
-    """Returns gather.cu compiled for the GPU that CUDA numbers `gpu`, or an empty image if that is not possible.
-
-    It is empty without NVRTC, and where the driver refuses the image, as a driver of CUDA 12 refuses what NVRTC 13
-    makes. `folder` caches the image for later processes. By default it is kvlink in the user's cache directory
-    (XDG_CACHE_HOME), which hosts with other drivers may share.
-    """
+def kernel_for(gpu: int) -> _core.CudaKernel | None:
+    """Returns gather.cu on the GPU that CUDA numbers `gpu`, or None if no image can be loaded."""
     try:
-        driver = make_driver()
-        major, minor = driver.capability(gpu)
-        target, source = f"sm_{major}{minor}", SOURCE.read_bytes()
-        key = f"{target}-nvrtc{_nvrtc_version()}-driver{driver.version()}"
-        image = cached(folder or _cache_folder(), source, key, lambda: compiled(source, target))
-        driver.check_image(gpu, image)
-        return image
+        target = _core.kernel_target(gpu)
     except TransportUnavailable as error:
-        text = str(error)  # a log record must not keep the error, which keeps its frames alive
-        _log.warning("cuda:%d copies without kvlink's kernel: %s", gpu, text)
-        return b""
+        _warn(gpu, str(error))
+        return None
+    return first_accepted(gpu, target, lambda image: _core.CudaKernel(image, gpu))
 
 
-def cached(folder: Path, source: bytes, key: str, make: Callable[[], bytes]) -> bytes:
-    """Returns the image of `source` for `key`, from `folder` if a complete one is there, else from `make`.
+def first_accepted(
+    gpu: int, target: tuple[int, int, int], load: Callable[[bytes], _Kernel], cache: Path | None = None
+) -> _Kernel | None:
+    """Returns the first image that `load` does not refuse: a shipped one, then NVRTC's.
 
-    A directory that cannot be read or written is ignored.
+    `target` has the compute capability and the driver's newest CUDA. `cache` is the folder for NVRTC's images.
     """
-    name = hashlib.sha256(source).hexdigest()[:16]
-    file = folder / f"gather-{name}-{key}.bin"
-    with suppress(OSError):
-        found = file.read_bytes()
-        image = found[_DIGEST_BYTES:]
-        if hashlib.sha256(image).digest() == found[:_DIGEST_BYTES]:
-            return image
-    image = make()
-    with suppress(OSError):
-        _keep(file, hashlib.sha256(image).digest() + image)
-    return image
+    major, minor, driver = target
+    images: list[tuple[str, Callable[[], bytes]]] = [
+        (path.name, path.read_bytes) for path in suitable(major, minor)
+    ]
+    images.append(("NVRTC", lambda: nvrtc.cached(SOURCE.read_bytes(), f"sm_{major}{minor}", driver, cache)))
+    refused, fix = [], ""
+    for name, read in images:
+        kernel, why, fix = _tried(load, read)
+        if kernel is not None:
+            _log.debug("cuda:%d copies by the image %s", gpu, name)
+            return kernel
+        refused.append(f"{name}: {why}")
+    _warn(gpu, "; ".join(refused) + (f". {fix}" if fix else ""))
+    return None
 
 
-def compiled(source: bytes, target: str) -> bytes:
-    """Compiles `source` with NVRTC and returns the image with a zero byte at its end.
-
-    Raises TransportUnavailable if NVRTC is missing or too old.
-    """
-    nvrtc = _nvrtc()
-    program = _call(nvrtc, "nvrtcCreateProgram", source, b"gather.cu", 0, [], [])
+def _tried(load: Callable[[bytes], _Kernel], read: Callable[[], bytes]) -> tuple[_Kernel | None, str, str]:
+    """Returns the kernel, or None with the reason and the fix."""
     try:
-        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
-        try:
-            _call(nvrtc, "nvrtcCompileProgram", program, len(options), options)
-        except TransportUnavailable as error:
-            log = bytearray(_call(nvrtc, "nvrtcGetProgramLogSize", program))
-            _call(nvrtc, "nvrtcGetProgramLog", program, log)
-            why = log.rstrip(b"\0\n").decode(errors="replace")
-            raise TransportUnavailable(f"NVRTC does not compile for {target}: {why}", error.fix) from None
-        image = bytearray(_call(nvrtc, "nvrtcGetCUBINSize", program))
-        _call(nvrtc, "nvrtcGetCUBIN", program, image)
-        return bytes(image) + b"\0"
-    finally:
-        _call(nvrtc, "nvrtcDestroyProgram", program)
+        return load(read()), "", ""
+    except TransportUnavailable as error:  # not kept in a log record, because it keeps its frames alive
+        return None, error.reason, error.fix
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlink"
-
-
-def _keep(file: Path, content: bytes) -> None:
-    """Writes the file atomically, so that concurrent writers do not mix their content."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
-        new.write(content)
-    Path(new.name).replace(file)
-
-
-def _nvrtc_version() -> str:
-    return ".".join(map(str, _values(_nvrtc(), "nvrtcVersion")))
-
-
-def _nvrtc() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.nvrtc")
-    except ImportError as missing:
-        raise TransportUnavailable("cuda-python is not installed", _INSTALL) from missing
-
-
-def _call(nvrtc: Any, name: str, *arguments: Any) -> Any:
-    return next(iter(_values(nvrtc, name, *arguments)), None)
-
-
-def _values(nvrtc: Any, name: str, *arguments: Any) -> list[Any]:
-    try:
-        error, *values = getattr(nvrtc, name)(*arguments)
-    except RuntimeError as missing:  # the bindings raise it if the library is missing
-        raise TransportUnavailable(f"NVRTC is not installed: {missing}", _INSTALL) from missing
-    if int(error):
-        raise TransportUnavailable(f"{name}: {getattr(error, 'name', error)}", _INSTALL)
-    return list(values)
+def _warn(gpu: int, why: str) -> None:
+    _log.warning("cuda:%d copies without kvlink's kernel: %s", gpu, why)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies scattered pieces, each by some neighbouring threads. Compiled at run time, see __init__.py.
+// Copies scattered pieces, each by some neighbouring threads. Compiled by `make kernels`.
 
 // A list has three words for each piece: its source, its target, and its number of bytes. Behind them it has two words
 // for each repeat of all pieces, which are added to sources and targets. The pieces of one launch do not overlap.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "cpp/device/fake_kernel.h"
 #include "cpp/transports/cuda/peers.h"
 #include "memory/host_memory.h"
 #include "memory/slot_ring.h"
@@ -38,8 +39,8 @@ class CudaCopy : public ::testing::Test {
     return reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(memory.data() + offset) | uint64_t{1}
                                                                                                   << 60);
   }
-  std::shared_ptr<DeviceCopier> copier(std::string_view image = {}) {
-    auto made = make_cuda_copier(device(), image, 0);
+  std::shared_ptr<DeviceCopier> copier(const std::string& image = {}) {
+    auto made = make_cuda_copier(device(), testing::fake_kernel(image), 0);
     EXPECT_TRUE(made.ok()) << made.status().what();
     EXPECT_TRUE((*made)->pin(host->range().base, kHostBytes).ok());
     return *made;
@@ -84,6 +85,7 @@ TEST_F(CudaCopy, ASlotIsLaunchesAlone) {
   const auto count = [](const char* name) { return from_fake_cuda<int()>(name)(); };
   const auto copies = copier(kImage);
   const auto queue = *copies->open_queue();
+  count("fake_cuda_most_blocks");  // of tests before this one
   for (const auto& [bytes, launches] : {std::pair{4096u, 1}, {2048u, 2}, {512u, 6}}) {
     const uint64_t a_slot = std::min<uint64_t>(SlotRing::kSlotBytes / bytes, copies->most_pieces());
     std::vector<CopyPiece> pieces;

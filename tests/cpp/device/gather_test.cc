@@ -72,7 +72,7 @@ TEST_F(CudaKernel, CopiesEveryByteOfRandomLaunchesAndNoOther) {
     std::copy(launch.repeats.begin(), launch.repeats.end(),
               reinterpret_cast<GatherRepeat*>(table->pieces + launch.pieces.size()));
     const auto blocks = static_cast<uint32_t>(1 + random() % 8);
-    const auto gather = *CudaGather::make(device, "fake image", blocks);
+    const auto gather = std::make_shared<CudaGather>(device, fake_kernel(), blocks);
     ASSERT_TRUE(gather->start(*table, list, stream->get()).ok());
     stream->drain();
     ASSERT_EQ(std::memcmp(pool.bytes() + kHalf, wanted.data(), kHalf), 0) << "round " << round;

@@ -14,9 +14,10 @@ constexpr uint64_t kStagingBytes = 2 * SlotRing::kSlotBytes;
 struct StagedReader {
   explicit StagedReader(const GpuOwner& owner, const std::string& image) {
     TransportOptions options;
-    options.cuda_image = image;
-    const MakeDeviceCopier copiers = [image](const std::byte* memory) {
-      return make_cuda_copier(memory, image, 0);
+    const auto kernel = fake_kernel(image);
+    options.cuda_kernel = kernel;
+    const MakeDeviceCopier copiers = [kernel](const std::byte* memory) {
+      return make_cuda_copier(memory, kernel, 0);
     };
     staging = *make_staging(buffer.range(), copiers);
     transport = std::move(*make_transport("cuda", options));

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "cpp/device/fake_kernel.h"
 #include "cpp/transports/copy_peers.h"
 #include "device/cuda_memory.h"
 
@@ -118,7 +119,7 @@ class GpuReader {
  public:
   explicit GpuReader(const std::string& image = "fake image", uint32_t gpu_blocks = 0) {
     TransportOptions options;
-    options.cuda_image = image;
+    options.cuda_kernel = fake_kernel(image);
     options.gpu_blocks = gpu_blocks;
     const Variable kernel_alone("FAKE_CUDA_NO_BATCH", "1");
     transport = std::move(*make_transport("cuda", options));

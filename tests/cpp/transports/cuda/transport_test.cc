@@ -109,7 +109,8 @@ TEST_F(Cuda, RepeatsReadsWhateverCopiesThem) {
 
 TEST_F(Cuda, TriesBothWaysAndGivesEverythingBack) {
   const auto device = *cuda::Device::at(0);
-  const auto kernel = *CudaGather::make(device, "fake image", 0), none = *CudaGather::make(device, "", 0);
+  const auto kernel = std::make_shared<CudaGather>(device, fake_kernel(), 0),
+             none = std::make_shared<CudaGather>(device, nullptr, 0);
   EXPECT_EQ(kernel->by(4096), GatherBy::kKernel) << "until it is measured";
   EXPECT_EQ(none->by(4096), GatherBy::kBatch);
   for (const auto& gather : {kernel, none}) {
@@ -129,7 +130,7 @@ TEST_F(Cuda, BatchesAreThoseOfCuda12WhereTheDriverIs) {
   ASSERT_EQ(old.primary_context_retain(&context, device->device), 0);
   const auto older =
       std::make_shared<const cuda::Device>(old, device->ordinal, device->device, context, device->uuid);
-  const auto gather = *CudaGather::make(older, "", 0);
+  const auto gather = std::make_shared<CudaGather>(older, nullptr, 0);
   EXPECT_EQ(gather->by(4096), GatherBy::kBatch);
   GpuPool pool;
   pool.fill(4);
