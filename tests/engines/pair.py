@@ -19,7 +19,15 @@ NUM_NEW = 24
 CHUNK_TOKENS = 1024
 # Small pools: one prompt of 8,192 tokens fits, a few of 4,000 overwrite everything. Blocks have 128 tokens, those of
 # MLA 16; windows have blocks of their own.
-_POOL_BLOCKS = {"llama": 96, "qwen3": 96, "gemma3": 192, "deepseek": 640}
+_POOL_BLOCKS = {
+    "llama": 96,
+    "qwen3": 96,
+    "gemma3": 192,
+    "deepseek": 640,
+    "granite-hybrid": 700,
+    "qwen3-next": 700,
+}
+_DTYPES = {"qwen3-next": "bfloat16"}
 _OVERWRITING = 4
 _SETTLE_S = 30.0
 _LOADS = {
@@ -117,7 +125,9 @@ class Pair:
 
 def flags(model: str) -> tuple[str, ...]:
     """Returns the flags of every server of this model, whatever its role."""
-    blocks = ("--num-gpu-blocks-override", str(_POOL_BLOCKS[model]))
+    blocks: tuple[str, ...] = ("--num-gpu-blocks-override", str(_POOL_BLOCKS[model]))
+    if model in ("granite-hybrid", "qwen3-next"):  # Mamba-2's prefix caching fails in vLLM for CPUs itself
+        blocks += ("--no-enable-prefix-caching", "--dtype", _DTYPES.get(model, "float32"))
     # On a CPU with AMX vLLM would choose a backend for MLA that does not take float32.
     backend = ("--attention-backend", "CPU_MLA") if model == "deepseek" else ()
     return (*blocks, *backend, "--max-num-batched-tokens", str(CHUNK_TOKENS))

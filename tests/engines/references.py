@@ -16,6 +16,9 @@ from connectors import PATIENT_LEASE_S, pair_of
 from pair import Answer, Pair, Tokens, ask, eventually, flags
 from servers import ENGINES, MODELS, running, vllm
 
+_BY_NIXL = ("deepseek", "qwen3-next")
+_COLUMNS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""NIXL hands over the state of a convolution only in this order."""
 _MOST_HANDOFFS = 6
 _COUNTED_S = 10.0
 
@@ -58,12 +61,12 @@ class References:
 
 
 def references_for(model: str) -> References:
-    """From one plain server; for MLA from two with NIXL between them.
+    """From one plain server; for MLA and gated delta nets from two with NIXL between them.
 
-    On CPUs vLLM prefills and decodes MLA in different arithmetic: a server that computed the prompt itself answers
+    On CPUs vLLM prefills and decodes those in different arithmetic: a server that computed the prompt itself answers
     with other tokens than one that received the very same cache, which decodes the prompt's last token.
     """
-    return References(model, partial(_two_with_nixl if model == "deepseek" else _one_alone, model))
+    return References(model, partial(_two_with_nixl if model in _BY_NIXL else _one_alone, model))
 
 
 @contextmanager
@@ -76,7 +79,7 @@ def _one_alone(model: str) -> Iterator[Answering]:
 def _two_with_nixl(model: str) -> Iterator[Answering]:
     # Nothing may expire: NIXL would answer with the tokens of other blocks. Its four threads a server, unless told
     # otherwise, spin: two CPUs then do not always answer its handshake in the 5 s that it waits.
-    with pair_of("NixlConnector", model, lease_s=PATIENT_LEASE_S, num_threads=1) as pair:
+    with pair_of("NixlConnector", model, lease_s=PATIENT_LEASE_S, env=_COLUMNS_FIRST, num_threads=1) as pair:
         yield lambda tokens: _said_twice(pair, tokens)
 
 
