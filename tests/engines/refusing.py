@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from stepping import caches_of, config_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.connector import KVLinkConnector
@@ -30,11 +28,6 @@ def _contexts_shared(config: Any, caches: Any) -> None:
 
 def _with_routed_experts(config: Any, caches: Any) -> None:
     config.aux_output_config.enable_return_routed_experts = True
-
-
-def _with_mamba(config: Any, caches: Any) -> None:
-    spec = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-    caches.kv_cache_groups.append(KVCacheGroupSpec(["mamba.0"], spec))
 
 
 def _as_it_is(config: Any, caches: Any) -> None:
@@ -53,5 +46,5 @@ def refusal_of(model: str, change: Callable[[Any, Any], None]) -> str:
 
 
 if __name__ == "__main__":
-    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts, _with_mamba)
+    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts)
     print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))
