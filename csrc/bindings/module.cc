@@ -4,10 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <deque>
-
 #include "base/clock.h"
 #include "bindings/bindings.h"
+#include "bindings/lease_seat.h"
 #include "bindings/plan.h"
 #include "bindings/wait.h"
 #include "device/cuda_memory.h"
@@ -16,177 +15,8 @@
 #include "staging/device_staging.h"
 #include "transports/registry.h"
 
-template <>
-struct py::detail::type_caster<kvlink::LeaseSeat>
-    : kvlink::TupleCaster<kvlink::LeaseSeat, &kvlink::LeaseSeat::slot, &kvlink::LeaseSeat::nonce,
-                          &kvlink::LeaseSeat::settle_nonce> {};
-
 namespace kvlink {
 namespace {
-
-/// A tuple with named fields, which is as cheap as a plain one.
-py::object as_tuple(const TransferStats& stats) {
-  static PyStructSequence_Field fields[] = {
-      {"bytes", nullptr},     {"num_ops", nullptr},    {"num_segments", nullptr}, {"plan_ns", nullptr},
-      {"post_ns", nullptr},   {"read_ns", nullptr},    {"validate_ns", nullptr},  {"settle_ns", nullptr},
-      {"total_ns", nullptr},  {"ran_inline", nullptr}, {"staged", nullptr},       {"direct_us", nullptr},
-      {"staged_us", nullptr}, {nullptr, nullptr},
-  };
-  static PyStructSequence_Desc about{"kvlink._core.TransferStats", "The work and the times of one transfer.",
-                                     fields, static_cast<int>(std::size(fields)) - 1};
-  static PyTypeObject* const type = PyStructSequence_NewType(&about);
-  if (!type) throw py::error_already_set();
-  auto made = py::reinterpret_steal<py::object>(PyStructSequence_New(type));
-  if (!made) throw py::error_already_set();
-  Py_ssize_t at = 0;
-  const auto add = [&](auto value) {
-    PyStructSequence_SetItem(made.ptr(), at++, py::cast(value).release().ptr());
-  };
-  for (const uint64_t count : {stats.bytes, stats.num_ops, stats.num_segments}) add(count);
-  for (const int64_t ns :
-       {stats.plan_ns, stats.post_ns, stats.read_ns, stats.validate_ns, stats.settle_ns, stats.total_ns}) {
-    add(ns);
-  }
-  add(stats.ran_inline);
-  add(stats.staged);
-  add(stats.predicted.direct_us);
-  add(stats.predicted.staged_us);
-  return made;
-}
-
-void register_transfer(py::module_& m) {
-  py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "CompletionQueue")
-      .def(py::init([] { return take(CompletionQueue::make()); }))
-      .def("fileno", &CompletionQueue::fd)
-      .def("drain", &CompletionQueue::drain)
-      .def("close", &CompletionQueue::close);
-  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
-      .def_property_readonly("state",
-                             [](const Transfer& self) {
-                               check(self.check_process());
-                               return static_cast<int>(self.state());
-                             })
-      .def_property_readonly("started_ns", &Transfer::started_ns)
-      .def("done",
-           [](const Transfer& self) {
-             check(self.check_process());
-             return self.done();
-           })
-      .def(
-          "wait",
-          [](Transfer& self, double timeout_s) {
-            check(self.check_process());
-            return self.done() || wait_for(to_ns(timeout_s), [&self](int64_t ns) { return self.wait(ns); });
-          },
-          py::arg("timeout_s"))
-      .def("failure",
-           [](const Transfer& self) -> py::object {
-             const Status status = self.status();
-             if (status.ok()) return py::none();
-             return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
-                                   static_cast<int>(status.stale()));
-           })
-      .def("cancel",
-           [](Transfer& self) {
-             check(self.check_process());
-             py::gil_scoped_release release;
-             self.cancel();
-           })
-      .def(
-          "notify",
-          [](Transfer& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
-            check(self.check_process());
-            return self.notify(std::move(queue), token);
-          },
-          py::arg("queue"), py::arg("token"))
-      .def("stats", [](const Transfer& self) { return as_tuple(self.stats()); });
-}
-
-std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
-                               py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
-                               int stream, double timeout_s) {
-  check(self.process().check());
-  const BlockIds owner(owner_blocks), reader(reader_blocks);
-  PullRequest request;
-  request.planner = planner.planner;
-  request.owner_blocks = owner;
-  request.reader_blocks = reader;
-  request.tokens = tokens;
-  request.layers = layers;
-  request.seat = seat;
-  request.stream = static_cast<StreamUnit>(stream);
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
-  // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
-  const uint64_t bytes = request.planner->bytes(tokens.end - tokens.begin, layers);
-  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  py::gil_scoped_release release;
-  return self.pull(request);
-}
-
-using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
-
-/// Each row: planner, owner's and reader's blocks, tokens, layers, whether a streaming pull reads it at the
-/// end.
-std::shared_ptr<Transfer> pull_groups(Connection& self, const std::vector<GroupRow>& rows, LeaseSeat seat,
-                                      int stream, uint32_t num_tokens, double timeout_s) {
-  check(self.process().check());
-  if (rows.empty()) raise(Status::Config("a pull reads at least one cache group"));
-  std::deque<BlockIds> ids;  // keeps its elements in place
-  std::vector<GroupRead> groups;
-  uint64_t bytes = 0;
-  for (const auto& [planner, owner, reader, tokens, layers, at_end] : rows) {
-    const std::span<const uint32_t> theirs = ids.emplace_back(owner), ours = ids.emplace_back(reader);
-    groups.push_back({planner.planner, theirs, ours, tokens, layers, at_end});
-    bytes += planner.planner->bytes(tokens.end - tokens.begin, layers);
-  }
-  PullRequest request;
-  static_cast<GroupRead&>(request) = groups[0];
-  request.more = std::span(groups).subspan(1);
-  request.seat = seat;
-  request.stream = static_cast<StreamUnit>(stream);
-  request.num_tokens = num_tokens;
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
-  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  py::gil_scoped_release release;
-  return self.pull(request);
-}
-
-void register_connection(py::module_& m) {
-  py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection")
-      .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
-      .def(
-          "establish",
-          [](Connection& self, uint32_t connection_id, const std::vector<std::string>& replies,
-             const std::vector<std::string>& pool_keys, const std::vector<std::string>& lease_keys,
-             uint64_t epoch, double timeout_s) {
-            check(self.process().check());
-            return take(run_whole([&] {
-              return self.establish(connection_id, replies, pool_keys, lease_keys, epoch, to_ns(timeout_s));
-            }));
-          },
-          py::arg("connection_id"), py::arg("replies"), py::arg("pool_keys"), py::arg("lease_keys"),
-          py::arg("epoch"), py::arg("timeout_s"))
-      .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
-           py::arg("tokens"), py::arg("layers"), py::arg("seat"), py::arg("stream"), py::arg("timeout_s"))
-      .def("pull_groups", &pull_groups, py::arg("groups"), py::arg("seat"), py::arg("stream"),
-           py::arg("num_tokens"), py::arg("timeout_s"))
-      .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
-      .def_property_readonly("broken", own(&Connection::broken))
-      .def_property_readonly("idle", own(&Connection::idle))
-      .def_property_readonly("pending", own(&Connection::pending))
-      .def(
-          "time_read",
-          [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
-            check(self.process().check());
-            const Segment segment{reinterpret_cast<std::byte*>(local), bytes, 0};
-            return take(self.time_read({offset, bytes, region, 0, 1}, segment));
-          },
-          py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
-      .def("replace_soon", &Connection::replace_soon)
-      .def("why_broken", own(&Connection::why_broken))
-      .def("paths", own(&Connection::paths))
-      .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });
-}
 
 py::tuple durations(const Durations& durations) {
   return py::make_tuple(durations.sum_ns, py::cast(durations.buckets));

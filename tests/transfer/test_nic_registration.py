@@ -82,31 +82,6 @@ def test_host_memory_needs_no_driver(root: Path) -> None:
     assert (len(keys), refused, bounces) == (2, "", False)
 
 
-def test_host_memory_without_a_nic_opens_none_and_says_why(tmp_path: Path) -> None:
-    machines.aws_p5(tmp_path)
-    pool = BlockPool.allocate(LAYOUT)
-    registration = register_with_nics(pool, CONFIG, root=tmp_path)
-    assert list(registration.ports) == []
-    assert registration.refused.startswith(
-        "no NIC serves host memory: rdmap0s0:1 is an Elastic Fabric Adapter"
-    )
-
-
-def test_nothing_is_leased_before_the_start() -> None:
-    engine = core()
-    assert engine.take_ended() == []
-    for asked in (
-        lambda: engine.grant(1, 1, 0, 1.0),
-        lambda: engine.grant_at(1, [(0, 1, 2)], 0, 1.0),
-        lambda: engine.settle_own(0, 1),
-        lambda: engine.abort(1),
-        engine.lease_counts,
-    ):
-        with pytest.raises(ConfigError, match="has not started"):
-            asked()
-    engine.close()
-
-
 def test_a_gpu_is_served_by_the_nic_beside_it(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     driver = cuda(gpu)
