@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bindings/bindings.h"
-#include "lease/lease_words.h"
+#include "engine/pull_request.h"
 
 template <>
 struct py::detail::type_caster<kvlink::LeaseSeat>
