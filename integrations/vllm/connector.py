@@ -81,7 +81,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         check_parallelism(vllm_config.parallel_config)
         check_outputs(vllm_config)
-        check_groups(kv_cache_config)
+        check_groups(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
         self._engine_id = str(transfer.engine_id)

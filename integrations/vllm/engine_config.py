@@ -63,17 +63,32 @@ def check_outputs(vllm_config: Any) -> None:
         )
 
 
-def check_groups(kv_cache_config: Any) -> None:
+def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError for cache groups that are not supported."""
     for group in kv_cache_config.transfer_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
             if isinstance(spec, MambaSpec):
+                _check_states(vllm_config, spec, group.layer_names[0])
                 continue
             if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
                 raise ConfigError(
                     f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
                     "and others): it serves attention whose cache has one row per token, and Mamba's states"
                 )
+
+
+def _check_states(vllm_config: Any, spec: MambaSpec, layer: str) -> None:
+    """Raises ConfigError where a request has states of several positions, which no test has handed over."""
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"KVLinkConnector does not serve prefix caching of states yet ({layer} and others have them): pass "
+            "--no-enable-prefix-caching"
+        )
+    if spec.num_speculative_blocks:
+        raise ConfigError(
+            f"KVLinkConnector does not serve speculative decoding with states yet ({layer} and others have them): "
+            "remove --speculative-config"
+        )
 
 
 def states_of(group: Any) -> States | None:
@@ -88,7 +103,6 @@ def states_of(group: Any) -> States | None:
         shapes=tuple(tuple(shape) for shape in spec.shapes),
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
         item_bytes=tuple(dtype.itemsize for dtype in spec.dtypes),
-        num_scratch=int(spec.num_speculative_blocks),
         columns_first=bool(is_conv_state_dim_first()),
         replicated=bool(getattr(spec, "tp_replicated", False)),
     )

@@ -47,11 +47,11 @@ class Stateful:
         self._shortened.discard(request_id)
 
     def holding(self, groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Returns the blocks that are handed off: of a group of states, the one that holds the request's."""
+        """Returns the blocks that are handed off: of a group of states, the last, which holds the request's."""
         if not self.any:
             return groups
         return tuple(
-            group if states is None else states.holding(group)
+            group if states is None else group[-1:]
             for group, states in zip(groups, self._states, strict=True)
         )
 

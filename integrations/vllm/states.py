@@ -28,8 +28,6 @@ class States:
     dtypes: tuple[str, ...]
     item_bytes: tuple[int, ...]
     """The sizes of their elements."""
-    num_scratch: int = 0
-    """The last blocks of a request that speculative decoding writes, which hold no state yet."""
     columns_first: bool = False
     """True if a convolution's state has shape [columns, inputs], which is VLLM_SSM_CONV_STATE_LAYOUT=DS."""
     replicated: bool = False
@@ -38,11 +36,6 @@ class States:
     def num_bytes(self) -> int:
         """Returns the bytes of the states of one layer and one request, which follow each other in a block."""
         return sum(prod(shape) * size for shape, size in zip(self.shapes, self.item_bytes, strict=True))
-
-    def holding(self, blocks: Sequence[int]) -> list[int]:
-        """Returns the block that holds the state of a request with these blocks, in a list, or an empty list."""
-        scratch = min(self.num_scratch, len(blocks) - 1)
-        return list(blocks[: len(blocks) - scratch][-1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from stepping import caches_of, config_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.connector import KVLinkConnector
@@ -28,6 +30,13 @@ def _contexts_shared(config: Any, caches: Any) -> None:
 
 def _with_routed_experts(config: Any, caches: Any) -> None:
     config.aux_output_config.enable_return_routed_experts = True
+
+
+def _with_states(config: Any, caches: Any) -> None:
+    """A layer of Mamba-2 beside attention, and prefix caching, which is on."""
+    states = MambaSpec(block_size=16, shapes=((8, 3), (2, 4, 5)), dtypes=(torch.float32, torch.float32))
+    caches.kv_cache_groups.append(KVCacheGroupSpec(["mamba"], states))
+    config.cache_config.enable_prefix_caching = True
 
 
 def _as_it_is(config: Any, caches: Any) -> None:
@@ -46,5 +55,5 @@ def refusal_of(model: str, change: Callable[[Any, Any], None]) -> str:
 
 
 if __name__ == "__main__":
-    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts)
+    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts, _with_states)
     print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))

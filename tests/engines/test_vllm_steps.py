@@ -42,6 +42,7 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "in_two_stages": "pipeline_parallel_size=2",
         "contexts_shared": "decode_context_parallel_size=2",
         "with_routed_experts": "--enable-return-routed-experts",
+        "with_states": "--no-enable-prefix-caching",
     }
     assert {what for what, name in named.items() if name in output[what]} == set(output)
 

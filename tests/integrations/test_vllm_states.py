@@ -72,12 +72,10 @@ def test_shapes_that_are_not_of_the_kind_are_refused() -> None:
         parts_of(_states("MAMBA2", ((9, 3), (2, 4, 5)), columns_first=True))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "scratch", "held"),
-    [([0, 0, 7], 0, [7]), ([7, 8, 9], 2, [7]), ([7], 2, [7]), ([], 0, [])],
-)
-def test_the_block_that_holds_the_state(blocks: list[int], scratch: int, held: list[int]) -> None:
-    assert _states("MAMBA2", (), num_scratch=scratch).holding(blocks) == held
+def test_the_last_block_of_a_group_of_states_holds_them() -> None:
+    stateful = Stateful([None, _states("MAMBA2", ())])
+    assert stateful.holding([[1, 2], [0, 0, 7]]) == ([1, 2], [7])
+    assert stateful.holding([[1, 2], []]) == ([1, 2], [])
 
 
 # Two ranks of either degree, over pages that hold attention or states.
