@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from typing import Any, cast
 
 from kvlink.errors import ConfigError
@@ -45,6 +46,17 @@ def is_one_range(tokens: TokenRanges) -> bool:
     return len(tokens) == 2 and not isinstance(tokens[0], Sequence)
 
 
+def each_range(tokens: TokenRanges) -> list[TokenRange]:
+    """Returns the only range, or that of each group. Raises ConfigError for anything else."""
+    try:
+        ranges = [cast(TokenRange, tokens)] if is_one_range(tokens) else cast("Sequence[TokenRange]", tokens)
+        return [(index(first), index(end)) for first, end in ranges]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"tokens must be a range (first, end), or a list with one for each cache group, not {tokens!r:.80}"
+        ) from None
+
+
 def ranges_of(
     tokens: TokenRanges | None, layouts: Sequence[KVLayout], theirs: Sequence[array[int]], num_tokens: int
 ) -> list[TokenRange]:
@@ -57,19 +69,18 @@ def ranges_of(
     ]
     if tokens is None:
         return [(0, limit) for limit in limits]
+    ranges = each_range(tokens)
     if is_one_range(tokens):
-        one = cast(TokenRange, tokens)
+        [one] = ranges
         ranges = [
             (0, limit) if layout.is_state else one for layout, limit in zip(layouts, limits, strict=True)
         ]
-    else:
-        ranges = list(cast("Sequence[TokenRange]", tokens))
     if len(ranges) != len(layouts):
         raise ConfigError(f"tokens has {len(ranges)} ranges, and the pool {len(layouts)} cache groups")
-    for index, ((first, end), limit) in enumerate(zip(ranges, limits, strict=True)):
+    for group, ((first, end), limit) in enumerate(zip(ranges, limits, strict=True)):
         if not 0 <= first <= end <= limit:
             raise ConfigError(
-                f"tokens of cache group {index}: {first} to {end} is no range within 0 to {limit}"
+                f"tokens of cache group {group}: {first} to {end} is no range within 0 to {limit}"
             )
     return ranges
 

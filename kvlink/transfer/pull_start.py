@@ -110,9 +110,9 @@ def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
 
 def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
     """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
-    if not 0 <= asked[0] <= asked[1] <= count:
+    if len(asked) != 2 or not 0 <= asked[0] <= asked[1] <= count:
         raise ConfigError(
-            f"request {ticket.request_id}: {what} {asked[0]} to {asked[1]} is no range within 0 to {count}"
+            f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
         )
     return asked[0], asked[1]
 

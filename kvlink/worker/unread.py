@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import Ticket
-from kvlink.transfer.group_ids import TokenRange, TokenRanges, is_one_range
+from kvlink.transfer.group_ids import TokenRanges, each_range
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
 from kvlink.transfer.pull_start import Part, settle_args, within
@@ -84,16 +84,12 @@ def is_empty(num_blocks: int, tokens: TokenRanges | None, layers: Range) -> bool
         return True
     if tokens is None:
         return num_blocks == 0
-    return all(first == end for first, end in _each(tokens))
+    return all(first == end for first, end in each_range(tokens))
 
 
 def check_ranges(ticket: Ticket, tokens: TokenRanges | None, layers: Range, num_layers: int) -> None:
     """Raises ConfigError for a range that exceeds the offer of the ticket."""
-    for each in _each(tokens) if tokens is not None else ():
+    for each in each_range(tokens) if tokens is not None else ():
         within(each, ticket.num_tokens, "tokens", ticket)
     if layers is not None:
         within(layers, num_layers, "layers", ticket)
-
-
-def _each(tokens: TokenRanges) -> Sequence[TokenRange]:
-    return [cast(TokenRange, tokens)] if is_one_range(tokens) else cast("Sequence[TokenRange]", tokens)

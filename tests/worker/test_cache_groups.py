@@ -184,6 +184,23 @@ def test_what_does_not_fit_the_groups_is_refused(workers: ExitStack) -> None:
         owner.offer("many", _ids(MixedSpec(), 9), num_tokens=30)
 
 
+@pytest.mark.parametrize("tokens", [5, (1, 2, 3), [(0, 1), 2], ["a", "b"], [(0, 1.5)], "ab"])
+def test_what_is_no_range_of_tokens_is_refused(workers: ExitStack, tokens: object) -> None:
+    owner, reader = _pair(workers)
+    ticket, _ = _offered(owner)
+    with pytest.raises(ConfigError, match="tokens must be a range"):
+        reader.pull(ticket, _ids(MixedSpec(), 8), tokens=tokens)  # type: ignore[arg-type]
+
+
+def test_one_group_takes_no_list_of_ranges(workers: ExitStack) -> None:
+    geometry = Geometry(1, 1, 24, 8, block_tokens=4)
+    owner, reader = (
+        _worker(workers, BlockPool.allocate(dense(geometry), huge_pages=False), name) for name in "pd"
+    )
+    with pytest.raises(ConfigError, match=r"tokens \(0, 4\) is no range within 0 to 8"):
+        reader.pull(owner.offer("r", [1, 2]), [3, 4], tokens=[(0, 4)]).wait(20)
+
+
 def test_another_number_of_groups_is_another_model(workers: ExitStack) -> None:
     owner = _worker(workers, MixedSpec().make(), "p")
     ticket, _ = _offered(owner)

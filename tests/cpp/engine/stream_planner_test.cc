@@ -10,10 +10,9 @@
 namespace kvlink {
 namespace {
 
-constexpr uint32_t kRow = 64, kBlocks = 16;
-
-class StreamPlannerTest : public testing::Test {
+class StreamPlannerTest : public ::testing::Test {
  protected:
+  static constexpr uint32_t kRow = 64, kBlocks = 16;
   std::vector<std::byte> pool = std::vector<std::byte>(2 * 4 * kRow * kBlocks);
   std::array<uint32_t, 3> blocks{1, 4, 6};
   std::array<uint32_t, 1> state{3}, state_there{8};

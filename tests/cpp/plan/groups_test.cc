@@ -12,11 +12,11 @@
 namespace kvlink {
 namespace {
 
-constexpr uint32_t kPage = 256, kPages = 16, kTokens = 8, kRow = 32, kStateBytes = 96, kStateOffset = 64;
-
 /// Pages of one region hold either eight rows of attention, or one state behind 64 bytes of something else.
-class GroupsTest : public testing::Test {
+class GroupsTest : public ::testing::Test {
  protected:
+  static constexpr uint32_t kPage = 256, kPages = 16, kTokens = 8, kRow = 32;
+  static constexpr uint32_t kStateBytes = 96, kStateOffset = 64;
   std::vector<std::byte> owner = std::vector<std::byte>(kPage * kPages);
   std::vector<std::byte> reader = std::vector<std::byte>(kPage * kPages);
   const Layout attention{kPages, kTokens, 0, 1, kRow, kPage, kRow, kRow, {{0, 0, 0}}};
