@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kvlink import _core
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
+from kvlink.transfer.device_work import DeviceWork, has_ended, until_ended
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import GroupIds
 from kvlink.transfer.offer_check import checked_offer
@@ -24,7 +23,6 @@ from kvlink.types import LeaseEvent, ReadyUnit
 
 _MAX_EVENTS = 1 << 16  # limit for a caller that never reads events; the oldest are dropped
 _TIMED_EVERY = 16
-_POLL_S = 200e-6  # interval between queries of a GPU event; the last kernels of a prompt take milliseconds
 _COLLECT_EVERY = (
     64  # offers between two collections of ended leases, which bounds memory if events are never read
 )
@@ -37,19 +35,6 @@ class _Offered:
     """The number of blocks that are pinned for readers."""
     ticket: Ticket | None = None
     """None while the ticket is being signed, or if the caller created the ticket."""
-
-
-class DeviceWork(Protocol):
-    """Work on a device that ends without further calls: a torch.cuda.Event, or a stream."""
-
-    def query(self) -> bool:
-        """Returns whether the work has ended. Never blocks."""
-
-
-def _has_ended(work: DeviceWork) -> bool:
-    """Asks without breaking a capture of a graph that the engine makes meanwhile on any thread."""
-    with _core.RelaxedCapture():
-        return work.query()
 
 
 class Offers:
@@ -68,7 +53,7 @@ class Offers:
         self._requests: dict[int, str | None] = {}
         """Request ids by lease. None for a lease whose offer was withdrawn."""
         self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
-        self.on_ended: Callable[[str], None] = lambda request_id: None
+        self.on_ended: Callable[[str], object] = lambda request_id: None
         self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
         """Runs a coroutine in the background. The second argument is the request id for log messages."""
         self.sign: Callable[[Ticket], Ticket] = lambda ticket: ticket
@@ -98,7 +83,7 @@ class Offers:
         what = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
         ids, written = what.ids, what.written
         _check_terms(request_id, ttl_s, readers)
-        now = written if after is None or _has_ended(after) else 0
+        now = written if after is None or has_ended(after) else 0
         seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
         unsigned = Ticket(
             request_id=request_id,
@@ -154,8 +139,7 @@ class Offers:
 
     async def _ready_after(self, lease: int, after: DeviceWork, ready: int) -> None:
         try:
-            while not _has_ended(after):
-                await asyncio.sleep(_POLL_S)
+            await until_ended(after)
         except BaseException:
             self._engine.core.abort(lease)  # the content of the blocks is not known
             raise

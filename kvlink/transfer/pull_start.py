@@ -14,11 +14,12 @@ from typing import Any
 
 from kvlink import tracing
 from kvlink.background import ControlThread
-from kvlink.errors import ConfigError, PeerUnreachable, TransferError
+from kvlink.errors import ConfigError, PeerUnreachable, TransferError, TransferTimeout
 from kvlink.forks import check_own, num_forks
 from kvlink.layout import GroupsAssignment
 from kvlink.ticket import LeaseSeat, Ticket
 from kvlink.tracing import Kind
+from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Transfer
 from kvlink.transfer.group_ids import copied
 from kvlink.transfer.group_start import start_groups
@@ -128,16 +129,20 @@ class PullStarts:
         self._waiting: weakref.WeakSet[PullStart] = weakref.WeakSet()
 
     def start(
-        self, connect: Callable[[float], Awaitable[Connected]], want: Want, kept: Sequence[Part] = ()
+        self,
+        connect: Callable[[float], Awaitable[Connected]],
+        want: Want,
+        kept: Sequence[Part] = (),
+        after: DeviceWork | None = None,
     ) -> PullStart:
         """Starts a pull after `connect`, whose argument is the deadline by `time.monotonic()`, has found the owners.
 
-        `kept` are parts of the same pull that have ended.
+        `kept` are parts of the same pull that have ended. Nothing is read before `after` has ended.
         """
         deadline = time.monotonic() + want[-1]
         want = (copied(want[0]), *want[1:])  # the caller may change its block ids
         starting = PullStart()
-        job = start_connected(starting, partial(connect, deadline), want, deadline, kept)
+        job = start_connected(starting, partial(connect, deadline), want, deadline, kept, after)
         running = self._control.submit(job)
         self._waiting.add(starting)
 
@@ -185,10 +190,13 @@ async def start_connected(
     want: Want,
     deadline: float,
     kept: Sequence[Part] = (),
+    after: DeviceWork | None = None,
 ) -> None:
     """Resolves `starting` with the parts. It can be cancelled until the first transfer starts."""
     try:
         connected = await connect()
+        if after is not None and not await until_ended(after, deadline):
+            raise TransferTimeout("the work on the device that the pull comes after has not ended in time")
         if starting.set_running_or_notify_cancel():
             starting.set_result([*kept, *_start_all(connected, want, deadline)])
     except asyncio.CancelledError:

@@ -26,9 +26,9 @@ from kvlink.ticket import Ticket, check_name
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
 from kvlink.transfer.completion import each_ended, when_ended
+from kvlink.transfer.device_work import DeviceWork, has_ended
 from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
 from kvlink.transfer.group_ids import GroupIds, TokenRanges, reader_of_ids
-from kvlink.transfer.offers import DeviceWork
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
@@ -92,7 +92,8 @@ class Worker:
             offers, self._pull = spans.kinds()
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
             """The live offers. `grant_at` serves schedulers that create tickets themselves."""
-            self.offers.on_ended = self._forget
+            tell = self._control.loop.call_soon_threadsafe
+            self.offers.on_ended = lambda request_id: tell(self._membership.forget, request_id)
             self.offers.in_background = partial(self._in_background, what="waiting for the device")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._membership.directory)
@@ -199,6 +200,7 @@ class Worker:
         tokens: TokenRanges | None = None,
         layers: tuple[int, int] | None = None,
         settle: bool = True,
+        after: DeviceWork | None = None,
         timeout_s: float | None = None,
     ) -> Pull:
         """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. With an empty range or
@@ -207,9 +209,9 @@ class Worker:
         ticket: a Ticket or its text, a list with one of each owner rank, or a request id.
         request_id: a request id to claim at the coordinator, instead of `ticket`.
         into: block ids in the forms that `offer` accepts; array("I") or contiguous numpy uint32 is fastest.
-        tokens: half-open range to read, for example to skip a cached prefix, or a list with one for each cache group.
-        layers: half-open range of layers.
+        tokens, layers: half-open ranges to read. `tokens` may be a list with one for each cache group.
         settle: settle the offer at the owner at once after all bytes are valid.
+        after: as for `offer`: a step that still uses the blocks of `into`. Nothing is written before it has ended.
         timeout_s: deadline of the whole pull in seconds, by default KVLINK_TIMEOUT_S; 0 does not wait.
         Raises ConfigError for invalid arguments, AccessDenied for a signature of another tenant; else the Pull raises.
         """
@@ -222,14 +224,15 @@ class Worker:
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
         on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
-        if isinstance(ticket, Ticket):
+        if isinstance(ticket, Ticket) and (after is None or has_ended(after)):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if peer is not None and (transfer := start(peer, ticket, want)) is not None:
                 restart = self._restart(want, transfer.started_ns / 1e9) if transfer.state <= FAILED else None
                 parts = [(ticket, peer, transfer)]
                 return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart)
         claimed, connect = self._sources.of(ticket)
-        restart, starting = self._restart(want, time.monotonic()), self._starts.start(connect, want)
+        restart = self._restart(want, time.monotonic())
+        starting = self._starts.start(connect, want, after=after)
         return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
@@ -286,9 +289,6 @@ class Worker:
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         self._control.in_background(job, f"{what} failed request={request_id}")
-
-    def _forget(self, request_id: str) -> None:
-        self._control.loop.call_soon_threadsafe(self._membership.forget, request_id)
 
 
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()

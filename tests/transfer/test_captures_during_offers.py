@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvlink import _core
-from kvlink.transfer.offers import _has_ended
+from kvlink.transfer.device_work import has_ended
 
 
 class Relaxed:
@@ -30,7 +30,7 @@ class Work:
 
 def test_the_question_is_asked_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "RelaxedCapture", Relaxed)
-    assert _has_ended(Work())
+    assert has_ended(Work())
     assert Relaxed.depth == 0
 
 

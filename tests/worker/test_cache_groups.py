@@ -15,7 +15,7 @@ import pytest
 from transports.mixed_pools import MixedSpec, whole, whole_model, write
 
 from kvlink import LeaseEnd, ReadyUnit, Ticket, Worker, WorkerConfig
-from kvlink.errors import ConfigError, LayoutMismatch
+from kvlink.errors import ConfigError, LayoutMismatch, TransferTimeout
 from kvlink.layout import dense, num_seats
 from kvlink.layout.geometry import Geometry
 from kvlink.transfer.pool import BlockPool
@@ -151,6 +151,36 @@ def test_readers_wait_for_the_device(workers: ExitStack) -> None:
     pull.wait(20)
     write(wanted, reader.pool.groups, ours, model, whole(reader.pool.groups, _TOKENS))
     assert _is(reader.pool, wanted)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_nothing_is_written_before_the_step_that_uses_the_blocks_has_ended(
+    workers: ExitStack, connected: bool
+) -> None:
+    owner, reader = _pair(workers)
+    ticket, model = _offered(owner)
+    if connected:
+        reader.connect(ticket)
+    step, ours = _Kernels(), _ids(MixedSpec(), 8)
+    wanted = _poison(reader.pool, 1)
+    pull = reader.pull(ticket, ours, after=step)
+    assert not pull.wait(0)
+    assert _is(reader.pool, wanted)
+    step.has_ended = True
+    pull.wait(20)
+    write(wanted, reader.pool.groups, ours, model, whole(reader.pool.groups, _TOKENS))
+    assert _is(reader.pool, wanted)
+
+
+def test_a_step_that_does_not_end_ends_the_pull(workers: ExitStack) -> None:
+    owner, reader = _pair(workers)
+    ticket, _ = _offered(owner)
+    reader.connect(ticket)
+    before = _poison(reader.pool, 1)
+    pull = reader.pull(ticket, _ids(MixedSpec(), 8), after=_Kernels(), timeout_s=0)
+    with pytest.raises(TransferTimeout, match="has not ended in time"):
+        pull.wait(20)
+    assert _is(reader.pool, before)
 
 
 def test_blocks_of_two_groups_in_the_same_memory_are_refused(workers: ExitStack) -> None:
