@@ -28,6 +28,7 @@ from .engine_config import (
     check_outputs,
     check_parallelism,
     grows,
+    launched,
     number_of,
     rank_of,
     states_of,
@@ -143,7 +144,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Carries out the commands before the step: pulls start now, not after the forward, where vLLM starts them."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.carry_out(connector_metadata.commands)
+            commands = connector_metadata.commands
+            pulls = commands.loads or commands.parts
+            self._worker.carry_out(commands, launched(self._tensors) if pulls else None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: the loads have started already."""

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvlink.errors import ConfigError
+from kvlink.transfer.device_work import DeviceWork
 
 from .caches import Rank
 from .settings import Settings
@@ -133,11 +134,20 @@ def at_this_host(settings: Settings) -> Settings:
     return replace(settings, worker=replace(settings.worker, host=host))
 
 
-def when_launched_has_run(caches: Mapping[str, torch.Tensor]) -> Callable[[], bool]:
-    """Returns a check whether the launched kernels that write these caches have run. On a CPU they always have."""
+def launched(caches: Mapping[str, torch.Tensor]) -> DeviceWork | None:
+    """Returns the kernels that are launched by now and may use these caches. None on a CPU, where they have run.
+
+    With asynchronous scheduling, the last step may still write blocks that its requests have given back.
+    """
     device = next(iter(caches.values())).device
     if device.type == "cpu":
-        return lambda: True
+        return None
     event = torch.Event(device)
     event.record()
-    return event.query
+    return event
+
+
+def when_launched_has_run(caches: Mapping[str, torch.Tensor]) -> Callable[[], bool]:
+    """Returns a check whether the launched kernels that write these caches have run. On a CPU they always have."""
+    work = launched(caches)
+    return (lambda: True) if work is None else work.query

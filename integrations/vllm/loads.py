@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from kvlink import Pull, Worker
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
+from kvlink.transfer.device_work import DeviceWork
 
 from .caches import Caches
 from .handoff import Handoff, expanded
@@ -75,8 +76,11 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loading)
 
-    def start(self, load: Load) -> None:
-        """Starts pulls, or waits for `add`. Takes microseconds; a new peer is connected in the background."""
+    def start(self, load: Load, launched: DeviceWork | None = None) -> None:
+        """Starts a pull, or waits for `add`. Takes microseconds; a new peer is connected in the background.
+
+        Nothing is written before `launched` has ended.
+        """
         groups = len(self._caches.groups)
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
         loading.pulled_to = [load.first_token] * groups
@@ -86,9 +90,9 @@ class Loads:
         elif load.in_parts:
             loading.complete = False
         else:
-            self._pull(loading, load.handoff, load.num_tokens, written=True)
+            self._pull(loading, load.handoff, load.num_tokens, launched, written=True)
 
-    def add(self, request_id: str, part: Part) -> None:
+    def add(self, request_id: str, part: Part, launched: DeviceWork | None = None) -> None:
         """Pulls what a part has beyond the previous ones. Ignores parts of a load that has ended."""
         loading = self._loading.get(request_id)
         if loading is None or loading.complete or loading.error is not None:
@@ -98,7 +102,7 @@ class Loads:
             loading.settles = part.sure and loading.load.settles
             loading.early_bytes = sum(pull.stats.num_bytes for pull in loading.pulls)
         end = min(part.handoff.num_tokens, loading.load.num_tokens)
-        self._pull(loading, part.handoff, end, written=part.written)
+        self._pull(loading, part.handoff, end, launched, written=part.written)
 
     def cut(self, request_id: str, why: str) -> None:
         """Ends the wait for parts. What is here is discarded, unless all of it was announced."""
@@ -127,7 +131,9 @@ class Loads:
                 self._report(loading.load, loading.error)
         return ended, failed
 
-    def _pull(self, loading: _Loading, handoff: Handoff, end: int, *, written: bool) -> None:
+    def _pull(
+        self, loading: _Loading, handoff: Handoff, end: int, launched: DeviceWork | None, *, written: bool
+    ) -> None:
         """Starts a pull of what the cache groups have up to token `end`, if they have any that is not here."""
         start = time.perf_counter_ns()
         try:
@@ -135,7 +141,9 @@ class Loads:
             if any(first < upto for first, upto in ranges):
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 settle = loading.settles and not loading.load.in_parts
-                loading.pulls.append(self._start(loading.load, handoff, ranges, written, settle=settle))
+                loading.pulls.append(
+                    self._start(loading.load, handoff, ranges, written, settle=settle, after=launched)
+                )
                 loading.pulled_to = [
                     end if first < upto else before
                     for (first, upto), before in zip(ranges, loading.pulled_to, strict=True)
@@ -147,7 +155,14 @@ class Loads:
         loading.post_ns += time.perf_counter_ns() - start
 
     def _start(
-        self, load: Load, handoff: Handoff, ranges: Sequence[tuple[int, int]], written: bool, *, settle: bool
+        self,
+        load: Load,
+        handoff: Handoff,
+        ranges: Sequence[tuple[int, int]],
+        written: bool,
+        *,
+        settle: bool,
+        after: DeviceWork | None,
     ) -> Pull:
         groups = self._caches.groups
         tickets = handoff.tickets(groups, written=written)
@@ -163,6 +178,7 @@ class Loads:
             into[0] if alone else into,
             tokens=tokens[0] if alone else tokens,
             settle=settle,
+            after=after,
         )
 
     def _range(self, loading: _Loading, handoff: Handoff, group: int, end: int) -> tuple[int, int]:

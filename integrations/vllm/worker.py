@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kvlink import LeaseEnd, Worker, WorkerConfig
 from kvlink.errors import KVLinkError
+from kvlink.transfer.device_work import DeviceWork
 
 from .caches import Caches
 from .handoff import Owner, RankInfo
@@ -75,8 +76,11 @@ class WorkerSide:
             ", ".join(transports),
         )
 
-    def carry_out(self, commands: StepCommands) -> None:
-        """Carries out commands before the step. Takes microseconds; a new peer is connected in the background."""
+    def carry_out(self, commands: StepCommands, launched: DeviceWork | None = None) -> None:
+        """Carries out commands before the step. Takes microseconds; a new peer is connected in the background.
+
+        `launched` are kernels that may still use the blocks that are pulled into.
+        """
         self._idle_wait_s = _IDLE_S if commands.idle else 0.0
         for request_id in commands.withdrawn:
             self._withdraw(request_id)
@@ -92,10 +96,10 @@ class WorkerSide:
             with contextlib.suppress(KVLinkError):  # the lease has ended, and its event follows
                 self._worker.offers.abort(request_id)
         for load in commands.loads:
-            self._loads.start(load)
+            self._loads.start(load, launched)
         for request_id, parts in commands.parts.items():
             for part in parts:
-                self._loads.add(request_id, part)
+                self._loads.add(request_id, part, launched)
         for request_id, why in commands.cut.items():
             self._loads.cut(request_id, why)
         self._publish()

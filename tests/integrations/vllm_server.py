@@ -43,6 +43,7 @@ class Server:
     coordinator: str = ""
     streaming_from: int = 0
     window: int = 0
+    launched: Any = None
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -122,7 +123,7 @@ class Server:
         self.scheduler.scheduled(chunks or {}, preempted)
         commands = self.scheduler.take_commands(idle=not chunks)
         for rank in self.ranks:
-            rank.carry_out(commands)
+            rank.carry_out(commands, self.launched)
         compute()
         for rank in self.ranks if commands.written else ():
             rank.computed(commands.written, lambda: True)
