@@ -20,8 +20,10 @@ using Allocation = unsigned long long;  // a handle of physical memory
 
 inline constexpr int kSuccess = 0;              // CUDA_SUCCESS
 inline constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
+inline constexpr int kNotPermitted = 800;       // CUDA_ERROR_NOT_PERMITTED
 inline constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
 inline constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+inline constexpr int kFabric = 8;               // CU_MEM_HANDLE_TYPE_FABRIC
 inline constexpr int kOnDevice = 1;             // CU_MEM_LOCATION_TYPE_DEVICE
 inline constexpr int kPinnedAllocation = 1;     // CU_MEM_ALLOCATION_TYPE_PINNED
 inline constexpr int kReadOnly = 1;             // CU_MEM_ACCESS_FLAGS_PROT_READ
@@ -32,6 +34,7 @@ inline constexpr int kCapabilityMajor = 75;     // CU_DEVICE_ATTRIBUTE_COMPUTE_C
 inline constexpr int kCapabilityMinor = 76;     // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 inline constexpr int kMultiprocessors = 16;     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kRdmaWithVmm = 110;        // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+inline constexpr int kFabricHandles = 128;      // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
 inline constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kDeviceOrdinal = 9;        // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -45,6 +48,9 @@ struct Uuid {
 };
 struct IpcHandle {
   char bytes[64];
+};
+struct FabricHandle {
+  unsigned char bytes[64];
 };
 struct Location {
   int type, id;
@@ -106,9 +112,11 @@ struct CopyAttributes {
       properties, unsigned long long flags)) \
   F(allocation_retain, "cuMemRetainAllocationHandle", (Allocation* allocation, void* memory)) \
   F(allocation_release, "cuMemRelease", (Allocation allocation)) \
-  F(allocation_export, "cuMemExportToShareableHandle", (void* fd, Allocation allocation, int type, \
+  F(allocation_properties, "cuMemGetAllocationPropertiesFromHandle", (AllocationProperties* properties, \
+      Allocation allocation)) \
+  F(allocation_export, "cuMemExportToShareableHandle", (void* handle, Allocation allocation, int type, \
       unsigned long long flags)) \
-  F(allocation_import, "cuMemImportFromShareableHandle", (Allocation* allocation, void* fd, int type)) \
+  F(allocation_import, "cuMemImportFromShareableHandle", (Allocation* allocation, void* handle, int type)) \
   F(address_reserve, "cuMemAddressReserve", (Address* address, size_t bytes, size_t alignment, Address \
       wanted, unsigned long long flags)) \
   F(address_free, "cuMemAddressFree", (Address address, size_t bytes)) \

@@ -17,10 +17,17 @@ Status check(const Api& api, int result, const char* call, uint64_t bytes, int o
           "ask for fewer blocks; nvidia-smi shows what is free"};
 }
 
+/// Also by the fabric where the GPU is on one.
+int handle_types(const cuda::Device& device) {
+  int fabric = 0;
+  const int asked = device.api.device_get_attribute(&fabric, cuda::kFabricHandles, device.device);
+  return asked == cuda::kSuccess && fabric != 0 ? cuda::kPosixFd | cuda::kFabric : cuda::kPosixFd;
+}
+
 cuda::AllocationProperties properties(const cuda::Device& device) {
   cuda::AllocationProperties wanted{};
   wanted.type = cuda::kPinnedAllocation;
-  wanted.handle_types = cuda::kPosixFd;
+  wanted.handle_types = handle_types(device);
   wanted.location = {cuda::kOnDevice, device.ordinal};
   int rdma = 0;
   const int asked = device.api.device_get_attribute(&rdma, cuda::kRdmaWithVmm, device.device);
@@ -44,14 +51,19 @@ Result<std::shared_ptr<CudaMemory>> CudaMemory::allocate(uint64_t bytes, int ord
 Status CudaMemory::map() {
   const Api& api = device_->api;
   const int ordinal = device_->ordinal;
-  const cuda::AllocationProperties wanted = properties(*device_);
+  cuda::AllocationProperties wanted = properties(*device_);
   size_t granularity = 0;
   const int asked = api.get_granularity(&granularity, &wanted, cuda::kRecommended);
   Status status = check(api, asked, "cuMemGetAllocationGranularity", bytes_, ordinal);
   if (!status.ok()) return status;
   const uint64_t whole = (bytes_ + granularity - 1) / granularity * granularity;
   cuda::Allocation allocation = 0;
-  status = check(api, api.allocation_create(&allocation, whole, &wanted, 0), "cuMemCreate", bytes_, ordinal);
+  int created = api.allocation_create(&allocation, whole, &wanted, 0);
+  if (created == cuda::kNotPermitted || created == cuda::kNotSupported) {  // IMEX has no channel for us
+    wanted.handle_types = cuda::kPosixFd;
+    created = api.allocation_create(&allocation, whole, &wanted, 0);
+  }
+  status = check(api, created, "cuMemCreate", bytes_, ordinal);
   if (!status.ok()) return status;
   const int reserved = api.address_reserve(&address_, whole, granularity, 0, 0);
   status = check(api, reserved, "cuMemAddressReserve", bytes_, ordinal);

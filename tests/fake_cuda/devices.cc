@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <sstream>
 #include <string>
@@ -62,6 +63,9 @@ int ordinal_of(int gpu) {
 
 int current_gpu() { return static_cast<int>(static_cast<char*>(contexts.back()) - contexts_of.data()); }
 
+bool on_fabric() { return std::getenv("FAKE_CUDA_FABRIC") != nullptr; }
+bool has_channel() { return on_fabric() && std::string(std::getenv("FAKE_CUDA_FABRIC")) != "no-imex"; }
+
 bool peers(int gpu, int other) { return gpu == other || std::getenv("FAKE_CUDA_NO_PEERS") == nullptr; }
 
 }  // namespace fake
@@ -109,7 +113,9 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
 
 /// The GPU is like an H100: capability 9.0.
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? 9 : attribute == 110 ? 1 : attribute == 16 ? kMultiprocessors : 0;
+  const std::map<int, int> values = {{16, kMultiprocessors}, {75, 9}, {110, 1}, {128, on_fabric() ? 1 : 0}};
+  const auto found = values.find(attribute);
+  *value = found == values.end() ? 0 : found->second;
   return gpu_at(device) >= 0 ? kSuccess : kInvalidDevice;
 }
 

@@ -28,6 +28,7 @@ enum Error {
   kInvalidContext = 201,
   kPeerAccessUnsupported = 217,
   kNotReady = 600,
+  kNotPermitted = 800,
   kNotSupported = 801,
   kCaptureUnsupported = 900,
   kCaptureInvalidated = 901
@@ -55,6 +56,10 @@ int current_gpu();
 int gpu_of(uint64_t address);
 /// Whether one GPU reaches the other's memory: not with FAKE_CUDA_NO_PEERS.
 bool peers(int gpu, int other);
+
+/// FAKE_CUDA_FABRIC: the GPUs are on a fabric. Its value "no-imex" leaves this process without a channel.
+bool on_fabric();
+bool has_channel();
 
 /// Whether the device may follow the address: its own memory's, or one of registered host memory.
 bool reaches(uint64_t address, size_t bytes);

@@ -126,6 +126,8 @@ int cuGetErrorName(int error, const char** name) {
       {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
       {kPeerAccessUnsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
       {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+      {kNotPermitted, "CUDA_ERROR_NOT_PERMITTED"},
+      {kNotSupported, "CUDA_ERROR_NOT_SUPPORTED"},
       {kNotReady, "CUDA_ERROR_NOT_READY"}};
   const auto found = names.find(error);
   *name = found == names.end() ? nullptr : found->second;

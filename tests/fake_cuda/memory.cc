@@ -25,6 +25,7 @@ struct Allocation {
   size_t bytes;
   int gpu;
   int count = 1;
+  int handle_types = 1;
   bool by_ipc = false;  // other processes may have it by cuIpcOpenMemHandle
 };
 struct Range {
@@ -95,6 +96,11 @@ using namespace fake;  // NOLINT: the C functions below
 struct Properties {
   int type, handle_types, location_type, location_id;
 };
+/// As CUDA's, where this fake fills only what comes first.
+struct AllProperties {
+  Properties first;
+  std::array<char, 16> rest;
+};
 struct AccessDescription {
   int location_type, location_id, flags;
 };
@@ -107,6 +113,19 @@ struct IpcHandle {
   std::array<char, 36> rest;
 };
 static_assert(sizeof(IpcHandle) == 64);
+using FabricHandle = IpcHandle;
+
+/// The error of a process that has no channel of IMEX.
+int may_share_by_fabric() { return has_channel() ? kSuccess : on_fabric() ? kNotPermitted : kNotSupported; }
+
+/// Opens what another process of this machine, or this one, told by a handle. -1: it is not there.
+int open_told(const IpcHandle& handle) {
+  const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0 || inode_of(fd) == handle.inode) return fd;
+  ::close(fd);  // of another process: pids are those of one namespace
+  return -1;
+}
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -120,9 +139,12 @@ int cuMemCreate(uint64_t* handle, size_t bytes, const Properties* wanted, unsign
   if (const int error = may_wait()) return error;
   const int gpu = gpu_at(wanted->location_id);
   if (wanted->type != 1 || wanted->location_type != 1 || gpu < 0) return kInvalidValue;
-  if (wanted->handle_types != 1 || bytes == 0 || bytes % kGranularity != 0 || flags != 0)
+  const int types = wanted->handle_types;
+  if (types == 0 || (types & ~9) != 0 || bytes == 0 || bytes % kGranularity != 0 || flags != 0)
     return kInvalidValue;
+  if (const int error = may_share_by_fabric(); (types & 8) != 0 && error != kSuccess) return error;
   Allocation* const made = make(bytes, gpu);
+  if (made != nullptr) made->handle_types = types;
   *handle = reinterpret_cast<uint64_t>(made);
   return made ? kSuccess : kInvalidValue;
 }
@@ -143,16 +165,38 @@ int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
   return kSuccess;
 }
 
+int cuMemGetAllocationPropertiesFromHandle(AllProperties* properties, uint64_t handle) {
+  const Allocation& allocation = *reinterpret_cast<Allocation*>(handle);
+  *properties = {{1, allocation.handle_types, 1, ordinal_of(allocation.gpu)}, {}};
+  return kSuccess;
+}
+
 int cuMemExportToShareableHandle(void* into, uint64_t handle, int type, unsigned long long flags) {
   if (const int error = breaks_capture()) return error;
-  if (type != 1 || flags != 0) return kInvalidValue;
-  const int fd = ::fcntl(reinterpret_cast<Allocation*>(handle)->fd, F_DUPFD_CLOEXEC, 0);
+  Allocation& allocation = *reinterpret_cast<Allocation*>(handle);
+  if ((type & allocation.handle_types) == 0 || flags != 0) return kInvalidValue;
+  if (type == 8) {
+    if (const int error = may_share_by_fabric()) return error;
+    *static_cast<FabricHandle*>(into) = {
+        ::getpid(), allocation.fd, allocation.bytes, inode_of(allocation.fd), allocation.gpu, {}};
+    return kSuccess;
+  }
+  const int fd = ::fcntl(allocation.fd, F_DUPFD_CLOEXEC, 0);
   *static_cast<int*>(into) = fd;
   return fd >= 0 ? kSuccess : kInvalidValue;
 }
 
 int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int type) {
   if (const int error = breaks_capture()) return error;
+  if (type == 8) {  // the GPU need not be visible to this process
+    if (const int error = may_share_by_fabric()) return error;
+    const FabricHandle& told = *static_cast<const FabricHandle*>(descriptor);
+    const int opened = open_told(told);
+    if (opened < 0) return kInvalidValue;
+    ++live;
+    *handle = reinterpret_cast<uint64_t>(new Allocation{opened, told.bytes, told.gpu});
+    return kSuccess;
+  }
   const auto fd = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
   std::array<char, 64> link{};
   struct stat found{};
@@ -279,13 +323,8 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned flags) {
   if (flags != 1) return kInvalidValue;
   if (handle.pid == ::getpid()) return kInvalidContext;
   if (!peers(current_gpu(), handle.gpu)) return kPeerAccessUnsupported;  // seen by this process or not
-  const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  const int fd = open_told(handle);
   if (fd < 0) return kInvalidValue;
-  if (inode_of(fd) != handle.inode) {  // of another process: pids are those of one namespace
-    ::close(fd);
-    return kInvalidValue;
-  }
   std::lock_guard lock(mutex);
   ++live;
   return map_whole(address, new Allocation{fd, handle.bytes, handle.gpu});

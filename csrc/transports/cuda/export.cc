@@ -6,6 +6,7 @@
 
 #include "base/host_identity.h"
 #include "base/unique_fd.h"
+#include "transports/cuda/fabric.h"
 
 namespace kvlink {
 namespace {
@@ -15,8 +16,9 @@ using cuda::Api;
 
 const char* const kAllocate = "allocate the pool with BlockPool.allocate(layout, gpu=...)";
 
-/// The physical allocations of a region, in order.
+/// The physical allocations of a region, in order, as descriptors of one type.
 struct Parts {
+  int type = 0;  // cuda::kPosixFd or kFabric
   std::vector<UniqueFd> fds;
   std::vector<uint64_t> sizes;
   uint64_t offset = 0;  // of the region in the first
@@ -29,6 +31,26 @@ struct Retained {
   ~Retained() { api.allocation_release(allocation); }
 };
 
+/// Returns the type of handles that the allocation can be exported by. Descriptors come first, because they
+/// need no daemon.
+int type_of(const Api& api, cuda::Allocation allocation) {
+  cuda::AllocationProperties made{};
+  if (api.allocation_properties(&made, allocation) != cuda::kSuccess) return cuda::kPosixFd;
+  return (made.handle_types & (cuda::kPosixFd | cuda::kFabric)) == cuda::kFabric ? cuda::kFabric
+                                                                                 : cuda::kPosixFd;
+}
+
+Result<UniqueFd> export_fd(const Api& api, cuda::Allocation allocation) {
+  int fd = -1;
+  const int result = api.allocation_export(&fd, allocation, cuda::kPosixFd, 0);
+  if (const Status status = api.check(result, "cuMemExportToShareableHandle"); !status.ok()) {
+    return Status::Unavailable(
+        "its memory was not allocated for sharing, or there is no descriptor left: " + status.what(),
+        std::string("raise ulimit -n, or ") + kAllocate);
+  }
+  return UniqueFd(fd);
+}
+
 /// Returns true if `at` is in a physical allocation, which is appended, and false if it was not mapped from
 /// one.
 Result<bool> append_part(const Api& api, Address at, Parts& parts) {
@@ -39,15 +61,14 @@ Result<bool> append_part(const Api& api, Address at, Parts& parts) {
   size_t bytes = 0;
   Status status = api.check(api.get_address_range(&base, &bytes, at), "cuMemGetAddressRange");
   if (!status.ok()) return status;
-  int fd = -1;
-  const int result = api.allocation_export(&fd, allocation, cuda::kPosixFd, 0);
-  if (status = api.check(result, "cuMemExportToShareableHandle"); !status.ok()) {
-    return Status::Unavailable(
-        "its memory was not allocated for sharing, or there is no descriptor left: " + status.what(),
-        std::string("raise ulimit -n, or ") + kAllocate);
+  if (parts.fds.empty()) {
+    parts.type = type_of(api, allocation);
+    parts.offset = at - base;
   }
-  if (parts.fds.empty()) parts.offset = at - base;
-  parts.fds.emplace_back(fd);
+  Result<UniqueFd> fd =
+      parts.type == cuda::kFabric ? export_fabric(api, allocation) : export_fd(api, allocation);
+  if (!fd.ok()) return fd.status();
+  parts.fds.push_back(std::move(*fd));
   parts.sizes.push_back(bytes);
   parts.bytes += base + bytes - at;
   return true;
@@ -97,7 +118,7 @@ Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const 
   if (!parts.ok()) return parts.status();
   if (parts->fds.empty()) return key_of_ipc(device.api, key);
   if (parts->bytes < range.bytes) return Status::Unavailable("a part of it is not mapped", kAllocate);
-  key.kind = CudaKey::Kind::kAllocations;
+  key.kind = parts->type == cuda::kFabric ? CudaKey::Kind::kFabric : CudaKey::Kind::kAllocations;
   key.offset = parts->offset;
   for (size_t part = 0; part < parts->fds.size(); ++part) {
     const FdOffer offer{0, 0, parts->sizes[part], Access::kRead};

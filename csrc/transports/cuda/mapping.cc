@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/host_identity.h"
+#include "transports/cuda/fabric.h"
 
 namespace kvlink {
 namespace {
@@ -44,6 +45,14 @@ Status hidden_gpu(const CudaKey& key, const Status& why) {
           "; MIG instances do not share memory: use verbs or tcp between them");
 }
 
+Result<cuda::Allocation> import_fd(const cuda::Api& api, int fd) {
+  cuda::Allocation allocation = 0;
+  void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+  const int imported = api.allocation_import(&allocation, handle, cuda::kPosixFd);
+  const Status status = api.check(imported, "cuMemImportFromShareableHandle");
+  return status.ok() ? Result<cuda::Allocation>(allocation) : status;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cuda::Device> reader,
@@ -53,11 +62,12 @@ Result<std::unique_ptr<CudaMapping>> CudaMapping::make(std::shared_ptr<const cud
   const cuda::Current current(*reader);
   if (!current.status().ok()) return current.status();
   std::unique_ptr<CudaMapping> mapping(new CudaMapping(std::move(reader), key.gpu));
-  const bool by_parts = key.kind == CudaKey::Kind::kAllocations;
+  const bool by_parts = key.in_parts();
   mapping->by_owner_ = !by_parts;
   Status status = by_parts ? mapping->map_parts(key, client) : mapping->open_ipc(key, client);
   // The driver maps cudaMalloc memory of hidden GPUs, and is asked for other memory too.
-  if (!status.ok() && *seen == Seen::kHidden) return hidden_gpu(key, status);
+  const bool by_fabric = key.kind == CudaKey::Kind::kFabric;  // which asks for no visible GPU
+  if (!status.ok() && *seen == Seen::kHidden && !by_fabric) return hidden_gpu(key, status);
   return status.ok() ? Result<std::unique_ptr<CudaMapping>>(std::move(mapping)) : status;
 }
 
@@ -83,7 +93,7 @@ Status CudaMapping::map_parts(const CudaKey& key, FdClient& client) {
   for (const FdOffer& part : key.parts) {
     const Result<UniqueFd> fd = client.take(part);
     if (!fd.ok()) return fd.status();
-    if (status = map_part(part, (*fd).get(), at); !status.ok()) return status;
+    if (status = map_part(part, (*fd).get(), key.kind, at); !status.ok()) return status;
     at += part.bytes;
   }
   cuda::AccessDescription access{{cuda::kOnDevice, reader_->ordinal}, cuda::kReadOnly};
@@ -96,15 +106,13 @@ Status CudaMapping::map_parts(const CudaKey& key, FdClient& client) {
   return api.check(set, "cuMemSetAccess");
 }
 
-Status CudaMapping::map_part(const FdOffer& part, int fd, cuda::Address at) {
+Status CudaMapping::map_part(const FdOffer& part, int fd, CudaKey::Kind kind, cuda::Address at) {
   const cuda::Api& api = reader_->api;
-  cuda::Allocation allocation = 0;
-  void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
-  const int imported = api.allocation_import(&allocation, handle, cuda::kPosixFd);
-  Status status = api.check(imported, "cuMemImportFromShareableHandle");
-  if (!status.ok()) return status;
-  status = api.check(api.memory_map(at, part.bytes, 0, allocation, 0), "cuMemMap");
-  api.allocation_release(allocation);  // the mapping keeps it
+  const Result<cuda::Allocation> allocation =
+      kind == CudaKey::Kind::kFabric ? import_fabric(api, fd) : import_fd(api, fd);
+  if (!allocation.ok()) return allocation.status();
+  const Status status = api.check(api.memory_map(at, part.bytes, 0, *allocation, 0), "cuMemMap");
+  api.allocation_release(*allocation);  // the mapping keeps it
   if (status.ok()) mapped_.push_back(part.bytes);
   return status;
 }

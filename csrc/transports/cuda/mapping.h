@@ -34,7 +34,7 @@ class CudaMapping {
   CudaMapping(std::shared_ptr<const cuda::Device> reader, const cuda::Uuid& owner)
       : reader_(std::move(reader)), same_gpu_(reader_->uuid == owner) {}
   Status map_parts(const CudaKey& key, FdClient& client);
-  Status map_part(const FdOffer& part, int fd, cuda::Address at);
+  Status map_part(const FdOffer& part, int fd, CudaKey::Kind kind, cuda::Address at);
   Status open_ipc(const CudaKey& key, const FdClient& client);
 
   const std::shared_ptr<const cuda::Device> reader_;

@@ -14,7 +14,7 @@
 
 namespace kvlink {
 
-inline constexpr uint32_t kCudaMagic = 0x3261'6463;  // "cda2"
+inline constexpr uint32_t kCudaMagic = 0x3361'6463;  // "cda3"
 inline constexpr uint32_t kMaxCudaParts = 2048;      // of one region; its key stays below 64 KiB
 
 struct CudaKey {
@@ -22,6 +22,7 @@ struct CudaKey {
     kHost,         // a memfd, mapped by the CPU: the lease table
     kAllocations,  // physical allocations of a GPU, one behind the other, each with a descriptor
     kIpc,          // what cudaMalloc made, by CUDA's older handles
+    kFabric,       // as kAllocations, but each descriptor has a handle of the fabric in it
   };
   Kind kind = Kind::kHost;
   uint64_t bytes = 0, offset = 0;  // of the region; offset into its first part, or what cudaMalloc made
@@ -56,7 +57,7 @@ struct CudaKey {
     const std::string_view gpu = from.bytes(sizeof key.gpu.bytes);
     const std::string_view ipc = from.bytes(sizeof key.ipc.bytes);
     const uint32_t count = from.u32();
-    if (!from.ok() || kind > 2 || gpu.size() != sizeof key.gpu.bytes || count > kMaxCudaParts) {
+    if (!from.ok() || kind > kLastKind || gpu.size() != sizeof key.gpu.bytes || count > kMaxCudaParts) {
       return malformed();
     }
     std::memcpy(key.gpu.bytes, gpu.data(), gpu.size());
@@ -74,7 +75,11 @@ struct CudaKey {
     return sum;
   }
 
+  bool in_parts() const { return kind == Kind::kAllocations || kind == Kind::kFabric; }
+
  private:
+  static constexpr uint32_t kLastKind = static_cast<uint32_t>(Kind::kFabric);
+
   static Status malformed() { return Status::AccessDenied("not a key of a cuda region"); }
 
   bool is_whole(size_t ipc_bytes) const {

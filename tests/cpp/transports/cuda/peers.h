@@ -47,10 +47,11 @@ class Variable {
   std::optional<std::string> before_;
 };
 
-/// GPU memory that kvlink allocates, or by cuMemAlloc, as cudaMalloc does.
+/// GPU memory that kvlink allocates, or by cuMemAlloc, as cudaMalloc does, or in two allocations that only
+/// the fabric shares, as torch's expandable segments do.
 class GpuPool {
  public:
-  enum class Kind { kKvlink, kMalloc };
+  enum class Kind { kKvlink, kMalloc, kFabric };
 
   explicit GpuPool(Kind kind = Kind::kKvlink, uint64_t bytes = kPoolBytes) : device_(*cuda::Device::at(0)) {
     if (kind == Kind::kKvlink) {
@@ -61,12 +62,20 @@ class GpuPool {
       return;
     }
     const cuda::Current current(*device_);
-    EXPECT_EQ(device_->api.memory_alloc(&malloced_, bytes), 0);
-    range_ = {.base = reinterpret_cast<std::byte*>(malloced_), .bytes = bytes, .device = true};
+    if (kind == Kind::kFabric) {
+      map_halves(bytes / 2);
+    } else {
+      EXPECT_EQ(device_->api.memory_alloc(&malloced_, bytes), 0);
+    }
+    const cuda::Address at = half_ != 0 ? mapped_ : malloced_;
+    range_ = {.base = reinterpret_cast<std::byte*>(at), .bytes = bytes, .device = true};
   }
   ~GpuPool() {
     const cuda::Current current(*device_);
     if (malloced_ != 0) device_->api.memory_free(malloced_);
+    if (half_ == 0) return;
+    for (const cuda::Address at : {mapped_, mapped_ + half_}) device_->api.memory_unmap(at, half_);
+    device_->api.address_free(mapped_, 2 * half_);
   }
   GpuPool(const GpuPool&) = delete;
   GpuPool& operator=(const GpuPool&) = delete;
@@ -80,9 +89,28 @@ class GpuPool {
   }
 
  private:
+  void map_halves(uint64_t half) {
+    const cuda::Api& api = device_->api;
+    half_ = half;
+    EXPECT_EQ(api.address_reserve(&mapped_, 2 * half, 0, 0, 0), 0);
+    cuda::AllocationProperties wanted{};
+    wanted.type = cuda::kPinnedAllocation;
+    wanted.handle_types = cuda::kFabric;
+    wanted.location = {cuda::kOnDevice, 0};
+    for (const cuda::Address at : {mapped_, mapped_ + half}) {
+      cuda::Allocation allocation = 0;
+      EXPECT_EQ(api.allocation_create(&allocation, half, &wanted, 0), 0);
+      EXPECT_EQ(api.memory_map(at, half, 0, allocation, 0), 0);
+      api.allocation_release(allocation);
+    }
+    const cuda::AccessDescription access{wanted.location, cuda::kReadWrite};
+    EXPECT_EQ(api.memory_set_access(mapped_, 2 * half, &access, 1), 0);
+  }
+
   const std::shared_ptr<const cuda::Device> device_;
   std::shared_ptr<CudaMemory> memory_;
-  cuda::Address malloced_ = 0;
+  cuda::Address malloced_ = 0, mapped_ = 0;
+  uint64_t half_ = 0;
   MemoryRange range_;
 };
 
