@@ -93,6 +93,14 @@ class RdmaConfig:
         least=1,
         most=16,
     )
+    rdma_read_check: bool = setting(
+        "KVLINK_RDMA_READ_CHECK",
+        True,
+        "Reads some GPU memory through each NIC port before verbs is offered for a pool on that GPU. A port whose read "
+        "fails or returns other bytes is left out.",
+        "Set it to 0 only for NICs that cannot connect to themselves through one port; then test with "
+        "`kvlink doctor --gpudirect`.",
+    )
 
     def check_rdma(self) -> None:
         """Raises ConfigError for a malformed option, or for options that do not fit each other."""

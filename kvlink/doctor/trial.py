@@ -133,7 +133,12 @@ def through(driver: Driver, port: str, way: Way, device: int) -> Check:
         decide(facts, (way,))
     except TransportUnavailable as error:
         return Check(name, Verdict.WARN, f"not tried: {error.reason}", error.fix)
-    options = {"KVLINK_NICS": port, "KVLINK_GPUDIRECT": way.value, "KVLINK_TRANSPORTS": "verbs"}
+    options = {
+        "KVLINK_NICS": port,
+        "KVLINK_GPUDIRECT": way.value,
+        "KVLINK_TRANSPORTS": "verbs",
+        "KVLINK_RDMA_READ_CHECK": "0",  # this is the more thorough one
+    }
     return read_back(name, memory, options)
 
 
@@ -169,8 +174,9 @@ def read_back(name: str, memory: Any, options: Mapping[str, str]) -> Check:
 
 
 def _differs(name: str, what: str, sent: bytes, landed: bytes, path: str) -> Check:
-    wrong = [at for at, (a, b) in enumerate(zip(sent, landed, strict=True)) if a != b]
-    evidence = f"{len(wrong)} of {len(sent)} bytes {what} differ, the first at {wrong[0]}; {path}"
+    from kvlink.transfer.gpu_read_check import difference
+
+    evidence = f"{difference(sent, landed, what)}; {path}"
     return Check(
         name, Verdict.FAIL, evidence, "do not serve with this NIC and way; report it with kvlink doctor"
     )

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 from kvlink import _core, errors
@@ -19,6 +20,7 @@ from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
 from kvlink.nic_options import Way, parse_ways
 from kvlink.transfer import transport_names
+from kvlink.transfer.gpu_read_check import unreadable_ports
 from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
 from kvlink.transfer.nic_registration import NicRegistration, rdma_options, register_with_nics
 from kvlink.transfer.path_stats import AllPathStats
@@ -104,13 +106,15 @@ class Engine:
         transports = _within_reach(transport_names.select(config.transports, available_transports()), pool)
         by_nic = [name for name in transports if name.removeprefix("fault+") == "verbs"]
         self._staging = staging_for(pool, config, _reaching_gpus(transports) if pool.gpu is not None else ())
-        self._nics = register_with_nics(pool, config, staging=self._staging) if by_nic else NicRegistration()
+        check = partial(unreadable_ports, config=config) if config.rdma_read_check else None
+        register = partial(register_with_nics, pool, config, staging=self._staging, read_check=check)
+        self._nics = register() if by_nic else NicRegistration()
         self._kernel = None if pool.gpu is None else kernel_for(pool.gpu)
         self._core = self._start(config, transports, by_nic)
         refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
         if refused and self._nics.by_dma_buf:  # only the attempt shows whether the driver refuses dma-buf
             self._core.close()
-            self._nics = register_with_nics(pool, config, staging=self._staging, nic_refuses_dma_buf=refused)
+            self._nics = register(nic_refuses_dma_buf=refused)
             self._core = self._start(config, transports, by_nic)
         self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
         """Transports that stage reads into the pool, which is on a GPU, in host memory."""

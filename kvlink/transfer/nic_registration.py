@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -21,6 +21,10 @@ from kvlink.transfer.pool import BlockPool, Region
 
 _log = logging.getLogger("kvlink.registration")
 
+ReadCheck = Callable[[Sequence[tuple[str, int]], int, Way, Driver], Mapping[str, str]]
+"""Reads memory of a GPU, exported by a way, through ports. Returns those that fail, each with the reason."""
+
+_CHECK_FIX = "kvlink doctor --gpudirect tests it; KVLINK_RDMA_READ_CHECK=0 uses it untested"
 _OUT_OF_REACH = "NICs do not reach this GPU memory"
 
 
@@ -98,11 +102,13 @@ def register_with_nics(
     staging: _core.CudaMemory | None = None,
     make_driver: Callable[[], Driver] = CudaDriver,
     nic_refuses_dma_buf: str = "",
+    read_check: ReadCheck | None = None,
     root: Path = Path("/"),
 ) -> NicRegistration:
     """Selects ports by their distance to the pool, and exports the GPU memory of the pool and of `staging` to them.
 
-    `nic_refuses_dma_buf` is the answer of a NIC to an earlier attempt. Raises ConfigError for a wrong KVLINK_NICS.
+    `nic_refuses_dma_buf` is the answer of a NIC to an earlier attempt. With `read_check`, ports that do not read GPU
+    memory are left out. Raises ConfigError for a wrong KVLINK_NICS.
     """
     if pool.gpu is None:
         return _on_host(MemoryPlace(), config, root)
@@ -136,7 +142,38 @@ def register_with_nics(
     for decision in dict.fromkeys(each.decision for each in exported):
         level = logging.WARNING if decision.refused else logging.INFO
         _log.log(level, "exported device=cuda:%d by=%s", pool.gpu, decision)
-    return NicRegistration(ports, left_out, exported)
+    registration = NicRegistration(ports, left_out, exported)
+    return registration if read_check is None else _checked(registration, pool.gpu, driver, read_check)
+
+
+def _checked(registration: NicRegistration, gpu: int, driver: Driver, check: ReadCheck) -> NicRegistration:
+    """Returns the registration without the ports that do not read GPU memory, or a refusal if no port is left."""
+    failed: dict[str, str] = {}
+    try:
+        for way in dict.fromkeys(each.decision.way for each in registration.exported):
+            failed |= check(registration.ports, gpu, way, driver)
+    except BaseException:
+        _close(registration.exported)
+        raise
+    left_out = tuple(_unreadable(name, why) for name, why in failed.items())
+    for nic in left_out:
+        _log.warning("left out device=cuda:%d nic=%s", gpu, nic)
+    ports = [port for port in registration.ports if port[0] not in failed]
+    everyone = (*registration.left_out, *left_out)
+    if ports:
+        return replace(registration, ports=ports, left_out=everyone)
+    _close(registration.exported)
+    return NicRegistration((), everyone, refused="no NIC reads this GPU: " + "; ".join(map(str, left_out)))
+
+
+def _unreadable(port: str, why: str) -> RefusedNic:
+    device, _, number = port.rpartition(":")
+    return RefusedNic(device, int(number), f"does not read GPU memory: {why}", _CHECK_FIX)
+
+
+def _close(exported: Sequence[ExportedMemory]) -> None:
+    for each in exported:
+        each.close()
 
 
 def _without_driver(

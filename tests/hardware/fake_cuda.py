@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 from kvlink.errors import TransportUnavailable
@@ -50,6 +51,12 @@ class FakeCuda:
 
     def flush(self, gpu: int, scope: Ordering) -> None:
         self.flushed.append(scope)
+
+    def store(self, gpu: int, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def load(self, gpu: int, address: int, num_bytes: int) -> bytes:
+        return ctypes.string_at(address, num_bytes)
 
 
 def at(

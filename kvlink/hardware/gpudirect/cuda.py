@@ -6,6 +6,7 @@ It was run with cuda-bindings 13.5 over a stand-in for libcuda that checks the a
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ _FLUSH_FROM_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _CONTEXT_SYNC_MEMOPS = 0x80  # CU_CTX_SYNC_MEMOPS
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE, from CUDA 12.8 on
 _BUS_ID_BYTES = 16
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the stream waits for no other, and none for it
 
 
 class CudaDriver:
@@ -90,6 +92,29 @@ class CudaDriver:
         target = cuda.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
         with self._current(gpu):
             self._call("cuFlushGPUDirectRDMAWrites", target, cuda.CUflushGPUDirectRDMAWritesScope(int(scope)))
+
+    def store(self, gpu: int, address: int, data: bytes) -> None:
+        """See Driver. A copy from pageable memory may return before its last bytes have arrived."""
+        buffer = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        with self._current(gpu), self._stream() as stream:
+            self._call("cuMemcpyHtoDAsync", address, ctypes.addressof(buffer), len(data), stream)
+
+    def load(self, gpu: int, address: int, num_bytes: int) -> bytes:
+        """See Driver."""
+        buffer = (ctypes.c_char * num_bytes)()
+        with self._current(gpu), self._stream() as stream:
+            self._call("cuMemcpyDtoHAsync", ctypes.addressof(buffer), address, num_bytes, stream)
+        return bytes(buffer)
+
+    @contextmanager
+    def _stream(self) -> Iterator[Any]:
+        """Makes a stream, for whose copies it waits at the end."""
+        (stream,) = self._call("cuStreamCreate", _NON_BLOCKING)
+        try:
+            yield stream
+            self._call("cuStreamSynchronize", stream)
+        finally:
+            self._call("cuStreamDestroy", stream)
 
     def _kind(self, address: int) -> tuple[Kind, int]:
         """Returns the kind of the memory at `address`, and the granularity of VMM memory or 0."""

@@ -72,3 +72,9 @@ class Driver(Protocol):
 
     def flush(self, gpu: int, scope: Ordering) -> None:
         """Blocks until completed writes of NICs are visible to `scope`."""
+
+    def store(self, gpu: int, address: int, data: bytes) -> None:
+        """Copies `data` to GPU memory. The bytes are there on return."""
+
+    def load(self, gpu: int, address: int, num_bytes: int) -> bytes:
+        """Copies bytes from GPU memory."""
