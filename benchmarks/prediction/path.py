@@ -73,7 +73,7 @@ class Path:
         window_us = each_pieces * self.round_trip_us / self.window if self.window else 0.0
         return {
             "wire": each_bytes / self.wire_gbps / 1e6,
-            "PCIe": each_bytes / self.pcie_gbps / 1e6 + self._chunks(each_bytes) * self.chunk_us / 1e3,
+            "PCIe": each_bytes / self.bus_gbps() / 1e6,
             "posting": each_pieces * self.post_ns / 1e6,
             "NIC operations": each_pieces * self.rail_ns / 1e6,
             "window": window_us / 1e3,
@@ -104,8 +104,12 @@ class Path:
         late = max(0.0, moving + request.layers * start_ms - behind)
         return start_ms + late + moving / request.layers
 
-    def _chunks(self, num_bytes: float) -> float:
-        return num_bytes / self.chunk_bytes if self.staging is Staging.CHUNKS else 0.0
+    def bus_gbps(self) -> float:
+        """Returns the rate between one rail and memory, with the time of its chunks."""
+        byte_ns = 1 / self.pcie_gbps
+        if self.staging is Staging.CHUNKS:
+            byte_ns += self.chunk_us * 1e3 / self.chunk_bytes
+        return 1 / byte_ns if byte_ns else float("inf")
 
     def _staging_ms(self, request: Request) -> float:
         """Returns the time of copies through host memory on both sides, which nothing hides."""

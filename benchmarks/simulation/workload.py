@@ -49,7 +49,7 @@ class Move:
         """Returns the bytes/s that each stage of the cost model allows for this piece size. Posting is the reader's."""
         path, shape = self.path, self.shape(1)
         piece = shape.num_bytes / shape.pieces
-        send = min(path.wire_gbps, path.pcie_gbps, piece / path.rail_ns if path.rail_ns else inf)
+        send = min(path.wire_gbps, path.bus_gbps(), piece / path.rail_ns if path.rail_ns else inf)
         receive = min(send, piece / path.post_ns if path.post_ns else inf)
         flow = piece * path.window / (path.round_trip_us * 1e3) if path.window else inf
         return Rails(path.rails, send * _GB, receive * _GB, flow * _GB)
