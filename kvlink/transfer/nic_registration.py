@@ -163,7 +163,9 @@ def _checked(registration: NicRegistration, gpu: int, driver: Driver, check: Rea
     if ports:
         return replace(registration, ports=ports, left_out=everyone)
     _close(registration.exported)
-    return NicRegistration((), everyone, refused="no NIC reads this GPU: " + "; ".join(map(str, left_out)))
+    why = "no NIC reads this GPU: " + "; ".join(map(str, left_out))
+    # Without ports, verbs would have a reason of its own.
+    return NicRegistration(registration.ports, everyone, refused=why)
 
 
 def _unreadable(port: str, why: str) -> RefusedNic:
