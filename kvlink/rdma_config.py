@@ -96,8 +96,8 @@ class RdmaConfig:
     rdma_read_check: bool = setting(
         "KVLINK_RDMA_READ_CHECK",
         True,
-        "Sets whether each NIC port reads some memory of a pool's GPU before verbs is offered. A port whose read fails or "
-        "returns other bytes is left out.",
+        "Sets whether each NIC port reads some memory of a pool's GPU before verbs is offered. A port whose read fails "
+        "or returns other bytes is left out.",
         "Set it to 0 only for NICs that cannot connect to themselves through one port; then test with "
         "`kvlink doctor --gpudirect`.",
     )
