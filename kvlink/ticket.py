@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
+from kvlink.layout.groups import MAX_GROUPS
 from kvlink.tracing import traceparent
 from kvlink.tracing.traceparent import TraceParent
 from kvlink.types import PROTOCOL_VERSION, ReadyUnit
@@ -46,7 +47,6 @@ SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
 MAX_NAME_BYTES = 512
-MAX_GROUPS = 256
 MAX_TICKET_BYTES = (
     _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 4 * MAX_GROUPS
 )

@@ -32,7 +32,6 @@ from .engine_config import (
     number_of,
     rank_of,
     states_of,
-    when_launched_has_run,
     window_of,
 )
 from .handoff import RankInfo
@@ -162,7 +161,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and self.has_connector_metadata():
             written = self._get_connector_metadata().commands.written
             if written:
-                self._worker.computed(written, when_launched_has_run(self._tensors))
+                self._worker.computed(written, launched(self._tensors))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns what ended since the last step."""

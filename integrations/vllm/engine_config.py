@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -145,9 +145,3 @@ def launched(caches: Mapping[str, torch.Tensor]) -> DeviceWork | None:
     event = torch.Event(device)
     event.record()
     return event
-
-
-def when_launched_has_run(caches: Mapping[str, torch.Tensor]) -> Callable[[], bool]:
-    """Returns a check whether the launched kernels that write these caches have run. On a CPU they always have."""
-    work = launched(caches)
-    return (lambda: True) if work is None else work.query

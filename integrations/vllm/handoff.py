@@ -10,7 +10,6 @@ import base64
 import binascii
 import functools
 import hashlib
-import itertools
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -20,15 +19,17 @@ from typing import Any
 from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
+from kvlink.layout.groups import MAX_GROUPS
 from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
+from kvlink.transfer.group_ids import joined
 from kvlink.types import ReadyUnit
 
 from .caches import CacheGroup
 
 KEY = "kvlink"
 _SIGNATURE = "signature"
-_MAX_OWNERS, _MAX_GROUPS = 1024, 256
+_MAX_OWNERS = 1024
 _DIGEST_BYTES = 16
 
 
@@ -86,14 +87,25 @@ class Handoff:
             len(ids) * (size // group.token_unit)
             for ids, size, group in zip(self.groups, self.block_tokens, caches, strict=True)
         ]
-        return [self._ticket(rank, lists, max(*tokens, 1), written) for rank in range(len(self.owners))]
+        alone, num_tokens = len(lists) == 1, max(*tokens, 1)
+        blocks = lists[0] if alone else joined(lists)
+        sizes = () if alone else tuple(map(len, lists))
+        return [
+            self._ticket(rank, blocks, sizes, num_tokens, written=written) for rank in range(len(self.owners))
+        ]
 
     def _ticket(
-        self, rank: int, lists: Sequence[array[int]], num_tokens: int, written: bool = True
+        self,
+        rank: int,
+        blocks: array[int],
+        group_sizes: tuple[int, ...],
+        num_tokens: int,
+        *,
+        written: bool = True,
     ) -> Ticket:
-        owner, alone = self.owners[rank], len(lists) == 1
-        blocks = lists[0] if alone else array("I", itertools.chain(*lists))
-        units = len(blocks) if alone else num_tokens
+        """Returns the ticket of one owner. Several groups are followed by tokens, one by blocks."""
+        owner = self.owners[rank]
+        units = num_tokens if group_sizes else len(blocks)
         ticket = Ticket(
             request_id=self.request_id,
             worker_id=owner.worker_id,
@@ -103,8 +115,8 @@ class Handoff:
             block_ids=blocks,
             num_tokens=num_tokens,
             ready=units if written else 0,
-            ready_unit=ReadyUnit.BLOCKS if alone else ReadyUnit.TOKENS,
-            group_sizes=() if alone else tuple(map(len, lists)),
+            ready_unit=ReadyUnit.TOKENS if group_sizes else ReadyUnit.BLOCKS,
+            group_sizes=group_sizes,
             tp_rank=rank,
             tp_size=len(self.owners),
             ttl_s=self.ttl_s,
@@ -117,7 +129,7 @@ class Handoff:
         """Returns the value of KEY in `kv_transfer_params`."""
         return signed(
             {
-                "ticket": self._ticket(0, self.groups[:1], self.num_tokens).to_text(),
+                "ticket": self._ticket(0, self.groups[0], (), self.num_tokens).to_text(),
                 "block_tokens": ",".join(map(str, self.block_tokens)),
                 "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
                 "groups": [_text_of(blocks) for blocks in self.groups[1:]],
@@ -211,8 +223,8 @@ def _blocks_of(text: str) -> array[int]:
 def _parse(given: Mapping[str, Any]) -> Handoff:
     first = Ticket.from_text(_text(given["ticket"]))
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
-    groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], _MAX_GROUPS)))
-    sizes, prompt = _text(given["block_tokens"]).split(",", _MAX_GROUPS), _text(given["prompt"])
+    groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS)))
+    sizes, prompt = _text(given["block_tokens"]).split(",", MAX_GROUPS), _text(given["prompt"])
     block_tokens = tuple(map(int, sizes))
     if len(block_tokens) != len(groups) or not all(0 <= size < 2**32 for size in block_tokens):
         raise ValueError("blocks of an impossible size, or not one for each group")

@@ -189,7 +189,7 @@ class Loads:
         """
         load, theirs, cache = loading.load, handoff.groups[group], self._caches.groups[group]
         if not theirs and not loading.complete:  # they come with a later part
-            return (end, end) if cache.block_tokens else (0, 0)
+            return end, end
         if not cache.block_tokens:
             if len(theirs) != 1 or len(load.groups[group]) != 1:
                 raise StaleBlocks(f"cache group {group} has no state: {len(theirs)} there")
@@ -205,7 +205,7 @@ class Loads:
                 "needed: its sliding window has moved on, as it answered more than one token; have the router ask "
                 "prefill for max_tokens=1"
             )
-        return min(max(missing, _leading_gaps(theirs) * block_tokens), end), end
+        return max(missing, _leading_gaps(theirs) * block_tokens), end
 
     def _conclude(self, request_id: str, loading: _Loading) -> None:
         if loading.settles and loading.load.in_parts:

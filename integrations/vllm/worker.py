@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvlink import LeaseEnd, Worker, WorkerConfig
 from kvlink.errors import KVLinkError
-from kvlink.transfer.device_work import DeviceWork
+from kvlink.transfer.device_work import DeviceWork, has_ended
 
 from .caches import Caches
 from .handoff import Owner, RankInfo
@@ -47,8 +47,8 @@ class WorkerSide:
         self._out: set[str] = set()  # leases whose tickets are sent
         self._ended: set[str] = set()  # leases that ended before their tickets were known to be sent
         self._sent: set[str] = set()
-        # What readers wait for, each with a check whether it is written by now.
-        self._written: list[tuple[Callable[[], bool], dict[str, int]]] = []
+        # What readers wait for, each with the kernels that write it, or None.
+        self._written: list[tuple[DeviceWork | None, dict[str, int]]] = []
         self._idle_wait_s = 0.0
         self._stats = RankStats()
         card = self._worker.card
@@ -104,9 +104,9 @@ class WorkerSide:
             self._loads.cut(request_id, why)
         self._publish()
 
-    def computed(self, written: Mapping[str, int], is_done: Callable[[], bool]) -> None:
-        """Lets readers of `written` continue once `is_done` says that the step's launched kernels have run."""
-        self._written.append((is_done, dict(written)))
+    def computed(self, written: Mapping[str, int], launched: DeviceWork | None) -> None:
+        """Lets readers of `written` continue once the step's launched kernels have run. None: they have run."""
+        self._written.append((launched, dict(written)))
         self._publish()
 
     def results(self) -> Results:
@@ -178,8 +178,11 @@ class WorkerSide:
                 self._ended.add(event.request_id)
 
     def _publish(self) -> None:
-        while self._written and self._written[0][0]():
-            _, written = self._written.pop(0)
+        while self._written:
+            launched, written = self._written[0]
+            if launched is not None and not has_ended(launched):
+                return
+            del self._written[0]
             for request_id, num_blocks in written.items():
                 with contextlib.suppress(KVLinkError):  # its reader is gone
                     self._worker.offers.set_ready(request_id, num_blocks * self._ready_step)

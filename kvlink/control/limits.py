@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvlink.layout.groups import MAX_GROUPS
 from kvlink.ticket import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
 __all__ = ["MAX_NAME_BYTES", "MAX_TICKET_BYTES"]
@@ -35,7 +36,7 @@ MAX_CONNECTS_OF_ONE = 512
 MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """Bounds a hello, reply, address or key."""
-MAX_LAYOUTS = 256
+MAX_LAYOUTS = MAX_GROUPS
 MAX_PLANES = 16_384
 """Bounds the planes of all layouts of a card together."""
 MAX_REGIONS = 4_096

@@ -41,6 +41,14 @@ def arrays_of(given: Any, groups: Sequence[KVLayout], what: str) -> list[array[i
     return [as_array(ids, f"{what}, cache group {index}") for index, ids in enumerate(lists)]
 
 
+def joined(lists: Sequence[array[int]]) -> array[int]:
+    """Returns the block ids of all groups, one after the other, as a Ticket has them."""
+    ids = array("I")
+    for each in lists:
+        ids.extend(each)
+    return ids
+
+
 def is_one_range(tokens: TokenRanges) -> bool:
     """Returns whether `tokens` is one range, and not one for each group."""
     return len(tokens) == 2 and not isinstance(tokens[0], Sequence)

@@ -12,7 +12,8 @@ from kvlink.transfer.group_ids import TokenRanges, ranges_of
 from kvlink.transfer.peer import Peer
 from kvlink.types import ReadyUnit
 
-_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2, ReadyUnit.TOKENS: 3}
+STREAM_UNITS = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2, ReadyUnit.TOKENS: 3}
+"""The numbers of csrc/engine/pull_request.h; 0 stands for a pull that does not stream."""
 _ALL_LAYERS = (0, 2**32 - 1)
 
 
@@ -50,5 +51,5 @@ def start_groups(
         )
     reads = [read for read in reads if read[3][0] < read[3][1]] or [(*reads[0][:3], (0, 0), *reads[0][4:])]
     units = ticket.num_tokens if ticket.ready_unit is ReadyUnit.TOKENS else len(ticket.block_ids)
-    stream = 0 if ticket.ready >= units else _STREAM[ticket.ready_unit]
+    stream = 0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit]
     return peer.connection.pull_groups(reads, seat, stream, ticket.num_tokens, timeout_s)

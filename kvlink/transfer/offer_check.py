@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.transfer.block_ids import check_distinct
-from kvlink.transfer.group_ids import GroupIds, arrays_of
+from kvlink.transfer.group_ids import GroupIds, arrays_of, joined
 from kvlink.types import ReadyUnit
 
 
@@ -52,7 +51,7 @@ def checked_offer(
         raise ConfigError(
             f"offer {request_id}: readers follow several cache groups by tokens only; pass ready_unit=TOKENS"
         )
-    sizes, ids = tuple(map(len, by_group)), array("I", itertools.chain(*by_group))
+    sizes, ids = tuple(map(len, by_group)), joined(by_group)
     return _offered(request_id, ids, sizes, tokens, ready, ReadyUnit.TOKENS, 0)
 
 

@@ -80,8 +80,8 @@ class Offers:
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
         layout = self._engine.pool.layout
         check_request_id(request_id)
-        what = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
-        ids, written = what.ids, what.written
+        blocks = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
+        ids, written = blocks.ids, blocks.written
         _check_terms(request_id, ttl_s, readers)
         now = written if after is None or has_ended(after) else 0
         seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
@@ -92,13 +92,13 @@ class Offers:
             agent=self._agent,
             seats=seats,
             block_ids=ids,
-            num_tokens=what.num_tokens,
+            num_tokens=blocks.num_tokens,
             ready=now,
-            ready_unit=what.unit,
+            ready_unit=blocks.unit,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
             ttl_s=ttl_s,
-            group_sizes=what.group_sizes,
+            group_sizes=blocks.group_sizes,
             trace=TraceParent.parse(trace) if trace else None,
         )
         try:

@@ -22,13 +22,12 @@ from kvlink.tracing import Kind
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Transfer
 from kvlink.transfer.group_ids import copied
-from kvlink.transfer.group_start import start_groups
+from kvlink.transfer.group_start import STREAM_UNITS, start_groups
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.types import ReadyUnit
 
 _BLOCKS, _TOKENS = ReadyUnit.BLOCKS, ReadyUnit.TOKENS
-_STREAM = {ReadyUnit.BLOCKS: 1, ReadyUnit.LAYERS: 2}
 
 Want = tuple[Any, Any, tuple[int, int] | None, bool, float]
 """The arguments of `pull` without the ticket: into, tokens, layers, settle, timeout_s.
@@ -91,7 +90,7 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
         (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket),
         (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket),
         words,
-        0 if ticket.ready >= units else _STREAM[ticket.ready_unit],
+        0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit],
         timeout_s,
     )
 

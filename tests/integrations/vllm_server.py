@@ -126,7 +126,7 @@ class Server:
             rank.carry_out(commands, self.launched)
         compute()
         for rank in self.ranks if commands.written else ():
-            rank.computed(commands.written, lambda: True)
+            rank.computed(commands.written, None)
         self.scheduler.held(Counter(name for rank in self.ranks for name in rank.take_held()))
         results = [rank.results() for rank in self.ranks]
         self.failed.update(*(result.failed for result in results))
