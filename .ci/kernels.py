@@ -45,7 +45,7 @@ registers, and costs loads and stores of memory. A test refuses images with spil
 
 
 def main() -> None:
-    """Compiles all images anew."""
+    """Compiles all images."""
     source = SOURCE.read_bytes()
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.iterdir():

@@ -45,6 +45,18 @@ py::object as_tuple(const TransferStats& stats) {
   return made;
 }
 
+/// Starts a pull of so many bytes.
+std::shared_ptr<Transfer> start(Connection& self, PullRequest& request, LeaseSeat seat, int stream,
+                                double timeout_s, uint64_t bytes) {
+  request.seat = seat;
+  request.stream = static_cast<StreamUnit>(stream);
+  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
+  // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
+  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
+  py::gil_scoped_release release;
+  return self.pull(request);
+}
+
 std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
                                py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
                                int stream, double timeout_s) {
@@ -56,14 +68,8 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
   request.reader_blocks = reader;
   request.tokens = tokens;
   request.layers = layers;
-  request.seat = seat;
-  request.stream = static_cast<StreamUnit>(stream);
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
-  // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
-  const uint64_t bytes = request.planner->bytes(tokens.end - tokens.begin, layers);
-  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  py::gil_scoped_release release;
-  return self.pull(request);
+  return start(self, request, seat, stream, timeout_s,
+               request.planner->bytes(tokens.end - tokens.begin, layers));
 }
 
 using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
@@ -85,13 +91,8 @@ std::shared_ptr<Transfer> pull_groups(Connection& self, const std::vector<GroupR
   PullRequest request;
   static_cast<GroupRead&>(request) = groups[0];
   request.more = std::span(groups).subspan(1);
-  request.seat = seat;
-  request.stream = static_cast<StreamUnit>(stream);
   request.num_tokens = num_tokens;
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
-  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  py::gil_scoped_release release;
-  return self.pull(request);
+  return start(self, request, seat, stream, timeout_s, bytes);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Handles of the fabric: what CUDA gives for memory that hosts of one NVLink domain may share through IMEX.
-// Whoever knows such a handle may map the memory, so it travels as the contents of a descriptor, as secret as
-// the descriptors of other memory, and not in a key.
+// A process that knows such a handle may map the memory, so it travels as the contents of a descriptor, as
+// secret as the descriptors of other memory, and not in a key.
 #pragma once
 
 #include "base/status.h"

@@ -27,7 +27,8 @@ class CudaMapping {
 
   cuda::Address address() const { return address_; }
   bool same_gpu() const { return same_gpu_; }
-  /// Returns whether the memory is the owner's to free: whoever touches it afterwards may lose the GPU.
+  /// Returns whether the memory is the owner's to free. A process that touches it afterwards may lose the
+  /// GPU.
   bool ends_with_owner() const { return by_owner_; }
 
  private:

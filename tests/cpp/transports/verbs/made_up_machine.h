@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "cpp/transports/verbs/made_up_channels.h"
 #include "transports/verbs/gid.h"
 #include "transports/verbs/nic.h"
 
@@ -194,16 +195,7 @@ class MadeUpMachine {
       *key = htobe16(at(context).pkeys[static_cast<size_t>(index)]);
       return 0;
     };
-    api.create_comp_channel = [](ibv_context*) -> ibv_comp_channel* {
-      auto* const channel = new ibv_comp_channel{};
-      channel->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-      return channel;
-    };
-    api.destroy_comp_channel = [](ibv_comp_channel* channel) {
-      UniqueFd(channel->fd).reset();
-      delete channel;
-      return 0;
-    };
+    make_up_channels(api);
     api.create_cq = [](ibv_context*, int, void*, ibv_comp_channel*, int vector) {
       machine->vectors.push_back(vector);
       return new ibv_cq{};

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "base/unique_fd.h"
+#include "cpp/transports/verbs/made_up_channels.h"
 #include "transports/verbs/nic.h"
 
 namespace kvlink::verbs::testing {
@@ -139,16 +139,7 @@ inline const Api& made_up() {
       delete cq;
       return 0;
     };
-    api.create_comp_channel = [](ibv_context*) -> ibv_comp_channel* {
-      auto* const channel = new ibv_comp_channel{};
-      channel->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-      return channel;
-    };
-    api.destroy_comp_channel = [](ibv_comp_channel* channel) {
-      UniqueFd(channel->fd).reset();
-      delete channel;
-      return 0;
-    };
+    make_up_channels(api);
     api.get_cq_event = [](ibv_comp_channel*, ibv_cq**, void**) { return -1; };
     api.create_qp = [](ibv_pd* pd, ibv_qp_init_attr* wanted) {
       auto* const qp = new ibv_qp{};
