@@ -16,10 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from ..models import model_text
+from . import register
 from .announcements import Announcements
 from .caches import LayerGroup, caches_of
 from .engine_config import (
@@ -36,6 +38,7 @@ from .engine_config import (
 )
 from .handoff import RankInfo
 from .lease_slots import SlotGroups
+from .other_connectors import check_others
 from .outgoing import Chunk
 from .scheduler import SchedulerSide
 from .settings import Settings
@@ -110,6 +113,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Exports the caches to peers from now on."""
+        if has_kv_transfer_group():
+            check_others(self, get_kv_transfer_group())
         self._tensors = kv_caches
         self.restore_kv_caches()
 
@@ -191,8 +196,13 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The following methods run in the scheduler's process.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVLinkHandshake]) -> None:
-        """Stores the addresses of this server's workers, by rank."""
-        self._store_ranks({rank: one.rank_info for rank, one in metadata.items()})
+        """Stores the addresses of this server's workers, by rank.
+
+        MultiConnector passes the handshakes of its first connector that has one. If they are another's, the workers
+        report these addresses with the first step.
+        """
+        ours = {rank: one.rank_info for rank, one in metadata.items() if isinstance(one, KVLinkHandshake)}
+        self._store_ranks(ours)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Returns all transferred groups, because a handoff restores every one."""
@@ -280,3 +290,6 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _store_ranks(self, rank_infos: dict[int, RankInfo]) -> None:
         self._rank_infos |= rank_infos
         self._scheduler.set_ranks(rank_info for _, rank_info in sorted(self._rank_infos.items()))
+
+
+register()  # MultiConnector looks statistics up by name, also for a connector that came by kv_connector_module_path

@@ -17,6 +17,7 @@ from .awaited_request import AwaitedRequest
 from .caches import Rank
 from .handoff import KEY, Handoff
 from .handoff_parts import STREAM
+from .prompt_inputs import has_embeddings
 from .rejections import is_rejection
 from .remote_leases import RemoteLeases
 from .shared_leases import SharedLeases
@@ -208,7 +209,7 @@ class Incoming:
 
     def _take(self, request: Any, incoming: AwaitedRequest, handoff: Handoff, num_tokens: int) -> None:
         incoming.handoff, incoming.num_tokens = handoff, num_tokens
-        if request.prompt_token_ids is None or self._digest(request, num_tokens) != handoff.prompt:
+        if has_embeddings(request) or self._digest(request, num_tokens) != handoff.prompt:
             self._counts["another_prompt"] += 1
             incoming.refused = (
                 "the handoff belongs to another prompt; the router may have mixed up two requests"

@@ -21,6 +21,7 @@ from .handoff_parts import ANNOUNCED
 from .incoming import Incoming
 from .lease_slots import SlotGroups
 from .outgoing import Chunk, GroupIds, Outgoing
+from .prompt_inputs import features_of, has_embeddings
 from .sent_tickets import SentTickets
 from .stateful import Stateful
 from .states import States
@@ -29,6 +30,12 @@ from .traces import Traces
 from .windows import Windows, gap_in, needed_from
 
 _log = logging.getLogger("vllm.kvlink")
+
+_NOT_HANDED_OFF = {
+    "embeddings": "its client sent embeddings, which are no part of the digest that binds a handoff to its prompt",
+    "no_workers": "the workers have not reported yet, because MultiConnector passed another connector's handshake",
+    "no_lease_slot": "every lease slot is taken; raise KVLINK_LEASE_SLOTS",
+}
 
 
 class SchedulerSide:
@@ -128,7 +135,7 @@ class SchedulerSide:
         if seats is None:
             return False, None
         groups = self._stateful.holding(self._select(blocks))
-        if not complete or not any(groups) or request.prompt_token_ids is None:
+        if not complete or not any(groups):
             self._withdraw(request_id, seats, "aborted")
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -231,13 +238,12 @@ class SchedulerSide:
             if request_id not in self._outgoing:
                 return
             self._withdraw(request_id, before, "preempted")
-        seats = self._slots.take()
+        reason = "embeddings" if has_embeddings(request) else "" if self._ranks else "no_workers"
+        seats = None if reason else self._slots.take()
         if seats is None:
-            _log.warning(
-                "request %s is not handed off: every lease slot is taken; raise KVLINK_LEASE_SLOTS",
-                request_id,
-            )
-            self.counts["no_lease_slot"] += 1
+            reason = reason or "no_lease_slot"
+            self.counts[reason] += 1
+            _log.warning("request %s is not handed off: %s", request_id, _NOT_HANDED_OFF[reason])
             return
         self._seats[request_id] = seats
         self._commands.granted[request_id] = seats
@@ -279,7 +285,4 @@ class SchedulerSide:
         )
 
     def _digest(self, request: Any, num_tokens: int) -> str:
-        features = [str(feature.identifier) for feature in request.mm_features or ()]
-        if request.lora_request is not None:
-            features.append(str(request.lora_request.lora_name))
-        return prompt_digest(request.prompt_token_ids[:num_tokens], features)
+        return prompt_digest(request.prompt_token_ids[:num_tokens], features_of(request, num_tokens))

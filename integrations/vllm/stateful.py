@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .prompt_inputs import has_embeddings
 from .states import States
 
 
@@ -28,7 +29,7 @@ class Stateful:
         Leaves a prompt of one token, of embeddings, or one that must not read the prefix cache, so that decode would
         load nothing.
         """
-        if not self.any or request.prompt_token_ids is None or request.num_prompt_tokens < 2:
+        if not self.any or has_embeddings(request) or request.num_prompt_tokens < 2:
             return
         if request.request_id in self._shortened or request.get_skip_reading_prefix_cache():
             return

@@ -163,7 +163,7 @@ def test_pages_that_do_not_hold_the_states_are_refused_by_layer() -> None:
 def request_of() -> Any:
     def make(tokens: list[int], skips: bool = False) -> Any:
         return SimpleNamespace(
-            request_id="r", prompt_token_ids=list(tokens), _all_token_ids=list(tokens),
+            request_id="r", prompt_token_ids=list(tokens), prompt_embeds=None, _all_token_ids=list(tokens),
             num_prompt_tokens=len(tokens), max_tokens=90, get_skip_reading_prefix_cache=lambda: skips,
         )  # fmt: skip
 

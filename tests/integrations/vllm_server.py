@@ -228,6 +228,7 @@ def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -
         num_computed_tokens=0,
         num_preemptions=0,
         kv_transfer_params=dict(params) if params is not None else None,
+        prompt_embeds=None,
         mm_features=None,
         lora_request=None,
         trace_headers=None,

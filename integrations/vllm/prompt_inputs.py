@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names what a request's cache is computed from besides token ids: images and other media, and a LoRA adapter.
+
+A handoff's digest has these names, so that they must be the same at both servers and differ if the cache does.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def features_of(request: Any, num_tokens: int) -> list[str]:
+    """Returns the names for the first `num_tokens` tokens of one of vLLM's requests.
+
+    A medium has vLLM's hash of its content, and its place. An adapter has its name and the last part of its path, which
+    tells versions apart, because servers may keep adapters in different folders.
+    """
+    names = [
+        json.dumps([feature.modality, place.offset, place.length, str(feature.identifier)])
+        for feature in request.mm_features or ()
+        if (place := feature.mm_position).offset < num_tokens
+    ]
+    adapter = request.lora_request
+    if adapter is not None:
+        last = str(adapter.lora_path).rstrip("/").rpartition("/")[2]
+        names.append(json.dumps(["lora", str(adapter.lora_name), last]))
+    return names
+
+
+def has_embeddings(request: Any) -> bool:
+    """Returns whether the client sent embeddings in place of some or all token ids, which no digest binds."""
+    return request.prompt_token_ids is None or request.prompt_embeds is not None
