@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from ..models import model_text
 from . import register
 from .announcements import Announcements
 from .caches import LayerGroup, caches_of
@@ -31,6 +30,7 @@ from .engine_config import (
     check_parallelism,
     grows,
     launched,
+    model_of,
     number_of,
     rank_of,
     states_of,
@@ -40,6 +40,7 @@ from .handoff import RankInfo
 from .lease_slots import SlotGroups
 from .other_connectors import check_others
 from .outgoing import Chunk
+from .prompt_inputs import check_media
 from .scheduler import SchedulerSide
 from .settings import Settings
 from .stats import KVLinkMetrics, KVLinkStats
@@ -84,6 +85,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         check_parallelism(vllm_config.parallel_config)
         check_outputs(vllm_config)
+        check_media(vllm_config)
         check_groups(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
@@ -126,9 +128,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             LayerGroup(tuple(group.layer_names), states_of(group))
             for group in self._kv_cache_config.transfer_groups
         ]
-        config = self._vllm_config.model_config.hf_text_config
-        model = model_text(getattr(config, "architectures", None), config)
-        model += " groups=" + "+".join(str(len(group.names)) for group in groups)
+        device = next(iter(self._tensors.values())).device.type
+        model = model_of(self._vllm_config, self._kv_cache_config, device)
         caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
         options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
         self._worker = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)

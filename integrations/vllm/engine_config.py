@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    is_quantized_kv_cache,
     iter_layer_specs,
 )
 
 from kvlink.errors import ConfigError
 from kvlink.transfer.device_work import DeviceWork
 
+from ..models import model_text
 from .caches import Rank
+from .page_format import page_format
 from .settings import Settings
 from .states import States
 from .windows import Window
@@ -90,6 +94,33 @@ def _check_states(vllm_config: Any, spec: MambaSpec, layer: str) -> None:
             f"KVLinkConnector does not serve speculative decoding with states yet ({layer} and others have them): "
             "remove --speculative-config"
         )
+
+
+def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
+    """Returns a text of what two servers must agree on beside the layouts: model, groups, and format of the pages."""
+    config = vllm_config.model_config.hf_text_config
+    groups = kv_cache_config.transfer_groups
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    fp8 = (
+        str(current_platform.fp8_dtype()).removeprefix("torch.") if is_quantized_kv_cache(cache_dtype) else ""
+    )
+    kernels: set[str] = set()
+    if device == "cpu" and not vllm_config.model_config.use_mla:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        kernels = {
+            _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
+            for group in groups
+            for spec in iter_layer_specs(group.kv_cache_spec)
+            if isinstance(spec, _SERVED)
+        }
+    return " ".join(
+        [
+            model_text(getattr(config, "architectures", None), config),
+            "groups=" + "+".join(str(len(group.layer_names)) for group in groups),
+            *page_format(cache_dtype, fp8, kernels),
+        ]
+    )
 
 
 def states_of(group: Any) -> States | None:

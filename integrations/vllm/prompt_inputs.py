@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvlink.errors import ConfigError
+
 
 def features_of(request: Any, num_tokens: int) -> list[str]:
     """Returns the names for the first `num_tokens` tokens of one of vLLM's requests.
@@ -31,3 +33,14 @@ def features_of(request: Any, num_tokens: int) -> list[str]:
 def has_embeddings(request: Any) -> bool:
     """Returns whether the client sent embeddings in place of some or all token ids, which no digest binds."""
     return request.prompt_token_ids is None or request.prompt_embeds is not None
+
+
+def check_media(vllm_config: Any) -> None:
+    """Raises ConfigError if vLLM names images by their order of arrival, which a handoff's digest must tell apart."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None or media.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching:
+        return
+    raise ConfigError(
+        "KVLinkConnector tells images apart by vLLM's hashes of their content, which --mm-processor-cache-gb 0 without "
+        "prefix caching turns off; give the processor's cache some memory, for example --mm-processor-cache-gb 0.1"
+    )

@@ -49,7 +49,7 @@ def storing(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of the files of either server; neither sees the other's."""
+    """The folders of either server. Neither sees the other's."""
     return [tmp_path_factory.mktemp(role) for role in ("prefill", "decode")]
 
 

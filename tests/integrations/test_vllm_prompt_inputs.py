@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from vllm_server import ASK_PREFILL, Server, request
 
+from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.handoff import prompt_digest
-from kvlink.integrations.vllm.prompt_inputs import features_of
+from kvlink.integrations.vllm.prompt_inputs import check_media, features_of
 
 PROMPT = [7, 0, 0, 0, 5, 0, 0, 0, 6, 2]
 """Two images of three placeholders each."""
@@ -130,3 +131,20 @@ def test_a_handoff_is_not_used_for_embeddings() -> None:
         decode.load(embedded, [5, 6, 7])
         decode.step_until(lambda: "x" in decode.received)
         assert decode.failed == {"x"}
+
+
+def _with_images(cache_gb: float, prefix_caching: bool) -> Any:
+    media = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=media), cache_config=cache)
+
+
+def test_images_must_be_named_by_their_content() -> None:
+    """Without both caches vLLM numbers them, so that the first images of two servers have one name."""
+    with pytest.raises(ConfigError, match="give the processor's cache some memory"):
+        check_media(_with_images(0, False))
+    check_media(_with_images(0, True))
+    check_media(_with_images(4, False))
+    text_only = _with_images(0, False)
+    text_only.model_config.multimodal_config = None
+    check_media(text_only)
