@@ -161,20 +161,26 @@ TEST(TcpDevice, NorFromAClosedTransport) {
   EXPECT_EQ(owner.bounce->sending().num_free(), kSlots);
 }
 
-TEST(TcpDevice, AReaderThatStallsHoldsSlotsUntilItIsFenced) {
+TEST(TcpDevice, ReadersThatStallHoldSlotsUntilTheyAreFenced) {
   DeviceOwner owner;
-  Reader stalled("tcp", owner.card(), owner.accept(1)), other("tcp", owner.card(), owner.accept(2));
-  // One response, more than sockets take: between two responses a connection holds fewer slots.
-  Scatter pools;
-  for (int i = 0; i < 16; ++i) pools.add(kPool, 0, {{stalled.destination.data(), kPoolBytes, 0}});
+  Reader other("tcp", owner.card(), owner.accept(1));
+  // Each wants more than sockets take. A connection that stalls holds what is left of one response, a slot at
+  // least, so that many stalled ones hold all slots, wherever in a response each of them stalls.
+  std::vector<std::unique_ptr<Reader>> stalled;
+  std::vector<Scatter> pools(kSlots);
   std::vector<Completion> ended;
-  ASSERT_TRUE(stalled.endpoint->post_read(1, pools.chunk()).ok());
-  ASSERT_TRUE(poll_once(*stalled.endpoint, ended).status.ok());
+  for (size_t index = 0; index < kSlots; ++index) {
+    stalled.push_back(std::make_unique<Reader>("tcp", owner.card(), owner.accept(index + 2)));
+    Reader& reader = *stalled.back();
+    for (int i = 0; i < 16; ++i) pools[index].add(kPool, 0, {{reader.destination.data(), kPoolBytes, 0}});
+    ASSERT_TRUE(reader.endpoint->post_read(1, pools[index].chunk()).ok());
+    ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());
+  }
   while (owner.bounce->sending().num_free() > 0) std::this_thread::yield();
   Scatter block;
   block.add(kPool, 0, {{other.destination.data(), 4096, 0}});
   ASSERT_TRUE(other.endpoint->post_read(1, block.chunk()).ok());
-  EXPECT_TRUE(owner.transport->fence(1));
+  for (size_t index = 0; index < kSlots; ++index) EXPECT_TRUE(owner.transport->fence(index + 2));
   EXPECT_TRUE(other.wait(1).ok());
   EXPECT_EQ(std::memcmp(other.destination.data(), owner.device.contents().data(), 4096), 0);
 }
