@@ -13,6 +13,7 @@ Worker, WorkerConfig          a member of the deployment, and its options
 BlockPool                     the memory that it registers and pulls into
 dense, Geometry, KVLayout,    where each block, layer, head and token of
   Order, Regions              that memory is
+Pipeline, Context             the layers and the tokens that one rank has
 Ticket, ReadyUnit             what a reader needs to pull one request
 LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
 Pull, PullStats, PathTaken    a running pull, its statistics and its path
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         TransportUnavailable,
         UnknownRequest,
     )
-    from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
+    from kvlink.layout import Context, Geometry, KVLayout, Order, Pipeline, Regions, dense
     from kvlink.ticket import Ticket
     from kvlink.transfer.explain import PathTaken
     from kvlink.transfer.pool import BlockPool
@@ -62,6 +63,7 @@ __all__ = [
     "BlockPool",
     "Cancelled",
     "ConfigError",
+    "Context",
     "CoordinatorError",
     "CoordinatorUnavailable",
     "Geometry",
@@ -74,6 +76,7 @@ __all__ = [
     "Order",
     "PathTaken",
     "PeerUnreachable",
+    "Pipeline",
     "Pull",
     "PullStats",
     "ReadyUnit",
@@ -96,7 +99,7 @@ _HOMES = {
     "config": ("WorkerConfig",),
     "transfer.pull": ("Pull", "PullStats"),
     "transfer.explain": ("PathTaken",),
-    "layout": ("Geometry", "KVLayout", "Order", "Regions", "dense"),
+    "layout": ("Context", "Geometry", "KVLayout", "Order", "Pipeline", "Regions", "dense"),
     "transfer.pool": ("BlockPool",),
     "ticket": ("Ticket",),
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),

@@ -50,7 +50,7 @@ def kernel_target(gpu: int) -> tuple[int, int, int]:
     """
 
 class Layout:
-    """csrc/plan/planner.h Layout; planes are (region, layer, offset in bytes)."""
+    """csrc/plan/planner.h Layout; planes are (region, layer, offset in bytes), tokens (rank, size, interleave)."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class Layout:
         token_stride: int,
         head_stride: int,
         planes: Sequence[tuple[int, int, int]],
+        tokens: tuple[int, int, int] = (0, 1, 1),
     ) -> None: ...
 
 class Plan:
@@ -91,6 +92,10 @@ class Planner:
         remote_region_index: Sequence[int],
         heads: tuple[int, int] = ...,
     ) -> None: ...
+    @property
+    def num_layers(self) -> int:
+        """One more than the highest layer of the planes."""
+
     def plan(
         self,
         owner_blocks: Any,

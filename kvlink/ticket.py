@@ -4,7 +4,7 @@
 It travels in the router's message (as text) or through the coordinator (as bytes). Wire form, little-endian:
 
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
-    u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 tp_rank | u16 tp_size
+    u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 rank | u16 num_ranks
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms | u16 num_groups
     [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags]]
         (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
@@ -117,8 +117,9 @@ class Ticket:
     num_tokens: int
     ready: int
     ready_unit: ReadyUnit = ReadyUnit.BLOCKS
-    tp_rank: int = 0
-    tp_size: int = 1
+    rank: int = 0
+    """The rank of the owner among all ranks of its server, see kvlink.layout.rank_of."""
+    num_ranks: int = 1
     ttl_s: float = 30.0
     signature: bytes = _UNSIGNED
     """Covers every field except `trace`. See `kvlink.control.security.tickets`."""
@@ -175,7 +176,7 @@ class Ticket:
             raise ConfigError(f"a signature has {SIGNATURE_BYTES} bytes: {self!r}")
         header = _HEADER.pack(
             self.epoch, self.num_tokens, len(self.block_ids), self.ready, self.ready_unit.value, len(self.seats),
-            self.tp_rank, self.tp_size, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
+            self.rank, self.num_ranks, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
             max(len(self.group_sizes), 1),
         )  # fmt: skip
         seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
@@ -239,8 +240,8 @@ def _parse(blob: bytes) -> Ticket:
         raise ValueError("checksum differs")
     if header_bytes < _HEADER.size:
         raise ValueError("header too short")
-    epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, tp_rank, tp_size, *rest = (
-        _HEADER.unpack_from(body)
+    epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, rank, num_ranks, *rest = _HEADER.unpack_from(
+        body
     )
     *name_bytes, ttl_ms, num_groups = rest
     if max(name_bytes) > MAX_NAME_BYTES or not 1 <= num_groups <= MAX_GROUPS:
@@ -262,7 +263,7 @@ def _parse(blob: bytes) -> Ticket:
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
-        ready_unit=ReadyUnit(ready_unit), tp_rank=tp_rank, tp_size=tp_size, ttl_s=ttl_ms / 1000,
+        ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
         signature=signature, group_sizes=group_sizes, trace=trace,
     )  # fmt: skip
 

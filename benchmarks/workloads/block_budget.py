@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, KVLayout, Order, dense, num_seats
-from kvlink.sharding import num_replicas
+from kvlink.layout.sharding import num_replicas
 
 from .models import BLOCK_TOKENS, model_of
 

@@ -22,16 +22,18 @@ void register_plan(py::module_& m) {
   py::class_<Layout>(m, "Layout")
       .def(py::init([](uint32_t num_blocks, uint32_t block_tokens, uint32_t first_head, uint32_t num_heads,
                        uint32_t row_bytes, uint64_t block_stride, uint64_t token_stride, uint64_t head_stride,
-                       const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& planes) {
+                       const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& planes,
+                       std::tuple<uint32_t, uint32_t, uint32_t> tokens) {
+             const auto [rank, size, interleave] = tokens;
              Layout layout{num_blocks,   block_tokens, first_head,  num_heads, row_bytes,
-                           block_stride, token_stride, head_stride, {}};
+                           block_stride, token_stride, head_stride, {},        {rank, size, interleave}};
              for (const auto& [region, plane_layer, offset] : planes)
                layout.planes.push_back({region, plane_layer, offset});
              return layout;
            }),
            py::arg("num_blocks"), py::arg("block_tokens"), py::arg("first_head"), py::arg("num_heads"),
            py::arg("row_bytes"), py::arg("block_stride"), py::arg("token_stride"), py::arg("head_stride"),
-           py::arg("planes"));
+           py::arg("planes"), py::arg("tokens") = std::tuple(0, 1, 1));
   py::class_<Plan>(m, "Plan")
       .def_property_readonly("num_ops", [](const Plan& plan) { return plan.ops.size(); })
       .def_property_readonly("num_segments", [](const Plan& plan) { return plan.segments.size(); })
@@ -50,6 +52,7 @@ void register_plan(py::module_& m) {
         return packed;
       });
   py::class_<PyPlanner>(m, "Planner")
+      .def_property_readonly("num_layers", [](const PyPlanner& self) { return self.planner->num_layers(); })
       .def(py::init([](const Layout& reader, const Layout& owner,
                        const std::vector<std::pair<uintptr_t, uint64_t>>& local_regions,
                        const std::vector<uint64_t>& remote_region_bytes,

@@ -62,9 +62,13 @@ PlanScope StreamPlanner::newly_ready(const GroupRead& read, uint64_t ready) cons
     if (ready < total_units_) scope.tokens.end = scope.tokens.begin;
     return scope;
   }
-  const uint64_t unit = unit_ == StreamUnit::kBlocks ? read.planner->owner_block_tokens() : 1;
-  scope.tokens.begin = static_cast<uint32_t>(std::max<uint64_t>(read.tokens.begin, planned_units_ * unit));
-  scope.tokens.end = static_cast<uint32_t>(std::min<uint64_t>(read.tokens.end, ready * unit));
+  const auto tokens_in = [&](uint64_t units) {
+    return unit_ == StreamUnit::kBlocks ? read.planner->tokens_in(units) : units;
+  };
+  scope.tokens.begin = static_cast<uint32_t>(
+      std::max<uint64_t>(read.tokens.begin, planned_units_ ? tokens_in(planned_units_) : 0));
+  scope.tokens.end = static_cast<uint32_t>(
+      ready == total_units_ ? read.tokens.end : std::min<uint64_t>(read.tokens.end, tokens_in(ready)));
   return scope;
 }
 

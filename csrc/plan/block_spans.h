@@ -66,6 +66,68 @@ class Spans {
   uint32_t left_;
 };
 
+/// Spans of tokens that both ends hold, where ranks share tokens.
+class CommonSpans {
+ public:
+  /// REQUIRES lists that cover each end's part of `tokens`.
+  CommonSpans(const Layout& owner, std::span<const uint32_t> owner_blocks, const Layout& reader,
+              std::span<const uint32_t> reader_blocks, Range tokens)
+      : owner_(owner, owner_blocks), reader_(reader, reader_blocks), tokens_(tokens) {}
+
+  bool next(Span& span) {
+    uint64_t at = tokens_.begin;
+    while (at < tokens_.end) {  // to the first token from there on that both have
+      const uint64_t next = reader_.first_from(owner_.first_from(at));
+      if (next == at) break;
+      at = next;
+    }
+    if (at >= tokens_.end) return false;
+    const uint64_t left = std::min({tokens_.end - at, owner_.tokens_left(at), reader_.tokens_left(at)});
+    span = {owner_.offset_of(at), reader_.offset_of(at), static_cast<uint32_t>(left)};
+    tokens_.begin = static_cast<uint32_t>(at + left);
+    return true;
+  }
+
+  uint32_t num_tokens() const {
+    CommonSpans all = *this;
+    uint32_t tokens = 0;
+    for (Span span; all.next(span);) tokens += span.tokens;
+    return tokens;
+  }
+
+ private:
+  /// One end.
+  class End {
+   public:
+    End(const Layout& layout, std::span<const uint32_t> blocks) : layout_(&layout), blocks_(blocks) {}
+
+    uint64_t first_from(uint64_t position) const {
+      return layout_->tokens.position_of(layout_->tokens.num_before(position));
+    }
+    /// Returns how many tokens follow each other in the same block. REQUIRES a position that it holds.
+    uint64_t tokens_left(uint64_t position) const {
+      const uint64_t in_block = index_of(position) % layout_->block_tokens;
+      const uint64_t of_block = layout_->block_tokens - in_block;
+      if (layout_->tokens.is_whole()) return of_block;
+      return std::min<uint64_t>(of_block, layout_->tokens.interleave - position % layout_->tokens.interleave);
+    }
+    uint64_t offset_of(uint64_t position) const {
+      const uint64_t index = index_of(position);
+      return blocks_[index / layout_->block_tokens] * layout_->block_stride +
+             index % layout_->block_tokens * layout_->token_stride;
+    }
+
+   private:
+    uint64_t index_of(uint64_t position) const { return layout_->tokens.num_before(position); }
+
+    const Layout* layout_;
+    std::span<const uint32_t> blocks_;
+  };
+
+  End owner_, reader_;
+  Range tokens_;
+};
+
 struct Steps {
   uint32_t count;
   uint64_t remote, local;  // strides

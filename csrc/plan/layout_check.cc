@@ -63,6 +63,11 @@ Status check_counts(const Layout& layout, std::string_view who) {
   }
   if (layout.num_heads > UINT32_MAX - layout.first_head)
     return refuse(who, "first_head + num_heads overflows");
+  const TokenSplit& tokens = layout.tokens;
+  if (tokens.interleave == 0 || tokens.rank >= tokens.size || tokens.size > TokenSplit::kMaxSize)
+    return refuse(who, "tokens: rank " + std::to_string(tokens.rank) + " of " + std::to_string(tokens.size) +
+                           " ranks, " + std::to_string(tokens.interleave) +
+                           " at a time, is no share of them");
   return {};
 }
 

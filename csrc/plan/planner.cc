@@ -60,16 +60,27 @@ Repeat repeat_of(const PlanePair& first, const PlanePair& plane) {
           plane.remote_region, plane.local_region};
 }
 
+struct BlockRange {
+  size_t first, end;
+};
+
+/// Returns the indices of the blocks with a worker's part of the tokens. REQUIRES a range that is not empty.
+BlockRange blocks_of(const Layout& layout, Range tokens) {
+  const uint64_t first = layout.tokens.num_before(tokens.begin), end = layout.tokens.num_before(tokens.end);
+  if (first == end) return {};
+  return {first / layout.block_tokens, (end - 1) / layout.block_tokens + 1};
+}
+
 Status check_list(const char* name, std::span<const uint32_t> blocks, const Layout& layout, Range tokens) {
   if (tokens.begin == tokens.end) return {};
-  const size_t first = tokens.begin / layout.block_tokens, last = (tokens.end - 1) / layout.block_tokens;
-  if (last >= blocks.size()) {
+  const auto [first, last] = blocks_of(layout, tokens);
+  if (last > blocks.size()) {
     return Status::Config(std::string(name) + " has " + std::to_string(blocks.size()) + " blocks of " +
                           std::to_string(layout.block_tokens) + " tokens, too few for " +
                           std::to_string(tokens.end));
   }
   uint32_t highest = 0;
-  for (size_t i = first; i <= last; ++i) highest = std::max(highest, blocks[i]);
+  for (size_t i = first; i < last; ++i) highest = std::max(highest, blocks[i]);
   if (highest < layout.num_blocks) return {};
   const auto wrong = std::find_if(blocks.begin() + first, blocks.end(),
                                   [&](uint32_t id) { return id >= layout.num_blocks; });
@@ -150,15 +161,25 @@ Status Planner::plan(std::span<const uint32_t> owner_blocks, std::span<const uin
     into.clear();
     return refused;
   }
-  const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
-  const uint32_t num_tokens = tokens.end - tokens.begin;
+  if (owner_.tokens.is_whole() && reader_.tokens.is_whole()) {
+    const Spans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
+    plan_spans(spans, tokens.end - tokens.begin, scope, into);
+  } else {
+    const CommonSpans spans(owner_, owner_blocks, reader_, reader_blocks, tokens);
+    plan_spans(spans, spans.num_tokens(), scope, into);
+  }
+  return {};
+}
+
+/// Plans `num_tokens` tokens, which are those of the spans.
+template <typename Cuts>
+void Planner::plan_spans(const Cuts& spans, uint32_t num_tokens, const PlanScope& scope, Plan& into) const {
   const bool every_layer = scope.layers.begin == 0 && scope.layers.end >= num_layers_;
   into.repeats.clear();
   const uint64_t num_planes = every_layer
                                   ? write(all_, spans, num_tokens, scope.fold, into)
                                   : write(of_layers(scope.layers), spans, num_tokens, scope.fold, into);
   into.bytes = num_planes * token_bytes() * num_tokens;
-  return {};
 }
 
 Status Planner::check(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
@@ -179,8 +200,8 @@ Status Planner::check(std::span<const uint32_t> owner_blocks, std::span<const ui
   if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;
   if (Status list = check_list("reader_blocks", reader_blocks, reader_, tokens); !list.ok()) return list;
   if (tokens.begin == tokens.end) return {};
-  const size_t first = tokens.begin / reader_.block_tokens, last = (tokens.end - 1) / reader_.block_tokens;
-  if (has_repeated(reader_blocks.subspan(first, last - first + 1), reader_.num_blocks)) {
+  const auto [first, last] = blocks_of(reader_, tokens);
+  if (has_repeated(reader_blocks.subspan(first, last - first), reader_.num_blocks)) {
     return repeated(reader_blocks, first);
   }
   if (most_segments(tokens.end - tokens.begin) > kMaxSegments) {
@@ -202,9 +223,9 @@ uint64_t Planner::bytes(uint64_t num_tokens, Range layers) const {
 
 Range Planner::closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const {
   if (tokens.end != UINT32_MAX) return tokens;
-  return {tokens.begin, static_cast<uint32_t>(
-                            std::min({num_owner_blocks * owner_.block_tokens,
-                                      num_reader_blocks * reader_.block_tokens, uint64_t{UINT32_MAX - 1}}))};
+  const uint64_t reader_tokens = reader_.tokens.position_of(num_reader_blocks * reader_.block_tokens);
+  return {tokens.begin, static_cast<uint32_t>(std::min(
+                            {tokens_in(num_owner_blocks), reader_tokens, uint64_t{UINT32_MAX - 1}}))};
 }
 
 uint64_t Planner::token_bytes() const { return uint64_t{num_heads_} * owner_.row_bytes; }
@@ -216,7 +237,11 @@ Pieces Planner::pieces_of(uint32_t tokens) const {
 
 /// Returns an upper bound.
 double Planner::num_spans(uint32_t tokens) const {
-  return 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
+  double cuts = 2.0 + tokens / owner_.block_tokens + tokens / reader_.block_tokens;
+  for (const Layout* layout : {&owner_, &reader_}) {
+    if (!layout->tokens.is_whole()) cuts += 1.0 + tokens / layout->tokens.interleave;
+  }
+  return cuts;
 }
 
 /// Returns an upper bound, before anything is merged.
@@ -240,7 +265,8 @@ Arrangement Planner::of_layers(Range layers) const {
 }
 
 /// Returns the number of planes planned.
-size_t Planner::write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold,
+template <typename Cuts>
+size_t Planner::write(const Arrangement& made, const Cuts& spans, uint32_t tokens, bool fold,
                       Plan& into) const {
   const bool folds = fold && made.all_alike;
   const size_t num_written = folds && !made.groups.empty() ? made.groups[0].count : made.planes.size();
@@ -267,7 +293,8 @@ size_t Planner::write(const Arrangement& made, const Spans& spans, uint32_t toke
   return made.planes.size();
 }
 
-void Planner::write_group(std::span<const PlanePair> planes, bool interleaved, Spans spans,
+template <typename Cuts>
+void Planner::write_group(std::span<const PlanePair> planes, bool interleaved, Cuts spans,
                           Writer& writer) const {
   Pieces pieces{};
   uint32_t pieces_tokens = 0;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "memory/memory_range.h"
+#include "plan/token_split.h"
 #include "transport_api/ops.h"
 
 namespace kvlink {
@@ -33,6 +34,7 @@ struct Layout {
   uint32_t row_bytes = 0;   // head_dim x dtype size
   uint64_t block_stride = 0, token_stride = 0, head_stride = 0;
   std::vector<Plane> planes;  // in model order; both ends list the same planes
+  TokenSplit tokens{};
 };
 
 /// A half-open range; {0, UINT32_MAX} means everything.
@@ -83,7 +85,6 @@ struct Arrangement {
   bool all_alike = false;  // every group but the first is like it
 };
 
-class Spans;
 class Writer;
 struct Pieces;
 
@@ -100,10 +101,10 @@ class Planner final {
                                                      std::vector<uint64_t> remote_region_bytes,
                                                      std::vector<uint32_t> remote_region_index, Range heads);
 
-  /// Owner and reader block ids each cover the request's tokens from position 0 on; the last block of either
-  /// may be partial. Replaces `into` and reuses its memory; on failure it is empty. Refuses what check()
-  /// refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are contiguous at the owner.
-  /// An open token range ends where the shorter list does.
+  /// Owner and reader block ids each cover their worker's part of the request's tokens from position 0 on;
+  /// the last block of either may be partial. Replaces `into` and reuses its memory; on failure it is empty.
+  /// Refuses what check() refuses. Ops never exceed kMaxOpBytes nor kMaxOpSegments. Merges runs that are
+  /// contiguous at the owner. An open token range ends where the shorter list does.
   Status plan(std::span<const uint32_t> owner_blocks, std::span<const uint32_t> reader_blocks,
               const PlanScope& scope, Plan& into) const;
 
@@ -113,10 +114,15 @@ class Planner final {
                const PlanScope& scope) const;
 
   /// Returns the bytes that `plan` would move for that many tokens, without planning; UINT64_MAX on overflow.
+  /// Where the ends do not hold all of the tokens it is an upper bound.
   uint64_t bytes(uint64_t num_tokens, Range layers) const;
   /// Returns the highest layer among the planes, plus one.
   uint32_t num_layers() const { return num_layers_; }
-  uint32_t owner_block_tokens() const { return owner_.block_tokens; }
+  /// Returns the tokens of the request that stand in the first so many of the owner's blocks, or at other
+  /// ranks.
+  uint64_t tokens_in(uint64_t num_owner_blocks) const {
+    return owner_.tokens.position_of(num_owner_blocks * owner_.block_tokens);
+  }
 
   static constexpr uint32_t kMaxOpBytes = 1 << 20;
   static constexpr uint32_t kMaxOpSegments = 256;
@@ -124,6 +130,8 @@ class Planner final {
  private:
   Planner(Layout reader, Layout owner, const std::vector<MemoryRange>& local_regions,
           const std::vector<uint32_t>& remote_region_index, Range heads);
+  template <typename Cuts>
+  void plan_spans(const Cuts& spans, uint32_t num_tokens, const PlanScope& scope, Plan& into) const;
   Range closed(Range tokens, uint64_t num_owner_blocks, uint64_t num_reader_blocks) const;
   uint64_t token_bytes() const;
   Pieces pieces_of(uint32_t tokens) const;
@@ -131,8 +139,10 @@ class Planner final {
   double most_segments(uint32_t tokens) const;
   Arrangement arrange_in_blocks(std::vector<PlanePair> planes) const;
   Arrangement of_layers(Range layers) const;
-  size_t write(const Arrangement& made, const Spans& spans, uint32_t tokens, bool fold, Plan& into) const;
-  void write_group(std::span<const PlanePair> planes, bool interleaved, Spans spans, Writer& writer) const;
+  template <typename Cuts>
+  size_t write(const Arrangement& made, const Cuts& spans, uint32_t tokens, bool fold, Plan& into) const;
+  template <typename Cuts>
+  void write_group(std::span<const PlanePair> planes, bool interleaved, Cuts spans, Writer& writer) const;
 
   Layout reader_, owner_;
   uint32_t num_heads_;

@@ -129,7 +129,7 @@ class Incoming:
                 raise ConfigError(
                     f"prefill offers {len(ticket.block_ids)} items of cache {index}, decode has {len(into)}"
                 )
-            room.pulls.append(cache.worker.pull(ticket, np.asarray(into, dtype=np.uint32)))
+            room.pulls.append(cache.worker.pull(ticket, np.asarray(into, dtype=np.uint32), partial=True))
         room.pages_of[chunk.prefill_rank] += chunk.num_pages
         if chunk.is_last:
             room.complete.add(chunk.prefill_rank)

@@ -8,17 +8,32 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvlink.errors import ConfigError, UnknownRequest
-from kvlink.layout import assign, num_seats
-from kvlink.sharding import Sharded as Reader
+from kvlink.layout import Share, assign, num_seats
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEnd
 
 from .caches import Cache
+
+
+class Reader(Protocol):
+    """A rank of decode that asks for pages."""
+
+    @property
+    def total_heads(self) -> int:
+        """KV heads of the whole model, 1 for MLA."""
+
+    @property
+    def tp_rank(self) -> int:
+        """Tensor-parallel rank, counted from 0."""
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel degree."""
 
 
 class Written(NamedTuple):
@@ -117,7 +132,8 @@ def _takers(cache: Cache, readers: Sequence[Reader]) -> list[int]:
     layout = cache.worker.pool.layout
     if cache.component is not None:
         return list(range(len(readers)))
-    takers = [index for index, reader in enumerate(readers) if assign(reader, layout) is not None]
+    shares = [Share(reader.total_heads, reader.tp_rank, reader.tp_size) for reader in readers]
+    takers = [index for index, share in enumerate(shares) if assign(share, layout) is not None]
     expected = num_seats(layout, readers[0].tp_size) if readers else 0
     if len(takers) != expected:
         raise ConfigError(f"{len(takers)} decode ranks asked for KV pages that {expected} must read")

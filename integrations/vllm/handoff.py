@@ -117,8 +117,8 @@ class Handoff:
             ready=units if written else 0,
             ready_unit=ReadyUnit.TOKENS if group_sizes else ReadyUnit.BLOCKS,
             group_sizes=group_sizes,
-            tp_rank=rank,
-            tp_size=len(self.owners),
+            rank=rank,
+            num_ranks=len(self.owners),
             ttl_s=self.ttl_s,
             trace=self.trace,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from kvlink.errors import ConfigError
-from kvlink.layout import num_seats
+from kvlink.layout import Share, num_seats
 
 from .announcements import Announcements
 from .awaited_request import AwaitedRequest
@@ -235,7 +235,7 @@ class Incoming:
     def _unread(self, ranks: range) -> list[int]:
         """Returns the ranks of an owner that none of ours reads from: they hold the same data as another."""
         return [
-            r for r in ranks if num_seats(Rank(r, len(ranks), self._own.total_heads), self._own.tp_size) == 0
+            r for r in ranks if num_seats(Share(self._own.total_heads, r, len(ranks)), self._own.tp_size) == 0
         ]
 
     def _release(self, request_id: str) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlink.layout.groups import MAX_GROUPS
+from kvlink.layout.split import MAX_RANKS
 from kvlink.ticket import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
-__all__ = ["MAX_NAME_BYTES", "MAX_TICKET_BYTES"]
+__all__ = ["MAX_NAME_BYTES", "MAX_RANKS", "MAX_TICKET_BYTES"]
 
 MAX_TTL_S = 86_400.0
 MAX_TIMEOUT_S = 3_600.0
 MAX_CLAIM_ID_BYTES = 64
-MAX_TP_SIZE = 1_024
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
 """Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""

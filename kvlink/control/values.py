@@ -48,8 +48,8 @@ class Offer(NamedTuple):
     worker_id: str
     epoch: int
     ttl_s: float
-    tp_rank: int
-    tp_size: int
+    rank: int
+    num_ranks: int
     num_seats: int
     ticket: bytes
 

@@ -9,7 +9,8 @@ from enum import Enum
 
 from kvlink.errors import ConfigError
 from kvlink.layout.kv_layout import KVLayout, Plane
-from kvlink.sharding import heads_of
+from kvlink.layout.sharding import heads_of
+from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
 
 
 class Axis(Enum):
@@ -69,9 +70,10 @@ class Regions(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache that one tensor-parallel rank of a model holds, without its place in memory."""
+    """The KV cache that one rank of a model holds, without its place in memory."""
 
     num_layers: int
+    """Layers of the whole model."""
     total_heads: int
     """KV heads of the whole model, 1 for MLA."""
     row_bytes: int
@@ -84,22 +86,33 @@ class Geometry:
     model: str = ""
     tp_rank: int = 0
     tp_size: int = 1
+    pipeline: Pipeline = ALL_LAYERS
+    context: Context = ALL_TOKENS
 
     def __post_init__(self) -> None:
         """Checks the fields that KVLayout cannot check."""
         if self.num_layers < 1 or self.planes_per_layer not in (1, 2):
             raise ConfigError(f"num_layers must be positive and planes_per_layer 1 or 2: {self}")
+        if self.pipeline.bounds and self.pipeline.bounds[-1] != self.num_layers:
+            raise ConfigError(
+                f"the stages of the pipeline have {self.pipeline.bounds[-1]} layers, num_layers is {self.num_layers}"
+            )
 
     @property
     def heads(self) -> tuple[int, int]:
         """The half-open range of the model's heads that this rank holds."""
         return heads_of(self.total_heads, self.tp_rank, self.tp_size)
 
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The half-open range of the model's layers that this rank holds."""
+        return self.pipeline.layers(self.num_layers)
+
     def count(self, axis: Axis) -> int:
         """Returns the number of elements along an axis."""
         first, end = self.heads
         return {
-            Axis.LAYER: self.num_layers,
+            Axis.LAYER: self.layers[1] - self.layers[0],
             Axis.KV: self.planes_per_layer,
             Axis.BLOCK: self.num_blocks,
             Axis.TOKEN: self.block_tokens,
@@ -139,6 +152,7 @@ def from_strides(geometry: Geometry, strides: Mapping[Axis, int], regions: Regio
     per_layer = geometry.planes_per_layer
     region_steps = {Regions.ONE: (0, 0), Regions.PER_LAYER: (1, 0), Regions.PER_PLANE: (per_layer, 1)}
     layer_regions, kv_regions = region_steps[regions]
+    first_layer, _ = geometry.layers
     return KVLayout(
         model=geometry.model,
         dtype=geometry.dtype,
@@ -154,12 +168,14 @@ def from_strides(geometry: Geometry, strides: Mapping[Axis, int], regions: Regio
         planes=tuple(
             Plane(
                 region=layer * layer_regions + kv * kv_regions,
-                layer=layer,
+                layer=first_layer + layer,
                 offset=layer * step[Axis.LAYER] + kv * step[Axis.KV],
             )
-            for layer in range(geometry.num_layers)
+            for layer in range(geometry.count(Axis.LAYER))
             for kv in range(per_layer)
         ),
         tp_rank=geometry.tp_rank,
         tp_size=geometry.tp_size,
+        pipeline=geometry.pipeline,
+        context=geometry.context,
     )

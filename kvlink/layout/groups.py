@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvlink.errors import ConfigError
 from kvlink.layout.kv_layout import KVLayout
+from kvlink.layout.sharding import rank_of
 
 MAX_GROUPS = 256
 
@@ -23,12 +24,18 @@ def checked_groups(layout: KVLayout | Groups) -> tuple[KVLayout, ...]:
     for index, group in enumerate(groups):
         if not isinstance(group, KVLayout):
             raise ConfigError(f"layout {index} of the pool is a {type(group).__name__}, not a KVLayout")
-        if (group.tp_rank, group.tp_size) != (groups[0].tp_rank, groups[0].tp_size):
+        shares = [(rank_of(each), each.tp_rank, each.tp_size) for each in (group, groups[0])]
+        if shares[0] != shares[1]:
             raise ConfigError(
-                f"cache group {index} is of rank {group.tp_rank} of {group.tp_size}, group 0 of rank "
-                f"{groups[0].tp_rank} of {groups[0].tp_size}; a pool belongs to one rank"
+                f"cache group {index} is of rank {_named(group)}, group 0 of rank {_named(groups[0])}; a pool belongs "
+                "to one rank"
             )
     return groups
+
+
+def _named(group: KVLayout) -> str:
+    rank, num_ranks = rank_of(group)
+    return f"{rank} of {num_ranks} (tensor-parallel {group.tp_rank} of {group.tp_size})"
 
 
 def region_bytes(groups: Groups) -> tuple[int, ...]:

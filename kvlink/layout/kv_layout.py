@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
-from kvlink.sharding import heads_of
+from kvlink.layout.sharding import check_share, heads_of
+from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class KVLayout:
     tp_size: int = 1
     is_state: bool = False
     """True for state of a fixed size, as Mamba's layers have. A block is one state, and takes the place of a token."""
+    pipeline: Pipeline = ALL_LAYERS
+    """The stage that has the layers of the planes, which are counted over the whole model."""
+    context: Context = ALL_TOKENS
+    """The tokens that the blocks hold."""
     num_layers: int = field(init=False, compare=False, repr=False)
     """One more than the highest layer."""
 
@@ -62,6 +67,9 @@ class KVLayout:
                 f"layout: first_head {self.first_head} and num_heads {self.num_heads} must mean heads "
                 f"{held[0]} to {held[1]} of {self.total_heads}, for rank {self.tp_rank} of {self.tp_size}"
             )
+        check_share(self)
+        if self.is_state and self.context.size > 1:
+            raise ConfigError("layout: a state is not one of tokens, so ranks cannot share its tokens")
         if not self.planes:
             raise ConfigError("layout: planes must not be empty")
         for index, plane in enumerate(self.planes):
@@ -71,6 +79,21 @@ class KVLayout:
             if not 0 <= getattr(self, name) < 2**63:
                 raise ConfigError(f"layout: {name} must be in 0 to 2^63 - 1, not {getattr(self, name)}")
         object.__setattr__(self, "num_layers", 1 + max(plane.layer for plane in self.planes))
+        first, end = self.layers
+        if self.num_layers > end or min(plane.layer for plane in self.planes) < first:
+            raise ConfigError(
+                f"layout: the planes must be of layers {first} to {end}, which stage {self.pipeline.rank} has"
+            )
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The half-open range of the model's layers that this rank may have."""
+        return self.pipeline.layers(self.num_layers)
+
+    @property
+    def total_layers(self) -> int:
+        """The layers of the whole model."""
+        return self.pipeline.bounds[-1] if self.pipeline.bounds else self.num_layers
 
     @property
     def token_bytes(self) -> int:
@@ -102,8 +125,8 @@ class KVLayout:
         return extent
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens. The last block may be partial."""
-        return -(-num_tokens // self.block_tokens)
+        """Returns the number of blocks that hold this rank's part of `num_tokens` tokens. The last may be partial."""
+        return -(-self.context.num_before(num_tokens) // self.block_tokens)
 
     def region_bytes(self) -> tuple[int, ...]:
         """Returns the bytes that each pool region must have, in region order."""
@@ -116,15 +139,30 @@ class KVLayout:
     def difference(self, other: KVLayout) -> str | None:
         """Describes the first field that shows that `other` is a cache of a different model. None if they fit.
 
-        Block size, strides, number of blocks and tensor-parallel degree may differ, because the planner converts them.
+        Block size, strides, number of blocks, and the ranks that share heads, layers and tokens may differ, because the
+        planner converts them.
         """
-        for name in ("model", "dtype", "row_bytes", "total_heads", "num_layers", "is_state"):
+        for name in ("model", "dtype", "row_bytes", "total_heads", "total_layers", "is_state"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs and (name != "model" or (ours and theirs)):
                 return f"{name} differs: {ours!r} here, {theirs!r} there"
-        if len(self.planes) != len(other.planes):
-            return f"the number of planes differs: {len(self.planes)} here, {len(other.planes)} there"
-        for index, (ours, theirs) in enumerate(zip(self.planes, other.planes, strict=True)):
+        own, others = (each.planes_of(common_layers(self, other)) for each in (self, other))
+        if len(own) != len(others):
+            return f"the number of planes differs: {len(own)} here, {len(others)} there"
+        for index, (ours, theirs) in enumerate(zip(own, others, strict=True)):
             if ours.layer != theirs.layer:
                 return f"the layer of plane {index} differs: {ours.layer} here, {theirs.layer} there"
         return None
+
+    def planes_of(self, layers: tuple[int, int]) -> tuple[Plane, ...]:
+        """Returns the planes of a half-open range of layers."""
+        first, end = layers
+        if first <= 0 and self.num_layers <= end:
+            return self.planes
+        return tuple(plane for plane in self.planes if first <= plane.layer < end)
+
+
+def common_layers(layout: KVLayout, other: KVLayout) -> tuple[int, int]:
+    """Returns the half-open range of layers that two ranks of one model both may have. It may be empty."""
+    (first, end), (other_first, other_end) = layout.layers, other.layers
+    return max(first, other_first), min(end, other_end)

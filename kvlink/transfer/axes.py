@@ -26,7 +26,7 @@ from math import prod
 from types import MappingProxyType
 
 from kvlink.errors import ConfigError
-from kvlink.layout import KVLayout, Plane, heads_of
+from kvlink.layout import ALL_LAYERS, ALL_TOKENS, Context, KVLayout, Pipeline, Plane, heads_of
 from kvlink.transfer.tensor_check import BLOCKS, HEADS, KV, LAYERS, ROW, TOKENS
 from kvlink.transfer.tensors import TensorView
 
@@ -59,6 +59,8 @@ def layout_of(
     total_heads: int | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
+    pipeline: Pipeline = ALL_LAYERS,
+    context: Context = ALL_TOKENS,
 ) -> KVLayout:
     """Returns the layout of `views`, which must have the same shape.
 
@@ -90,9 +92,11 @@ def layout_of(
         token_stride=strides[TOKENS],
         head_stride=strides.get(HEADS, row_bytes),
         num_blocks=sizes[BLOCKS],
-        planes=_planes(listed, sizes, strides),
+        planes=_planes(listed, sizes, strides, pipeline.layers(0)[0]),
         tp_rank=tp_rank,
         tp_size=tp_size,
+        pipeline=pipeline,
+        context=context,
     )
 
 
@@ -183,7 +187,9 @@ def _measure(
     return sizes, strides
 
 
-def _planes(listed: list[str], sizes: dict[str, int], strides: dict[str, int]) -> tuple[Plane, ...]:
+def _planes(
+    listed: list[str], sizes: dict[str, int], strides: dict[str, int], first_layer: int
+) -> tuple[Plane, ...]:
     steps, step = {}, 1
     for word in reversed(listed):
         steps[word] = step
@@ -191,7 +197,7 @@ def _planes(listed: list[str], sizes: dict[str, int], strides: dict[str, int]) -
     return tuple(
         Plane(
             region=layer * steps.get(LAYERS, 0) + kv * steps.get(KV, 0),
-            layer=layer,
+            layer=first_layer + layer,
             offset=layer * strides.get(LAYERS, 0) + kv * strides.get(KV, 0),
         )
         for layer in range(sizes.get(LAYERS, 1))

@@ -35,8 +35,12 @@ def start_groups(
     what = f"request {ticket.request_id}"
     if len(theirs) != len(layouts):
         raise ConfigError(f"{what}: the ticket has {len(theirs)} cache groups, its worker {len(layouts)}")
-    if layers is not None and len(layouts) > 1:
-        raise ConfigError(f"{what}: `layers` selects layers of one cache group, and there are {len(layouts)}")
+    if layers is not None:
+        if len(layouts) > 1:
+            raise ConfigError(
+                f"{what}: `layers` selects layers of one cache group, and there are {len(layouts)}"
+            )
+        layers = layers_read(layers, peer, ticket)
     ranges = ranges_of(tokens, layouts, theirs, ticket.num_tokens)
     reads = []
     for index, (planner, layout) in enumerate(zip(peer.planners, layouts, strict=True)):
@@ -53,3 +57,18 @@ def start_groups(
     units = ticket.num_tokens if ticket.ready_unit is ReadyUnit.TOKENS else len(ticket.block_ids)
     stream = 0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit]
     return peer.connection.pull_groups(reads, seat, stream, ticket.num_tokens, timeout_s)
+
+
+def layers_read(layers: tuple[int, int], peer: Peer, ticket: Ticket) -> tuple[int, int]:
+    """Returns those of the layers that both ends have. Raises ConfigError for layers that the model does not have."""
+    first, end = within(layers, peer.total_layers, "layers", ticket)
+    return min(first, peer.end_layer), min(end, peer.end_layer)
+
+
+def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
+    """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
+    if len(asked) != 2 or not 0 <= asked[0] <= asked[1] <= count:
+        raise ConfigError(
+            f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
+        )
+    return asked[0], asked[1]

@@ -38,8 +38,7 @@ def checked_offer(
     for index, (ids, group) in enumerate(zip(by_group, groups, strict=True)):
         what = request_id if len(groups) == 1 else f"{request_id}, cache group {index}"
         check_distinct(ids, group.num_blocks, what)
-        fits = (len(ids) - 1) * group.block_tokens < tokens <= len(ids) * group.block_tokens
-        if not fits and not group.is_state:
+        if not group.is_state and not _fit(len(ids), group, tokens):
             raise ConfigError(
                 f"offer {what}: {tokens} tokens do not fill {len(ids)} blocks of {group.block_tokens}"
             )
@@ -55,10 +54,19 @@ def checked_offer(
     return _offered(request_id, ids, sizes, tokens, ready, ReadyUnit.TOKENS, 0)
 
 
+def _fit(num_blocks: int, group: KVLayout, tokens: int) -> bool:
+    """Returns whether this rank's part of the tokens needs that many blocks.
+
+    Ranks that share tokens may have as many blocks as the one with most tokens.
+    """
+    fewer = group.context.num_fitting((num_blocks - 1) * group.block_tokens)
+    return fewer < tokens and group.num_blocks_for(tokens) <= num_blocks
+
+
 def _fitting_tokens(request_id: str, by_group: Sequence[array[int]], groups: Sequence[KVLayout]) -> int:
     """Returns how many tokens fit into the blocks of every group. Raises ConfigError if only states are offered."""
     fitting = [
-        len(ids) * group.block_tokens
+        group.context.num_fitting(len(ids) * group.block_tokens)
         for ids, group in zip(by_group, groups, strict=True)
         if not group.is_state
     ]

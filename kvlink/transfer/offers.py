@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.layout import rank_of
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
 from kvlink.transfer.device_work import DeviceWork, has_ended, until_ended
@@ -47,6 +48,7 @@ class Offers:
         self._worker_id = worker_id
         self._epoch = epoch
         self._agent = agent
+        self._rank, self._num_ranks = rank_of(engine.pool.layout)
         self._lease_ids = itertools.count(1)
         self._lock = threading.Lock()
         self._by_request: dict[str, _Offered] = {}
@@ -78,7 +80,6 @@ class Offers:
         """See `Worker.offer`."""
         lease = next(self._lease_ids)
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
-        layout = self._engine.pool.layout
         check_request_id(request_id)
         blocks = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
         ids, written = blocks.ids, blocks.written
@@ -95,8 +96,8 @@ class Offers:
             num_tokens=blocks.num_tokens,
             ready=now,
             ready_unit=blocks.unit,
-            tp_rank=layout.tp_rank,
-            tp_size=layout.tp_size,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
             ttl_s=ttl_s,
             group_sizes=blocks.group_sizes,
             trace=TraceParent.parse(trace) if trace else None,

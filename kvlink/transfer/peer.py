@@ -17,7 +17,7 @@ from kvlink.errors import (
     TransportUnavailable,
     UnknownRequest,
 )
-from kvlink.layout import GroupsAssignment
+from kvlink.layout import GroupsAssignment, rank_of
 from kvlink.transfer.cost_model import FittedCost
 from kvlink.transfer.engine import Connection
 from kvlink.transfer.planners import Planner
@@ -89,7 +89,10 @@ def refuse_path(*, keep_retryable: bool = False) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Peer:
-    """A connected owner. `assignment` says which heads this reader takes from it and which seat it uses."""
+    """A connected owner. `assignment` says which heads this reader takes from it and which seat it uses.
+
+    `sources` are the ranks of the owner's server from which this reader takes something, this owner among them.
+    """
 
     card: WorkerCard
     transport: str
@@ -97,23 +100,38 @@ class Peer:
     planners: tuple[Planner | None, ...]
     """By cache group; None for a group of which this reader takes nothing from this owner."""
     assignment: GroupsAssignment
+    sources: frozenset[int]
     refused: tuple[Refusal, ...]
     nics_left_out: tuple[str, ...]
     bounces_at: tuple[str, ...]
     cost: FittedCost
     is_fallback: bool = False
     """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
-    planner: Planner | None = field(init=False)  # every pull uses these four
+    is_alone: bool = field(init=False)
+    """Whether this reader takes nothing from other ranks of that server."""
+    planner: Planner | None = field(init=False)  # every pull uses these
     """That of the only cache group, or None if there are several."""
     num_layers: int = field(init=False)
+    """How many layers the owner counts as ready: one more than its highest."""
+    total_layers: int = field(init=False)
+    end_layer: int = field(init=False)
+    """One more than the highest layer that both ends have."""
     seat: int = field(init=False)
     num_seats: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Caches the fields that every pull uses."""
         self.planner = self.planners[0] if len(self.planners) == 1 else None
-        self.num_layers = self.card.layouts[0].num_layers
+        layout = self.card.layouts[0]
+        self.is_alone = len(self.sources) == 1
+        self.num_layers, self.total_layers = layout.num_layers, layout.total_layers
+        self.end_layer = self.planner.num_layers if self.planner else 0
         self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
+
+    @property
+    def rank(self) -> int:
+        """The owner's rank among all ranks of its server."""
+        return rank_of(self.card.layouts[0])[0]
 
     def __repr__(self) -> str:
         """Describes the connection and its state."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvlink.background import off_loop
 from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
-from kvlink.layout import GroupsAssignment, assign_groups
+from kvlink.layout import GroupsAssignment, assign_groups, owner_ranks
 from kvlink.layout.groups import difference
 from kvlink.transfer.cost_model import PRIORS, FittedCost
 from kvlink.transfer.engine import Connection, Engine
@@ -197,7 +197,16 @@ class Peers:
             reasons = [f"not {refusal.transport}: {refusal.reason}" for refusal in refused]
             warn_of_path(card.worker_id, name, bounces_at, reasons)
         return Peer(
-            card, name, connection, planners, assignment, tuple(refused), tuple(left_out), bounces_at, cost
+            card,
+            name,
+            connection,
+            planners,
+            assignment,
+            owner_ranks(self.engine.pool.groups, card.layouts),
+            tuple(refused),
+            tuple(left_out),
+            bounces_at,
+            cost,
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:

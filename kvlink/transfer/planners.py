@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvlink import _core
 from kvlink.layout import KVLayout
+from kvlink.layout.kv_layout import common_layers
 from kvlink.transfer.pool import BlockPool
 
 Planner = _core.Planner
@@ -29,14 +30,19 @@ def planners(
         None
         if each is None
         else _core.Planner(
-            core_layout(ours), core_layout(theirs), local_regions, region_bytes, region_index, each
+            core_layout(ours, common_layers(ours, theirs)),
+            core_layout(theirs, common_layers(ours, theirs)),
+            local_regions,
+            region_bytes,
+            region_index,
+            each,
         )
         for ours, theirs, each in zip(pool.groups, owner, heads, strict=True)
     )
 
 
-def core_layout(layout: KVLayout) -> _core.Layout:
-    """Converts a layout to the form of the native planner."""
+def core_layout(layout: KVLayout, layers: tuple[int, int] | None = None) -> _core.Layout:
+    """Converts a layout, or a range of its layers, to the form of the native planner."""
     return _core.Layout(
         num_blocks=layout.num_blocks,
         block_tokens=layout.block_tokens,
@@ -46,5 +52,8 @@ def core_layout(layout: KVLayout) -> _core.Layout:
         block_stride=layout.block_stride,
         token_stride=layout.token_stride,
         head_stride=layout.head_stride,
-        planes=[(plane.region, plane.layer, plane.offset) for plane in layout.planes],
+        planes=[
+            (plane.region, plane.layer, plane.offset) for plane in layout.planes_of(layers or layout.layers)
+        ],
+        tokens=(layout.context.rank, layout.context.size, layout.context.interleave),
     )

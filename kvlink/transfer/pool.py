@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvlink import _core
 from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import CudaDriver, Driver, Placement, placed
-from kvlink.layout import KVLayout
+from kvlink.layout import Context, KVLayout, Pipeline
 from kvlink.layout.groups import checked_groups, region_bytes
 from kvlink.transfer.axes import layout_of, named_shapes
 from kvlink.transfer.tensor_check import check_tensors
@@ -93,6 +93,8 @@ class BlockPool:
         total_heads: int | None = None,
         tp_rank: int | None = None,
         tp_size: int | None = None,
+        pipeline: Pipeline | None = None,
+        context: Context | None = None,
     ) -> BlockPool:
         """Registers existing memory: torch tensors, numpy arrays, or any object with DLPack.
 
@@ -103,6 +105,7 @@ class BlockPool:
             tensor per layer of [2, N, block, H, D]. See kvlink.transfer.axes.
         model, dtype, total_heads, tp_rank, tp_size: fields of the derived layout. The defaults are the dtype of the
             tensors, and ranks that share the heads evenly.
+        pipeline, context: the layers and the tokens that this rank has, by default all.
         block_tokens: the tokens of a block, required for a dimension of slots, "blocks*tokens".
         layout: describes the memory instead of axes. Region i is `tensors[i]`, and offsets count from its first
             element. The number of tensors, the item size and every stride are compared with it. One-dimensional uint8
@@ -121,6 +124,8 @@ class BlockPool:
             "total_heads": total_heads,
             "tp_rank": tp_rank,
             "tp_size": tp_size,
+            "pipeline": pipeline,
+            "context": context,
         }
         passed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if layout is None:

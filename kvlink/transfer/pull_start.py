@@ -8,7 +8,7 @@ import concurrent.futures
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvlink.tracing import Kind
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Transfer
 from kvlink.transfer.group_ids import copied
-from kvlink.transfer.group_start import STREAM_UNITS, start_groups
+from kvlink.transfer.group_start import STREAM_UNITS, layers_read, start_groups, within
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.types import ReadyUnit
@@ -73,12 +73,11 @@ class PullStart(concurrent.futures.Future[list[Part]]):
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError."""
     into, tokens, layers, settle, timeout_s = want
-    num_layers = peer.num_layers
     try:
         seat = ticket.seats[peer.seat]
     except IndexError:
         raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
-    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else num_layers
+    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else peer.num_layers
     words = (seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0)
     planner = peer.planner
     if planner is None or ticket.ready_unit is _TOKENS:
@@ -88,7 +87,7 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
         ticket.block_ids,
         into,
         (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket),
-        (0, num_layers) if layers is None else within(layers, num_layers, "layers", ticket),
+        (0, peer.end_layer) if layers is None else layers_read(layers, peer, ticket),
         words,
         0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit],
         timeout_s,
@@ -106,15 +105,6 @@ def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:
 def settled_value(ticket: Ticket, seat: LeaseSeat, num_readers: int) -> int:
     """Returns the value that settles a seat, and with it the seats that the ticket has beyond its readers."""
     return seat.settle_nonce if len(ticket.seats) == num_readers else seat.settle_nonce ^ num_readers
-
-
-def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
-    """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
-    if len(asked) != 2 or not 0 <= asked[0] <= asked[1] <= count:
-        raise ConfigError(
-            f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
-        )
-    return asked[0], asked[1]
 
 
 class PullStarts:
@@ -162,8 +152,13 @@ class PullStarts:
             starting.cancel()
 
 
-async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) -> Connected:
-    """Connects to the owners concurrently, and leaves out those with nothing for this rank. Raises KVLinkError."""
+async def connect_all(
+    peers: Peers, tickets: Sequence[Ticket], deadline: float, *, complete: bool = False
+) -> Connected:
+    """Connects to the owners concurrently, and leaves out those with nothing for this rank.
+
+    Raises KVLinkError, and with `complete` also ConfigError unless all owners of this rank's part are there.
+    """
     about = {"kvlink.request_id": tickets[0].request_id}
     with tracing.span("kvlink.connect", Kind.CLIENT, tickets[0].trace, about):
         found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
@@ -171,8 +166,28 @@ async def connect_all(peers: Peers, tickets: Sequence[Ticket], deadline: float) 
             found = await asyncio.gather(*(_connect(peers, ticket, deadline) for ticket in tickets))
     connected = [(ticket, peer) for ticket, peer in zip(tickets, found, strict=True) if peer is not None]
     if not connected:
-        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has heads for this rank")
+        raise ConfigError(f"request {tickets[0].request_id}: none of its tickets has a part for this rank")
+    if complete:
+        _check_complete(connected, tickets[0].request_id)
     return connected
+
+
+def _check_complete(connected: Connected, request_id: str) -> None:
+    """Raises ConfigError unless the tickets are those of all owners from which this rank takes a part."""
+    if len({(ticket.request_id, ticket.num_tokens) for ticket, _ in connected}) > 1:
+        names = sorted({f"{ticket.request_id} of {ticket.num_tokens} tokens" for ticket, _ in connected})
+        raise ConfigError(f"the tickets of a pull must be of one request, and not of {', '.join(names)}")
+    given = sorted(peer.rank for _, peer in connected)
+    for _, peer in connected:
+        if given != sorted(peer.sources):
+            raise ConfigError(
+                f"request {request_id}: this rank takes its part from ranks {_listed(peer.sources)} of the server of "
+                f"{peer.card.worker_id}, and the tickets are of ranks {_listed(given)}; pass one ticket of each"
+            )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 async def _connect(peers: Peers, ticket: Ticket, deadline: float) -> Peer | None:

@@ -125,8 +125,8 @@ class WorkerMembership:
             worker_id=ticket.worker_id,
             epoch=ticket.epoch,
             ttl_s=ticket.ttl_s,
-            tp_rank=ticket.tp_rank,
-            tp_size=ticket.tp_size,
+            rank=ticket.rank,
+            num_ranks=ticket.num_ranks,
             num_seats=len(ticket.seats),
             ticket=ticket.to_bytes(),
         )

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvlink.errors import ConfigError
-from kvlink.layout import KVLayout
+from kvlink.layout import KVLayout, rank_of
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.transfer import spans
 from kvlink.transfer.group_ids import TokenRanges
@@ -37,16 +37,18 @@ class Sources:
     checked: Callable[[Ticket], Ticket]
     releaser: Releaser
 
-    def of(self, ticket: Tickets) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
+    def of(self, ticket: Tickets, partial: bool) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
         """Returns the request id, and a function that finds and connects its owners until a deadline.
 
-        Raises ConfigError, AccessDenied.
+        With `partial`, a list of tickets need not be complete. Raises ConfigError, AccessDenied.
         """
         if isinstance(ticket := parsed(ticket), str):
             self._require_coordinator(ticket)
-            return ticket, partial(self._claim_and_connect, ticket)
+            return ticket, functools.partial(self._claim_and_connect, ticket)
         tickets = self._tickets(ticket)
-        return tickets[0].request_id, partial(connect_all, self.peers, tickets)
+        return tickets[0].request_id, functools.partial(
+            connect_all, self.peers, tickets, complete=not partial
+        )
 
     def release(self, ticket: Tickets, timeout_s: float) -> bool:
         """Releases blocks as `Worker.release` does. A claim waits at most `timeout_s` seconds.
@@ -66,9 +68,9 @@ class Sources:
         ticket = parsed(ticket)
         tickets = [] if isinstance(ticket, str) else self._tickets(ticket)
         for each in tickets:
-            check_ranges(each, tokens, layers, self.layout.num_layers)
+            check_ranges(each, tokens, layers, self.layout.total_layers)
         request_id = ticket if isinstance(ticket, str) else tickets[0].request_id
-        return EmptyPull(request_id, partial(self.release, ticket, timeout_s), settle)
+        return EmptyPull(request_id, functools.partial(self.release, ticket, timeout_s), settle)
 
     def _require_coordinator(self, request_id: str) -> None:
         self.membership.require_coordinator(f"request {request_id}: claiming by id")
@@ -81,12 +83,12 @@ class Sources:
         return tickets
 
     async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
-        claiming = self.membership.claim(request_id, timeout_s, self.layout.tp_rank, self.layout.tp_size)
+        claiming = self.membership.claim(request_id, timeout_s, *rank_of(self.layout))
         return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 
     async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
         tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
-        return await connect_all(self.peers, tickets, deadline)
+        return await connect_all(self.peers, tickets, deadline, complete=True)
 
     async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
         self.releaser.release(await self._claim(request_id, timeout_s))

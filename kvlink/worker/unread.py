@@ -10,9 +10,10 @@ from typing import Any
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import Ticket
 from kvlink.transfer.group_ids import TokenRanges, each_range
+from kvlink.transfer.group_start import within
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, settle_args, within
+from kvlink.transfer.pull_start import Part, settle_args
 from kvlink.worker.directory import ControlDirectory
 
 Range = tuple[int, int] | None

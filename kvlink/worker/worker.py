@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial as bound
 from typing import Any
 
 from kvlink.background import ControlThread
@@ -43,7 +43,6 @@ from kvlink.worker.stats import gather
 from kvlink.worker.unread import Releaser, is_empty
 
 _log = logging.getLogger("kvlink.worker")
-
 _NEEDED: Any = None
 _JOIN_S, _CLOSE_S = 10.0, 5.0
 
@@ -77,8 +76,7 @@ class Worker:
         )
         advertised_host(self.config)  # raises before anything listens
         self.pool, self.worker_id, self._read_ids = pool, worker_id, reader_of_ids(pool.groups)
-        self._timeout_s = self.config.timeout_s
-        self._pid = os.getpid()
+        self._timeout_s, self._pid = self.config.timeout_s, os.getpid()
         self._closed, self._closing = False, threading.RLock()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
@@ -94,12 +92,12 @@ class Worker:
             """The live offers. `grant_at` serves schedulers that create tickets themselves."""
             tell = self._control.loop.call_soon_threadsafe
             self.offers.on_ended = lambda request_id: tell(self._membership.forget, request_id)
-            self.offers.in_background = partial(self._in_background, what="waiting for the device")
+            self.offers.in_background = bound(self._in_background, what="waiting for the device")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._membership.directory)
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._on_unsettled = releaser.settle_by_agent
-            self._restart = partial(Restart, self._starts, self._peers)
+            self._restart = bound(Restart, self._starts, self._peers)
             self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
             self._membership.report = Reporter(self)
             if self.config.metrics_port:
@@ -116,8 +114,6 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Methods of prefill.
 
     def offer(
         self,
@@ -189,8 +185,6 @@ class Worker:
         limit_s = None if timeout_s is None else checked(timeout_s)
         return each_ended(self._engine, self.offers.events, limit_s)
 
-    # Methods of decode.
-
     def pull(
         self,
         ticket: Tickets | None = None,
@@ -201,6 +195,7 @@ class Worker:
         layers: tuple[int, int] | None = None,
         settle: bool = True,
         after: DeviceWork | None = None,
+        partial: bool = False,
         timeout_s: float | None = None,
     ) -> Pull:
         """Starts reading a request's blocks into this worker's blocks; see Pull for how to wait. With an empty range or
@@ -212,6 +207,7 @@ class Worker:
         tokens, layers: half-open ranges to read. `tokens` may be a list with one for each cache group.
         settle: settle the offer at the owner at once after all bytes are valid.
         after: as for `offer`: a step that still uses the blocks of `into`. Nothing is written before it has ended.
+        partial: read from some of the owner ranks only. By default tickets of all that this rank reads from are needed.
         timeout_s: deadline of the whole pull in seconds, by default KVLINK_TIMEOUT_S; 0 does not wait.
         Raises ConfigError for invalid arguments, AccessDenied for a signature of another tenant; else the Pull raises.
         """
@@ -226,11 +222,15 @@ class Worker:
         on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket) and (after is None or has_ended(after)):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
-            if peer is not None and (transfer := start(peer, ticket, want)) is not None:
+            if (
+                peer is not None
+                and (partial or peer.is_alone)
+                and (transfer := start(peer, ticket, want)) is not None
+            ):
                 restart = self._restart(want, transfer.started_ns / 1e9) if transfer.state <= FAILED else None
                 parts = [(ticket, peer, transfer)]
                 return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart)
-        claimed, connect = self._sources.of(ticket)
+        claimed, connect = self._sources.of(ticket, partial)
         restart = self._restart(want, time.monotonic())
         starting = self._starts.start(connect, want, after=after)
         return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)

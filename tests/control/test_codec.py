@@ -97,7 +97,7 @@ REPORT, LINK = WorkerReport(), LinkReport("w", "tcp")
         (CoordinatorCalls.OFFER.request, OFFER._replace(request_id="é" * 257), "request_id has 514 bytes"),
         (CoordinatorCalls.OFFER.request, OFFER._replace(ttl_s=float("nan")), "ttl_s"),
         (CoordinatorCalls.OFFER.request, OFFER._replace(ttl_s=0.0), "ttl_s"),
-        (CoordinatorCalls.OFFER.request, OFFER._replace(tp_rank=1), "rank 1 of 1"),
+        (CoordinatorCalls.OFFER.request, OFFER._replace(rank=1), "rank 1 of 1"),
         (CoordinatorCalls.OFFER.request, OFFER._replace(num_seats=0), "num_seats"),
         (CoordinatorCalls.OFFER.request, OFFER._replace(ticket=b""), "ticket"),
         (CoordinatorCalls.OFFER.request, OFFER._replace(epoch=-1), "Offer"),
@@ -136,7 +136,7 @@ def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
         ConfigError,
-        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 3; run releases",
+        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 4; run releases",
     ):
         CARD.decode(blob)
 

@@ -56,7 +56,7 @@ def test_what_names_one() -> None:
 
 
 def request(*tickets: Ticket, claimed: Claimed | None = None) -> Request:
-    return Request({ticket.offer.tp_rank: ticket for ticket in tickets}, claimed, 9 if claimed else 0)
+    return Request({ticket.offer.rank: ticket for ticket in tickets}, claimed, 9 if claimed else 0)
 
 
 def ticket(revision: int, rank: int = 0, of: int = 1, seats: int = 1, expired: bool = False) -> Ticket:

@@ -36,8 +36,9 @@ class Pool:
     def ranges(self) -> list[tuple[int, int]]:
         return [(region.ctypes.data, region.nbytes) for region in self.regions]
 
-    def core_layout(self) -> _core.Layout:
+    def core_layout(self, layers: range) -> _core.Layout:
         layout = self.layout
+        context = layout.context
         return _core.Layout(
             layout.num_blocks,
             layout.block_tokens,
@@ -47,8 +48,18 @@ class Pool:
             layout.block_stride,
             layout.token_stride,
             layout.head_stride,
-            [(plane.region, plane.layer, plane.offset) for plane in layout.planes],
+            [(plane.region, plane.layer, plane.offset) for plane in self.planes(layers)],
+            (context.rank, context.size, context.interleave),
         )
+
+    def planes(self, layers: range) -> list[Plane]:
+        return [plane for plane in self.layout.planes if plane.layer in layers]
+
+    def index_of(self, token: int) -> int | None:
+        """Returns the number of a token among those that the blocks hold, or None for one that they do not hold."""
+        context = self.layout.context
+        held = [at for at in range(token + 1) if at // context.interleave % context.size == context.rank]
+        return len(held) - 1 if token in held else None
 
 
 def copy_rows(
@@ -60,13 +71,14 @@ def copy_rows(
     layers: range,
     heads: range,
 ) -> None:
-    """Copies into `reader` what a pull of these tokens, layers and heads must bring."""
-    for theirs, ours in zip(owner.layout.planes, reader.layout.planes, strict=True):
-        if theirs.layer not in layers:
+    """Copies into `reader` what a pull of these tokens, layers and heads must bring. Both ends have the layers."""
+    for token in tokens:
+        their_index, our_index = owner.index_of(token), reader.index_of(token)
+        if their_index is None or our_index is None:
             continue
-        for token in tokens:
-            their_block, their_token = divmod(token, owner.layout.block_tokens)
-            our_block, our_token = divmod(token, reader.layout.block_tokens)
+        their_block, their_token = divmod(their_index, owner.layout.block_tokens)
+        our_block, our_token = divmod(our_index, reader.layout.block_tokens)
+        for theirs, ours in zip(owner.planes(layers), reader.planes(layers), strict=True):
             for head in heads:
                 source = owner.row(theirs, owner_blocks[their_block], their_token, head)
                 reader.row(ours, reader_blocks[our_block], our_token, head)[:] = source

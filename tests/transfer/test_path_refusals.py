@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -89,9 +90,9 @@ class Script:
     def ports(self) -> list[object]:
         return []
 
-    def planners(self, *_: object) -> tuple[str]:
+    def planners(self, *_: object) -> tuple[SimpleNamespace]:
         self.fail("plan", "any")
-        return ("planner",)
+        return (SimpleNamespace(num_layers=1),)
 
     def open(self, name: str, *_: object) -> Path:
         self.fail("open", name)

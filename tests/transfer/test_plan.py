@@ -13,16 +13,29 @@ from transfer.reference_plan import Pool, apply, copy_rows
 
 from kvlink import _core
 from kvlink.errors import ConfigError, LayoutMismatch
-from kvlink.layout import Axis, Geometry, KVLayout, Order, Regions, assign, dense, from_strides
+from kvlink.layout import (
+    Axis,
+    Context,
+    Geometry,
+    KVLayout,
+    Order,
+    Pipeline,
+    Regions,
+    assign,
+    dense,
+    from_strides,
+)
+from kvlink.layout.kv_layout import common_layers
 
 MAX_OP_BYTES = 1 << 20
 MAX_OP_SEGMENTS = 256
 
 
 def planner_of(reader: Pool, owner: Pool, heads: tuple[int, int] = (0, 2**32 - 1)) -> _core.Planner:
+    layers = range(*common_layers(reader.layout, owner.layout))
     return _core.Planner(
-        reader.core_layout(),
-        owner.core_layout(),
+        reader.core_layout(layers),
+        owner.core_layout(layers),
         reader.ranges(),
         [region.nbytes for region in owner.regions],
         list(range(len(owner.regions))),
@@ -67,6 +80,25 @@ def layouts(draw: st.DrawFn, geometry: Geometry) -> KVLayout:
 
 
 @st.composite
+def pipelines(draw: st.DrawFn, num_layers: int) -> Pipeline:
+    cuts = draw(st.sets(st.integers(1, max(1, num_layers - 1)), max_size=2)) if num_layers > 1 else set()
+    bounds = (0, *sorted(cuts), num_layers) if cuts else ()
+    return Pipeline(draw(st.integers(0, len(cuts))), bounds)
+
+
+@st.composite
+def contexts(draw: st.DrawFn, tp_rank: int, num_replicas: int) -> Context:
+    """All tokens more often than not, because engines have that."""
+    if draw(st.booleans()):
+        return Context()
+    tp_ranks = draw(st.sampled_from([n for n in (1, 2, 4) if num_replicas % n == 0]))
+    parts = draw(st.integers(1, 3))
+    return Context(0, parts * tp_ranks, draw(st.integers(1, 5)), tp_ranks).at(
+        draw(st.integers(0, parts - 1)), tp_rank
+    )
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     few = st.integers(1, 4)
     heads = draw(st.sampled_from((1, 2, 4, 6)))
@@ -80,17 +112,20 @@ def cases(draw: st.DrawFn) -> Case:
     ends, blocks = [], []
     for _ in range(2):
         tp_size = draw(degrees)
+        tp_rank = draw(st.integers(0, tp_size - 1))
         geometry = Geometry(
             **model,
             num_blocks=draw(st.integers(1, 9)),
             block_tokens=draw(few),
-            tp_rank=draw(st.integers(0, tp_size - 1)),
+            tp_rank=tp_rank,
             tp_size=tp_size,
+            pipeline=draw(pipelines(model["num_layers"])),
+            context=draw(contexts(tp_rank, max(1, tp_size // heads))),
         )
         ends.append(draw(layouts(geometry)))
         every = range(geometry.num_blocks)
         blocks.append(draw(st.permutations(every)) if draw(st.booleans()) else list(every))
-    capacity = min(end.num_blocks * end.block_tokens for end in ends)
+    capacity = min(end.context.num_fitting(end.num_blocks * end.block_tokens) for end in ends)
     last = draw(st.integers(1, capacity))
     first = draw(st.integers(0, last - 1))
     end_layer = draw(st.integers(1, model["num_layers"]))
@@ -106,19 +141,22 @@ def test_a_plan_does_what_the_slow_reference_does(case: Case) -> None:
     assert assignment is not None
     reader, owner, expected = Pool(case.reader, 1), Pool(case.owner, 2), Pool(case.reader, 1)
     planner = planner_of(reader, owner, assignment.heads)
+    first, end = common_layers(case.reader, case.owner)
+    layers = range(min(case.layers.start, end), min(case.layers.stop, end))
+    layers = range(max(layers.start, first), max(layers.stop, first))
     plan = planner.plan(
         ids(case.owner_blocks),
         ids(case.reader_blocks),
         (case.tokens.start, case.tokens.stop),
-        (case.layers.start, case.layers.stop),
+        (layers.start, layers.stop),
     )
     heads = range(*assignment.heads)
-    copy_rows(owner, expected, case.owner_blocks, case.reader_blocks, case.tokens, case.layers, heads)
+    copy_rows(owner, expected, case.owner_blocks, case.reader_blocks, case.tokens, layers, heads)
     apply(plan, owner, reader)
     assert all(map(np.array_equal, reader.regions, expected.regions))
-    assert plan.bytes == len(case.tokens) * len(heads) * case.owner.row_bytes * sum(
-        plane.layer in case.layers for plane in case.owner.planes
-    )
+    tokens = [at for at in case.tokens if None not in (owner.index_of(at), reader.index_of(at))]
+    num_planes = len(owner.planes(layers))
+    assert plan.bytes == len(tokens) * len(heads) * case.owner.row_bytes * num_planes
 
 
 DEGREES = (1, 2, 4, 8)

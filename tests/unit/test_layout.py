@@ -22,7 +22,7 @@ from kvlink.layout import (
     heads_of,
     num_seats,
 )
-from kvlink.sharding import num_replicas
+from kvlink.layout.sharding import num_replicas
 
 GEOMETRY = Geometry(num_layers=3, total_heads=4, row_bytes=8, num_blocks=5, block_tokens=6, model="m")
 INDEX_ORDER = "LKBTH"
@@ -161,7 +161,7 @@ def test_a_missing_stride_is_named() -> None:
         (replace(GEOMETRY, dtype="float16"), "dtype differs: 'bfloat16' here, 'float16' there"),
         (replace(GEOMETRY, row_bytes=16), "row_bytes differs: 8 here, 16 there"),
         (replace(GEOMETRY, total_heads=8), "total_heads differs: 4 here, 8 there"),
-        (replace(GEOMETRY, num_layers=4), "num_layers differs: 3 here, 4 there"),
+        (replace(GEOMETRY, num_layers=4), "total_layers differs: 3 here, 4 there"),
         (replace(GEOMETRY, planes_per_layer=1), "the number of planes differs: 6 here, 3 there"),
         (replace(GEOMETRY, model=""), None),
         (replace(GEOMETRY, num_blocks=9, block_tokens=32, tp_rank=1, tp_size=2), None),

@@ -34,8 +34,8 @@ tickets = st.builds(
     num_tokens=st.integers(0, 2**32 - 1),
     ready=st.integers(0, 2**32 - 1),
     ready_unit=st.sampled_from(ReadyUnit),
-    tp_rank=st.integers(0, 65535),
-    tp_size=st.integers(0, 65535),
+    rank=st.integers(0, 65535),
+    num_ranks=st.integers(0, 65535),
     ttl_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
     signature=st.just(b"") | st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES).filter(any),
     trace=st.none() | traces,
@@ -179,7 +179,7 @@ def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:
 def test_another_protocol_version_says_both_numbers() -> None:
     blob = bytearray(TICKET.to_bytes())
     blob[6] = 9
-    with pytest.raises(ConfigError, match="version 9, this process speaks 3"):
+    with pytest.raises(ConfigError, match="version 9, this process speaks 4"):
         Ticket.from_bytes(bytes(blob))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 
 from kvlink.control import limits
-from kvlink.control.codec._bounds import Bounds, Repeated, check
+from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
 from kvlink.control.codec._memoized import Memoized
 from kvlink.control.codec._wire import (
     by_name,
@@ -18,7 +18,7 @@ from kvlink.control.codec._wire import (
     codec,
 )
 from kvlink.errors import ConfigError
-from kvlink.layout import KVLayout, Plane
+from kvlink.layout import Context, KVLayout, Pipeline, Plane
 from kvlink.types import HostIdentity, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
@@ -26,8 +26,14 @@ _KEYS: Bounds = {
     3: Repeated("pool keys", limits.MAX_REGIONS),
     4: Repeated("lease keys", limits.MAX_LEASE_KEYS),
 }
+_STAGES: Bounds = {2: Repeated("bounds of stages", limits.MAX_PLANES, packed=True)}
 _BOUNDS: Bounds = {
-    6: Repeated("layouts", limits.MAX_LAYOUTS, {12: Repeated("planes", limits.MAX_PLANES)}, together=True),
+    6: Repeated(
+        "layouts",
+        limits.MAX_LAYOUTS,
+        {12: Repeated("planes", limits.MAX_PLANES), 16: Single(_STAGES)},
+        together=True,
+    ),
     7: Repeated("regions", limits.MAX_REGIONS, packed=True),
     8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS),
 }
@@ -83,7 +89,13 @@ _write, _read = by_name(
     pb.WorkerCard,
     _check_card,
     host=by_name(HostIdentity, pb.HostIdentity),
-    layouts=by_name(KVLayout, pb.KVLayout, planes=by_name(Plane, pb.Plane)),
+    layouts=by_name(
+        KVLayout,
+        pb.KVLayout,
+        planes=by_name(Plane, pb.Plane),
+        pipeline=by_name(Pipeline, pb.Pipeline),
+        context=by_name(Context, pb.Context),
+    ),
     transports=by_name(TransportCard, pb.TransportCard),
 )
 CARD = codec(pb.SealedCard, seal, unseal)

@@ -24,12 +24,12 @@ from kvlink.v1 import coordinator_pb2 as pb
 
 
 def _check_offer(offer: Offer) -> None:
-    request_id, worker_id, _, ttl_s, tp_rank, tp_size, num_seats, ticket = offer
+    request_id, worker_id, _, ttl_s, rank, num_ranks, num_seats, ticket = offer
     check_name("request_id", request_id)
     check_name("worker_id", worker_id)
     check_within("ttl_s", ttl_s, 0.001, limits.MAX_TTL_S)
-    if not tp_rank < tp_size <= limits.MAX_TP_SIZE:
-        raise ConfigError(f"rank {tp_rank} of {tp_size} is out of bounds")
+    if not rank < num_ranks <= limits.MAX_RANKS:
+        raise ConfigError(f"rank {rank} of {num_ranks} is out of bounds")
     check_within("num_seats", num_seats, 1, limits.MAX_SEATS)
     check_within("bytes of the ticket", len(ticket), 1, limits.MAX_TICKET_BYTES)
 
@@ -38,7 +38,7 @@ def _check_claim(claim: Claim) -> None:
     request_id, timeout_s, reader, num_readers, claim_id = claim
     check_name("request_id", request_id)
     check_within("timeout_s", timeout_s, 0, limits.MAX_TIMEOUT_S)
-    if not reader < num_readers <= limits.MAX_TP_SIZE:
+    if not reader < num_readers <= limits.MAX_RANKS:
         raise ConfigError(f"reader {reader} of {num_readers} is out of bounds")
     check_within("bytes of claim_id", len(claim_id), 0, limits.MAX_CLAIM_ID_BYTES)
 
@@ -65,7 +65,7 @@ _BATCH: Bounds = {
     4: Repeated("operations in a batch", limits.MAX_BATCH_OPS, packed=True),
 }
 _RESULTS: Bounds = {
-    3: Repeated("claims answered", limits.MAX_LISTED, {2: Repeated("tickets", limits.MAX_TP_SIZE)}),
+    3: Repeated("claims answered", limits.MAX_LISTED, {2: Repeated("tickets", limits.MAX_RANKS)}),
     4: Repeated("refusals", limits.MAX_LISTED),
 }
 
@@ -169,7 +169,7 @@ TICKETS: Codec[list[bytes]] = codec(
     pb.ClaimReply,
     lambda tickets: pb.ClaimReply(tickets=tickets),
     lambda message: list(message.tickets),
-    {1: Repeated("tickets", limits.MAX_TP_SIZE)},
+    {1: Repeated("tickets", limits.MAX_RANKS)},
 )
 SETTLE = codec(pb.SettleRequest, _write_settle, _read_settle)
 SETTLE_PASSED_ON = nothing(pb.SettleReply)

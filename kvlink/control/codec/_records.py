@@ -22,8 +22,8 @@ def _write_reader(reader: tuple[int, bytes]) -> pb.ClaimRecord.Reader:
 
 INCARNATION = codec(pb.LifeRecord, *by_name(Incarnation, pb.LifeRecord))
 _BOUNDS: Bounds = {
-    1: Repeated("tickets", limits.MAX_TP_SIZE),
-    2: Repeated("readers", limits.MAX_TP_SIZE),
+    1: Repeated("tickets", limits.MAX_RANKS),
+    2: Repeated("readers", limits.MAX_RANKS),
 }
 _claimed = by_name(
     Claimed, pb.ClaimRecord, _check_claimed, readers=(_write_reader, attrgetter("reader", "claim_id"))

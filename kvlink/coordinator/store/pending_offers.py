@@ -24,7 +24,7 @@ class _Request:
     """Holds the tickets of one request. It exists while there are any."""
 
     ranks: dict[int, Offer] = field(default_factory=dict)
-    tp_size: int = 1
+    num_ranks: int = 1
     num_seats: int = 0
     """The largest number of seats of any of its tickets."""
     served: set[int] = field(default_factory=set)
@@ -77,15 +77,15 @@ class PendingOffers(Generic[W]):
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
         """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
-        request_id, worker_id, _, ttl_s, rank, tp_size, num_seats, ticket = offer
+        request_id, worker_id, _, ttl_s, rank, num_ranks, num_seats, ticket = offer
         ended = self._ended.get(request_id)
         if isinstance(ended, _Claimed) and ticket in ended.tickets:
             return []
         request = self._requests.get(request_id)
         if request is None:
             request = _Request()
-        elif request.ranks and request.tp_size != tp_size:
-            raise refusals.ranks_disagree(offer, request.tp_size)
+        elif request.ranks and request.num_ranks != num_ranks:
+            raise refusals.ranks_disagree(offer, request.num_ranks)
         key = request_id, rank
         owned = self._by_worker.get(worker_id) or set()
         if len(owned) >= self._limits.tickets_per_worker and key not in owned:
@@ -101,7 +101,7 @@ class PendingOffers(Generic[W]):
             self._remember_no_more(request_id)
         self._make_room()
         request.lasts_until = max(request.lasts_until, now + ttl_s)
-        request.tp_size = tp_size
+        request.num_ranks = num_ranks
         request.num_seats = max(request.num_seats, num_seats)
         request.ranks[rank] = offer
         answers = self._serve_waiters(request_id, request)
@@ -115,7 +115,7 @@ class PendingOffers(Generic[W]):
     def take(self, claim: Claim) -> list[bytes] | None:
         """Returns the tickets if every rank has offered, else None. Raises Refused if the request ended unclaimed."""
         request = self._requests.get(claim.request_id)
-        if request is not None and len(request.ranks) == request.tp_size:
+        if request is not None and len(request.ranks) == request.num_ranks:
             return self._serve(request, claim)
         ended = self._ended.get(claim.request_id)
         if isinstance(ended, _Claimed):
@@ -176,7 +176,7 @@ class PendingOffers(Generic[W]):
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
         request_id, _, reader, num_readers, claim_id = claim
         ranks = request.ranks
-        offers = [ranks[rank] for rank in range(request.tp_size)]
+        offers = [ranks[rank] for rank in range(request.num_ranks)]
         tickets = [offer.ticket for offer in offers]
         request.served.add(reader)
         request.claim_ids.add(claim_id)
@@ -197,7 +197,7 @@ class PendingOffers(Generic[W]):
     def _serve_waiters(self, request_id: str, request: _Request) -> list[Answer[W]]:
         answers: list[Answer[W]] = []
         for waiter in self.waiting.of(request_id):
-            claim = self.waiting.remove(waiter) if len(request.ranks) == request.tp_size else None
+            claim = self.waiting.remove(waiter) if len(request.ranks) == request.num_ranks else None
             if claim is None:
                 break
             answers.append((waiter, self._serve(request, claim), None))
@@ -247,7 +247,7 @@ class PendingOffers(Generic[W]):
         claim = self.waiting.remove(waiter)
         assert claim is not None  # a waiter that is removed is never due
         request = self._requests.get(claim.request_id, _NO_OFFER)
-        return waiter, [], refusals.claim_timed_out(claim, len(request.ranks), request.tp_size)
+        return waiter, [], refusals.claim_timed_out(claim, len(request.ranks), request.num_ranks)
 
 
 _NO_OFFER = _Request()

@@ -82,12 +82,12 @@ def too_many_orders(worker_id: str, waiting: int) -> Refused:
     )
 
 
-def ranks_disagree(offer: Offer, tp_size: int) -> Refused:
+def ranks_disagree(offer: Offer, num_ranks: int) -> Refused:
     """Refuses a ticket because the ranks of its request differ in the number of ranks."""
     return Refused(
         Reason.MALFORMED,
-        f"request {named(offer.request_id)}: rank {offer.tp_rank} offered with {offer.tp_size} ranks, and other "
-        f"ranks with {tp_size}; use one tp_size",
+        f"request {named(offer.request_id)}: rank {offer.rank} offered with {offer.num_ranks} ranks, and other "
+        f"ranks with {num_ranks}; use one number of ranks",
     )
 
 
@@ -120,10 +120,10 @@ def stopped_beating(worker_id: str) -> str:
     return f"worker {named(worker_id)} stopped beating; recompute it"
 
 
-def claim_timed_out(claim: Claim, offered: int, tp_size: int) -> Refused:
+def claim_timed_out(claim: Claim, offered: int, num_ranks: int) -> Refused:
     """Refuses a claim that has waited for its whole timeout."""
     if offered:
-        what = f"only {offered} of {tp_size} ranks offered it"
+        what = f"only {offered} of {num_ranks} ranks offered it"
     else:
         what = "no worker offered it, or it had already been claimed,"
     why = f"request {named(claim.request_id)}: {what} within {claim.timeout_s:.3g} s; recompute it"

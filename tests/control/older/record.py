@@ -79,8 +79,8 @@ def ticket() -> str:
         block_ids=block_ids,
         num_tokens=40,
         ready=1,
-        tp_rank=1,
-        tp_size=2,
+        rank=1,
+        num_ranks=2,
         ttl_s=12.5,
     )
     return made.to_bytes().hex()

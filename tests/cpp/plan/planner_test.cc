@@ -87,6 +87,26 @@ TEST(Planner, RefusesLayoutsThatLeaveTheirRegions) {
   refused([](Layout& l) { l.planes[5].offset += 1; }, "planes[5] at offset");
   refused([](Layout& l) { l.planes[5].offset = UINT64_MAX; }, "planes[5] at offset");
   refused([](Layout& l) { l.planes[5].layer = UINT32_MAX; }, "planes[5].layer");
+  refused([](Layout& l) { l.tokens = {2, 2, 1}; }, "tokens: rank 2 of 2 ranks");
+  refused([](Layout& l) { l.tokens = {0, 0, 1}; }, "tokens: rank 0 of 0 ranks");
+  refused([](Layout& l) { l.tokens = {0, 2, 0}; }, "tokens: rank 0 of 2 ranks, 0 at a time");
+  refused([](Layout& l) { l.tokens = {0, 1025, 1}; }, "tokens: rank 0 of 1025 ranks");
+}
+
+TEST(Planner, PlansTheTokensThatBothEndsHold) {
+  Pool owner = packed({}, kNhd), reader = packed({}, kNhd);
+  owner.layout.tokens = {1, 2, 4};  // tokens 4 to 7, 12 to 15, …
+  auto planner = must_make(reader, owner);
+  EXPECT_EQ(planner->tokens_in(1), 12u) << "the first token that the owner's second block holds";
+  Plan plan;
+  ASSERT_TRUE(planner->plan(Ids{3, 5}, Ids{0, 1, 2, 4}, {{}, {0, 1}}, plan).ok());
+  ASSERT_EQ(plan.ops.size(), 4u) << "two blocks, K and V";
+  EXPECT_EQ(plan.bytes, 2 * 2 * 4 * 2 * 8u) << "blocks, planes, tokens, heads, bytes of a row";
+  for (const Segment& segment : plan.segments) EXPECT_EQ(segment.bytes, 64u);
+  EXPECT_EQ(plan.ops[0].offset % 512, 3 * 64u);
+  ASSERT_TRUE(planner->plan(Ids{3}, Ids{0}, {{0, 4}, {}}, plan).ok());
+  EXPECT_TRUE(plan.ops.empty()) << "the owner has none of the first four tokens";
+  EXPECT_EQ(plan.bytes, 0u);
 }
 
 bool share_bytes(Pool pool) {

@@ -159,7 +159,7 @@ class EtcdClaims:
         compare = [
             unchanged(key, serving.before),
             *(
-                unchanged(self._layout.ticket(name, each.offer.tp_rank), each.revision)
+                unchanged(self._layout.ticket(name, each.offer.rank), each.revision)
                 for each in serving.tickets
             ),
         ]
@@ -207,5 +207,5 @@ class EtcdClaims:
     def _refuse(self, waiter: _Waiter) -> None:
         request = self._mirror.requests.get(waiter.claim.request_id)
         free = request.free() if request is not None else {}
-        tp_size = next((ticket.offer.tp_size for ticket in free.values()), 0)
-        waiter.refuse(refusals.claim_timed_out(waiter.claim, len(free), tp_size))
+        num_ranks = next((ticket.offer.num_ranks for ticket in free.values()), 0)
+        waiter.refuse(refusals.claim_timed_out(waiter.claim, len(free), num_ranks))

@@ -172,8 +172,8 @@ class Mirror:
                 return
             self._set_free(name, rank, before, False)
         offer = StoredRecords.OFFER.decode(event.kv.value)
-        if (offer.request_id, offer.tp_rank) != (name, rank):
-            raise ConfigError(f"it holds rank {offer.tp_rank} of {offer.request_id!r}")
+        if (offer.request_id, offer.rank) != (name, rank):
+            raise ConfigError(f"it holds rank {offer.rank} of {offer.request_id!r}")
         ticket = request.tickets[rank] = Ticket(offer, event.kv.mod_revision, event.kv.lease)
         self._set_free(name, rank, ticket, request.is_free(ticket))
         self.due.set((name, rank), now + offer.ttl_s)

@@ -54,7 +54,7 @@ class EtcdOffers:
             if (stored.ticket, stored.lease) == (offer.ticket, member.lease):
                 return
             worker_key = self._layout.worker(offer.worker_id)
-            key = self._layout.ticket(offer.request_id, offer.tp_rank)
+            key = self._layout.ticket(offer.request_id, offer.rank)
             txn = pb.TxnRequest(
                 compare=[leased(worker_key, member.lease), unchanged(key, stored.revision)],
                 success=[put(key, StoredRecords.OFFER.encode(offer), member.lease)],
@@ -75,12 +75,12 @@ class EtcdOffers:
         if request is None:
             self._check_room(offer)
             return _Stored()
-        ticket = request.tickets.get(offer.tp_rank)
+        ticket = request.tickets.get(offer.rank)
         free = request.free()
-        sizes = {other.offer.tp_size for other in free.values()}
-        if sizes and offer.tp_size not in sizes:
+        sizes = {other.offer.num_ranks for other in free.values()}
+        if sizes and offer.num_ranks not in sizes:
             raise refusals.ranks_disagree(offer, sizes.pop())
-        if offer.tp_rank not in free:
+        if offer.rank not in free:
             self._check_room(offer)
         if ticket is None:
             return _Stored()
@@ -93,7 +93,7 @@ class EtcdOffers:
 
     def _read(self, kv: pb.KeyValue, offer: Offer) -> _Stored:
         request = self._mirror.requests.get(offer.request_id)
-        known = request.tickets.get(offer.tp_rank) if request else None
+        known = request.tickets.get(offer.rank) if request else None
         if known is not None and known.expired and known.revision == kv.mod_revision:
             return _Stored(kv.mod_revision, kv.lease)
         return _Stored(kv.mod_revision, kv.lease, StoredRecords.OFFER.decode(kv.value).ticket)

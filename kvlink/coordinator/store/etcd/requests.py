@@ -66,7 +66,7 @@ def serve(request: Request, claim: Claim) -> Serving | None:
         if meant is not None and _had(known, claim):
             return Serving(meant, None)
     free = request.free()
-    sizes = {ticket.offer.tp_size for ticket in free.values()}
+    sizes = {ticket.offer.num_ranks for ticket in free.values()}
     if sizes != {len(free)}:
         return None
     tickets = tuple(free[rank] for rank in sorted(free))
