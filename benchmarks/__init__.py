@@ -122,6 +122,10 @@ def measure_migrate(
             "ranks of a prefill of TP 2 to all of a decode of TP 4. Separate several by commas."
         ),
     ] = "1",
+    pp: Annotated[
+        str,
+        typer.Option(help="Move from all stages of a prefill pipeline to all of decode's, for example 2:1."),
+    ] = "1:1",
     model_config: Annotated[
         Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,
@@ -183,6 +187,7 @@ def measure_migrate(
             prefill_ms,
             slots,
             layout,
+            pp,
         )
         for degrees in tp.split(",")
         for name in names_of(transport)

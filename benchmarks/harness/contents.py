@@ -20,8 +20,8 @@ class Contents:
     """The contents of a pool with the layout of `dense` in Order.NHD or HND and Regions.ONE: plane by plane, block by
     block.
 
-    Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads have the same words at every
-    rank of a model.
+    Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads and layers have the same
+    words at every rank of a model.
     """
 
     def __init__(self, layout: KVLayout, seed: int) -> None:
@@ -37,7 +37,10 @@ class Contents:
         self._shape = (len(layout.planes), layout.num_blocks, layout.block_stride // _WORD.itemsize)
         whole = rng.integers(0, 2**64, self._shape[2] // layout.num_heads * layout.total_heads, np.uint64)
         self._base = self._of_rank(whole) if by_rows else whole
-        self._keys = rng.integers(0, 2**64, self._shape[:2], np.uint64)
+        (first, end), all_layers = layout.layers, layout.total_layers
+        per_layer = len(layout.planes) // (end - first)
+        keys = rng.integers(0, 2**64, (all_layers * per_layer, layout.num_blocks), np.uint64)
+        self._keys = keys[first * per_layer : end * per_layer]
 
     def fill(self, pool: BlockPool) -> None:
         """Writes every block."""

@@ -20,7 +20,7 @@ import numpy as np
 from kvlink import BlockPool, KVLayout, Worker
 from kvlink._bench import BaselineSource, baseline_memfd
 from kvlink.errors import KVLinkError
-from kvlink.layout import Geometry, Order, dense
+from kvlink.layout import Context, Geometry, Order, Pipeline, dense, rank_of
 
 from .contents import Contents
 
@@ -42,6 +42,12 @@ def _filled(layout: KVLayout, seed: int, external: bool, gpu: int | None) -> Blo
     return pool
 
 
+def _geometry(pipeline: dict[str, Any], context: dict[str, Any], **other: Any) -> Geometry:
+    """Returns the geometry whose fields crossed as JSON."""
+    stage = Pipeline(pipeline["rank"], tuple(pipeline["bounds"]))
+    return Geometry(**other, pipeline=stage, context=Context(**context))
+
+
 class Owner:
     """Fills a pool from a seed, and offers blocks on request."""
 
@@ -55,9 +61,9 @@ class Owner:
         order: str = Order.NHD.name,
         gpu: int | None = None,
     ) -> None:
-        layout = dense(Geometry(**geometry), Order[order])
+        layout = dense(_geometry(**geometry), Order[order])
         self._pool = _filled(layout, seed, external, gpu)
-        name = f"bench-owner-{layout.tp_rank}"
+        name = f"bench-owner-{rank_of(layout)[0]}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: BaselineSource | None = None
         self._held: dict[str, tuple[Sequence[int], int, int]] = {}

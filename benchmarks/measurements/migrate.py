@@ -11,9 +11,9 @@
 - overhead: the part of each request's whole that is not wire
 - limit: bare calls that move the pieces of another such request, after each one that comes alone
 
-At a TP pair every rank of prefill is a process that offers, and every rank of decode a worker that pulls from all those
-that have heads of its own; they share this machine. offer is then the slowest rank's, whole lasts until the last rank
-has its blocks, and the phases in between are those of the rank whose transfers took longest.
+At a pair of degrees every rank of prefill is a process that offers, and every rank of decode a worker that pulls from
+all those that have heads and layers of its own; they share this machine. offer is then the slowest rank's, whole lasts
+until the last rank has its blocks, and the phases in between are those of the rank whose transfers took longest.
 
 Requests come one after the other, or as soon as one of several slots is free, or at given times (arrivals.py). In the
 last case the phase late lasts until a slot was free, and whole counts from the intended arrival: late, the message to
@@ -57,19 +57,20 @@ def rows(
     prefill_ms: float = 0.0,
     slots: int | None = None,
     layout: str = "NHD",
+    pp: str = "1:1",
 ) -> Iterator[Row]:
     """Yields one row per phase, then the overhead and the limit.
 
-    `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` is
-    parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` and `trace`
-    are parsed by order_of. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of TTFT.
-    `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is one of
-    LAYOUTS, at both ends. Raises ConfigError, BenchError and TransferError.
+    `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` and
+    `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` and
+    `trace` are parsed by order_of. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
+    TTFT. `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is
+    one of LAYOUTS, at both ends. Raises ConfigError, BenchError and TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is not known; write {' or '.join(LAYOUTS)}")
-    cache = Cache(model, Degrees.parse(tp), block_tokens, LAYOUTS[layout])
+    cache = Cache(model, Degrees.parse(tp, pp), block_tokens, LAYOUTS[layout])
     kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
     blocks = order_of(order, cache.blocks(max(lengths)), trace)
@@ -82,11 +83,13 @@ def rows(
         bench.run(2, baselines)  # connects and warms up
         bench.forget()
         common: Row = {
-            "model": model, "tp": tp, "block_tokens": block_tokens, "transport": transport, "order": order,
+            "model": model, "tp": tp, "pp": pp, "block_tokens": block_tokens, "transport": transport, "order": order,
             "layout": layout,
         }  # fmt: skip
         if cache.degrees.decode is not None:
-            common["prefill_ranks_read"] = taken_from([owner.layout for owner in owners], len(workers))
+            common["prefill_ranks_read"] = taken_from(
+                [owner.layout for owner in owners], workers[0].pool.layout
+            )
         if not isinstance(tokens, int):
             common["left_out"] = len(given) - len(kept)
         block_bytes = sum(worker.pool.layout.block_bytes for worker in workers)
@@ -123,12 +126,12 @@ def _opened(
             stack.enter_context(
                 Worker(
                     BlockPool.allocate(dense(geometry, cache.order)),
-                    f"bench-reader-{geometry.tp_rank}",
+                    f"bench-reader-{rank}",
                     coordinator=coordinator,
                     transports=transport,
                 )
             )
-            for geometry in cache.decode(num_blocks)
+            for rank, geometry in enumerate(cache.decode(num_blocks))
         ]
         pools = [worker.pool for worker in workers]
         yield owners, workers, stack.enter_context(baselines_between(transport, owners, pools))

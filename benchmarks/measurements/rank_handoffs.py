@@ -55,7 +55,7 @@ class Bench:
         lengths: Sequence[int],
         order: Fragmentation,
     ) -> None:
-        self._owners = [(owner.side, num_seats(owner.layout, len(workers))) for owner in owners]
+        self._owners = [(owner.side, num_seats(owner.layout, workers[0].pool.layout)) for owner in owners]
         self._workers, self._cache = workers, cache
         self._lengths, self._order = lengths, order
         self._asking = threading.Lock()  # one request to the owners at a time

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvlink import BlockPool, KVLayout
 from kvlink.layout import assign
+from kvlink.layout.kv_layout import common_layers
 
 from ..harness.baselines import Copy, Memory, copies_from, memory_of
 from ..harness.contents import Ids
@@ -46,9 +47,10 @@ class Request(NamedTuple):
 
 
 class End(NamedTuple):
-    """A rank's layout, the request's blocks there, and the address of its pool."""
+    """A rank's layout, the layers to move, the request's blocks there, and the address of its pool."""
 
     layout: KVLayout
+    layers: tuple[int, int]
     ids: Ids
     base: int
 
@@ -57,7 +59,7 @@ class End(NamedTuple):
         block, within = np.divmod(token, self.layout.block_tokens)
         row = self.ids[block].astype(np.int64) * self.layout.block_stride + within * self.layout.token_stride
         row += (head - self.layout.first_head) * self.layout.head_stride
-        planes = np.array([plane.offset for plane in self.layout.planes])
+        planes = np.array([plane.offset for plane in self.layout.planes_of(self.layers)])
         found: npt.NDArray[np.int64] = (self.base + planes[:, np.newaxis] + row).ravel()
         return found
 
@@ -76,7 +78,7 @@ def pieces_of(owner: End, reader: End, heads: tuple[int, int], tokens: int) -> P
         token, head = np.repeat(firsts, num_heads), np.tile(np.arange(*heads), len(firsts))
     else:  # a token's heads are contiguous
         head, sizes = np.full(tokens, heads[0]), np.full(tokens, num_heads * layout.row_bytes)
-    sizes = np.tile(sizes, len(layout.planes))
+    sizes = np.tile(sizes, len(layout.planes_of(reader.layers)))
     starts, ends = owner.addresses(token, head), reader.addresses(token, head)
     apart = (np.diff(starts) != sizes[:-1]) | (np.diff(ends) != sizes[:-1])
     firsts = np.flatnonzero(np.concatenate(([True], apart)))
@@ -100,8 +102,9 @@ class _Copies:
 
     def prepare(self, request: Request) -> Callable[[], int]:
         """Returns a function that then copies, and returns ns."""
-        owner = End(self._owner.layout, request.owner_ids, self._memory.base)
-        reader = End(self._pool.layout, request.ids, self._pool.regions[0].address)
+        layers = common_layers(self._owner.layout, self._pool.layout)
+        owner = End(self._owner.layout, layers, request.owner_ids, self._memory.base)
+        reader = End(self._pool.layout, layers, request.ids, self._pool.regions[0].address)
         return partial(self._copy, pieces_of(owner, reader, self._heads, request.tokens))
 
 

@@ -22,20 +22,32 @@ _DEGREES = re.compile("([1-9][0-9]{0,2})(?::([1-9][0-9]{0,2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The tensor-parallel degrees of prefill and decode. With `decode` None, one rank's share moves to an equal."""
+    """The parallel degrees of prefill and decode. With `decode` None, one rank's share moves to an equal."""
 
     prefill: int = 1
+    """Tensor-parallel ranks of prefill."""
     decode: int | None = None
+    prefill_stages: int = 1
+    """Stages of prefill's pipeline."""
+    decode_stages: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Degrees:
-        """Parses "8" or "2:4". Raises ConfigError."""
+    def parse(cls, text: str, stages: str = "1:1") -> Degrees:
+        """Parses a tensor-parallel "8" or "2:4", and a pipeline's "2:1". Raises ConfigError."""
         found = _DEGREES.fullmatch(text)
         if not found:
             raise ConfigError(
                 f"TP {text!r} is not known; write 8 for one rank's share, or 2:4 for all ranks of prefill and of decode"
             )
-        return cls(int(found[1]), int(found[2]) if found[2] else None)
+        prefill, decode = int(found[1]), int(found[2]) if found[2] else None
+        staged = _DEGREES.fullmatch(stages)
+        if not staged or not staged[2]:
+            raise ConfigError(
+                f"PP {stages!r} is not known; write 2:1 for the stages of prefill and of decode"
+            )
+        if staged[1] == staged[2] == "1":
+            return cls(prefill, decode)
+        return cls(prefill, decode or prefill, int(staged[1]), int(staged[2]))
 
     def __str__(self) -> str:
         """Returns the text that `parse` reads."""
@@ -53,11 +65,13 @@ class Cache:
 
     def prefill(self, num_blocks: int) -> list[Geometry]:
         """Returns prefill's geometries, rank by rank. Raises ConfigError."""
-        return self._ranks(self.degrees.prefill, num_blocks)
+        return self._ranks(self.degrees.prefill, self.degrees.prefill_stages, num_blocks)
 
     def decode(self, num_blocks: int) -> list[Geometry]:
         """Returns decode's geometries, rank by rank. Raises ConfigError."""
-        return self._ranks(self.degrees.decode or self.degrees.prefill, num_blocks)
+        return self._ranks(
+            self.degrees.decode or self.degrees.prefill, self.degrees.decode_stages, num_blocks
+        )
 
     def blocks(self, tokens: int) -> int:
         """Returns the blocks of one request at each rank."""
@@ -83,11 +97,15 @@ class Cache:
             )
         return found
 
-    def _ranks(self, size: int, num_blocks: int) -> list[Geometry]:
+    def _ranks(self, size: int, stages: int, num_blocks: int) -> list[Geometry]:
         model = model_of(self.model)
         if self.degrees.decode is None:
             return [model.geometry(size, num_blocks, self.block_tokens)]
-        return [model.rank(rank, size, num_blocks, self.block_tokens) for rank in range(size)]
+        return [
+            model.rank(rank, size, num_blocks, self.block_tokens, stage=(stage, stages))
+            for stage in range(stages)
+            for rank in range(size)
+        ]
 
     def _block_bytes(self) -> int:
         """Returns the bytes of one block at all ranks of the larger side."""
@@ -95,8 +113,8 @@ class Cache:
         return max(sum(dense(geometry).block_bytes for geometry in side) for side in sides)
 
 
-def taken_from(prefill: Sequence[KVLayout], decode_size: int) -> str:
+def taken_from(prefill: Sequence[KVLayout], decode: KVLayout) -> str:
     """Returns, in words, how many of prefill's ranks are read, and how many of them hold the same bytes."""
-    read = sum(num_seats(layout, decode_size) > 0 for layout in prefill)
+    read = sum(num_seats(layout, decode) > 0 for layout in prefill)
     replicas = num_replicas(prefill[0])
     return f"{read} of {len(prefill)}" + (f", {replicas} hold the same" if replicas > 1 else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlink.errors import ConfigError
-from kvlink.layout import Geometry
+from kvlink.layout import Geometry, Pipeline
 
 BLOCK_TOKENS = 16
 
@@ -45,9 +45,24 @@ class Model:
             model=self.name,
         )
 
-    def rank(self, rank: int, tp_size: int, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> Geometry:
-        """Returns a rank's share of the whole cache, which `geometry` returns at TP 1."""
-        return replace(self.geometry(1, num_blocks, block_tokens), tp_rank=rank, tp_size=tp_size)
+    def rank(
+        self,
+        rank: int,
+        tp_size: int,
+        num_blocks: int,
+        block_tokens: int = BLOCK_TOKENS,
+        stage: tuple[int, int] = (0, 1),
+    ) -> Geometry:
+        """Returns a rank's share of the whole cache, which `geometry` returns at TP 1.
+
+        stage: the rank in the pipeline, and the number of stages. Raises ConfigError if there are too few layers.
+        """
+        return replace(
+            self.geometry(1, num_blocks, block_tokens),
+            tp_rank=rank,
+            tp_size=tp_size,
+            pipeline=Pipeline.even(*stage, self.layers),
+        )
 
     @property
     def planes_per_layer(self) -> int:

@@ -69,6 +69,29 @@ def test_every_degree_hands_off_to_every_other(model: str, prefill: int, decode:
     assert row["of_limit"] > 0
 
 
+@pytest.mark.parametrize(
+    ("tp", "stages", "layout"),
+    [("1", "2:1", "NHD"), ("1", "1:2", "NHD"), ("2:4", "2:1", "HND"), ("2:1", "3:2", "NHD")],
+)
+def test_every_pipeline_hands_off_to_every_other(tmp_path: Path, tp: str, stages: str, layout: str) -> None:
+    deeper = written(tmp_path, num_hidden_layers=5, num_key_value_heads=8, num_attention_heads=8, head_dim=16)
+    rows = list(migrate.rows(deeper, TOKENS, "loopback", tp, iters=2, layout=layout, pp=stages))
+    row = whole(rows)
+    assert row["verified"] is True
+    assert row["pp"] == stages
+    ranks = int(tp[0]) * int(stages[0])
+    assert row["prefill_ranks_read"] == f"{ranks} of {ranks}"
+    assert row["bytes"] == TOKENS * 5 * 2 * 8 * 16 * 2
+    assert row["of_limit"] > 0
+
+
+def test_pipelines_that_have_no_layers_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="2 layers cannot be split into 3 stages"):
+        next(migrate.rows(model, 40, "loopback", pp="3:1"))
+    with pytest.raises(ConfigError, match="PP '2' is not known; write 2:1"):
+        next(migrate.rows(model, 40, "loopback", pp="2"))
+
+
 @pytest.mark.parametrize("transport", APART)
 @pytest.mark.parametrize("pair", ["2:4", "4:2"])
 def test_ranks_are_processes(model: str, transport: str, pair: str) -> None:
@@ -90,8 +113,9 @@ def test_what_all_ranks_hold_is_read_once_by_each(latent: str, pair: str, read: 
 
 def test_ranks_with_heads_in_common_share_the_readers() -> None:
     layouts = [dense(geometry) for geometry in Cache("qwen2.5-7b", Degrees(8, 4)).prefill(1)]
-    assert taken_from(layouts, 4) == "4 of 8, 2 hold the same"
-    assert taken_from(layouts, 8) == "8 of 8, 2 hold the same"
+    for decode_size, read in ((4, 4), (8, 8)):
+        decode = dense(Cache("qwen2.5-7b", Degrees(8, decode_size)).decode(1)[0])
+        assert taken_from(layouts, decode) == f"{read} of 8, 2 hold the same"
 
 
 def test_nobody_keeps_blocks_of_requests_that_are_over(latent: str) -> None:
@@ -143,7 +167,10 @@ def test_pieces_bring_every_byte_and_adjoin_nowhere(order: Order, prefill: int, 
         for owner, source in zip(owners, sources, strict=True):
             if found := assign(reader, owner):
                 rows = rank_shares.pieces_of(
-                    rank_shares.End(owner, owner_ids, 0), rank_shares.End(reader, ids, 0), found.heads, tokens
+                    rank_shares.End(owner, owner.layers, owner_ids, 0),
+                    rank_shares.End(reader, reader.layers, ids, 0),
+                    found.heads,
+                    tokens,
                 )
                 for start, end, size in rows.astype(int):
                     pool.numpy()[end : end + size] = source.numpy()[start : start + size]

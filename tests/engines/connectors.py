@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +68,17 @@ def pair_of(
         if module_path:
             config["kv_connector_module_path"] = module_path
         launches = [
-            vllm(
-                f"{role}-{connector}-{model}",
-                model,
-                config,
-                (*flags(model), "--tensor-parallel-size", str(size)),
-                {**(env or {}), **(writes_down(call_times / role) if call_times is not None else {})},
+            replace(
+                vllm(
+                    f"{role}-{connector}-{model}",
+                    model,
+                    config,
+                    (*flags(model), "--tensor-parallel-size", str(size)),
+                    {**(env or {}), **(writes_down(call_times / role) if call_times is not None else {})},
+                ),
+                cpus=cpus,
             )
-            for role, size in zip(("prefill", "decode"), tp, strict=True)
+            for role, size, cpus in zip(("prefill", "decode"), tp, _cpus_of_each(tp), strict=True)
         ]
         with running(launches) as (prefill, decode):
             pair = Pair(model, connector, prefill, decode, lease_s, coordinators)
@@ -85,6 +90,16 @@ def pair_of(
             finally:
                 for server in (pair.prefill, pair.decode):
                     server.close()  # a test may have replaced it
+
+
+def _cpus_of_each(tp: tuple[int, int]) -> tuple[str, str]:
+    """Returns CPUs for each server. Several ranks spin for a second after every step, and a prefill server makes steps
+    while leases are open: with CPUs of its own it leaves some to the other server."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if max(tp) == 1 or len(cpus) < 2:
+        return "", ""
+    half = len(cpus) // 2
+    return ",".join(map(str, cpus[:half])), ",".join(map(str, cpus[half:]))
 
 
 def writes_down(path: Path) -> dict[str, str]:

@@ -43,13 +43,14 @@ class ServerFailed(Exception):
 @dataclass(frozen=True)
 class Launch:
     """How to start a server, again and again on the same port. `alive` is a path that answers 200 once it serves;
-    empty: it need only listen."""
+    empty: it need only listen. `cpus`: the CPUs that it may use, in the form of taskset; empty: all."""
 
     name: str
     command: tuple[str, ...]
     port: int
     env: Mapping[str, str] = field(default_factory=dict)
     alive: str = "/health"
+    cpus: str = ""
 
 
 class Server:
@@ -66,7 +67,7 @@ class Server:
             log.write(f"\n$ {' '.join(launch.command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                launch.command,
+                (*(("taskset", "-c", launch.cpus) if launch.cpus else ()), *launch.command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

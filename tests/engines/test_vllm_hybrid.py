@@ -17,8 +17,11 @@ _KVLINK = {"connector": "KVLinkConnector", "lease_s": PATIENT_LEASE_S}
 _HYBRIDS = pytest.mark.pairs({"model": "granite-hybrid", **_KVLINK}, {"model": "qwen3-next", **_KVLINK})
 
 
-def check_lengths(pair: Pair, references: References) -> None:
-    """Decode continues from prefill's attention and states. It computes a prompt of one token itself."""
+def check_lengths(pair: Pair, references: References, loads_each: int = 1) -> None:
+    """Decode continues from prefill's attention and states. It computes a prompt of one token itself.
+
+    `loads_each` is the number of loads of one request: one between every two ranks.
+    """
     loads = pair.loads()
     for num_tokens in LENGTHS:
         tokens = prompt("hybrid", num_tokens)
@@ -28,7 +31,7 @@ def check_lengths(pair: Pair, references: References) -> None:
             continue
         answer = pair.continued(tokens, pair.hand_off(tokens))
         assert (answer.status, answer.tokens) == (200, expected), num_tokens
-    assert eventually(lambda: pair.loads() == loads + len(LENGTHS) - 1, SETTLE_S)
+    assert eventually(lambda: pair.loads() == loads + loads_each * (len(LENGTHS) - 1), SETTLE_S)
     assert pair.decode.metric("vllm:kvlink_failed_loads_total") == 0
 
 
@@ -42,7 +45,7 @@ def test_any_length(pair: Pair, references: References) -> None:
     {"model": "granite-hybrid", "tp": (2, 1), **_KVLINK}, {"model": "granite-hybrid", "tp": (1, 2), **_KVLINK}
 )
 def test_other_degrees(pair: Pair, references: References) -> None:
-    check_lengths(pair, references)
+    check_lengths(pair, references, loads_each=2)
 
 
 @pytest.mark.pairs({"model": "granite-hybrid", "connector": "KVLinkConnector"})
