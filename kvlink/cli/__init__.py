@@ -84,6 +84,9 @@ def demo(
     device: Annotated[
         str, typer.Option(help="Run the models on this torch device, for example cpu, cuda or cuda:1.")
     ] = "cpu",
+    pp: Annotated[
+        str, typer.Option(help="Split the layers of prefill and of decode into stages, for example 2:1.")
+    ] = "",
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run.
 
@@ -91,7 +94,7 @@ def demo(
     """
     from kvlink.demo import run
 
-    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device))
+    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device, pp))
 
 
 app.command(epilog=examples_of("coordinator"))(coordinator_command.coordinator)

@@ -21,12 +21,17 @@ _TRANSFORMERS = (5, 19)  # caches of older releases do not name what they hold
 
 
 def run(
-    transports: Sequence[str] | None = None, json: bool = False, patience: float = 1.0, device: str = "cpu"
+    transports: Sequence[str] | None = None,
+    json: bool = False,
+    patience: float = 1.0,
+    device: str = "cpu",
+    pp: str = "",
 ) -> int:
     """Prints one row per transport, as a table or as JSON lines.
 
     `transports` None tries all that this machine has. `patience` multiplies every deadline, for slow machines. `device`
-    is the device of the models, as torch names it.
+    is the device of the models, as torch names it. `pp`, such as "2:1", splits the layers of prefill and of decode into
+    that many stages with a worker each, instead of continuous batching.
 
     Returns 0, or 1 if any row's tokens differ or its transport fails. Raises ConfigError for unknown names, and if
     torch, or a release of transformers that supports handoffs, is not installed.
@@ -35,7 +40,14 @@ def run(
         raise ConfigError(f"the demo needs {' and '.join(missing)}: run pip install 'kvlink[demo]'")
     from kvlink.demo.show import show
 
-    return show(transports, json, patience, device)
+    return show(transports, json, patience, device, _stages(pp) if pp else None)
+
+
+def _stages(pp: str) -> tuple[int, int]:
+    found = re.fullmatch("([1-4]):([1-4])", pp)
+    if found is None:
+        raise ConfigError(f"--pp {pp!r}: write the stages of prefill and of decode, 1 to 4 each, such as 2:1")
+    return int(found[1]), int(found[2])
 
 
 def _missing() -> list[str]:

@@ -19,6 +19,8 @@ ROLES = {
     "prefill": f"{_BATCHING}:PrefillRole",
     "decode": f"{_BATCHING}:DecodeRole",
     "reference": f"{_BATCHING}:ReferenceRole",
+    "prefill stages": "kvlink.demo.stages:PrefillStages",
+    "decode stages": "kvlink.demo.stages:DecodeStages",
 }
 
 

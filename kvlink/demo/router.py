@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Any
 
 from kvlink.demo.messages import Reply
 from kvlink.demo.processes import Child, ChildError
@@ -24,7 +25,7 @@ class Route:
     """One transport between the two roles.
 
     `step` is called STEPS times, for progress. `patience` multiplies every deadline. `device` is the device of the
-    models.
+    models. `stages` are those of prefill's and of decode's pipeline, with a worker for each; None batches instead.
     """
 
     transport: str
@@ -33,6 +34,10 @@ class Route:
     step: Callable[[], None]
     patience: float = 1.0
     device: str = "cpu"
+    stages: tuple[int, int] | None = None
+
+    def _role(self, name: str) -> str:
+        return name if self.stages is None else f"{name} stages"
 
     def try_out(self, coordinator: str, expected: Callable[[], Expected]) -> Row:
         """Runs the whole demonstration over this transport. A failure becomes the row's error.
@@ -41,7 +46,9 @@ class Route:
         """
         try:
             with ExitStack() as stack:
-                for role, child in (("prefill", self.prefill), ("decode", self.decode)):
+                stages: dict[str, Any] = {} if self.stages is None else {"stages": self.stages}
+                for name, child in (("prefill", self.prefill), ("decode", self.decode)):
+                    role = self._role(name)
                     child.call(
                         role,
                         "open",
@@ -49,6 +56,7 @@ class Route:
                         coordinator=coordinator,
                         patience=self.patience,
                         device=self.device,
+                        **stages,
                     )
                     stack.callback(_close, child, role)
                 return self._row(expected)
@@ -97,14 +105,19 @@ class Route:
     def _handoff(self, request: str, name: str, num_tokens: int) -> Reply:
         """Serves one request from prompt to tokens. Returns decode's reply with the digest of what prefill offered."""
         offer = self.prefill.call(
-            "prefill", "prefill", request_id=f"{request} over {self.transport}", prompt=PROMPTS[name]
+            self._role("prefill"),
+            "prefill",
+            request_id=f"{request} over {self.transport}",
+            prompt=PROMPTS[name],
         )
-        reply = self.decode.call("decode", "decode", handoff=offer["handoff"], num_tokens=num_tokens)
+        reply = self.decode.call(
+            self._role("decode"), "decode", handoff=offer["handoff"], num_tokens=num_tokens
+        )
         self.step()
         return {**reply, "offered": offer["digest"]}
 
     def _check_ends(self, problems: list[str]) -> None:
-        ended = self.prefill.call("prefill", "ended", timeout_s=_ENDED_S * self.patience)
+        ended = self.prefill.call(self._role("prefill"), "ended", timeout_s=_ENDED_S * self.patience)
         if any(ended.values()):
             problems.append(
                 f"prefill ended with {ended['unsettled']} unsettled offers and the blocks of {ended['held']} requests"

@@ -15,12 +15,18 @@ from kvlink.demo.table import Row, failed, print_json, print_table, print_verdic
 from kvlink.demo.transports import absent_here, choose
 
 
-def show(names: Sequence[str] | None, json: bool, patience: float, device: str) -> int:
+def show(
+    names: Sequence[str] | None,
+    json: bool,
+    patience: float,
+    device: str,
+    stages: tuple[int, int] | None = None,
+) -> int:
     """Implements kvlink.demo.run."""
     chosen = choose(names, device)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=json) as progress:
-        rows = _try_all(chosen, progress, json, patience, device)
+        rows = _try_all(chosen, progress, json, patience, device, stages)
     if not json:
         print_table(rows, Console())
         absent = {} if names is not None else absent_here(device)
@@ -29,7 +35,12 @@ def show(names: Sequence[str] | None, json: bool, patience: float, device: str) 
 
 
 def _try_all(
-    chosen: dict[str, str], progress: Progress, json: bool, patience: float, device: str
+    chosen: dict[str, str],
+    progress: Progress,
+    json: bool,
+    patience: float,
+    device: str,
+    stages: tuple[int, int] | None,
 ) -> list[Row]:
     rows = []
     quiet = not json and not progress.console.is_terminal
@@ -46,7 +57,7 @@ def _try_all(
                 print(f"{transport} …", file=sys.stderr, flush=True)
             progress.update(task, description=transport, completed=done * STEPS)
             hosts = cluster.hosts(transport)
-            route = Route(transport, *hosts, lambda: progress.advance(task), patience, device)
+            route = Route(transport, *hosts, lambda: progress.advance(task), patience, device, stages)
             rows.append(
                 failed(transport, why_not) if why_not else route.try_out(coordinator, cluster.expected)
             )
