@@ -25,6 +25,7 @@ from .announcements import Announcements
 from .caches import LayerGroup, caches_of
 from .engine_config import (
     at_this_host,
+    check_cache_dtype,
     check_groups,
     check_outputs,
     check_parallelism,
@@ -86,6 +87,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_parallelism(vllm_config.parallel_config)
         check_outputs(vllm_config)
         check_media(vllm_config)
+        check_cache_dtype(vllm_config)
         check_groups(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))

@@ -33,6 +33,8 @@ from .windows import Window
 _SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read."""
 
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
 
 def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
     """Returns the rank of this worker; in the scheduler's process any rank of the server."""
@@ -65,6 +67,16 @@ def check_outputs(vllm_config: Any) -> None:
     if getattr(vllm_config.aux_output_config, "enable_return_routed_experts", False):
         raise ConfigError(
             "KVLinkConnector does not carry the experts that prefill chose; remove --enable-return-routed-experts"
+        )
+
+
+def check_cache_dtype(vllm_config: Any) -> None:
+    """Raises ConfigError for quantized caches that vLLM's backend for CPUs does not list, although servers start."""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype) and cache_dtype not in _FP8:
+        raise ConfigError(
+            f"KVLinkConnector does not serve --kv-cache-dtype {cache_dtype} on a CPU, where it gave other tokens; "
+            "use fp8 or auto"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,11 +33,32 @@ def _with_routed_experts(config: Any, caches: Any) -> None:
     config.aux_output_config.enable_return_routed_experts = True
 
 
-def _with_states(config: Any, caches: Any) -> None:
-    """A layer of Mamba-2 beside attention, and prefix caching, which is on."""
-    states = MambaSpec(block_size=16, shapes=((8, 3), (2, 4, 5)), dtypes=(torch.float32, torch.float32))
+def _with_states(config: Any, caches: Any, **more: Any) -> None:
+    """A layer of Mamba-2 beside attention."""
+    states = MambaSpec(
+        block_size=16, shapes=((8, 3), (2, 4, 5)), dtypes=(torch.float32, torch.float32), **more
+    )
     caches.kv_cache_groups.append(KVCacheGroupSpec(["mamba"], states))
+
+
+def _with_states_cached(config: Any, caches: Any) -> None:
+    """Prefix caching is on by default."""
     config.cache_config.enable_prefix_caching = True
+    _with_states(config, caches)
+
+
+def _with_states_and_drafts(config: Any, caches: Any) -> None:
+    config.cache_config.enable_prefix_caching = False
+    _with_states(config, caches, num_speculative_blocks=2)
+
+
+def _with_numbered_images(config: Any, caches: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    config.cache_config.enable_prefix_caching = False
+
+
+def _with_scales_of_tokens(config: Any, caches: Any) -> None:
+    config.cache_config.cache_dtype = "int8_per_token_head"
 
 
 def _as_it_is(config: Any, caches: Any) -> None:
@@ -55,5 +77,14 @@ def refusal_of(model: str, change: Callable[[Any, Any], None]) -> str:
 
 
 if __name__ == "__main__":
-    changes = (_as_it_is, _in_two_stages, _contexts_shared, _with_routed_experts, _with_states)
+    changes = (
+        _as_it_is,
+        _in_two_stages,
+        _contexts_shared,
+        _with_routed_experts,
+        _with_states_cached,
+        _with_states_and_drafts,
+        _with_numbered_images,
+        _with_scales_of_tokens,
+    )
     print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import eventually
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.caches import Caches, LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.handoff import Handoff, prompt_digest
+from kvlink.integrations.vllm.lease_slots import SlotGroups
 from kvlink.integrations.vllm.stateful import Stateful
 from kvlink.integrations.vllm.states import StatePart, States, parts_of
+from kvlink.integrations.vllm.step_commands import HandedOff, Load, StepCommands
+from kvlink.integrations.vllm.worker import WorkerSide
 from kvlink.layout import num_seats
 
 _PAGES, _HEADS, _ROWS, _BLOCK_TOKENS = 12, 4, 3, 8
@@ -154,6 +160,42 @@ def test_pages_that_do_not_hold_the_states_are_refused_by_layer() -> None:
     ):
         with pytest.raises(ConfigError, match=r"layer mamba: kvlink takes states as pages of bytes"):
             caches_of({"mamba": pages}, [LayerGroup(("mamba",), states)], _PAGES, Rank(0, 1, 2), "hybrid")
+
+
+def test_a_prefix_that_decode_has_is_not_read_but_the_state_is() -> None:
+    """With prefix caching, decode may have the first block of attention, and then needs the state after the last."""
+    config = WorkerConfig(transports="loopback", lease_slots=8, timeout_s=5.0)
+    sides, pages = [], []
+    try:
+        for name in ("p", "d"):
+            caches, _ = _server(0, 1, True)
+            sides.append(WorkerSide(name, caches, config))
+            whole = _PAGES - 1  # the pool ends with the last page's last state
+            size = caches.pool.groups[0].block_stride
+            pages.append(torch.from_numpy(caches.pool.numpy(0))[: whole * size].view(whole, size))
+            pages[-1].random_(256)
+        prefill, decode = sides
+        seats = SlotGroups(8, 2).take()
+        assert seats is not None
+        prefill.carry_out(StepCommands(granted={"r": seats}, handed_off={"r": HandedOff(3, 30.0)}))
+        theirs, ours = ((array("I", [2, 3]), array("I", [5])), (array("I", [1, 7]), array("I", [4])))
+        handoff = Handoff(
+            "r", (prefill.rank_info.owner,), seats, theirs, prefill.rank_info.block_tokens, 2 * _BLOCK_TOKENS,
+            prompt_digest([1]), 30.0,
+        )  # fmt: skip
+        before = pages[1].clone()
+        load = Load("x", handoff, ours, first_token=_BLOCK_TOKENS, num_tokens=2 * _BLOCK_TOKENS)
+        decode.carry_out(StepCommands(loads=[load]))
+        eventually(lambda: "x" in decode.results().received)
+        num_bytes = _states("MAMBA2", _shapes(1, True)).num_bytes()
+        attention = 2 * _BLOCK_TOKENS * 6
+        assert torch.equal(pages[1][7, :attention], pages[0][3, :attention])
+        assert torch.equal(pages[1][4, :num_bytes], pages[0][5, :num_bytes])
+        untouched = [page for page in range(_PAGES - 1) if page not in (4, 7)]
+        assert torch.equal(pages[1][untouched], before[untouched])
+    finally:
+        for side in sides:
+            side.close()
 
 
 # What prefill does with a request.

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with adapters, quantized caches and draft models: greedy tokens of a server that computes all itself.
+
+Decode itself is that server, asked without a handoff and with an empty prefix cache.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from connectors import PATIENT_LEASE_S, kv_transfer
+from pair import CHUNK_TOKENS, Pair, ask, eventually, flags, prompt
+from servers import ENGINES, MODELS, Server, post, running, vllm
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not (ENGINES / "vllm" / ".made").exists(), reason="no vLLM in build/engines"),
+]
+
+SETTLE_S = 30.0
+LENGTHS = (1, 127, 128, 300, CHUNK_TOKENS + 200)
+_ASK = {"do_remote_decode": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variants() -> None:
+    """Made beside the models, once."""
+    script = Path(__file__).with_name("variants.py")
+    subprocess.run([str(ENGINES / "vllm" / "bin" / "python"), str(script), str(MODELS)], check=True)
+
+
+@contextmanager
+def servers_of(
+    model: str, more: Sequence[str], *others: Sequence[str]
+) -> Iterator[tuple[Pair, list[Server]]]:
+    """Starts a pair with these flags, and one further server with each of `others` in place of them."""
+    roles = [("prefill", more), ("decode", more), *(("other", flags) for flags in others)]
+    launches = [
+        vllm(
+            f"{role}-variant-{model}",
+            model,
+            kv_transfer("KVLinkConnector", lease_s=PATIENT_LEASE_S),
+            (*flags("llama"), *own),
+        )
+        for role, own in roles
+    ]
+    with running(launches) as (prefill, decode, *rest):
+        yield Pair(model, "KVLinkConnector", prefill, decode, PATIENT_LEASE_S, []), rest
+
+
+def check_lengths(pair: Pair, name: str, lengths: Sequence[int] = LENGTHS) -> None:
+    """Handoffs of prompts of several lengths load, and give what decode computes itself."""
+    expected = {}
+    for num_tokens in lengths:
+        answer = ask(pair.decode.url, name, prompt("variant", num_tokens))
+        assert answer.tokens is not None, answer.body
+        expected[num_tokens] = answer.tokens
+    pair.forget()
+    loads = pair.loads()
+    for num_tokens in lengths:
+        tokens = prompt("variant", num_tokens)
+        asked = ask(pair.prefill.url, name, tokens, 1, kv_transfer_params=_ASK)
+        assert asked.handoff, asked.body
+        answer = ask(pair.decode.url, name, tokens, kv_transfer_params=asked.handoff)
+        assert (answer.status, answer.tokens) == (200, expected[num_tokens]), num_tokens
+    assert eventually(lambda: pair.loads() == loads + len(lengths), SETTLE_S)
+    assert pair.decode.metric("vllm:kvlink_failed_loads_total") == 0
+    assert pair.settles(SETTLE_S)
+
+
+def refused(server: Server, reason: str) -> float:
+    """How many handoffs it has refused, or loads that failed, with this reason."""
+    samples = server.samples().items()
+    return sum(value for name, value in samples if "_total{" in name and f'reason="{reason}"' in name)
+
+
+def check_refused(pair: Pair, other: Server) -> None:
+    """The other server refuses prefill's cache by its layout, and computes the prompt itself."""
+    tokens = prompt("refused", 300)
+    expected = pair.ask(other, tokens).tokens
+    assert post(f"{other.url}/reset_prefix_cache", {})[0] == 200
+    assert pair.ask(other, tokens, kv_transfer_params=pair.hand_off(tokens)).tokens == expected
+    assert eventually(lambda: refused(other, "LayoutMismatch") == 1, SETTLE_S)
+
+
+@pytest.fixture(scope="module")
+def adapters() -> Iterator[Pair]:
+    known = [f"{name}={MODELS / f'adapter-{name}'}" for name in "ab"]
+    more = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *known]
+    with servers_of("llama", more) as (pair, _):
+        yield pair
+
+
+@pytest.mark.parametrize("adapter", ["a", "b", "llama"])
+def test_an_adapter(adapters: Pair, adapter: str) -> None:
+    check_lengths(adapters, adapter)
+
+
+def test_the_cache_of_another_adapter_is_refused(adapters: Pair) -> None:
+    """The tokens of the prompt are the same."""
+    pair, tokens = adapters, prompt("adapters", 300)
+    expected = {name: ask(pair.decode.url, name, tokens).tokens for name in ("a", "b", "llama")}
+    assert len({tuple(answer or ()) for answer in expected.values()}) == 3
+    for computed, asks in (("a", "b"), ("llama", "a"), ("b", "llama")):
+        pair.forget()
+        before = refused(pair.decode, "another_prompt")
+        handoff = ask(pair.prefill.url, computed, tokens, 1, kv_transfer_params=_ASK).handoff
+        answer = ask(pair.decode.url, asks, tokens, kv_transfer_params=handoff)
+        assert answer.tokens == expected[asks]
+        assert eventually(
+            lambda before=before: refused(pair.decode, "another_prompt") == before + 1, SETTLE_S
+        )
+        # Its blocks wait for their own reader.
+        again = ask(pair.decode.url, computed, tokens, kv_transfer_params=handoff)
+        assert again.tokens == expected[computed]
+
+
+def test_quantized_caches() -> None:
+    """Both kinds of fp8 are bytes of the same shape. A server of the other kind computes the prompt itself."""
+    fp8, another = (["--kv-cache-dtype", cache] for cache in ("fp8", "fp8_e5m2"))
+    with servers_of("llama", fp8, another) as (pair, (other,)):
+        check_lengths(pair, "llama")
+        check_refused(pair, other)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_draft_models(method: str) -> None:
+    """The caches of the draft model come along. A server without one computes the prompt itself."""
+    folder = MODELS / f"llama-{method.removesuffix('_model')}"
+    config = f'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": 3}}'
+    with servers_of("llama", ["--speculative-config", config], []) as (pair, (other,)):
+        check_lengths(pair, "llama")
+        check_refused(pair, other)

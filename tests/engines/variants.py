@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes what servers need besides the models: two LoRA adapters and draft models.
+
+`variants.py FOLDER` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import _COMMON, tokenizer
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+_STAMP = "made-by"
+_RANK = 8
+_TARGETS = {"q_proj": 512, "k_proj": 256, "v_proj": 256}
+"""The projections of llama that adapters change, with the sizes of their outputs."""
+_HIDDEN, _LAYERS = 256, 8
+
+
+def adapter(seed: int) -> Callable[[Path], None]:
+    """Returns what writes an adapter that changes the cache, and with it the tokens."""
+
+    def write(folder: Path) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in range(_LAYERS):
+            for target, size in _TARGETS.items():
+                name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+                tensors[f"{name}.lora_A.weight"] = torch.randn(_RANK, _HIDDEN, generator=generator) * 0.2
+                tensors[f"{name}.lora_B.weight"] = torch.randn(size, _RANK, generator=generator) * 0.2
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "r": _RANK,
+            "lora_alpha": 2 * _RANK,
+            "target_modules": list(_TARGETS),
+            "bias": "none",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    return write
+
+
+def _llama(layers: int) -> LlamaConfig:
+    return LlamaConfig(**_COMMON, num_hidden_layers=layers, num_key_value_heads=4, head_dim=64)
+
+
+def draft(folder: Path) -> None:
+    """A smaller model of the same vocabulary."""
+    torch.manual_seed(7)
+    network: Any = AutoModelForCausalLM.from_config(_llama(2), attn_implementation="eager")
+    network.float().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+def eagle(folder: Path) -> None:
+    """A head for llama, which reads its hidden states and has a layer, and so a cache, of its own."""
+    torch.manual_seed(8)
+    network: Any = AutoModelForCausalLM.from_config(_llama(1), attn_implementation="eager").float()
+    tensors = {
+        name.removeprefix("model."): tensor.contiguous()
+        for name, tensor in network.state_dict().items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    tensors["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN) * 0.05
+    save_file(tensors, folder / "model.safetensors")
+    _llama(1).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+
+
+VARIANTS: dict[str, Callable[[Path], None]] = {
+    "adapter-a": adapter(1),
+    "adapter-b": adapter(2),
+    "llama-draft": draft,
+    "llama-eagle": eagle,
+}
+
+
+def _this_file() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def main(folder: Path) -> None:
+    """Makes what is not there yet."""
+    for name, write in VARIANTS.items():
+        stamp = folder / name / _STAMP
+        if stamp.exists() and stamp.read_text() == _this_file():
+            continue
+        unfinished = folder / f"{name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        write(unfinished)
+        (unfinished / _STAMP).write_text(_this_file())
+        shutil.rmtree(folder / name, ignore_errors=True)
+        unfinished.rename(folder / name)
+        print(f"made {folder / name}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
