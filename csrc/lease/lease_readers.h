@@ -30,18 +30,6 @@ class LeaseReaders {
     taken.insert(taken.end(), found->second.begin(), found->second.end());
     readers_.erase(found);
   }
-  /// Does the same for all slots that `which` picks.
-  template <typename Which>
-  void take_if(Which which, std::vector<uint64_t>& taken) {
-    for (auto slot = readers_.begin(); slot != readers_.end();) {
-      if (!which(slot->first)) {
-        ++slot;
-        continue;
-      }
-      taken.insert(taken.end(), slot->second.begin(), slot->second.end());
-      slot = readers_.erase(slot);
-    }
-  }
 
  private:
   std::map<uint32_t, std::vector<uint64_t>> readers_;

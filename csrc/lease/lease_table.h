@@ -22,6 +22,7 @@
 #include "base/status.h"
 #include "lease/lease_readers.h"
 #include "lease/lease_words.h"
+#include "lease/seat_deadlines.h"
 
 namespace kvlink {
 
@@ -123,7 +124,6 @@ class LeaseTable {
     uint64_t settle_nonce = 0;  // of the last seat, as the next
     uint32_t tag = 0;           // of its nonce
   };
-  static constexpr int64_t kNobodys = INT64_MAX;  // a deadline
 
   friend struct LeaseTableState;  // tests/cpp/lease/lease_model.h: copies and compares tables
 
@@ -133,7 +133,7 @@ class LeaseTable {
   void add(Lease lease);
   void set_deadline(Lease& lease, int64_t deadline_ns);
   Lease* open_lease(uint64_t id);
-  bool is_open(uint32_t slot) const { return deadlines_ns_[slot] != kNobodys; }
+  bool is_open(uint32_t slot) const { return deadlines_.has(slot); }
   bool is_settled_by(uint32_t slot, uint64_t settled) const;
   void hear_reader(uint32_t slot);
   void take_settled(uint32_t slot);
@@ -148,12 +148,13 @@ class LeaseTable {
   LeaseSlot* const slots_;
   PeerWords* const words_;
   FreeSlots free_;
-  std::vector<SlotRecord> records_;    // by slot
-  std::vector<int64_t> deadlines_ns_;  // by slot: the lease's while its seat is open, else kNobodys
+  std::vector<SlotRecord> records_;  // by slot
+  SeatDeadlines deadlines_;          // of open seats: their leases'
   std::unordered_map<uint64_t, Lease> leases_;
   LeaseReaders readers_;               // of open seats
-  std::vector<uint64_t> to_fence_;     // for the next sweep to report, as the next two
+  std::vector<uint64_t> to_fence_;     // for the next sweep to report, as the next three
   std::vector<uint32_t> ended_slots_;  // free from then on
+  std::vector<uint32_t> late_slots_;   // ended ones where a reader announced itself since the last sweep
   std::vector<uint64_t> ended_leases_;
   DrawRandom draw_;
   std::vector<uint64_t> random_;  // drawn in batches

@@ -19,29 +19,30 @@ namespace kvlink {
 struct LeaseTableState {
   FreeSlots free;
   std::vector<LeaseTable::SlotRecord> records;
-  std::vector<int64_t> deadlines_ns;
+  SeatDeadlines deadlines;
   std::unordered_map<uint64_t, LeaseTable::Lease> leases;
   LeaseReaders readers;
   std::vector<uint64_t> to_fence, ended_leases, random;
-  std::vector<uint32_t> ended_slots;
+  std::vector<uint32_t> ended_slots, late_slots;
   int64_t looked_ns;
   uint32_t num_active;
 
   static LeaseTableState of(const LeaseTable& table) {
-    return {table.free_,        table.records_,   table.deadlines_ns_, table.leases_,
-            table.readers_,     table.to_fence_,  table.ended_leases_, table.random_,
-            table.ended_slots_, table.looked_ns_, table.num_active()};
+    return {table.free_,        table.records_,    table.deadlines_,    table.leases_,
+            table.readers_,     table.to_fence_,   table.ended_leases_, table.random_,
+            table.ended_slots_, table.late_slots_, table.looked_ns_,    table.num_active()};
   }
   void put_into(LeaseTable& table) const {
     table.free_ = free;
     table.records_ = records;
-    table.deadlines_ns_ = deadlines_ns;
+    table.deadlines_ = deadlines;
     table.leases_ = leases;
     table.readers_ = readers;
     table.to_fence_ = to_fence;
     table.ended_leases_ = ended_leases;
     table.random_ = random;
     table.ended_slots_ = ended_slots;
+    table.late_slots_ = late_slots;
     table.looked_ns_ = looked_ns;
     table.num_active_ = num_active;
   }
@@ -53,7 +54,7 @@ struct LeaseTableState {
       add(record.lease);
       add(record.tag);
     }
-    for (const int64_t deadline_ns : deadlines_ns) add(deadline_ns);
+    for (const int64_t deadline_ns : deadlines.all()) add(deadline_ns);
     for (const auto& [slot, of_slot] : readers.all()) {
       add(slot);
       for (const uint64_t reader : of_slot) add(reader);

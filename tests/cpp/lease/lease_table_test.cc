@@ -309,5 +309,28 @@ TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
   EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), 1u);
 }
 
+/// More slots than are looked at together.
+TEST(LargeLeaseTable, ASweepSeesTheWordsOfEverySlot) {
+  constexpr uint32_t kSlots = 37;
+  alignas(64) std::array<LeaseSlot, kSlots + 1> memory{};
+  alignas(64) std::array<PeerWords, kSlots + 1> words{};
+  LeaseTable table{std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7};
+  for (uint64_t lease = 1; lease <= kSlots; ++lease) {
+    const LeaseSeat seat = (*table.grant(lease, 1, 0, kTtl, 0))[0];
+    for (const bool announces : {true, false}) {
+      if (announces) {
+        words[seat.slot].reader = Announcement{42, Announcement::tag_of(seat.nonce)}.word();
+      } else {
+        words[seat.slot].settled = seat.settle_nonce;
+      }
+      Swept swept;
+      table.sweep(0, swept);
+      EXPECT_EQ(swept.ended.size(), announces ? 0 : 1) << "slot " << seat.slot;
+      EXPECT_EQ(words[seat.slot].reader, 0) << "slot " << seat.slot;
+      EXPECT_EQ(words[seat.slot].settled, 0) << "slot " << seat.slot;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvlink
