@@ -254,6 +254,14 @@ def measure_scale(
     finish(parts, as_json, "bench scale", by="what")
 
 
+@app.command("growth")
+def measure_growth(as_json: Json = False) -> None:
+    """Measure how costs grow with blocks, peers, leases out and readers; an exponent of 1 is linear."""
+    from .measurements import growth as bench
+
+    finish(bench.parts(), as_json, "bench growth", begin(as_json))
+
+
 @app.command("peers")
 def measure_peers(
     path: Annotated[str, typer.Option(help="Compare on host, tcp, or both with a comma.")] = "host,tcp",

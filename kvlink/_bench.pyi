@@ -43,5 +43,11 @@ class BaselineSink:
     def read(self, pieces: Any) -> int:
         """Nanoseconds from asking to the last byte; `from` is an address of the source's process. Releases the GIL."""
 
+def sweep_ns(num_slots: int, num_leases: int, rounds: int) -> int:
+    """CPU nanoseconds of a sweep of a lease table, the least of `rounds`. Readers of the leases out do nothing."""
+
+def grant_at_ns(num_slots: int, num_leases: int, rounds: int) -> int:
+    """CPU nanoseconds of a grant at a chosen seat, the least of `rounds`, with so many leases out already."""
+
 def post_ns(plan: Plan, rounds: int) -> int:
     """CPU nanoseconds of posting all of it to a queue pair without a NIC; absent in builds without verbs."""

@@ -153,6 +153,20 @@ def fleets(curve: Sequence[Simulated]) -> str:
     return _svg(figure, axes, "Time of moves against the size of the fleet")
 
 
+@mpl.rc_context(_STYLE)
+def growth(of: str, costs: Mapping[str, Mapping[int, float]]) -> str:
+    """Draws costs against the number that they may grow with. A linear one doubles where the number doubles."""
+    figure, axes = _figure()
+    for (name, values), colour in zip(costs.items(), cycle((*OURS, *OTHERS)), strict=False):
+        points = sorted((number, value) for number, value in values.items() if value > 0)
+        if points:
+            axes.plot(*zip(*points, strict=True), "-o", markersize=3.5, color=colour, label=name)
+    _log(axes, "x")
+    _log(axes, "y")
+    axes.set_xlabel(of)
+    return _svg(figure, axes, f"Costs against {of}")
+
+
 def _figure(height: float = 3.2) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, figure.subplots()

@@ -60,9 +60,9 @@ def _write_page(results: list[Path], output: Path, title: str) -> int:
 
     found = [results_of(path.stem, read_rows(path)) for path in results]
     for path, each in zip(results, found, strict=True):
-        if not (each.measures or each.phases or each.absent or each.fleets or each.validated):
+        if not (each.measures or each.phases or each.absent or each.fleets or each.validated or each.growths):
             raise ConfigError(
-                f"{path} has no row of kvlink bench pull, peers or migrate, or of kvlink simulate"
+                f"{path} has no row of kvlink bench pull, peers, migrate or growth, or of kvlink simulate"
             )
     try:
         output.write_text(write(found, title), encoding="utf-8")

@@ -16,6 +16,7 @@
 - kind "noise" ends both: of (the run), other_load
 - kind "simulation": the scene (path, model, tp, rails, load, popular, fails_after, pulls, lease_s, seed), workers, and
   the result of curve.measured
+- kind "growth": of (what the number counts), cost, then number and value, or exponent, from, to, needs, holds
 - kind "validation": transport, readers, requests, load; mean, p50, p90 and p99 measured (_us), simulated
   (simulated_…_us) and the difference (_error); drift (of the machine's rate between before and after), other_load,
   verified
@@ -115,11 +116,15 @@ class Results:
     fleets: dict[str, list[Simulated]] = field(default_factory=dict)
     """The fleets by scene."""
     validated: list[Validated] = field(default_factory=list)
+    growths: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    """The costs at each number, by what the number counts and by the cost's name."""
+    exponents: list[Row] = field(default_factory=list)
 
 
 def results_of(name: str, rows: Iterable[Row]) -> Results:
-    """Reads rows of `bench pull`, `peers`, `migrate` and `simulate`, and ignores others. Raises ConfigError for
-    malformed ones.
+    """Reads rows of `bench pull`, `peers`, `migrate`, `growth` and `simulate`, and ignores others.
+
+    Raises ConfigError for malformed ones.
     """
     found = Results(name)
     for row in rows:
@@ -141,6 +146,11 @@ def results_of(name: str, rows: Iterable[Row]) -> Results:
         elif kind == "simulation":
             fleet = _of_simulation(row)
             found.fleets.setdefault(fleet.scene, []).append(fleet)
+        elif kind == "growth" and "exponent" in row:
+            found.exponents.append(row)
+        elif kind == "growth":
+            costs = found.growths.setdefault(str(row.get("of")), {}).setdefault(str(row.get("cost")), {})
+            costs[_count(row, "number")] = _number(row, "value")
         elif kind == "validation":
             times = [_number(row, name) for name in Validated._fields[2:]]
             found.validated.append(Validated(str(row.get("transport")), _count(row, "readers"), *times))

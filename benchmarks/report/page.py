@@ -96,6 +96,7 @@ def _sections(found: Results) -> Iterator[Section]:
     )
     if found.phases:
         yield "Where the time of a handoff goes", [charts.waterfall(found.phases)]
+    yield "How costs grow", list(_growths(found))
     yield "Simulated fleets", list(_simulations(found))
     yield "Details", list(_details(found))
 
@@ -205,6 +206,17 @@ def _predictions(found: Results) -> Iterator[str]:
             "point is predicted from start-up, operations and bytes fitted to the other shapes.</p>"
         )
         yield charts.predictions(points)
+
+
+def _growths(found: Results) -> Iterator[str]:
+    for of, costs in found.growths.items():
+        yield _titled(of)
+        yield charts.growth(of, costs)
+    if found.exponents:
+        names = ("of", "cost", "exponent", "from", "to", "needs", "holds")
+        yield table(
+            "Exponents: 1 is linear", names, ([row.get(name) for name in names] for row in found.exponents)
+        )
 
 
 def _simulations(found: Results) -> Iterator[str]:

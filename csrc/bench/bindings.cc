@@ -7,6 +7,7 @@
 
 #include "bench/baselines.h"
 #include "bench/bounce_baseline.h"
+#include "bench/lease_cost.h"
 #include "bench/posting_cost.h"
 #include "bench/tcp_baseline.h"
 #include "device/cuda_memory.h"
@@ -84,6 +85,16 @@ void register_bench(py::module_& m) {
             return answering(pieces, [&self](BaselinePieces found) { return self.read(found); });
           },
           py::arg("pieces"));
+  const auto leasing = [&m](const char* name, Result<int64_t> (*time)(const LeasesOut&, uint32_t)) {
+    m.def(
+        name,
+        [time](uint32_t num_slots, uint32_t num_leases, uint32_t rounds) {
+          return take(time({num_slots, num_leases}, rounds));
+        },
+        py::arg("num_slots"), py::arg("num_leases"), py::arg("rounds"));
+  };
+  leasing("sweep_ns", &time_sweep);
+  leasing("grant_at_ns", &time_grant_at);
 #ifndef KVLINK_NO_VERBS
   m.def(
       "post_ns", [](const Plan& plan, uint32_t rounds) { return take(time_posting(plan, rounds)); },

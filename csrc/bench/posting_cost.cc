@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/posting_cost.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <array>
 
+#include "bench/cpu_time.h"
 #include "transports/verbs/registration.h"
 #include "transports/verbs/work_requests.h"
 
@@ -20,12 +19,6 @@ constexpr verbs::ChainLimits kLimits{
     .wrs = 64, .sges_per_wr = 30, .bytes_per_wr = 128 << 10, .bytes_per_signal = 128 << 10};  // of a ConnectX
 constexpr uint32_t kChunkOps = 256;  // of one post_read
 constexpr size_t kRingEntries = 16 << 10;
-
-int64_t thread_cpu_ns() {
-  timespec now;
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
-}
 
 /// A queue pair as ibv_post_send sees it, writing to memory.
 class RingQp {

@@ -89,6 +89,27 @@ def test_simulated_fleets_have_a_curve_for_each_scene(tmp_path: Path) -> None:
     assert "The simulation beside real pulls" in text
 
 
+def test_costs_that_grow_have_a_chart_for_each_number(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'kvlink[report]'")
+    page = tmp_path / "report.html"
+    given_rows: list[dict[str, object]] = [
+        {"kind": "growth", "of": of, "cost": EVIL, "number": number, "value": value}
+        for of in ("peers", "leases out")
+        for number, value in ((1, 2.0), (8, 0.0), (64, 9.0))
+    ]
+    exponent = {"exponent": 0.36, "from": 1, "to": 64, "needs": "at most 1.05", "holds": True}
+    given_rows.append({"kind": "growth", "of": "peers", "cost": EVIL, **exponent})
+    done = CliRunner().invoke(app, [str(written(tmp_path, "growth", given_rows)), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 2
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    assert EVIL not in text
+    assert "at most 1.05" in text
+
+
 def test_rows_become_measures() -> None:
     found = results_of("x", [*rows(), pull_row(), {"case": "nhd", "ns_per_descriptor": 2}])
     assert len(found.measures) == 12
