@@ -32,7 +32,7 @@ def load(path: str, name: str = "kvlink._core") -> Any:
     return module
 
 
-def posting_module(core: Any) -> Any:
+def bench_module(core: Any) -> Any:
     """Returns the module that has `post_ns`: `_bench` beside `core`, or `core` itself if it is of an older commit."""
     if hasattr(core, "post_ns"):
         return core
@@ -64,7 +64,7 @@ def plan(core: Any, rounds: int) -> None:
 def post(core: Any, rounds: int) -> None:
     """Checks, chains and posts the same descriptors as RDMA reads, without a NIC."""
     _, made = planning(core)
-    posting_module(core).post_ns(made, rounds)
+    bench_module(core).post_ns(made, rounds)
 
 
 def settle(core: Any, rounds: int) -> None:
@@ -79,7 +79,12 @@ def settle(core: Any, rounds: int) -> None:
     engine.close()
 
 
-CASES = {work.__name__: work for work in (plan, post, settle)}
+def sweep(core: Any, rounds: int) -> None:
+    """Sweeps a table with many leases out that nobody touches."""
+    bench_module(core).sweep_ns(32_768, 32_000, rounds)
+
+
+CASES = {work.__name__: work for work in (plan, post, settle, sweep)}
 
 if __name__ == "__main__":
     CASES[sys.argv[2]](load(sys.argv[1]), int(sys.argv[3]))
