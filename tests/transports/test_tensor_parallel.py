@@ -47,7 +47,12 @@ def test_every_degree_reads_every_other(
     for owner_ranks in owners:
         for reader_ranks in readers:
             offers = {
-                owner: owner.offer(_OWNER_BLOCKS, num_tokens=_TOKENS, readers=seats)
+                owner: owner.offer(
+                    _OWNER_BLOCKS,
+                    f"from {len(owner_ranks)} to {len(reader_ranks)}",
+                    num_tokens=_TOKENS,
+                    readers=seats,
+                )
                 for owner in owner_ranks
                 if (seats := num_seats(owner.pool.layout(), len(reader_ranks)))
             }
