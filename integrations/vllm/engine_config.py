@@ -85,7 +85,7 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     for group in kv_cache_config.transfer_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
             if isinstance(spec, MambaSpec):
-                _check_states(vllm_config, spec, group.layer_names[0])
+                _check_states(spec, group.layer_names[0])
                 continue
             if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
                 raise ConfigError(
@@ -94,12 +94,18 @@ def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
                 )
 
 
-def _check_states(vllm_config: Any, spec: MambaSpec, layer: str) -> None:
-    """Raises ConfigError where a request has states of several positions, which no test has handed over."""
-    if vllm_config.cache_config.enable_prefix_caching:
+def _check_states(spec: MambaSpec, layer: str) -> None:
+    """Raises ConfigError unless the state after a request's last computed token is the last block of its group."""
+    if spec.mamba_cache_mode not in ("none", "align"):
         raise ConfigError(
-            f"KVLinkConnector does not serve prefix caching of states yet ({layer} and others have them): pass "
-            "--no-enable-prefix-caching"
+            f"KVLinkConnector does not serve --mamba-cache-mode {spec.mamba_cache_mode} ({layer} and others have "
+            "states): pass --mamba-cache-mode align, or --no-enable-prefix-caching"
+        )
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    if spec.mamba_cache_mode == "align" and current_platform.is_cpu() and kind != "GDN_ATTN":
+        raise ConfigError(
+            f"vLLM's engine ends at the first prompt beyond a block where it caches prefixes of {kind} on a CPU "
+            f"({layer} and others): pass --no-enable-prefix-caching"
         )
     if spec.num_speculative_blocks:
         raise ConfigError(

@@ -49,6 +49,7 @@ def pair_of(
     call_times: Path | None = None,
     module_path: str = "",
     env: Mapping[str, str] | None = None,
+    prefix_caching: bool | None = None,
     **extra: Any,
 ) -> Iterator[Pair]:
     """Starts both servers, ends those that are there in the end. Each has computed once: the first forward of several
@@ -57,7 +58,8 @@ def pair_of(
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
     handoffs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file
     of its role's name. module_path: where vLLM looks for the connector, instead of its registry.
-    env: more for the servers' environment. extra: more for kv_connector_extra_config.
+    env: more for the servers' environment. prefix_caching: instead of what the model's flags say.
+    extra: more for kv_connector_extra_config.
     """
     with running([coordinator()] if coordinated else []) as coordinators:
         for one in coordinators:
@@ -73,7 +75,7 @@ def pair_of(
                     f"{role}-{connector}-{model}",
                     model,
                     config,
-                    (*flags(model), "--tensor-parallel-size", str(size)),
+                    (*flags(model, prefix_caching), "--tensor-parallel-size", str(size)),
                     {**(env or {}), **(writes_down(call_times / role) if call_times is not None else {})},
                 ),
                 cpus=cpus,

@@ -123,13 +123,15 @@ class Pair:
         )
 
 
-def flags(model: str) -> tuple[str, ...]:
-    """Returns the flags of every server of this model, whatever its role."""
+def flags(model: str, prefix_caching: bool | None = None) -> tuple[str, ...]:
+    """Returns the flags of every server of this model, whatever its role. `prefix_caching` overrides the usual."""
     blocks: tuple[str, ...] = ("--num-gpu-blocks-override", str(_POOL_BLOCKS[model]))
     if model in ("granite-hybrid", "qwen3-next"):  # Mamba-2's prefix caching fails in vLLM for CPUs itself
         blocks += ("--no-enable-prefix-caching", "--dtype", _DTYPES.get(model, "float32"))
     # On a CPU with AMX vLLM would choose a backend for MLA that does not take float32.
     backend = ("--attention-backend", "CPU_MLA") if model == "deepseek" else ()
+    if prefix_caching is not None:
+        blocks += ("--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",)
     return (*blocks, *backend, "--max-num-batched-tokens", str(CHUNK_TOKENS))
 
 

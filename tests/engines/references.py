@@ -28,9 +28,11 @@ Answering = Callable[[Sequence[int]], Answer]
 class References:
     """NUM_NEW greedy tokens after each prompt. `answering` starts what is asked when one is not known yet."""
 
-    def __init__(self, model: str, answering: Callable[[], AbstractContextManager[Answering]]) -> None:
+    def __init__(
+        self, model: str, answering: Callable[[], AbstractContextManager[Answering]], kind: str = ""
+    ) -> None:
         weights = hashlib.sha256((MODELS / model / "model.safetensors").read_bytes()).hexdigest()[:16]
-        self._file = ENGINES / "references" / f"{model}-{weights}.json"
+        self._file = ENGINES / "references" / f"{model}-{weights}{kind}.json"
         self._known: dict[str, Tokens] = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._answering = answering
         self._answer: Answering | None = None
@@ -60,12 +62,15 @@ class References:
         self._stack.close()
 
 
-def references_for(model: str) -> References:
+def references_for(model: str, *, prefix_caching: bool = False) -> References:
     """From one plain server; for MLA and gated delta nets from two with NIXL between them.
 
     On CPUs vLLM prefills and decodes those in different arithmetic: a server that computed the prompt itself answers
-    with other tokens than one that received the very same cache, which decodes the prompt's last token.
+    with other tokens than one that received the very same cache, which decodes the prompt's last token. With
+    `prefix_caching` of a hybrid model, prefill ends its chunks elsewhere, which is other arithmetic again.
     """
+    if prefix_caching:
+        return References(model, partial(_two_with_nixl, model, prefix_caching=True), "-cached")
     return References(model, partial(_two_with_nixl if model in _BY_NIXL else _one_alone, model))
 
 
@@ -76,10 +81,17 @@ def _one_alone(model: str) -> Iterator[Answering]:
 
 
 @contextmanager
-def _two_with_nixl(model: str) -> Iterator[Answering]:
+def _two_with_nixl(model: str, prefix_caching: bool | None = None) -> Iterator[Answering]:
     # Nothing may expire: NIXL would answer with the tokens of other blocks. Its four threads a server, unless told
     # otherwise, spin: two CPUs then do not always answer its handshake in the 5 s that it waits.
-    with pair_of("NixlConnector", model, lease_s=PATIENT_LEASE_S, env=_COLUMNS_FIRST, num_threads=1) as pair:
+    with pair_of(
+        "NixlConnector",
+        model,
+        lease_s=PATIENT_LEASE_S,
+        env=_COLUMNS_FIRST,
+        prefix_caching=prefix_caching,
+        num_threads=1,
+    ) as pair:
         yield lambda tokens: _said_twice(pair, tokens)
 
 

@@ -41,14 +41,15 @@ def _with_states(config: Any, caches: Any, **more: Any) -> None:
     caches.kv_cache_groups.append(KVCacheGroupSpec(["mamba"], states))
 
 
+def _with_states_of_all_blocks(config: Any, caches: Any) -> None:
+    _with_states(config, caches, mamba_cache_mode="all")
+
+
 def _with_states_cached(config: Any, caches: Any) -> None:
-    """Prefix caching is on by default."""
-    config.cache_config.enable_prefix_caching = True
-    _with_states(config, caches)
+    _with_states(config, caches, mamba_cache_mode="align")
 
 
 def _with_states_and_drafts(config: Any, caches: Any) -> None:
-    config.cache_config.enable_prefix_caching = False
     _with_states(config, caches, num_speculative_blocks=2)
 
 
@@ -82,6 +83,7 @@ if __name__ == "__main__":
         _in_two_stages,
         _contexts_shared,
         _with_routed_experts,
+        _with_states_of_all_blocks,
         _with_states_cached,
         _with_states_and_drafts,
         _with_numbered_images,

@@ -7,7 +7,8 @@ import pytest
 from connectors import PATIENT_LEASE_S
 from faults import SCENARIOS, Outcome, play
 from pair import CHUNK_TOKENS, Pair, eventually, prompt
-from references import References
+from references import References, references_for
+from servers import Server, post
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -47,6 +48,48 @@ def test_any_length(pair: Pair, references: References) -> None:
 )
 def test_other_degrees(pair: Pair, references: References) -> None:
     check_lengths(pair, references)
+
+
+def forget(server: Server) -> None:
+    """Empties the server's prefix cache."""
+    assert eventually(lambda: post(f"{server.url}/reset_prefix_cache", {})[0] == 200, SETTLE_S)
+
+
+def hits(server: Server) -> float:
+    return server.metric("vllm:prefix_cache_hits_total")
+
+
+@pytest.mark.pairs({"model": "qwen3-next", "prefix_caching": True, **_KVLINK})
+def test_prefix_caching(pair: Pair) -> None:
+    """Blocks have 640 tokens. Prefill caches the states at their ends, and hands off the one after the prompt."""
+    shared = prompt("cached", 1400)
+    prompts = [shared + prompt(f"cached {i}", 30 + 300 * i) for i in range(3)]
+    prompts += [shared[:num_tokens] for num_tokens in (2, 640, 641, 1280, 1281)]
+    expected = references_for(pair.model, prefix_caching=True)
+    expected.learn(prompts)
+    pair.forget()
+    loads, cached = pair.loads(), hits(pair.decode)
+    for tokens in prompts * 2:
+        forget(pair.prefill)  # from a cached state vLLM computes the rest in other arithmetic
+        answer = pair.continued(tokens, pair.hand_off(tokens))
+        assert (answer.status, answer.tokens) == (200, expected(tokens)), len(tokens)
+    # Decode has loaded the states at the ends of blocks of 641 and 1,281 tokens. It loads those prompts once.
+    assert hits(pair.decode) > cached
+    assert eventually(lambda: pair.loads() == loads + 2 * len(prompts) - 2, SETTLE_S)
+    # Prefill continues from a state that it has cached, whatever decode has.
+    assert pair.ask(pair.prefill, [*shared, 1], 1).status == 200
+    loads, cached, answers = pair.loads(), hits(pair.prefill), []
+    for _ in range(2):
+        answers.append(pair.continued(prompts[1], pair.hand_off(prompts[1])).tokens)
+        forget(pair.decode)
+    assert answers[0] == answers[1]
+    assert hits(pair.prefill) == cached + 2 * 1280
+    assert eventually(lambda: pair.loads() == loads + 2, SETTLE_S)
+    # A refused load leaves what decode has: it computes the prompt itself.
+    alone = pair.ask(pair.decode, prompts[2]).tokens
+    assert pair.continued(prompts[2], pair.hand_off(prompts[1])).tokens is not None
+    forget(pair.decode)
+    assert pair.continued(prompts[2], pair.hand_off(prompts[1])).tokens == alone
 
 
 @pytest.mark.pairs({"model": "granite-hybrid", "connector": "KVLinkConnector"})

@@ -42,6 +42,7 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "in_two_stages": "pipeline_parallel_size=2",
         "contexts_shared": "decode_context_parallel_size=2",
         "with_routed_experts": "--enable-return-routed-experts",
+        "with_states_of_all_blocks": "--mamba-cache-mode all",
         "with_states_cached": "--no-enable-prefix-caching",
         "with_states_and_drafts": "--speculative-config",
         "with_scales_of_tokens": "--kv-cache-dtype int8_per_token_head",
