@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault table: what a client gets when something goes wrong, with kvlink's connector and with NIXL's.
 
-    python tests/engines/fault_table.py [--connectors KVLinkConnector,NixlConnector] [--policy fail] [--only reuse,swap]
+    python tests/engines/fault_table.py [--connectors KVLinkConnector,NixlConnector] [--models llama,granite-hybrid]
+        [--policy fail] [--only reuse,swap]
 
-Each connector has two servers of its own with the same flags, one after the other. Ends with 1 when a client got wrong
-tokens from kvlink.
+Each connector has two servers of its own for each model, with the same flags, one after the other. Ends with 1 when a
+client got wrong tokens from kvlink.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from connectors import pair_of
 from faults import SCENARIOS, Outcome, play
 from references import references_for
 
-MODEL = "llama"
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--connectors", default="KVLinkConnector,NixlConnector")
+    parser.add_argument(
+        "--models", default="llama,granite-hybrid", help="of build/engines/models, with commas"
+    )
     parser.add_argument(
         "--policy", choices=("fail", "recompute"), default="fail", help="of vLLM, for failed loads"
     )
@@ -30,20 +32,27 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="JSON lines, as they come")
     options = parser.parse_args()
     connectors, names = options.connectors.split(","), options.only.split(",")
-    table: dict[str, dict[str, Outcome]] = {}
-    references = references_for(MODEL)
-    try:
-        for connector in connectors:
-            with pair_of(connector, MODEL, options.policy) as pair:
-                for name in names:
-                    outcome = table.setdefault(name, {})[connector] = play(SCENARIOS[name], pair, references)
-                    output = {"scenario": name, "connector": connector, "policy": options.policy}
-                    output |= {"outcome": str(outcome), "noticed": outcome.noticed}
-                    print(
-                        json.dumps(output) if options.json else f"{name}, {connector}: {outcome}", flush=True
-                    )
-    finally:
-        references.close()
+    table: dict[tuple[str, str], dict[str, Outcome]] = {}
+    for model in options.models.split(","):
+        references = references_for(model)
+        try:
+            for connector in connectors:
+                with pair_of(connector, model, options.policy) as pair:
+                    for name in names:
+                        outcome = play(SCENARIOS[name], pair, references)
+                        table.setdefault((model, name), {})[connector] = outcome
+                        output = {
+                            "scenario": name,
+                            "model": model,
+                            "connector": connector,
+                            "policy": options.policy,
+                            "outcome": str(outcome),
+                            "noticed": outcome.noticed,
+                        }
+                        text = f"{name}, {model}, {connector}: {outcome}"
+                        print(json.dumps(output) if options.json else text, flush=True)
+        finally:
+            references.close()
     if not options.json:
         print(f"\nLoad failure policy: {options.policy}.\n\n{markdown(table, connectors)}")
     return any(
@@ -54,13 +63,13 @@ def main() -> int:
     )
 
 
-def markdown(table: dict[str, dict[str, Outcome]], connectors: list[str]) -> str:
-    """A row a scenario; two columns a connector: what the client got, whose metrics moved."""
+def markdown(table: dict[tuple[str, str], dict[str, Outcome]], connectors: list[str]) -> str:
+    """A row a model and a scenario; two columns a connector: what the client got, whose metrics moved."""
     head = ["scenario", *(cell for name in connectors for cell in (name, "noticed by"))]
     rows = [head, ["---"] * len(head)]
-    for name, outcomes in table.items():
+    for (model, name), outcomes in table.items():
         what = " ".join((SCENARIOS[name].__doc__ or "").split())
-        row = [f"**{name}**: {what}"]
+        row = [f"**{name}**, {model}: {what}"]
         for connector in connectors:
             outcome = outcomes[connector]
             row += [str(outcome), "; ".join(outcome.noticed) or "nobody"]
