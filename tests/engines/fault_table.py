@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 
 from connectors import pair_of
 from faults import SCENARIOS, Outcome, play
@@ -32,6 +33,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="JSON lines, as they come")
     options = parser.parse_args()
     connectors, names = options.connectors.split(","), options.only.split(",")
+    table = played(options, connectors, names)
+    if not options.json:
+        print(f"\nLoad failure policy: {options.policy}.\n\n{markdown(table, connectors)}")
+    return any(
+        not outcome.safe
+        for row in table.values()
+        for name, outcome in row.items()
+        if name == "KVLinkConnector"
+    )
+
+
+def played(
+    options: argparse.Namespace, connectors: Sequence[str], names: Sequence[str]
+) -> dict[tuple[str, str], dict[str, Outcome]]:
+    """Returns the outcomes by model and scenario, then by connector, and prints them as they come."""
     table: dict[tuple[str, str], dict[str, Outcome]] = {}
     for model in options.models.split(","):
         references = references_for(model)
@@ -53,14 +69,7 @@ def main() -> int:
                         print(json.dumps(output) if options.json else text, flush=True)
         finally:
             references.close()
-    if not options.json:
-        print(f"\nLoad failure policy: {options.policy}.\n\n{markdown(table, connectors)}")
-    return any(
-        not outcome.safe
-        for row in table.values()
-        for name, outcome in row.items()
-        if name == "KVLinkConnector"
-    )
+    return table
 
 
 def markdown(table: dict[tuple[str, str], dict[str, Outcome]], connectors: list[str]) -> str:
