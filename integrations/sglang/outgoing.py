@@ -8,32 +8,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.layout import Share, assign, num_seats
+from kvlink.layout.sharding import TensorParallel as Reader
 from kvlink.ticket import Ticket
 from kvlink.types import LeaseEnd
 
 from .caches import Cache
-
-
-class Reader(Protocol):
-    """A rank of decode that asks for pages."""
-
-    @property
-    def total_heads(self) -> int:
-        """KV heads of the whole model, 1 for MLA."""
-
-    @property
-    def tp_rank(self) -> int:
-        """Tensor-parallel rank, counted from 0."""
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel degree."""
 
 
 class Written(NamedTuple):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import GenerationConfig, __version__
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvlink import WorkerConfig
-from kvlink.demo.messages import Reply
+from kvlink.demo.messages import Reply, until_none
 from kvlink.demo.model import tiny_llama
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
 from kvlink.errors import TransferError
@@ -107,13 +106,11 @@ class PrefillRole(_Peer):
 
     def ended(self, timeout_s: float) -> Reply:
         """Waits for all offers to end, and counts those that did not end as expected."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            stats = self.handoff.stats()
-            left = {"unsettled": stats.offered - stats.settled, "held": stats.held_tables}
-            if not any(left.values()) or time.monotonic() > deadline:
-                return left
-            time.sleep(0.001)
+        return until_none(self._left, timeout_s)
+
+    def _left(self) -> Reply:
+        stats = self.handoff.stats()
+        return {"unsettled": stats.offered - stats.settled, "held": stats.held_tables}
 
 
 class DecodeRole(_Peer):

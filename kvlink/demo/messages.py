@@ -7,6 +7,7 @@ They stand in for the HTTP API of an inference server. A ticket crosses as text;
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -22,6 +23,16 @@ class Role(Protocol):
 
     def close(self) -> None:
         """Closes the role. Idempotent."""
+
+
+def until_none(count: Callable[[], Reply], timeout_s: float) -> Reply:
+    """Calls `count` until all of its numbers are 0, or the time has passed. Returns what it returned last."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = count()
+        if not any(left.values()) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.001)
 
 
 def send(pipe: Connection, message: Reply) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import torch
 from transformers import DynamicCache, __version__
 
 from kvlink.config import WorkerConfig
-from kvlink.demo.messages import Reply
+from kvlink.demo.messages import Reply, until_none
 from kvlink.demo.model import tiny_llama
 from kvlink.demo.text import tokenize
 from kvlink.errors import ConfigError
@@ -140,7 +139,8 @@ class PrefillStages(_Server):
                     part = by_token[index * _BLOCK_TOKENS : (index + 1) * _BLOCK_TOKENS]
                     layer[which, block, : len(part)] = part
         self._held[request_id] = blocks
-        reader = Share(self._heads, pipeline=Pipeline.even(0, self.stages[1], len(self.layers())))
+        heads = int(self.shape.num_key_value_heads)
+        reader = Share(heads, pipeline=Pipeline.even(0, self.stages[1], len(self.layers())))
         tickets = [
             worker.offer(
                 request_id, blocks, num_tokens=len(tokens), readers=num_seats(worker.pool.layout, reader)
@@ -150,10 +150,6 @@ class PrefillStages(_Server):
         self._num_offered += 1
         handoff = {"tickets": tickets, "prompt": tokens, "token": int(answer.logits[0, -1].argmax())}
         return {"handoff": json.dumps(handoff), "digest": self.digest(blocks, len(tokens))}
-
-    @property
-    def _heads(self) -> int:
-        return int(self.shape.num_key_value_heads)
 
     def _allocate(self, count: int) -> list[int]:
         """Takes blocks out of order, so that neither end is contiguous. Waits for readers if there are too few."""
@@ -175,14 +171,12 @@ class PrefillStages(_Server):
 
     def ended(self, timeout_s: float) -> Reply:
         """Waits for all offers to end, and counts those that did not end as expected."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._collect()
-            settled = sum(worker.lease_counts().settled for worker in self.workers)
-            left = {"unsettled": self._num_offered * len(self.workers) - settled, "held": len(self._held)}
-            if not any(left.values()) or time.monotonic() > deadline:
-                return left
-            time.sleep(0.001)
+        return until_none(self._left, timeout_s)
+
+    def _left(self) -> Reply:
+        self._collect()
+        settled = sum(worker.lease_counts().settled for worker in self.workers)
+        return {"unsettled": self._num_offered * len(self.workers) - settled, "held": len(self._held)}
 
 
 class DecodeStages(_Server):

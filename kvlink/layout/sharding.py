@@ -16,8 +16,8 @@ from kvlink.errors import ConfigError
 from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
 
 
-class Sharded(Protocol):
-    """The share of a model that one rank holds. KVLayout, Geometry and Share implement it."""
+class TensorParallel(Protocol):
+    """The heads that one rank holds."""
 
     @property
     def total_heads(self) -> int:
@@ -30,6 +30,10 @@ class Sharded(Protocol):
     @property
     def tp_size(self) -> int:
         """Tensor-parallel degree."""
+
+
+class Sharded(TensorParallel, Protocol):
+    """The share of a model that one rank holds. KVLayout, Geometry and Share implement it."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -87,7 +91,7 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     return first, first + max(1, total_heads // tp_size)
 
 
-def num_replicas(share: Sharded) -> int:
+def num_replicas(share: TensorParallel) -> int:
     """Returns how many ranks hold the same heads as this one, itself included. Their numbers are consecutive."""
     return max(1, share.tp_size // share.total_heads)
 
@@ -116,7 +120,6 @@ def assign(reader: Sharded, owner: Sharded) -> Assignment | None:
     Of the layers and the tokens it takes those that both have. Ranks that hold the same share their readers evenly.
     REQUIRES equal total_heads. Raises ConfigError as `heads_of` does.
     """
-    heads_of(owner.total_heads, 0, reader.tp_size)
     if not _reads(reader, owner):
         return None
     ours = heads_of(reader.total_heads, reader.tp_rank, reader.tp_size)
@@ -156,10 +159,9 @@ def num_seats(owner: Sharded | Sequence[Sharded], readers: int | Sharded | Seque
 def owner_ranks(reader: Sequence[Sharded], owner: Sequence[Sharded]) -> frozenset[int]:
     """Returns the ranks of the owner's server from which the reader takes something, given one of these ranks."""
     pairs = {(_split(ours), _split(theirs)) for ours, theirs in zip(reader, owner, strict=True)}
-    found: set[int] = set()
-    for ours, theirs in pairs:
-        found.update(rank_of(other)[0] for other in _all_ranks(theirs) if _reads(ours, other))
-    return frozenset(found)
+    return frozenset(
+        rank for ours, theirs in pairs for rank, other in enumerate(_all_ranks(theirs)) if _reads(ours, other)
+    )
 
 
 def _split(share: Sharded) -> Share:

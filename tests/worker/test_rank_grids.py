@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -131,18 +131,30 @@ def test_layers_are_counted_over_the_model(stack: ExitStack) -> None:
     check_handoff(stack, TWO_STAGES, THREE_STAGES, layers=(1, 3))
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [(TWO_STAGES, THREE_STAGES), (WHOLE, TWO_STAGES), (TWO_STAGES, WHOLE)]
-)
-def test_readers_follow_the_layers_of_every_stage(stack: ExitStack, prefill: Grid, decode: Grid) -> None:
-    owners, readers = prefill.start(stack, "p"), decode.start(stack, "d")
-    tickets = offered(owners, readers, TOKENS, ready=0, ready_unit=ReadyUnit.LAYERS)
+def following(readers: list[Worker], tickets: list[Ticket]) -> Callable[[], None]:
+    """Starts a pull at every reader. Returns a function that waits for them and compares the pools."""
     pulls = []
     for rank, reader in enumerate(readers):
         into = blocks_of(reader.pool.layout, TOKENS, 100 + rank)
         wanted = reader.pool.numpy().copy()
         write(wanted, reader.pool.layout, into, range(TOKENS), ALL_LAYERS)
         pulls.append((reader, wanted, reader.pull(tickets, into, timeout_s=30)))
+
+    def landed() -> None:
+        for reader, wanted, pull in pulls:
+            assert pull.wait(30)
+            assert (reader.pool.numpy() == wanted).all()
+
+    return landed
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(TWO_STAGES, THREE_STAGES), (WHOLE, TWO_STAGES), (TWO_STAGES, WHOLE)]
+)
+def test_readers_follow_the_layers_of_every_stage(stack: ExitStack, prefill: Grid, decode: Grid) -> None:
+    owners, readers = prefill.start(stack, "p"), decode.start(stack, "d")
+    tickets = offered(owners, readers, TOKENS, ready=0, ready_unit=ReadyUnit.LAYERS)
+    landed = following(readers, tickets)
     for layer in ALL_LAYERS:
         for rank, owner in enumerate(owners):
             layout = owner.pool.layout
@@ -150,21 +162,14 @@ def test_readers_follow_the_layers_of_every_stage(stack: ExitStack, prefill: Gri
                 blocks = blocks_of(layout, TOKENS, rank)
                 write(owner.pool.numpy(), layout, blocks, range(TOKENS), range(layer, layer + 1))
                 owner.set_ready("r", layer + 1)
-    for reader, wanted, pull in pulls:
-        assert pull.wait(30)
-        assert (reader.pool.numpy() == wanted).all()
+    landed()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(DCP, WHOLE), (DCP, PCP), (PCP, WHOLE), (WHOLE, DCP)])
 def test_readers_follow_the_blocks_of_every_part(stack: ExitStack, prefill: Grid, decode: Grid) -> None:
     owners, readers = prefill.start(stack, "p"), decode.start(stack, "d")
     tickets = offered(owners, readers, TOKENS, ready=0)
-    pulls = []
-    for rank, reader in enumerate(readers):
-        into = blocks_of(reader.pool.layout, TOKENS, 100 + rank)
-        wanted = reader.pool.numpy().copy()
-        write(wanted, reader.pool.layout, into, range(TOKENS), ALL_LAYERS)
-        pulls.append((reader, wanted, reader.pull(tickets, into, timeout_s=30)))
+    landed = following(readers, tickets)
     for rank, owner in enumerate(owners):
         layout = owner.pool.layout
         blocks = blocks_of(layout, TOKENS, rank)
@@ -172,9 +177,7 @@ def test_readers_follow_the_blocks_of_every_part(stack: ExitStack, prefill: Grid
             filled = range(layout.context.num_fitting((index + 1) * layout.block_tokens))
             write(owner.pool.numpy(), layout, blocks, range(min(len(filled), TOKENS)), ALL_LAYERS)
             owner.set_ready("r", index + 1)
-    for reader, wanted, pull in pulls:
-        assert pull.wait(30)
-        assert (reader.pool.numpy() == wanted).all()
+    landed()
 
 
 class TestTicketsOfAPull:
