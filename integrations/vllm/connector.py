@@ -25,10 +25,6 @@ from .announcements import Announcements
 from .caches import LayerGroup, caches_of
 from .engine_config import (
     at_this_host,
-    check_cache_dtype,
-    check_groups,
-    check_outputs,
-    check_parallelism,
     grows,
     launched,
     model_of,
@@ -41,11 +37,11 @@ from .handoff import RankInfo
 from .lease_slots import SlotGroups
 from .other_connectors import check_others
 from .outgoing import Chunk
-from .prompt_inputs import check_media
 from .scheduler import SchedulerSide
 from .settings import Settings
 from .stats import KVLinkMetrics, KVLinkStats
 from .step_commands import StepCommands
+from .unsupported import check_supported
 from .worker import WorkerSide
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -84,11 +80,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_parallelism(vllm_config.parallel_config)
-        check_outputs(vllm_config)
-        check_media(vllm_config)
-        check_cache_dtype(vllm_config)
-        check_groups(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
         self._engine_id = str(transfer.engine_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what the connector needs from vLLM's configuration, and refuses unsupported parts of it at the start."""
+"""Reads what the connector needs from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvlink.errors import ConfigError
 from kvlink.transfer.device_work import DeviceWork
 
 from ..models import model_text
@@ -28,12 +27,8 @@ from .caches import Rank
 from .page_format import page_format
 from .settings import Settings
 from .states import States
+from .unsupported import SERVED
 from .windows import Window
-
-_SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read."""
-
-_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
@@ -53,67 +48,6 @@ def number_of(vllm_config: Any, rank: Rank) -> int:
     return int(vllm_config.parallel_config.data_parallel_index) * rank.tp_size + rank.tp_rank
 
 
-def check_parallelism(parallel: Any) -> None:
-    """Raises ConfigError for parallelism that is not supported."""
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(
-                f"KVLinkConnector does not serve {name}={getattr(parallel, name)} yet; set it to 1"
-            )
-
-
-def check_outputs(vllm_config: Any) -> None:
-    """Raises ConfigError for outputs that the prefill server would have to return besides the cache."""
-    if getattr(vllm_config.aux_output_config, "enable_return_routed_experts", False):
-        raise ConfigError(
-            "KVLinkConnector does not carry the experts that prefill chose; remove --enable-return-routed-experts"
-        )
-
-
-def check_cache_dtype(vllm_config: Any) -> None:
-    """Raises ConfigError for quantized caches that vLLM's backend for CPUs does not list, although servers start."""
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype) and cache_dtype not in _FP8:
-        raise ConfigError(
-            f"KVLinkConnector does not serve --kv-cache-dtype {cache_dtype} on a CPU, where it gave other tokens; "
-            "use fp8 or auto"
-        )
-
-
-def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ConfigError for cache groups that are not supported."""
-    for group in kv_cache_config.transfer_groups:
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            if isinstance(spec, MambaSpec):
-                _check_states(spec, group.layer_names[0])
-                continue
-            if not isinstance(spec, _SERVED) or spec.tokens_per_state != 1:
-                raise ConfigError(
-                    f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
-                    "and others): it serves attention whose cache has one row per token, and Mamba's states"
-                )
-
-
-def _check_states(spec: MambaSpec, layer: str) -> None:
-    """Raises ConfigError unless the state after a request's last computed token is the last block of its group."""
-    if spec.mamba_cache_mode not in ("none", "align"):
-        raise ConfigError(
-            f"KVLinkConnector does not serve --mamba-cache-mode {spec.mamba_cache_mode} ({layer} and others have "
-            "states): pass --mamba-cache-mode align, or --no-enable-prefix-caching"
-        )
-    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
-    if spec.mamba_cache_mode == "align" and current_platform.is_cpu() and kind != "GDN_ATTN":
-        raise ConfigError(
-            f"vLLM's engine ends at the first prompt beyond a block where it caches prefixes of {kind} on a CPU "
-            f"({layer} and others): pass --no-enable-prefix-caching"
-        )
-    if spec.num_speculative_blocks:
-        raise ConfigError(
-            f"KVLinkConnector does not serve speculative decoding with states yet ({layer} and others have them): "
-            "remove --speculative-config"
-        )
-
-
 def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
     """Returns a text of what two servers must agree on beside the layouts: model, groups, and format of the pages."""
     config = vllm_config.model_config.hf_text_config
@@ -130,7 +64,7 @@ def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
             _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
             for group in groups
             for spec in iter_layer_specs(group.kv_cache_spec)
-            if isinstance(spec, _SERVED)
+            if isinstance(spec, SERVED)
         }
     return " ".join(
         [

@@ -62,6 +62,13 @@ def _with_scales_of_tokens(config: Any, caches: Any) -> None:
     config.cache_config.cache_dtype = "int8_per_token_head"
 
 
+def _with_mla_and_drafts(config: Any, caches: Any) -> None:
+    """As vLLM configures its reference backend for MLA on a CPU."""
+    config.model_config = SimpleNamespace(use_mla=True, multimodal_config=None)
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=1)
+    config.scheduler_config.enable_chunked_prefill = False
+
+
 def _as_it_is(config: Any, caches: Any) -> None:
     pass
 
@@ -88,5 +95,6 @@ if __name__ == "__main__":
         _with_states_and_drafts,
         _with_numbered_images,
         _with_scales_of_tokens,
+        _with_mla_and_drafts,
     )
     print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))

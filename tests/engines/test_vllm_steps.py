@@ -46,6 +46,7 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "with_states_cached": "--no-enable-prefix-caching",
         "with_states_and_drafts": "--speculative-config",
         "with_scales_of_tokens": "--kv-cache-dtype int8_per_token_head",
+        "with_mla_and_drafts": "--speculative-config with vLLM's backend CPU_MLA",
         "with_numbered_images": "--mm-processor-cache-gb 0",
     }
     assert {what for what, name in named.items() if name in output[what]} == set(output)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from connectors import PATIENT_LEASE_S, kv_transfer
-from pair import CHUNK_TOKENS, Pair, ask, eventually, flags, prompt
+from pair import CHUNK_TOKENS, Pair, Tokens, ask, eventually, flags, prompt
 from servers import ENGINES, MODELS, Server, post, running, vllm
 
 pytestmark = [
@@ -24,6 +24,7 @@ pytestmark = [
 SETTLE_S = 30.0
 LENGTHS = (1, 127, 128, 300, CHUNK_TOKENS + 200)
 _ASK = {"do_remote_decode": True}
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,11 +81,17 @@ def refused(server: Server, reason: str) -> float:
 
 def check_refused(pair: Pair, other: Server) -> None:
     """The other server refuses prefill's cache by its layout, and computes the prompt itself."""
-    tokens = prompt("refused", 300)
-    expected = pair.ask(other, tokens).tokens
-    assert post(f"{other.url}/reset_prefix_cache", {})[0] == 200
-    assert pair.ask(other, tokens, kv_transfer_params=pair.hand_off(tokens)).tokens == expected
-    assert eventually(lambda: refused(other, "LayoutMismatch") == 1, SETTLE_S)
+    check_refused_at(other, pair, prompt("refused", 300), pair.prefill)
+
+
+def check_refused_at(server: Server, pair: Pair, tokens: Tokens, source: Server) -> None:
+    """`server` refuses what `source` hands off, by its layout, and computes the prompt itself."""
+    expected = pair.ask(server, tokens).tokens
+    assert post(f"{server.url}/reset_prefix_cache", {})[0] == 200
+    before = refused(server, "LayoutMismatch")
+    handoff = pair.hand_off(tokens, source)
+    assert pair.ask(server, tokens, kv_transfer_params=handoff).tokens == expected
+    assert eventually(lambda: refused(server, "LayoutMismatch") == before + 1, SETTLE_S)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +142,32 @@ def test_draft_models(method: str) -> None:
     with servers_of("llama", ["--speculative-config", config], []) as (pair, (other,)):
         check_lengths(pair, "llama")
         check_refused(pair, other)
+
+
+def test_multi_token_prediction() -> None:
+    """The cache of the model's draft layer comes along, and so decode accepts as many drafts as without a handoff.
+
+    From a prefill server that spoils this cache alone, decode gives the same tokens and accepts fewer drafts. Servers
+    without drafts, and those with them, refuse each other's caches.
+    """
+    drafts = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
+    spoils = ["--model", str(MODELS / "mimo-spoilt"), *drafts]
+    with servers_of("mimo", drafts, [], spoils) as (pair, (without, spoilt)):
+        check_lengths(pair, "mimo")
+        accepted = dict.fromkeys(("by itself", "handed over", "spoilt"), 0.0)
+        for num_tokens in (16, *LENGTHS[1:]):
+            tokens = prompt("drafts", num_tokens)
+            answers = []
+            for kind, source in (("by itself", None), ("handed over", pair.prefill), ("spoilt", spoilt)):
+                pair.forget()
+                params = {} if source is None else {"kv_transfer_params": pair.hand_off(tokens, source)}
+                before, loads = pair.decode.metric(_ACCEPTED), pair.loads()
+                answers.append(pair.ask(pair.decode, tokens, **params).tokens)
+                accepted[kind] += pair.decode.metric(_ACCEPTED) - before
+                assert pair.loads() == loads + len(params)
+            assert answers[0] is not None
+            assert answers[1:] == answers[:1] * 2
+        assert accepted["handed over"] == accepted["by itself"]
+        assert accepted["spoilt"] < accepted["by itself"] / 2
+        check_refused_at(without, pair, prompt("refused", 300), pair.prefill)
+        check_refused_at(pair.decode, pair, prompt("refused", 300), without)

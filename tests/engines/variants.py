@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what servers need besides the models: two LoRA adapters and draft models.
+"""Makes what servers need besides the models: two LoRA adapters, draft models, and models with a draft layer.
 
 `variants.py FOLDER` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import _COMMON, tokenizer
+from models import _COMMON, check_tokens_depend_on_the_cache, tokenizer
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 _STAMP = "made-by"
 _RANK = 8
@@ -78,11 +78,54 @@ def eagle(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
 
 
+def multi_token_prediction(spoilt: bool) -> Callable[[Path], None]:
+    """Returns what writes a model of MiMo's kind, whose checkpoint has a draft layer (MTP).
+
+    Its first layer has most of the say, and the draft layer does the same to the next token. So a good part of the
+    drafts is accepted, but only with the draft layer's own cache. A spoilt one fills that cache with something else.
+    """
+
+    def write(folder: Path) -> None:
+        torch.manual_seed(9)
+        config = Qwen2Config(**_COMMON, num_hidden_layers=4, num_key_value_heads=4)
+        network: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        network.train(False)
+        with torch.no_grad():
+            for layer in network.model.layers[1:]:
+                layer.self_attn.o_proj.weight *= 0.1
+                layer.mlp.down_proj.weight *= 0.1
+        check_tokens_depend_on_the_cache(folder.name, network)
+        tensors = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+        first, draft = "model.layers.0.", "model.mtp_layers.0."
+        tensors |= {
+            draft + name.removeprefix(first): torch.randn_like(tensor) * 0.2
+            if spoilt and name.endswith(("k_proj.weight", "v_proj.weight"))
+            else tensor.clone()
+            for name, tensor in tensors.items()
+            if name.startswith(first)
+        }
+        # Its input is the hidden state of a token, which it ignores, beside the next token's embedding.
+        ignored, taken = torch.zeros(_HIDDEN, _HIDDEN), torch.eye(_HIDDEN) * _COMMON["initializer_range"]
+        tensors[f"{draft}input_proj.weight"] = torch.cat([ignored, taken], 1)
+        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            tensors[f"{draft}{norm}.weight"] = torch.ones(_HIDDEN)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        described = json.loads((folder / "config.json").read_text())
+        described |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(described))
+
+    return write
+
+
 VARIANTS: dict[str, Callable[[Path], None]] = {
     "adapter-a": adapter(1),
     "adapter-b": adapter(2),
     "llama-draft": draft,
     "llama-eagle": eagle,
+    "mimo": multi_token_prediction(spoilt=False),
+    "mimo-spoilt": multi_token_prediction(spoilt=True),
 }
 
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses at the start what the connector does not serve, by the name of the setting or of the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    is_quantized_kv_cache,
+    iter_layer_specs,
+)
+
+from kvlink.errors import ConfigError
+
+from .prompt_inputs import check_media
+
+SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read."""
+
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for the first part of the configuration that is not supported."""
+    _check_parallelism(vllm_config.parallel_config)
+    _check_outputs(vllm_config)
+    check_media(vllm_config)
+    _check_cache_dtype(vllm_config)
+    _check_drafts(vllm_config)
+    _check_groups(vllm_config, kv_cache_config)
+
+
+def _check_parallelism(parallel: Any) -> None:
+    """Raises ConfigError for parallelism that is not supported."""
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"KVLinkConnector does not serve {name}={getattr(parallel, name)} yet; set it to 1"
+            )
+
+
+def _check_outputs(vllm_config: Any) -> None:
+    """Raises ConfigError for outputs that the prefill server would have to return besides the cache."""
+    if getattr(vllm_config.aux_output_config, "enable_return_routed_experts", False):
+        raise ConfigError(
+            "KVLinkConnector does not carry the experts that prefill chose; remove --enable-return-routed-experts"
+        )
+
+
+def _check_cache_dtype(vllm_config: Any) -> None:
+    """Raises ConfigError for quantized caches that vLLM's backend for CPUs does not list, although servers start."""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype) and cache_dtype not in _FP8:
+        raise ConfigError(
+            f"KVLinkConnector does not serve --kv-cache-dtype {cache_dtype} on a CPU, where it gave other tokens; "
+            "use fp8 or auto"
+        )
+
+
+def _check_drafts(vllm_config: Any) -> None:
+    """Raises ConfigError where vLLM checks drafts without the tokens before them, and so gives other tokens.
+
+    Its reference backend for MLA computes several tokens as a whole prompt. vLLM turns chunked prefill off with it.
+    """
+    several_at_once = vllm_config.scheduler_config.enable_chunked_prefill
+    if (
+        current_platform.is_cpu()
+        and vllm_config.speculative_config is not None
+        and vllm_config.model_config.use_mla
+        and not several_at_once
+    ):
+        raise ConfigError(
+            "KVLinkConnector does not serve --speculative-config with vLLM's backend CPU_MLA, which checks drafts "
+            "without the tokens before them and gives other tokens than without drafts; remove --speculative-config"
+        )
+
+
+def _check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError for cache groups that are not supported."""
+    for group in kv_cache_config.transfer_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                _check_states(spec, group.layer_names[0])
+                continue
+            if not isinstance(spec, SERVED) or spec.tokens_per_state != 1:
+                raise ConfigError(
+                    f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
+                    "and others): it serves attention whose cache has one row per token, and Mamba's states"
+                )
+
+
+def _check_states(spec: MambaSpec, layer: str) -> None:
+    """Raises ConfigError unless the state after a request's last computed token is the last block of its group."""
+    if spec.mamba_cache_mode not in ("none", "align"):
+        raise ConfigError(
+            f"KVLinkConnector does not serve --mamba-cache-mode {spec.mamba_cache_mode} ({layer} and others have "
+            "states): pass --mamba-cache-mode align, or --no-enable-prefix-caching"
+        )
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    if spec.mamba_cache_mode == "align" and current_platform.is_cpu() and kind != "GDN_ATTN":
+        raise ConfigError(
+            f"vLLM's engine ends at the first prompt beyond a block where it caches prefixes of {kind} on a CPU "
+            f"({layer} and others): pass --no-enable-prefix-caching"
+        )
+    if spec.num_speculative_blocks:
+        raise ConfigError(
+            f"KVLinkConnector does not serve speculative decoding with states yet ({layer} and others have them): "
+            "remove --speculative-config"
+        )
