@@ -79,14 +79,24 @@ def announced(handoff: Body | None, stream: str) -> bool:
 
 
 def num_tokens(body: Body) -> int:
-    """Returns the number of tokens in the prompt, which is an estimate for text."""
+    """Returns the number of tokens in the prompt, which is an estimate for text. Images do not count."""
     prompt = body.get("token_ids", body.get("prompt"))
     if isinstance(prompt, list):
         inner = prompt[0] if len(prompt) == 1 else prompt
         return len(inner) if isinstance(inner, list) else len(inner) // _CHARACTERS_A_TOKEN
     messages = body.get("messages")
-    texts = [str(message) for message in messages] if isinstance(messages, list) else [str(prompt)]
-    return sum(map(len, texts)) // _CHARACTERS_A_TOKEN
+    asked = messages if isinstance(messages, list) else [prompt]
+    return sum(map(_num_characters, asked)) // _CHARACTERS_A_TOKEN
+
+
+def _num_characters(message: Any) -> int:
+    """Returns the length of a message's text, without media, whose bytes may stand in it."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return len(str(message))
+    return sum(
+        len(str(part.get("text", ""))) if isinstance(part, dict) else len(str(part)) for part in content
+    )
 
 
 def one_handoff_suffices(body: Body) -> bool:

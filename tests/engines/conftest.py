@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from connectors import pair_of
 from pair import Pair
 from references import References, references_for
-from servers import ENGINES, STEADY_MALLOC, Server, router, running
+from servers import ENGINES, MODELS, STEADY_MALLOC, Server, router, running
 
 CONNECTORS = os.environ.get("KVLINK_ENGINES_CONNECTORS", "KVLinkConnector").split(",")
 
@@ -52,6 +54,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         pytest.skip("no vLLM in build/engines; make test-engines makes it")
     with pair_of(**request.param, env=STEADY_MALLOC) as pair:
         yield pair
+
+
+@pytest.fixture(scope="session")
+def variants() -> None:
+    """Makes what variants.py writes beside the models, once."""
+    script = Path(__file__).with_name("variants.py")
+    subprocess.run([str(ENGINES / "vllm" / "bin" / "python"), str(script), str(MODELS)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -6,18 +6,16 @@ Decode itself is that server, asked without a handoff and with an empty prefix c
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from connectors import PATIENT_LEASE_S, kv_transfer
-from pair import CHUNK_TOKENS, Pair, Tokens, ask, eventually, flags, prompt
-from servers import ENGINES, MODELS, Server, post, running, vllm
+from pair import CHUNK_TOKENS, Pair, Tokens, ask, eventually, prompt
+from servers import ENGINES, MODELS, Server, post
+from variant_servers import refused, servers_of
 
 pytestmark = [
     pytest.mark.timeout(900),
+    pytest.mark.usefixtures("variants"),
     pytest.mark.skipif(not (ENGINES / "vllm" / ".made").exists(), reason="no vLLM in build/engines"),
 ]
 
@@ -25,32 +23,6 @@ SETTLE_S = 30.0
 LENGTHS = (1, 127, 128, 300, CHUNK_TOKENS + 200)
 _ASK = {"do_remote_decode": True}
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def variants() -> None:
-    """Made beside the models, once."""
-    script = Path(__file__).with_name("variants.py")
-    subprocess.run([str(ENGINES / "vllm" / "bin" / "python"), str(script), str(MODELS)], check=True)
-
-
-@contextmanager
-def servers_of(
-    model: str, more: Sequence[str], *others: Sequence[str]
-) -> Iterator[tuple[Pair, list[Server]]]:
-    """Starts a pair with these flags, and one further server with each of `others` in place of them."""
-    roles = [("prefill", more), ("decode", more), *(("other", flags) for flags in others)]
-    launches = [
-        vllm(
-            f"{role}-variant-{model}",
-            model,
-            kv_transfer("KVLinkConnector", lease_s=PATIENT_LEASE_S),
-            (*flags("llama"), *own),
-        )
-        for role, own in roles
-    ]
-    with running(launches) as (prefill, decode, *rest):
-        yield Pair(model, "KVLinkConnector", prefill, decode, PATIENT_LEASE_S, []), rest
 
 
 def check_lengths(pair: Pair, name: str, lengths: Sequence[int] = LENGTHS) -> None:
@@ -71,12 +43,6 @@ def check_lengths(pair: Pair, name: str, lengths: Sequence[int] = LENGTHS) -> No
     assert eventually(lambda: pair.loads() == loads + len(lengths), SETTLE_S)
     assert pair.decode.metric("vllm:kvlink_failed_loads_total") == 0
     assert pair.settles(SETTLE_S)
-
-
-def refused(server: Server, reason: str) -> float:
-    """How many handoffs it has refused, or loads that failed, with this reason."""
-    samples = server.samples().items()
-    return sum(value for name, value in samples if "_total{" in name and f'reason="{reason}"' in name)
 
 
 def check_refused(pair: Pair, other: Server) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what servers need besides the models: two LoRA adapters, draft models, and models with a draft layer.
+"""Makes what servers need besides the models: LoRA adapters, draft models, models with a draft layer or with images.
 
 `variants.py FOLDER` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
 """
@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import _COMMON, check_tokens_depend_on_the_cache, tokenizer
+from models import _COMMON, VOCABULARY, check_tokens_depend_on_the_cache, tokenizer
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    LlamaConfig,
+    Qwen2Config,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 _STAMP = "made-by"
 _RANK = 8
 _TARGETS = {"q_proj": 512, "k_proj": 256, "v_proj": 256}
 """The projections of llama that adapters change, with the sizes of their outputs."""
 _HIDDEN, _LAYERS = 256, 8
+_CHAT_WITH_IMAGES = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}"
+)
 
 
 def adapter(seed: int) -> Callable[[Path], None]:
@@ -119,6 +132,43 @@ def multi_token_prediction(spoilt: bool) -> Callable[[Path], None]:
     return write
 
 
+def images(folder: Path) -> None:
+    """A model of Idefics3's kind: an image of 112 x 112 pixels becomes 16 tokens, which differ from image to image.
+
+    Among vLLM's models with images it is one of the few that need no torchvision.
+    """
+    torch.manual_seed(10)
+    pixels, factor = 112, 2
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": pixels,
+        "patch_size": 14,
+        "initializer_range": 0.2,
+    }
+    words = tokenizer()
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    words.chat_template = _CHAT_WITH_IMAGES
+    text = LlamaConfig(
+        **_COMMON | {"vocab_size": VOCABULARY + 64}, num_hidden_layers=8, num_key_value_heads=4, head_dim=64
+    )
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        scale_factor=factor,
+        dtype="float32",
+    )
+    config.initializer_range = _COMMON["initializer_range"]
+    Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
+    edge = {"longest_edge": pixels}
+    processor = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(processor, words, image_seq_len=(pixels // 14 // factor) ** 2).save_pretrained(folder)
+
+
 VARIANTS: dict[str, Callable[[Path], None]] = {
     "adapter-a": adapter(1),
     "adapter-b": adapter(2),
@@ -126,6 +176,7 @@ VARIANTS: dict[str, Callable[[Path], None]] = {
     "llama-eagle": eagle,
     "mimo": multi_token_prediction(spoilt=False),
     "mimo-spoilt": multi_token_prediction(spoilt=True),
+    "idefics3": images,
 }
 
 

@@ -110,6 +110,9 @@ async def test_a_client_that_hangs_up_ends_both(place: Place) -> None:
         await asyncio.wait_for(engine.aborted.wait(), 10)
 
 
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 50_000}}
+
+
 @pytest.mark.parametrize(
     ("body", "tokens"),
     [
@@ -118,6 +121,7 @@ async def test_a_client_that_hangs_up_ends_both(place: Place) -> None:
         ({"prompt": "x" * 40}, 10),
         ({"prompt": ["x" * 40]}, 10),
         (CHAT, 8),
+        ({"messages": [{"role": "user", "content": [_IMAGE, {"type": "text", "text": "x" * 40}]}]}, 10),
         ({}, 1),
     ],
 )
