@@ -104,8 +104,8 @@ class Ticket:
     """The blocks of a request on one worker, pinned under one lease. Secret: its holder may read and settle.
 
     `block_ids` covers tokens 0…num_tokens of the request, and the last block may be partial. With several cache groups
-    it has the lists of all groups, one after the other. `ready` counts the units (see ReadyUnit) that were written when
-    the ticket was created. If it is less than all, readers stream.
+    it has the lists of all groups, one after the other, and some groups may have fewer tokens. `ready` counts the units
+    (see ReadyUnit) that were written when the ticket was created. If it is less than all, readers stream.
     """
 
     request_id: str

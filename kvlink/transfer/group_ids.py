@@ -16,6 +16,9 @@ from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer
 GroupIds = BlockIds | Sequence[BlockIds]
 """The block ids of a request: one list, or one for each cache group."""
 
+NumTokens = int | Sequence[int]
+"""The tokens of a request: one number, or one for each cache group, if some keep only the last tokens."""
+
 TokenRange = tuple[int, int]
 TokenRanges = TokenRange | Sequence[TokenRange]
 """A half-open range of tokens, or one for each cache group. The range of a group of states counts states."""

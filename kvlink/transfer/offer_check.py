@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.transfer.block_ids import check_distinct
-from kvlink.transfer.group_ids import GroupIds, arrays_of, joined
+from kvlink.transfer.group_ids import GroupIds, NumTokens, arrays_of, joined
 from kvlink.types import ReadyUnit
 
 
@@ -28,20 +28,21 @@ def checked_offer(
     request_id: str,
     block_ids: GroupIds,
     groups: Sequence[KVLayout],
-    num_tokens: int | None,
+    num_tokens: NumTokens | None,
     ready: int | None,
     unit: ReadyUnit,
 ) -> OfferedBlocks:
     """Returns the blocks of an offer. Raises ConfigError, naming the value, for what the pool cannot have."""
     by_group = arrays_of(block_ids, groups, request_id)
-    tokens = _fitting_tokens(request_id, by_group, groups) if num_tokens is None else num_tokens
-    for index, (ids, group) in enumerate(zip(by_group, groups, strict=True)):
+    each = _tokens_of_groups(request_id, by_group, groups, num_tokens)
+    for index, (ids, group, held) in enumerate(zip(by_group, groups, each, strict=True)):
         what = request_id if len(groups) == 1 else f"{request_id}, cache group {index}"
         check_distinct(ids, group.num_blocks, what)
-        if not group.is_state and not _fit(len(ids), group, tokens):
+        if not group.is_state and not _fit(len(ids), group, held):
             raise ConfigError(
-                f"offer {what}: {tokens} tokens do not fill {len(ids)} blocks of {group.block_tokens}"
+                f"offer {what}: {held} tokens do not fill {len(ids)} blocks of {group.block_tokens}"
             )
+    tokens = max(each)
     if not 0 < tokens < 2**32:
         raise ConfigError(f"offer {request_id}: num_tokens must be in 1 to 2^32 - 1, not {tokens}")
     if len(groups) == 1:
@@ -61,6 +62,21 @@ def _fit(num_blocks: int, group: KVLayout, tokens: int) -> bool:
     """
     fewer = group.context.num_fitting((num_blocks - 1) * group.block_tokens)
     return fewer < tokens and group.num_blocks_for(tokens) <= num_blocks
+
+
+def _tokens_of_groups(
+    request_id: str, by_group: Sequence[array[int]], groups: Sequence[KVLayout], num_tokens: NumTokens | None
+) -> Sequence[int]:
+    """Returns how many tokens the blocks of each group hold. Raises ConfigError for a list of another length."""
+    if num_tokens is None:
+        num_tokens = _fitting_tokens(request_id, by_group, groups)
+    if not isinstance(num_tokens, Sequence):
+        return [num_tokens] * len(groups)
+    if len(num_tokens) != len(groups):
+        raise ConfigError(
+            f"offer {request_id}: num_tokens has {len(num_tokens)} numbers, and the pool {len(groups)} cache groups"
+        )
+    return num_tokens
 
 
 def _fitting_tokens(request_id: str, by_group: Sequence[array[int]], groups: Sequence[KVLayout]) -> int:

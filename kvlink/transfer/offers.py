@@ -18,7 +18,7 @@ from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
 from kvlink.transfer.device_work import DeviceWork, has_ended, until_ended
 from kvlink.transfer.engine import Engine
-from kvlink.transfer.group_ids import GroupIds
+from kvlink.transfer.group_ids import GroupIds, NumTokens
 from kvlink.transfer.offer_check import checked_offer
 from kvlink.types import LeaseEvent, ReadyUnit
 
@@ -69,7 +69,7 @@ class Offers:
         request_id: str,
         block_ids: GroupIds,
         *,
-        num_tokens: int | None,
+        num_tokens: NumTokens | None,
         ttl_s: float,
         readers: int,
         ready: int | None,

@@ -28,7 +28,7 @@ from kvlink.transfer import spans
 from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.device_work import DeviceWork, has_ended
 from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
-from kvlink.transfer.group_ids import GroupIds, TokenRanges, reader_of_ids
+from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
@@ -120,7 +120,7 @@ class Worker:
         request_id: str,
         block_ids: GroupIds,
         *,
-        num_tokens: int | None = None,
+        num_tokens: NumTokens | None = None,
         ttl_s: float | None = None,
         readers: int = 1,
         ready: int | None = None,
@@ -133,7 +133,7 @@ class Worker:
 
         block_ids: integers that cover tokens 0…num_tokens in order; with several cache groups, a list of those of each.
             Do not write these blocks before the offer's event.
-        num_tokens: by default as many as fit into the blocks; the last block may be partial.
+        num_tokens: by default as many as fit; the last block may be partial. Or a list, with a number for each group.
         ttl_s: seconds after which an unsettled offer ends; by default KVLINK_LEASE_S.
         readers: the number of seats; `layout.num_seats` says how many readers of another TP degree need.
         ready: units that are written already, by default all. With fewer, readers stream, see `set_ready`.

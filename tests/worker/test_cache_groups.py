@@ -17,7 +17,7 @@ from transports.mixed_pools import MixedSpec, whole, whole_model, write
 from kvlink import LeaseEnd, ReadyUnit, Ticket, Worker, WorkerConfig
 from kvlink.errors import ConfigError, LayoutMismatch, TransferTimeout
 from kvlink.layout import dense, num_seats
-from kvlink.layout.geometry import Geometry
+from kvlink.layout.geometry import Geometry, Order
 from kvlink.transfer.pool import BlockPool
 
 _TOKENS = 11
@@ -113,6 +113,35 @@ def test_token_ranges(workers: ExitStack, tokens: object, ranges: list[tuple[int
     write(wanted, reader.pool.groups, ours, model, ranges)
     reader.pull(ticket, ours, tokens=tokens).wait(20)  # type: ignore[arg-type]
     assert _is(reader.pool, wanted)
+
+
+def test_a_group_may_keep_fewer_tokens_than_others(workers: ExitStack) -> None:
+    """As layers with sliding windows do, of which decode reads what they keep."""
+    geometries = Geometry(2, 2, 24, 24, block_tokens=4), Geometry(1, 2, 24, 48, block_tokens=4)
+    layouts = [dense(geometry, Order.CROSS_LAYER_NHD) for geometry in geometries]
+    owner, reader = (
+        _worker(workers, BlockPool.allocate(layouts, huge_pages=False), name) for name in ("p", "d")
+    )
+    view = owner.pool.numpy()
+    view[:] = np.random.default_rng(1).integers(0, 256, view.size, np.uint8)
+    ticket = Ticket.from_text(owner.offer("r", [[3, 5, 4], [20, 30]], num_tokens=[11, 6]).to_text())
+    assert (ticket.num_tokens, ticket.group_sizes) == (11, (3, 2))
+    wanted = reader.pool.numpy().copy()
+    blocks = {layout: view[: 48 * layout.block_bytes].reshape(-1, layout.block_bytes) for layout in layouts}
+    for layout, pairs in zip(layouts, ([(3, 1), (5, 2), (4, 3)], [(20, 40), (30, 41)]), strict=True):
+        for theirs, ours in pairs:
+            wanted[ours * layout.block_bytes : (ours + 1) * layout.block_bytes] = blocks[layout][theirs]
+    reader.pull(ticket, [[1, 2, 3], [40, 41]], tokens=[(0, 11), (0, 6)]).wait(20)
+    for layout, last in zip(layouts, (3, 41), strict=True):  # the last block's last rows are not read
+        rows = wanted[last * layout.block_bytes : (last + 1) * layout.block_bytes]
+        kept = 11 - 8 if last == 3 else 6 - 4
+        for plane in range(len(layout.planes)):
+            rows[plane * 192 + kept * 48 : (plane + 1) * 192] = 0
+    assert np.array_equal(reader.pool.numpy(), wanted)
+    with pytest.raises(ConfigError, match="cache group 1: 11 tokens do not fill 2 blocks of 4"):
+        owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=11)
+    with pytest.raises(ConfigError, match="num_tokens has 1 numbers, and the pool 2 cache groups"):
+        owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=[11])
 
 
 def test_readers_follow_tokens_and_read_states_at_the_end(workers: ExitStack) -> None:
