@@ -10,6 +10,7 @@ import itertools
 import logging
 import queue
 import threading
+from bisect import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,7 +18,8 @@ from typing import Any
 
 from kvlink.errors import ConfigError
 
-from .support import check_manager, full_attention_allocator
+from .attention import Table, attention_caches, check_served
+from .support import check_manager, check_processor
 
 _log = logging.getLogger("kvlink.transformers")
 
@@ -30,15 +32,17 @@ class Batching:
 
     def __init__(self, manager: Any) -> None:
         check_manager(manager)
+        check_served(getattr(manager.model.config.get_text_config(), "layer_types", None) or ())
         self.manager = manager
         with self.paused():
             if manager.batch_processor is None:
                 manager.batch_processor = manager._create_batch_processor()
-        self.processor = manager.batch_processor
+            self.processor = manager.batch_processor
+            check_processor(self.processor)
+            self.attention = attention_caches(self.processor.cache.cache_allocators)
         self.scheduler = self.processor.scheduler
         self.cache = self.processor.cache
         self.outputs = manager.output_router
-        self.allocator = full_attention_allocator(self.processor)
         self.request_ids = RequestIds()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._hooked: list[tuple[Any, str]] = []
@@ -62,12 +66,15 @@ class Batching:
 
         transformers would end its loop for it, and with it every other request.
         """
-        capacity = self.allocator.num_blocks * self.allocator.tokens_per_page
-        if num_tokens > capacity:
+        if self._num_sectors(num_tokens) > self.cache.num_sectors:
+            capacity = bisect(range(num_tokens), self.cache.num_sectors, key=self._num_sectors) - 1
             raise ConfigError(
                 f"request {request_id}: {num_tokens} tokens do not fit the cache of {capacity}; raise num_blocks, or "
                 "ask for fewer"
             )
+
+    def _num_sectors(self, num_tokens: int) -> int:
+        return sum(cache.num_sectors(num_tokens) for cache in self.attention)
 
     def post(self, job: Callable[[], None]) -> None:
         """Queues `job` for the generation thread. Safe from any thread."""
@@ -133,22 +140,29 @@ class HeldBlocks:
     """
 
     def __init__(self, batching: Batching) -> None:
-        self._table: dict[str, list[int]] = batching.allocator.block_table
+        self._tables: list[dict[str, list[int]]] = [
+            cache.allocator.block_table for cache in batching.attention
+        ]
         self._free: Callable[[str], None] = batching.cache.free_blocks
         self._names = (f"kvlink-{number}" for number in itertools.count())
         self.num_tables = 0
 
-    def take(self, request_id: str) -> list[int]:
+    def has(self, request_id: str) -> bool:
+        """Returns whether transformers' cache has a table of a request."""
+        return all(request_id in tables for tables in self._tables)
+
+    def take(self, request_id: str) -> Table:
         """Removes a request's table from transformers' cache and returns it."""
         self.num_tables += 1
-        return self._table.pop(request_id)
+        return tuple(tables.pop(request_id) for tables in self._tables)
 
-    def give(self, request_id: str, table: list[int]) -> None:
+    def give(self, request_id: str, table: Table) -> None:
         """Assigns a table to a request."""
         self.num_tables -= 1
-        self._table[request_id] = table
+        for tables, blocks in zip(self._tables, table, strict=True):
+            tables[request_id] = blocks
 
-    def free(self, table: list[int]) -> None:
+    def free(self, table: Table) -> None:
         """Frees the blocks of a table; blocks with a known prefix stay cached."""
         name = next(self._names)
         self.give(name, table)

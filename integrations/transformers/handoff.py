@@ -16,12 +16,13 @@ from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.background import ControlThread
 from kvlink.errors import ConfigError
 
+from .attention import layouts_of
 from .batching import Batching, HeldBlocks
 from .handoff_message import Handoff
 from .incoming import Incoming, Landed
 from .memory import pool_of
 from .outgoing import Outgoing
-from .support import layout_of, request_types
+from .support import request_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ class KVLinkHandoff:
         config: WorkerConfig | None = None,
     ) -> None:
         self._batching = Batching(manager)
-        cache, allocator = self._batching.cache, self._batching.allocator
-        layout = layout_of(allocator, cache.cache_tensor, manager.model.config.get_text_config(), model)
+        cache, config_of_model = self._batching.cache, manager.model.config.get_text_config()
+        layouts = layouts_of(self._batching.attention, cache.cache_tensor, config_of_model, model)
         self._numbers = itertools.count()
         self._refusing, self._num_refused = threading.Lock(), 0
         with ExitStack() as opened:
             with self._batching.paused():
-                pool = pool_of(cache, allocator, layout)
+                pool = pool_of(cache, layouts)
             # One thread starts all pulls and completes them, so none of them may block it.
             config = replace(config or WorkerConfig.from_env(), inline_bytes=0)
             self.worker = opened.enter_context(
@@ -158,7 +159,7 @@ class KVLinkHandoff:
             pulled=self._incoming.num_pulled,
             pulled_bytes=self._incoming.num_bytes,
             recomputed=self._incoming.num_recomputed,
-            refused=self._num_refused,
+            refused=self._num_refused + self._incoming.num_refused,
             held_tables=self._held.num_tables,
         )
 

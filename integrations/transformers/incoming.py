@@ -8,16 +8,17 @@ manager running, and no scheduler puts it into a batch.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvlink import Pull, Ticket, Worker
 from kvlink.background import ControlThread
-from kvlink.errors import Cancelled, ConfigError
+from kvlink.errors import Cancelled, ConfigError, LayoutMismatch
 
+from .attention import Table, blocks_of, by_group
 from .batching import Batching, HeldBlocks
 from .handoff_message import Handoff
 from .support import request_types
@@ -45,7 +46,7 @@ class _Arrival:
     state: Any
     ticket: Ticket
     handoff: Handoff
-    table: list[int] = field(default_factory=list)
+    table: Table = ()
     num_matched: int = 0
     pull: Pull | None = None
     cancelled: bool = False
@@ -67,7 +68,7 @@ class Incoming:
         self._arrivals: dict[str, _Arrival] = {}
         self._pulling: set[_Arrival] = set()
         self._adopted: set[str] = set()  # requests that generate from pulled blocks
-        self.num_pulled = self.num_recomputed = self.num_bytes = 0
+        self.num_pulled = self.num_recomputed = self.num_refused = self.num_bytes = 0
         self.newest: Landed | None = None
 
     def submit(self, state: Any, ticket: Ticket, handoff: Handoff) -> None:
@@ -78,9 +79,11 @@ class Incoming:
         if request_id in self._scheduler.active_requests or request_id in self._scheduler.waiting_requests:
             raise ConfigError(f"request {request_id} already runs here; give each request its own request_id")
         num_tokens = len(handoff.prompt)
-        if ticket.num_tokens != num_tokens or not num_tokens:
+        if ticket.num_tokens != self._num_slots(num_tokens) or not num_tokens:
             raise ConfigError(
-                f"the ticket of {ticket.request_id} has {ticket.num_tokens} tokens, the prompt {num_tokens}"
+                f"the ticket of {ticket.request_id} has {ticket.num_tokens} tokens, and of a prompt of {num_tokens} "
+                f"this model's cache keeps {self._num_slots(num_tokens)}; run the same model with the same sliding "
+                "window at both ends"
             )
         # The last token is not stored. Without a limit the number of new tokens is unknown.
         self._batching.check_fits(request_id, num_tokens + max((state.max_new_tokens or 2) - 1, 0))
@@ -111,13 +114,13 @@ class Incoming:
         closed = Cancelled("the handoff was closed")
         if not self._batching.manager.is_running():
             while self._arrivals:
-                request_id, arrival = self._arrivals.popitem()
-                self._batching.request_ids.release(request_id)
-                self._batching.outputs.fail_and_deliver(arrival.state, closed)
-                self._scheduler.finish_request(request_id)
+                self._fail(self._arrivals.popitem()[1].state, closed)
         for arrival in [*self._pulling, *self._waiting]:
             self._land(arrival, closed)
         self._waiting.clear()
+
+    def _num_slots(self, num_tokens: int) -> int:
+        return max(cache.num_slots(num_tokens) for cache in self._batching.attention)
 
     def _arrive(self, arrival: _Arrival) -> None:
         self._scheduler.active_requests[arrival.state.request_id] = arrival.state
@@ -153,8 +156,27 @@ class Incoming:
                 self._held.free(arrival.table)
         if is_wanted:
             del self._arrivals[request_id]
-            self.newest = Landed(request_id, tuple(arrival.table), arrival.pull, error)
-            self._join(arrival, error)
+            self.newest = Landed(request_id, tuple(chain(*arrival.table)), arrival.pull, error)
+            if isinstance(error, LayoutMismatch):
+                self._refuse(arrival, error)
+            else:
+                self._join(arrival, error)
+
+    def _refuse(self, arrival: _Arrival, error: LayoutMismatch) -> None:
+        """Fails a request of another model, whose first token is not this model's."""
+        self.num_refused += 1
+        _log.warning(
+            "refuses request=%s ticket=%s error=%r",
+            arrival.state.request_id,
+            arrival.ticket.request_id,
+            error,
+        )
+        self._fail(arrival.state, error)
+
+    def _fail(self, state: Any, error: Exception) -> None:
+        self._batching.request_ids.release(state.request_id)
+        self._batching.outputs.fail_and_deliver(state, error)
+        self._scheduler.finish_request(state.request_id)
 
     def _join(self, arrival: _Arrival, error: Exception | None) -> None:
         state, request_id = arrival.state, arrival.state.request_id
@@ -176,12 +198,14 @@ class Incoming:
             self._batching.outputs.deliver(state.to_generation_output())
 
     def _adopt(self, arrival: _Arrival) -> None:
-        block_tokens = self._batching.allocator.tokens_per_page
-        num_full = len(arrival.handoff.prompt) // block_tokens - arrival.num_matched // block_tokens
         self._held.give(arrival.state.request_id, arrival.table)
         self._adopted.add(arrival.state.request_id)
-        # From here on other prompts with the same start find these blocks.
-        self._cache.mark_complete_blocks(arrival.state, {self._batching.allocator.layer_type: num_full})
+        if self._cache.use_prefix_sharing:  # from here on other prompts with the same start find these blocks
+            num_tokens, complete = len(arrival.handoff.prompt), {}
+            for cache in self._batching.attention:
+                page = cache.allocator.tokens_per_page
+                complete[cache.allocator.layer_type] = num_tokens // page - arrival.num_matched // page
+            self._cache.mark_complete_blocks(arrival.state, complete)
         self.num_pulled += 1
 
     # The following methods run on the background thread.
@@ -189,12 +213,12 @@ class Incoming:
     async def _pull(self, arrival: _Arrival) -> None:
         error: Exception | None = None
         num_tokens = len(arrival.handoff.prompt)
-        blocks = array("I", arrival.table[: self._worker.pool.layout.num_blocks_for(num_tokens)])
+        caches = self._batching.attention
+        blocks = blocks_of(caches, arrival.table, num_tokens)
+        ranges = [(arrival.num_matched, cache.num_slots(num_tokens)) for cache in caches]
         try:
             if not arrival.cancelled:
-                arrival.pull = self._worker.pull(
-                    arrival.ticket, blocks, tokens=(arrival.num_matched, num_tokens)
-                )
+                arrival.pull = self._worker.pull(arrival.ticket, by_group(blocks), tokens=by_group(ranges))
                 self.num_bytes += (await arrival.pull).num_bytes
                 _log_path(arrival.state.request_id, arrival.pull)
         except Exception as failed:

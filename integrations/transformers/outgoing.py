@@ -12,6 +12,7 @@ from typing import Any
 from kvlink import LeaseEvent, Worker
 from kvlink.errors import Cancelled, ConfigError, TransferError
 
+from .attention import Table, blocks_of, by_group
 from .batching import Batching, HeldBlocks
 from .handoff_message import Handoff, check_tokens, fingerprint
 from .support import request_types
@@ -36,7 +37,7 @@ class Outgoing:
         self._status = request_types()[1]
         self._numbers = itertools.count()
         self._prefills: dict[str, _Prefill] = {}
-        self._offered: dict[str, list[int]] = {}
+        self._offered: dict[str, Table] = {}
 
     def prefill(
         self, prompt: Sequence[int], request_id: str | None, options: dict[str, Any]
@@ -77,7 +78,7 @@ class Outgoing:
             self._forget(request_id)
             prefill.future.set_exception(Cancelled(f"request {request_id} was cancelled"))
             return False
-        if state.status != self._status.FINISHED or request_id not in self._batching.allocator.block_table:
+        if state.status != self._status.FINISHED or not self._held.has(request_id):
             return False  # it was preempted and comes back
         table = self._held.take(request_id)
         try:
@@ -117,11 +118,15 @@ class Outgoing:
         self._prefills.pop(request_id, None)
         self._batching.request_ids.release(request_id)
 
-    def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: list[int]) -> Handoff:
+    def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: Table) -> Handoff:
         first_token = state.to_generation_output().generated_tokens[0]
         logprob = state.logprobs[0] if state.logprobs else None
         name = f"{request_id}#{next(self._numbers)}{fingerprint(prompt, first_token)}"
-        num_blocks = self._worker.pool.layout.num_blocks_for(len(prompt))
-        ticket = self._worker.offer(name, table[:num_blocks], num_tokens=len(prompt))
+        caches = self._batching.attention
+        ticket = self._worker.offer(
+            name,
+            by_group(blocks_of(caches, table, len(prompt))),
+            num_tokens=[cache.num_slots(len(prompt)) for cache in caches],
+        )
         self._offered[name] = table
         return Handoff(ticket.to_text(), prompt, first_token, logprob)

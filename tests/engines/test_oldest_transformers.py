@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oldest transformers that kvlink takes: tests/integrations/test_transformers.py once more, in an environment of
-that version. `.ci/engines transformers` makes it; `make test` runs them with the newest.
+"""The oldest transformers that kvlink takes: tests of tests/integrations once more, in an environment of that version.
+`.ci/engines transformers` makes it; `make verify` runs them with the newest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ pytestmark = [
 ]
 
 
-def test_all_of_its_tests_pass() -> None:
-    command = [str(PYTEST), "-q", "-p", "no:cacheprovider", "tests/integrations/test_transformers.py"]
+@pytest.mark.parametrize("name", ["transformers", "transformers_rings", "transformers_windows"])
+def test_all_of_its_tests_pass(name: str) -> None:
+    command = [str(PYTEST), "-q", "-p", "no:cacheprovider", f"tests/integrations/test_{name}.py"]
     env = os.environ | {"REQUIRE_LANES": "integrations"}  # of that run
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(ran.stdout[-3000:])

@@ -2,7 +2,8 @@
 """A process with continuous batching, driven by lines of JSON: `python batching_peer.py OPTIONS`.
 
 A request is {"do": command, **arguments}; the answer {"ok": value} or {"error": [kind, message]}. OPTIONS is a JSON
-object: worker_id (none: a plain process without kvlink), page_size, num_blocks, config of the worker.
+object: worker_id (none: a plain process without kvlink), page_size, num_blocks, config of the worker, window (a model
+of window_models.py with its sliding window, instead of the tiny Llama).
 """
 
 from __future__ import annotations
@@ -70,15 +71,17 @@ class Commands:
         page_size: int = 16,
         num_blocks: int = 64,
         config: dict[str, Any] | None = None,
+        window: tuple[str, int] | None = None,
     ) -> None:
         from transformers import GenerationConfig
         from transformers.generation import ContinuousBatchingConfig
+        from window_models import make
 
         from kvlink import WorkerConfig
         from kvlink.demo.model import tiny_llama
         from kvlink.integrations.transformers import KVLinkHandoff
 
-        self.network = tiny_llama()
+        self.network = make(*window) if window else tiny_llama()
         self.manager = self.network.init_continuous_batching(
             GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=-1),
             ContinuousBatchingConfig(page_size=page_size, num_blocks=num_blocks, max_batch_tokens=64),
@@ -139,16 +142,18 @@ class Commands:
 
         self.handoff.abort(Handoff.from_json(handoff))
 
-    def spoil(self, handoff: str) -> None:
+    def spoil(self, handoff: str, attention: str | None = None) -> None:
         """Negates what the ticket's blocks hold."""
         import torch
 
         from kvlink import Ticket
 
-        blocks = list(Ticket.from_text(json.loads(handoff)["ticket"]).block_ids)
-        allocator = self.manager.batch_processor.cache.cache_allocators["full_attention"]
+        groups = Ticket.from_text(json.loads(handoff)["ticket"]).groups()
+        allocators = self.manager.batch_processor.cache.cache_allocators.values()
         with self.manager.pause():
-            allocator._copy_view.view(torch.float32)[blocks] *= -1
+            for allocator, blocks in zip(allocators, groups, strict=True):
+                if attention in (None, allocator.layer_type):
+                    allocator._copy_view.view(torch.float32)[list(blocks)] *= -1
 
     def stats(self) -> dict[str, int]:
         from dataclasses import asdict
