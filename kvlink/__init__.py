@@ -17,6 +17,7 @@ Pipeline, Context             the layers and the tokens that one rank has
 Ticket, ReadyUnit             what a reader needs to pull one request
 LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
 Pull, PullStats, PathTaken    a running pull, its statistics and its path
+PreparedPull                  a pull of the same blocks again and again
 KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from kvlink.transfer.pull import Pull, PullStats
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
+    from kvlink.worker.prepared import PreparedPull
 
 __all__ = [
     "AccessDenied",
@@ -77,6 +79,7 @@ __all__ = [
     "PathTaken",
     "PeerUnreachable",
     "Pipeline",
+    "PreparedPull",
     "Pull",
     "PullStats",
     "ReadyUnit",
@@ -104,6 +107,7 @@ _HOMES = {
     "ticket": ("Ticket",),
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),
+    "worker.prepared": ("PreparedPull",),
 }
 """Maps each module to the public names that it defines. Every other name of `__all__` is in `errors`."""
 

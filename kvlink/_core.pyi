@@ -152,11 +152,13 @@ class TransferStats(NamedTuple):
     """Predicted for the direct way; 0 where there is no staging buffer."""
     staged_us: float
     """Predicted for the staged way."""
+    predicted_us: float
+    """Predicted by the cost model of the path; 0 for a streaming pull."""
 
 class PathStats:
     """Counts of the transfers over one path; may be given to several connections, one after the other."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, transport: str) -> None: ...
     def counts(
         self,
     ) -> tuple[
@@ -167,10 +169,17 @@ class PathStats:
         """valid, bytes, ops, segments, unsettled, redone, failed by exception; then (sum in ns, buckets) of plan,
         read, validate, settle and all."""
 
+class PreparedPlan:
+    """The reads of a pull that `Connection.prepare` planned."""
+
+    def pull(self, seat: tuple[int, int, int], timeout_s: float) -> Transfer | None:
+        """Starts a transfer as `Connection.pull` does."""
+
 class Connection:
     """One reader-side connection to one owner over one transport, with its lanes."""
 
     def hellos(self) -> list[bytes]: ...
+    def predict_us(self, num_ops: int, num_bytes: int) -> float: ...
     def establish(
         self,
         connection_id: int,
@@ -181,6 +190,16 @@ class Connection:
         timeout_s: float,
     ) -> list[int]:
         """Releases the GIL. Returns the remote region index of each pool key."""
+    def prepare(
+        self,
+        planner: Planner,
+        owner_blocks: Any,
+        reader_blocks: Any,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
+    ) -> PreparedPlan:
+        """Plans a transfer. The arguments and errors are those of `pull`."""
+
     def pull(
         self,
         planner: Planner,
@@ -262,7 +281,7 @@ class Engine:
         fault: str,
         num_lease_slots: int,
         num_progress_threads: int,
-        inline_bytes: int,
+        inline_us: float,
         num_lanes: int,
         nics: Sequence[tuple[str, int]],
         rdma: RdmaOptions = ...,

@@ -123,13 +123,15 @@ class WorkerConfig(RdmaConfig):
         least=1,
         most=64,
     )
-    inline_bytes: int = setting(
-        "KVLINK_INLINE_BYTES",
-        128 << 10,
-        "Sets the bytes up to which a pull runs on the calling thread.",
-        "This saves waking another thread, which takes over after 300 µs. The vLLM connector sets 0.",
-        unit="bytes",
+    inline_us: int = setting(
+        "KVLINK_INLINE_US",
+        500,
+        "Sets the predicted time in microseconds up to which `pull` copies on the calling thread.",
+        "This saves waking another thread, which takes over after this time. With 0, `pull` returns at once. The vLLM "
+        "connector sets 0.",
+        unit="µs",
         least=0,
+        most=100_000,
     )
     lanes: int = setting(
         "KVLINK_LANES",

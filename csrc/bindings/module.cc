@@ -12,7 +12,7 @@
 #include "device/cuda_memory.h"
 #include "device/gather_kernel.h"
 #include "engine/engine.h"
-#include "staging/device_staging.h"
+#include "engine/prior_cost.h"
 #include "transports/registry.h"
 
 namespace kvlink {
@@ -24,7 +24,10 @@ py::tuple durations(const Durations& durations) {
 
 void register_path_stats(py::module_& m) {
   py::class_<PathStats, std::shared_ptr<PathStats>>(m, "PathStats")
-      .def(py::init<>())
+      .def(py::init([](const std::string& transport) {
+             return std::make_shared<PathStats>(prior_cost(transport));
+           }),
+           py::arg("transport"))
       .def("counts", [](const PathStats& self) {
         const PathCounts counts = self.counts();
         py::dict failed;
@@ -48,7 +51,7 @@ void register_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
-                       uint32_t num_progress_threads, uint64_t inline_bytes, uint32_t num_lanes,
+                       uint32_t num_progress_threads, double inline_us, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
                        uint64_t bounce_bytes, const std::shared_ptr<GatherKernel>& cuda_kernel,
                        uint32_t gpu_blocks, const std::string& advertise) {
@@ -56,11 +59,11 @@ void register_engine(py::module_& m) {
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
              auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
-                                            inline_bytes, num_lanes, bounce_bytes}));
+                                            to_ns(inline_us / 1e6), num_lanes, bounce_bytes}));
              return std::shared_ptr<Engine>(made.release(), DeleteOwn());
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
-           py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_bytes"),
+           py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_us"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
            py::arg("bounce_bytes") = 0, py::arg("cuda_kernel") = nullptr, py::arg("gpu_blocks") = 0,
            py::arg("advertise") = "")
@@ -217,8 +220,8 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.def(
       "prior_cost",
       [](const std::string& transport) {
-        const WayCost& direct = prior_costs(transport).direct;
-        return py::make_tuple(direct.start_us, std::max(direct.op_ns, direct.piece_ns), direct.gib_per_s);
+        const Cost prior = prior_cost(transport);
+        return py::make_tuple(prior.start_us, prior.op_ns, prior.gib_per_s);
       },
       py::arg("transport"));
   register_memory(m);

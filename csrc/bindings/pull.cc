@@ -18,10 +18,10 @@ namespace {
 /// A tuple with named fields, which is as cheap as a plain one.
 py::object as_tuple(const TransferStats& stats) {
   static PyStructSequence_Field fields[] = {
-      {"bytes", nullptr},     {"num_ops", nullptr},    {"num_segments", nullptr}, {"plan_ns", nullptr},
-      {"post_ns", nullptr},   {"read_ns", nullptr},    {"validate_ns", nullptr},  {"settle_ns", nullptr},
-      {"total_ns", nullptr},  {"ran_inline", nullptr}, {"staged", nullptr},       {"direct_us", nullptr},
-      {"staged_us", nullptr}, {nullptr, nullptr},
+      {"bytes", nullptr},     {"num_ops", nullptr},      {"num_segments", nullptr}, {"plan_ns", nullptr},
+      {"post_ns", nullptr},   {"read_ns", nullptr},      {"validate_ns", nullptr},  {"settle_ns", nullptr},
+      {"total_ns", nullptr},  {"ran_inline", nullptr},   {"staged", nullptr},       {"direct_us", nullptr},
+      {"staged_us", nullptr}, {"predicted_us", nullptr}, {nullptr, nullptr},
   };
   static PyStructSequence_Desc about{"kvlink._core.TransferStats", "The work and the times of one transfer.",
                                      fields, static_cast<int>(std::size(fields)) - 1};
@@ -42,6 +42,7 @@ py::object as_tuple(const TransferStats& stats) {
   add(stats.staged);
   add(stats.predicted.direct_us);
   add(stats.predicted.staged_us);
+  add(stats.predicted_us);
   return made;
 }
 
@@ -50,7 +51,7 @@ std::shared_ptr<Transfer> start(Connection& self, PullRequest& request, LeaseSea
                                 double timeout_s, uint64_t bytes) {
   request.seat = seat;
   request.stream = static_cast<StreamUnit>(stream);
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kInlineBudgetNs);
+  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kLeastNs);
   // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
   if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
   py::gil_scoped_release release;
@@ -70,6 +71,32 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
   request.layers = layers;
   return start(self, request, seat, stream, timeout_s,
                request.planner->bytes(tokens.end - tokens.begin, layers));
+}
+
+/// Keeps the connection, whose numbers of regions its plan has.
+struct PreparedPlan {
+  std::shared_ptr<Connection> connection;
+  std::shared_ptr<const Plan> plan;
+
+  std::shared_ptr<Transfer> pull(LeaseSeat seat, double timeout_s) const {
+    check(connection->process().check());
+    PullRequest request;
+    request.prepared = plan;
+    return start(*connection, request, seat, 0, timeout_s, plan->bytes);
+  }
+};
+
+PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& planner,
+                     py::handle owner_blocks, py::handle reader_blocks, Range tokens, Range layers) {
+  check(self->process().check());
+  const BlockIds owner(owner_blocks), reader(reader_blocks);
+  PullRequest request;
+  request.planner = planner.planner;
+  request.owner_blocks = owner;
+  request.reader_blocks = reader;
+  request.tokens = tokens;
+  request.layers = layers;
+  return {self, take(self->prepare(request))};
 }
 
 using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
@@ -146,6 +173,8 @@ void register_transfer(py::module_& m) {
 }
 
 void register_connection(py::module_& m) {
+  py::class_<PreparedPlan>(m, "PreparedPlan")
+      .def("pull", &PreparedPlan::pull, py::arg("seat"), py::arg("timeout_s"));
   py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection")
       .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
       .def(
@@ -162,6 +191,8 @@ void register_connection(py::module_& m) {
           py::arg("epoch"), py::arg("timeout_s"))
       .def("pull", &pull, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
            py::arg("tokens"), py::arg("layers"), py::arg("seat"), py::arg("stream"), py::arg("timeout_s"))
+      .def("prepare", &prepare, py::arg("planner"), py::arg("owner_blocks"), py::arg("reader_blocks"),
+           py::arg("tokens"), py::arg("layers"))
       .def("pull_groups", &pull_groups, py::arg("groups"), py::arg("seat"), py::arg("stream"),
            py::arg("num_tokens"), py::arg("timeout_s"))
       .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
@@ -176,6 +207,7 @@ void register_connection(py::module_& m) {
             return take(self.time_read({offset, bytes, region, 0, 1}, segment));
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
+      .def("predict_us", &Connection::predict_us, py::arg("num_ops"), py::arg("num_bytes"))
       .def("replace_soon", &Connection::replace_soon)
       .def("why_broken", own(&Connection::why_broken))
       .def("paths", own(&Connection::paths))

@@ -10,14 +10,17 @@ namespace kvlink {
 namespace {
 
 constexpr int64_t kRetryNs = 10'000'000'000;
+// A caller that waits for a NIC keeps a core busy, which a progress thread does not. So only pulls of about a
+// round trip wait on the calling thread.
+constexpr int64_t kInlineNicNs = 120'000;
 
 }  // namespace
 
-Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy,
-                       uint64_t inline_bytes, std::shared_ptr<ScratchPool> scratch,
+Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, int64_t inline_ns,
+                       std::shared_ptr<ScratchPool> scratch,
                        std::vector<std::shared_ptr<ProgressThread>> threads,
                        std::shared_ptr<PathStats> path_stats)
-    : inline_bytes_(inline_bytes),
+    : inline_ns_(inline_ns),
       policy_(std::move(policy)),
       scratch_(std::move(scratch)),
       path_stats_(std::move(path_stats)),
@@ -121,6 +124,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   if (missing_ > 0) replace_soon();
   const Traits& traits = lanes_.front()->traits();
   copies_ = traits.cpu_copies;
+  nic_driven_ = traits.nic_driven;
   launches_ = traits.device_driven;
   stripe_bytes_ = traits.window.stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
@@ -189,12 +193,13 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   }
   transfer->set_scratch(std::move(words), scratch_->region());
   const bool streaming = request.stream != StreamUnit::kNone;
-  const bool small = !streaming && transfer->planned_bytes() <= inline_bytes_;
+  const bool small = !streaming && ends_soon(*transfer);
   const bool here = small || (!streaming && launches_);
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
   Lane& first = *lanes_.front();
+  if (idle()) transfer->mark_alone();
   transfer->attach();  // until those have it that take over from the first if it breaks
-  const bool ran = here && first.run_inline(transfer, small ? kInlineBudgetNs : 0);
+  const bool ran = here && first.run_inline(transfer, small ? inline_ns_ : 0);
   if (!ran) {
     submit(transfer, 0, striped ? lanes_.size() : 1);
   } else if (!transfer->done() && (striped || first.broken())) {
@@ -205,6 +210,11 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
     transfer->detach(why, now_ns());
   }
   return transfer;
+}
+
+bool Connection::ends_soon(const Transfer& transfer) const {
+  const int64_t most_ns = nic_driven_ ? std::min(inline_ns_, kInlineNicNs) : inline_ns_;
+  return most_ns > 0 && transfer.predicted_us() * 1e3 <= static_cast<double>(most_ns);
 }
 
 void Connection::submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end) {

@@ -18,15 +18,15 @@ namespace kvlink {
 
 class Connection {
  public:
-  /// The time that pull() may spend on the calling thread before it passes a slow transfer to the progress
-  /// thread: several loopback round trips, far below the shortest step of an inference engine. A pull without
-  /// any time left gets this.
-  static constexpr int64_t kInlineBudgetNs = 300'000;
+  /// A pull without any time left gets this: several loopback round trips, far below the shortest step of an
+  /// inference engine.
+  static constexpr int64_t kLeastNs = 300'000;
 
-  /// Pulls of up to `inline_bytes` run on the calling thread; if posts are launches, all are posted there.
-  /// Lanes without an endpoint could not be opened and are missing. `policy` decides which reads are staged;
-  /// null: none. Every pull is added to `path_stats` when it ends.
-  Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, uint64_t inline_bytes,
+  /// Pulls that should end within `inline_ns` run on the calling thread for as long, and then pass to the
+  /// progress thread; if posts are launches, all are posted there. Lanes without an endpoint could not be
+  /// opened and are missing. `policy` decides which reads are staged; null: none. Every pull is added to
+  /// `path_stats` when it ends.
+  Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, int64_t inline_ns,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
              std::shared_ptr<PathStats> path_stats);
   ~Connection() { close(); }
@@ -42,14 +42,20 @@ class Connection {
                                           const std::vector<std::string>& lease_keys, uint64_t epoch,
                                           int64_t timeout_ns);
 
+  /// Plans a pull that does not stream, for PullRequest::prepared of later pulls over this connection.
+  Result<std::shared_ptr<const Plan>> prepare(const PullRequest& request) const {
+    return prepare_plan(request, *driver_);
+  }
   /// Blocks no longer than a small inline pull takes. Returns null if the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
   bool settle(uint32_t slot, uint64_t value);
   /// Returns the nanoseconds of one bare read on the first lane, from post to completion. For benchmarks.
   Result<int64_t> time_read(const ReadOp& op, const Segment& segment);
 
-  /// Returns whether a pull of this size runs on the calling thread without ever waiting for the network.
-  bool runs_at_once(uint64_t bytes) const { return copies_ && bytes <= inline_bytes_; }
+  /// Returns whether a pull of this size ends within microseconds on the calling thread.
+  bool runs_at_once(uint64_t bytes) const { return copies_ && inline_ns_ > 0 && bytes <= kAtOnceBytes; }
+  /// See PathStats::predict_us.
+  double predict_us(uint64_t ops, uint64_t bytes) const { return path_stats_->predict_us(ops, bytes); }
   /// Returns whether to replace the connection before the next pull: a lane broke, or lanes were missing and
   /// may be available by now.
   bool broken() const;
@@ -70,7 +76,10 @@ class Connection {
  private:
   struct Probe;  // of one lane while connecting
 
+  static constexpr uint64_t kAtOnceBytes = 128 << 10;  // copying them takes about 10 us
+
   std::shared_ptr<const TransferDriver> make_driver() const;
+  bool ends_soon(const Transfer& transfer) const;
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::vector<std::string>& lease_keys, int64_t timeout_ns);
@@ -78,11 +87,11 @@ class Connection {
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
   const ProcessMark process_;
-  const uint64_t inline_bytes_;
+  const int64_t inline_ns_;
   uint64_t stripe_bytes_ = 0;          // pulls from this size on use every lane
   size_t missing_ = 0;                 // lanes that should be there
   int64_t replace_at_ns_ = INT64_MAX;  // when to try for them, or for a better path, again
-  bool copies_ = false, launches_ = false;
+  bool copies_ = false, nic_driven_ = false, launches_ = false;
   std::shared_ptr<StagingPolicy> policy_;
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<PathStats> path_stats_;

@@ -33,7 +33,7 @@ struct EngineOptions {
   TransportOptions transport;
   uint32_t num_lease_slots = 4096;
   uint32_t num_progress_threads = 1;
-  uint64_t inline_bytes = 128 << 10;
+  int64_t inline_ns = 500'000;
   uint32_t num_lanes = 0;  // 0: each transport's own default
   /// Host memory that may be pinned for a device pool, for transports that do not reach it. 0: none, and such
   /// transports are refused.

@@ -32,6 +32,14 @@ void PathStats::add(const TransferStats& stats, Code code, bool unsettled) {
   counts_.validate.add(stats.validate_ns);
   if (stats.settled) counts_.settle.add(stats.settle_ns);
   counts_.total.add(stats.total_ns);
+  if (stats.alone && stats.bytes > 0) {
+    model_.learn(stats.num_ops, stats.bytes, static_cast<double>(stats.total_ns) / 1e3);
+  }
+}
+
+double PathStats::predict_us(uint64_t ops, uint64_t bytes) const {
+  std::lock_guard lock(mutex_);
+  return model_.predict_us(ops, bytes);
 }
 
 PathCounts PathStats::counts() const {

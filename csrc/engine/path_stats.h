@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts and logarithmic histograms of the transfers over one path, updated once per transfer.
+// Counts, logarithmic histograms and a cost model of the transfers over one path, updated once per transfer.
 #pragma once
 
 #include <array>
@@ -7,6 +7,7 @@
 
 #include "base/status.h"
 #include "base/sync.h"
+#include "engine/cost_model.h"
 
 namespace kvlink {
 
@@ -35,12 +36,17 @@ struct PathCounts {
 /// Any thread. Outlives the connections that add to it.
 class PathStats {
  public:
+  explicit PathStats(const Cost& prior = {}) : model_(prior) {}
+
   void add(const TransferStats& stats, Code code, bool unsettled);
   PathCounts counts() const;
+  /// Returns the microseconds that a pull should take which waits neither for others nor for its owner.
+  double predict_us(uint64_t ops, uint64_t bytes) const;
 
  private:
   mutable Mutex mutex_;
   PathCounts counts_;
+  CostModel model_;
 };
 
 }  // namespace kvlink

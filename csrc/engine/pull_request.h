@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "lease/lease_words.h"
@@ -17,6 +18,8 @@ enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers, kTokens };
 /// lists are copied only when streaming.
 struct PullRequest : GroupRead {
   std::span<const GroupRead> more;
+  /// Instead of the groups: the reads, planned before by the same connection.
+  std::shared_ptr<const Plan> prepared;
   LeaseSeat seat;  // settle_nonce 0: validate, do not settle
   StreamUnit stream = StreamUnit::kNone;
   uint32_t num_tokens = 0;  // of the offer; used with kTokens

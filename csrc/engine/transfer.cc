@@ -25,7 +25,22 @@ bool is_made_up(const LeaseSeat& seat) {
          (seat.settle_nonce != 0 && seat.settle_nonce < kSmallestNonce);
 }
 
+/// Staged reads are not folded: they are examined range by range.
+bool folds(const TransferDriver& driver) { return driver.supports_repeats && !driver.policy; }
+
+Status plan_request(const PullRequest& request, bool fold, Plan& into) {
+  if (!request.more.empty()) return plan_groups(request, request.more, into);
+  const PlanScope scope{request.tokens, request.layers, fold};
+  return request.planner->plan(request.owner_blocks, request.reader_blocks, scope, into);
+}
+
 }  // namespace
+
+Result<std::shared_ptr<const Plan>> prepare_plan(const PullRequest& request, const TransferDriver& driver) {
+  auto plan = std::make_shared<Plan>();
+  if (Status status = plan_request(request, folds(driver), *plan); !status.ok()) return status;
+  return std::shared_ptr<const Plan>(std::move(plan));
+}
 
 Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<const TransferDriver> driver,
                    std::shared_ptr<PathStats> path_stats)
@@ -34,6 +49,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       started_ns_(now),
       deadline_ns_(request.deadline_ns),
       driver_(std::move(driver)),
+      prepared_(request.prepared),
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   if (is_made_up(seat_)) {
@@ -41,11 +57,11 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
     return;
   }
   if (!streams_) {
-    const Status planned = request.more.empty()
-                               ? request.planner->plan(request.owner_blocks, request.reader_blocks,
-                                                       {request.tokens, request.layers, folds()}, plan_)
-                               : plan_groups(request, request.more, plan_);
+    const Status planned = prepared_ ? Status{} : plan_request(request, folds(*driver_), plan_);
     if (planned.ok()) choose_way();
+    if (planned.ok() && path_stats_) {
+      stats_.predicted_us = path_stats_->predict_us(num_planned(plan().ops.size()), plan().bytes);
+    }
     stats_.plan_ns = now_ns() - now;
     if (!planned.ok()) refuse(planned, now);
     return;
@@ -56,17 +72,13 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
 }
 
 void Transfer::count_plan() {
-  const uint64_t times = 1 + plan_.repeats.size();
-  stats_.num_ops += plan_.ops.size() * times;
-  stats_.num_segments += plan_.segments.size() * times;
+  stats_.num_ops += num_planned(plan().ops.size());
+  stats_.num_segments += num_planned(plan().segments.size());
 }
 
-/// Staged reads are not folded: they are examined range by range.
-bool Transfer::folds() const { return driver_->supports_repeats && !driver_->policy; }
-
 void Transfer::choose_way() {
-  if (!driver_->policy || plan_.ops.empty()) return;
-  choice_ = driver_->policy->choose(plan_.ops, plan_.segments.size(), plan_.bytes);
+  if (!driver_->policy || plan().ops.empty()) return;
+  choice_ = driver_->policy->choose(plan().ops, plan().segments.size(), plan().bytes);
   stats_.staged |= choice_.staged;
   stats_.predicted.direct_us += choice_.predicted.direct_us;
   stats_.predicted.staged_us += choice_.predicted.staged_us;
@@ -130,7 +142,7 @@ void Transfer::expire(int64_t now) {
     std::lock_guard lock(mutex_);
     if (done() || stopping_) return;
     stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
-                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan_.bytes) +
+                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan().bytes) +
                          " bytes landed"));
     finish_if_stopped(now);
   }
@@ -151,9 +163,9 @@ void Transfer::leave(const Status& why, int64_t now) {
 }
 
 Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
-  return {std::span(plan_.ops).subspan(step.first_op, step.num_ops),
-          plan_.segments.data(),
-          plan_.repeats,
+  return {std::span(plan().ops).subspan(step.first_op, step.num_ops),
+          plan().segments.data(),
+          plan().repeats,
           {slot_offset(seat_.slot), seat_.nonce, lease_region}};
 }
 
@@ -174,7 +186,7 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
   if (phase_ == Phase::kRead) {
     step = take_reads(window, lane);
     if (step.kind == Step::Kind::kNone) {
-      if (!redo_.empty() || next_op_ < plan_.ops.size()) return {};
+      if (!redo_.empty() || next_op_ < plan().ops.size()) return {};
       // The slot read may follow the data without waiting, on the one ordered lane that carried it.
       const bool behind_data =
           ordered && stream_.all_planned() && redo_.empty() && lanes_used_ == 1ull << lane;
@@ -205,10 +217,10 @@ Step Transfer::take_reads(const Window& window, uint32_t lane) {
   const bool staged = choice_.staged;
   const uint32_t most_bytes = staged ? SlotRing::kSlotBytes : window.chunk_bytes;
   const uint32_t most_ops = staged ? UINT32_MAX : window.chunk_ops;
-  const uint64_t times = 1 + plan_.repeats.size();
+  const uint64_t times = 1 + plan().repeats.size();
   uint64_t segments = 0;
-  for (; next_op_ < plan_.ops.size() && step.num_ops < most_ops; ++next_op_, ++step.num_ops) {
-    const ReadOp& op = plan_.ops[next_op_];
+  for (; next_op_ < plan().ops.size() && step.num_ops < most_ops; ++next_op_, ++step.num_ops) {
+    const ReadOp& op = plan().ops[next_op_];
     segments += op.num_segments;
     const bool full = step.bytes + op.bytes * times > most_bytes || segments > most_ops;
     if (step.num_ops > 0 && full) break;
@@ -251,7 +263,7 @@ void Transfer::on_slot(int64_t now) {
     stop(stale_blocks(words_[0]));
   } else if (phase_ == Phase::kPeek) {
     plan_ready(words_[1], now);
-  } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan_.ops.size()) {
+  } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan().ops.size()) {
     // Not all data has landed, because an endpoint broke its promise of order. This slot read proves nothing.
     phase_ = Phase::kRead;
     lanes_used_ = ~0ull;
@@ -270,7 +282,7 @@ void Transfer::plan_ready(uint64_t ready, int64_t now) {
     peek_at_ns_ = now + peek_backoff_ns_;
     return;
   }
-  if (const Status planned = stream_.plan(ready, folds(), plan_); !planned.ok()) return stop(planned);
+  if (const Status planned = stream_.plan(ready, folds(*driver_), plan_); !planned.ok()) return stop(planned);
   choose_way();
   next_op_ = 0;
   lanes_used_ = 0;

@@ -31,6 +31,8 @@ struct TransferStats {
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
   bool settled = false;
+  bool alone = false;       // nothing else was under way when it started, and it does not stream
+  double predicted_us = 0;  // of total_ns, by the path's cost model; 0 if it streams
   // If there is a staging buffer: the predicted time of both ways, and whether any of the pull was staged.
   Predictions predicted = {};
   bool staged = false;
@@ -61,6 +63,9 @@ struct TransferDriver {
   std::shared_ptr<StagingPolicy> policy = nullptr;  // decides which reads are staged; null: none can be
   bool supports_repeats = false;                    // see Traits
 };
+
+/// Returns the plan of a request that does not stream, for PullRequest::prepared.
+Result<std::shared_ptr<const Plan>> prepare_plan(const PullRequest& request, const TransferDriver& driver);
 
 class Transfer {
  public:
@@ -104,7 +109,8 @@ class Transfer {
   bool too_late(int64_t now_ns) const { return now_ns >= deadline_ns_ && !done(); }
   /// When next() may return a step again although nothing ended (streaming polls `ready`).
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
-  uint64_t planned_bytes() const { return plan_.bytes; }  // REQUIRES not streaming
+  uint64_t planned_bytes() const { return plan().bytes; }  // REQUIRES not streaming
+  double predicted_us() const { return stats_.predicted_us; }
 
   Chunk chunk(const Step& step, uint32_t lease_region) const;
   /// Returns whether its reads go through the staging buffer.
@@ -119,6 +125,8 @@ class Transfer {
   /// Returns true once.
   bool end_announcing() { return !parted_.exchange(true); }
   void mark_inline() { stats_.ran_inline = true; }
+  /// To be called before any lane has it.
+  void mark_alone() { stats_.alone = !streams_; }
   /// Ends a transfer that was never submitted.
   void refuse(const Status& why, int64_t now_ns);
 
@@ -135,8 +143,9 @@ class Transfer {
   void finish(Status status, int64_t now_ns);
   void finish_if_stopped(int64_t now_ns);
   bool shared() const { return attached_.load(std::memory_order_relaxed) > 1; }
+  const Plan& plan() const { return prepared_ ? *prepared_ : plan_; }
+  uint64_t num_planned(size_t per_repeat) const { return per_repeat * (1 + plan().repeats.size()); }
   void count_plan();
-  bool folds() const;
 
   // Constant after construction.
   ProcessMark process_;
@@ -144,6 +153,7 @@ class Transfer {
   LeaseSeat seat_;
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const TransferDriver> driver_;
+  const std::shared_ptr<const Plan> prepared_;  // null: see plan_
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
@@ -159,7 +169,7 @@ class Transfer {
   mutable Mutex mutex_;  // guards everything below
   CondVar changed_;
   Phase phase_ = Phase::kRead;
-  Plan plan_;
+  Plan plan_;                     // unless prepared
   StagingPolicy::Choice choice_;  // for it
   uint32_t next_op_ = 0;
   StreamPlanner stream_;  // used if streams_

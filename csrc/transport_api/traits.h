@@ -31,6 +31,8 @@ struct Traits {
   /// A post is a launch: it costs the caller little time whatever its size. A device moves the bytes without
   /// a CPU, so a waiting thread may as well poll.
   bool device_driven = false;
+  /// A NIC moves the bytes without a CPU: a thread that polls for longer than a round trip wastes a core.
+  bool nic_driven = false;
   /// poll() moves the bytes itself on the calling thread, so there is nothing to sleep for.
   bool cpu_copies = false;
   /// Once armed, readable when poll() has work or the owner is gone. -1: there is no descriptor.

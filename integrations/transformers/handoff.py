@@ -72,7 +72,7 @@ class KVLinkHandoff:
             with self._batching.paused():
                 pool = pool_of(cache, layouts)
             # One thread starts all pulls and completes them, so none of them may block it.
-            config = replace(config or WorkerConfig.from_env(), inline_bytes=0)
+            config = replace(config or WorkerConfig.from_env(), inline_us=0)
             self.worker = opened.enter_context(
                 Worker(pool, worker_id, coordinator=coordinator, transports=transports, config=config)
             )

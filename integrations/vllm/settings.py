@@ -14,7 +14,7 @@ from kvlink.errors import ConfigError
 _log = logging.getLogger("vllm.kvlink")
 
 # The default if neither is given. Pulls do not run on the calling thread, which has a model to run.
-_DEFAULTS = {"lease_slots": 1 << 15, "inline_bytes": 0}
+_DEFAULTS = {"lease_slots": 1 << 15, "inline_us": 0}
 # These belong to every process of the server, and only the workers' see this connector's options.
 _SECURITY = ("tls_ca", "tls_cert", "tls_key", "tls_hosts", "token_file", "ticket_keys", "insecure")
 _LOGGING = ("log", "log_json")  # vLLM configures its own logging

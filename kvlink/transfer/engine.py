@@ -30,6 +30,7 @@ from kvlink.types import LeaseEnd, TransportCard
 
 CompletionQueue = _core.CompletionQueue
 Connection = _core.Connection
+PreparedPlan = _core.PreparedPlan
 Transfer = _core.Transfer
 
 RUNNING, FAILED, VALID, SETTLED = range(4)  # states of a Transfer, see csrc/engine/transfer.h
@@ -137,7 +138,7 @@ class Engine:
             fault=config.fault,
             num_lease_slots=config.lease_slots,
             num_progress_threads=config.progress_threads,
-            inline_bytes=config.inline_bytes,
+            inline_us=config.inline_us,
             num_lanes=config.lanes,
             nics=self._nics.ports,
             rdma=rdma_options(config),

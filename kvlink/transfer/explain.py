@@ -30,6 +30,7 @@ class PathTaken:
     num_ops: int
     num_bytes: int
     predicted_us: float
+    """Predicted when the pull started. 0 for a streaming pull, which waits for its owner."""
     measured_us: float
     ran_inline: bool
     staged: bool = False
@@ -102,11 +103,9 @@ def path_taken(part: Part, restarted: str = "") -> PathTaken:
     paths = peer.connection.paths()
     nics = tuple(dict.fromkeys(filter(None, paths)))
     has_choice = stats.direct_us > 0
-    predicted_us = peer.cost.predict_us(stats.num_ops, stats.bytes)
+    predicted_us = stats.predicted_us
     if has_choice:
         predicted_us = stats.staged_us if stats.staged else stats.direct_us
-    if transfer.done() and stats.bytes:
-        peer.cost.learn(stats.num_ops, stats.bytes, stats.total_ns / 1000)
     return PathTaken(
         ticket.worker_id,
         peer.transport,

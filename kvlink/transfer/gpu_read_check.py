@@ -132,7 +132,7 @@ def difference(sent: bytes, landed: bytes, moved: str = "read") -> str:
 
 def _read(owner: _core.Engine, reader: _core.Engine, target: Buffer, transport: str) -> None:
     ((_, address, pool_keys, lease_keys, _, _),) = owner.access()
-    connection = reader.open(transport, address, _core.PathStats())
+    connection = reader.open(transport, address, _core.PathStats(transport))
     try:
         number, replies, new_pool_keys, new_lease_keys = owner.accept(transport, connection.hellos(), True, 0)
         (region,) = connection.establish(
@@ -154,7 +154,7 @@ def _opened(memory: Buffer, port: Port, config: WorkerConfig, transport: str) ->
         fault="",
         num_lease_slots=_LEASE_SLOTS,
         num_progress_threads=1,
-        inline_bytes=0,
+        inline_us=0,
         num_lanes=1,
         nics=[port],
         rdma=rdma_options(config),

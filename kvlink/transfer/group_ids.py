@@ -27,7 +27,7 @@ TokenRanges = TokenRange | Sequence[TokenRange]
 def reader_of_ids(groups: Sequence[KVLayout]) -> Callable[[Any], Any]:
     """Returns the function that converts the `into` of a pull: to a buffer, or to one for each group."""
     if len(groups) == 1:
-        return partial(as_buffer, what="into")
+        return _buffer
     return partial(_buffers, num_groups=len(groups), what="into")
 
 
@@ -94,6 +94,12 @@ def ranges_of(
                 f"tokens of cache group {group}: {first} to {end} is no range within 0 to {limit}"
             )
     return ranges
+
+
+def _buffer(given: Any) -> Any:
+    if type(given) is array and given.typecode == "I":
+        return given  # what as_buffer does, without a call on the way of every small pull
+    return as_buffer(given, "into")
 
 
 def _buffers(given: Any, num_groups: int, what: str) -> tuple[Any, ...]:

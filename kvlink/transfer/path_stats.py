@@ -67,7 +67,7 @@ class AllPathStats:
             path = Path(worker_id, transport)
             if path not in self._stats and len(self._stats) >= MAX_PATHS and not self._make_room():
                 path = Path(OTHERS, transport)
-            stats = self._stats.pop(path, None) or _core.PathStats()
+            stats = self._stats.pop(path, None) or _core.PathStats(transport)
             self._stats[path] = stats  # keeps the dict in the order of the latest connections
             return stats
 

@@ -18,7 +18,6 @@ from kvlink.errors import (
     UnknownRequest,
 )
 from kvlink.layout import GroupsAssignment, rank_of
-from kvlink.transfer.cost_model import FittedCost
 from kvlink.transfer.engine import Connection
 from kvlink.transfer.planners import Planner
 from kvlink.types import WorkerCard
@@ -104,7 +103,6 @@ class Peer:
     refused: tuple[Refusal, ...]
     nics_left_out: tuple[str, ...]
     bounces_at: tuple[str, ...]
-    cost: FittedCost
     is_fallback: bool = False
     """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
     is_alone: bool = field(init=False)
@@ -127,6 +125,14 @@ class Peer:
         self.num_layers, self.total_layers = layout.num_layers, layout.total_layers
         self.end_layer = self.planner.num_layers if self.planner else 0
         self.seat, self.num_seats = self.assignment.seat, self.assignment.num_seats
+
+    def predict_us(self, num_ops: int, num_bytes: int) -> float:
+        """Returns the predicted time in microseconds of a pull that waits neither for others nor for its owner.
+
+        num_ops: ranges of the owner's memory that are read, which is at most one for each block and layer.
+        The prediction follows the pulls from this owner over the same transport. Any thread.
+        """
+        return self.connection.predict_us(num_ops, num_bytes)
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,6 @@ from kvlink.background import off_loop
 from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
 from kvlink.layout import GroupsAssignment, assign_groups, owner_ranks
 from kvlink.layout.groups import difference
-from kvlink.transfer.cost_model import PRIORS, FittedCost
 from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
 from kvlink.transfer.path_log import PathLog
@@ -189,7 +188,6 @@ class Peers:
         except BaseException:
             connection.close()
             raise
-        cost = FittedCost(PRIORS.get(name, PRIORS["tcp"]))
         left_out = [*map(str, self.engine.nics_left_out)]
         left_out += [f"{port.name}: {port.away}" for port in self.engine.ports() if port.away]
         bounces_at = bouncing_ends(name in self.engine.bounces, offered.bounces)
@@ -206,7 +204,6 @@ class Peers:
             tuple(refused),
             tuple(left_out),
             bounces_at,
-            cost,
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:

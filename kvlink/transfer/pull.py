@@ -45,7 +45,16 @@ class Pull(SharedAwaitable[PullStats]):
     the block waits for it, or cancels it if the block raises.
     """
 
-    __slots__ = ("_on_landed", "_on_unsettled", "_parts", "_pid", "_restart", "_starting", "request_id")
+    __slots__ = (
+        "_landed",
+        "_on_landed",
+        "_on_unsettled",
+        "_parts",
+        "_pid",
+        "_restart",
+        "_starting",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -55,6 +64,7 @@ class Pull(SharedAwaitable[PullStats]):
         on_unsettled: Callable[[Part], None] | None,
         on_landed: Callable[[], object] | None = None,
         restart: Restart | None = None,
+        landed: bool = False,
     ) -> None:
         self.request_id = request_id
         self._parts = parts
@@ -62,6 +72,7 @@ class Pull(SharedAwaitable[PullStats]):
         self._on_unsettled = on_unsettled
         self._on_landed = on_landed
         self._restart = restart
+        self._landed = landed
 
     def __repr__(self) -> str:
         """Describes the state."""
@@ -70,10 +81,7 @@ class Pull(SharedAwaitable[PullStats]):
                 return f"Pull({self.request_id!r}: running)"
         except ConfigError:
             return f"Pull({self.request_id!r}: belongs to the parent process)"
-        error = self._error()
-        return (
-            f"Pull({self.request_id!r}: {error!r})" if error else f"Pull({self.request_id!r}: {self.stats})"
-        )
+        return f"Pull({self.request_id!r}: {self._error() or self.stats!r})"
 
     def done(self) -> bool:
         """Returns whether the pull has ended, with or without success. Never blocks."""
@@ -101,9 +109,8 @@ class Pull(SharedAwaitable[PullStats]):
 
         Raises TransferError, or LayoutMismatch, ConfigError or CoordinatorError if the pull could not start.
         """
-        parts = self._parts if self._on_landed is None else None
-        if parts is not None and len(parts) == 1 and parts[0][2].state == SETTLED:
-            return True  # fast path for a small pull that ran inline
+        if self._landed:  # a small pull that ran inline
+            return True
         deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
         while self._wait_once(deadline):
             if self.done():
@@ -231,9 +238,8 @@ class Pull(SharedAwaitable[PullStats]):
         rows = [transfer.stats() for transfer in transfers]
         sums = [sum(row[column] for row in rows) for column in range(3)]
         slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 9)]
-        ran_inline = all(row.ran_inline for row in rows)
         settled = all(transfer.state == SETTLED for transfer in transfers)
-        return PullStats._make([*sums, *slowest_us, ran_inline, settled])
+        return PullStats._make([*sums, *slowest_us, all(row.ran_inline for row in rows), settled])
 
     def explain(self) -> list[PathTaken]:
         """Returns the path to each owner, why better ones were refused, and the predicted and the measured time."""

@@ -73,15 +73,11 @@ class PullStart(concurrent.futures.Future[list[Part]]):
 def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError."""
     into, tokens, layers, settle, timeout_s = want
-    try:
-        seat = ticket.seats[peer.seat]
-    except IndexError:
-        raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
-    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else peer.num_layers
-    words = (seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0)
+    words = lease_words(ticket, peer, settle)
     planner = peer.planner
     if planner is None or ticket.ready_unit is _TOKENS:
         return start_groups(peer, ticket, into, tokens, layers, words, timeout_s)
+    units = len(ticket.block_ids) if ticket.ready_unit is _BLOCKS else peer.num_layers
     return peer.connection.pull(
         planner,
         ticket.block_ids,
@@ -92,6 +88,15 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
         0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit],
         timeout_s,
     )
+
+
+def lease_words(ticket: Ticket, peer: Peer, settle: bool) -> tuple[int, int, int]:
+    """Returns this rank's slot, its nonce, and the value that settles it or 0. Raises ConfigError without a seat."""
+    try:
+        seat = ticket.seats[peer.seat]
+    except IndexError:
+        raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
+    return seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0
 
 
 def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial as bound
@@ -25,18 +23,20 @@ from kvlink.monitoring.worker_stats import WorkerStats
 from kvlink.ticket import Ticket, check_name
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
-from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.device_work import DeviceWork, has_ended
-from kvlink.transfer.engine import FAILED, Engine, LeaseCounts
-from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, reader_of_ids
+from kvlink.transfer.engine import FAILED, SETTLED, Engine, LeaseCounts, Transfer
+from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, copied, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import PullStarts, start
+from kvlink.transfer.pull_start import PullStarts, Want, start
 from kvlink.transfer.restart import Restart
-from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
+from kvlink.types import ReadyUnit, WorkerCard
+from kvlink.worker.exit import open_workers
+from kvlink.worker.lease_events import LeaseEvents
 from kvlink.worker.membership import WorkerMembership
+from kvlink.worker.prepared import PreparedPull, check_ticket
 from kvlink.worker.reachability import advertised_host
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
@@ -47,7 +47,7 @@ _NEEDED: Any = None
 _JOIN_S, _CLOSE_S = 10.0, 5.0
 
 
-class Worker:
+class Worker(LeaseEvents):
     """Joins a deployment on construction, and leaves with `close` or at the end of a `with` block. Thread-safe.
 
     pool: the blocks that it offers and pulls into.
@@ -89,7 +89,6 @@ class Worker:
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
             offers, self._pull = spans.kinds()
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
-            """The live offers. `grant_at` serves schedulers that create tickets themselves."""
             tell = self._control.loop.call_soon_threadsafe
             self.offers.on_ended = lambda request_id: tell(self._membership.forget, request_id)
             self.offers.in_background = bound(self._in_background, what="waiting for the device")
@@ -103,7 +102,7 @@ class Worker:
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
             self._opened = opened.pop_all()
-        _open.add(self)
+        open_workers.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self.offers)} offers, {len(self._peers.all())} peers"
@@ -172,19 +171,6 @@ class Worker:
         """Ends an offer now. A running read becomes stale, and an event follows. Raises UnknownRequest."""
         self.offers.abort(request_id)
 
-    def events(self) -> list[LeaseEvent]:
-        """Returns the offers that ended since the last call, whose blocks may be written again. Never blocks."""
-        return self.offers.events()
-
-    def watch_events(self) -> AsyncIterator[LeaseEvent]:
-        """Yields offers as they end, on the running event loop, until this worker is closed."""
-        return when_ended(self._engine, self.offers.events)
-
-    def watch_events_blocking(self, timeout_s: float | None = None) -> Iterator[LeaseEvent]:
-        """Yields like `watch_events` on the calling thread, and ends if no offer has ended for `timeout_s` seconds."""
-        limit_s = None if timeout_s is None else checked(timeout_s)
-        return each_ended(self._engine, self.offers.events, limit_s)
-
     def pull(
         self,
         ticket: Tickets | None = None,
@@ -219,7 +205,6 @@ class Worker:
         if ranged and is_empty(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
         want = (block_ids, tokens, layers, settle, limit_s)
-        on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
         if isinstance(ticket, Ticket) and (after is None or has_ended(after)):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
             if (
@@ -227,13 +212,37 @@ class Worker:
                 and (partial or peer.is_alone)
                 and (transfer := start(peer, ticket, want)) is not None
             ):
-                restart = self._restart(want, transfer.started_ns / 1e9) if transfer.state <= FAILED else None
-                parts = [(ticket, peer, transfer)]
-                return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart)
+                return self._started(ticket, peer, transfer, want)
         claimed, connect = self._sources.of(ticket, partial)
+        on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
         restart = self._restart(want, time.monotonic())
         starting = self._starts.start(connect, want, after=after)
         return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
+
+    def prepare(
+        self,
+        ticket: Ticket,
+        into: GroupIds,
+        *,
+        tokens: tuple[int, int] | None = None,
+        layers: tuple[int, int] | None = None,
+        timeout_s: float = 5.0,
+    ) -> PreparedPull:
+        """Plans a pull for tickets that offer the same blocks again, and connects if needed, for at most `timeout_s`.
+
+        The arguments are those of `pull`, for one owner and one cache group. Raises KVLinkError.
+        """
+        check_ticket(ticket)
+        peer = self.connect(ticket, timeout_s)
+        return PreparedPull(self, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
+
+    def _started(self, ticket: Ticket, peer: Peer, transfer: Transfer, want: Want) -> Pull:
+        state, on_landed = transfer.state, self._engine.on_landed
+        restart = self._restart(want, transfer.started_ns / 1e9) if state <= FAILED else None
+        on_unsettled = self._on_unsettled if want[3] else None
+        landed = state == SETTLED and on_landed is None
+        parts = [(ticket, peer, transfer)]
+        return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart, landed)
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
         """Settles a request without reading its blocks, with the arguments and errors of `pull`. Does not block or
@@ -267,7 +276,7 @@ class Worker:
         with self._closing:  # a second caller waits for the first
             if not self._closed:
                 self._closed = True
-                _open.discard(self)
+                open_workers.discard(self)
                 self._opened.close()
                 self._peers.close()
 
@@ -289,12 +298,3 @@ class Worker:
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         self._control.in_background(job, f"{what} failed request={request_id}")
-
-
-_open: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for worker in list(_open):
-        worker.close()

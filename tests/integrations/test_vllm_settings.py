@@ -10,10 +10,10 @@ from kvlink.integrations.vllm.settings import Settings
 
 
 def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVLINK_LEASE_S", "KVLINK_LEASE_SLOTS", "KVLINK_INLINE_BYTES"):
+    for name in ("KVLINK_LEASE_S", "KVLINK_LEASE_SLOTS", "KVLINK_INLINE_US"):
         monkeypatch.delenv(name, raising=False)
     settings = Settings.of({})
-    assert (settings.seats, settings.worker.inline_bytes, settings.worker.lease_s) == (8, 0, 30.0)
+    assert (settings.seats, settings.worker.inline_us, settings.worker.lease_s) == (8, 0, 30.0)
     assert settings.worker.lease_slots > 1000 * settings.seats
 
 
@@ -27,9 +27,9 @@ def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINK_LEASE_SLOTS", "800")
-    monkeypatch.setenv("KVLINK_INLINE_BYTES", "4096")
+    monkeypatch.setenv("KVLINK_INLINE_US", "4096")
     worker = Settings.of({}).worker
-    assert (worker.lease_slots, worker.inline_bytes) == (800, 4096)
+    assert (worker.lease_slots, worker.inline_us) == (800, 4096)
     assert Settings.of({"lease_slots": 900}).worker.lease_slots == 900
 
 

@@ -137,8 +137,8 @@ void World::make_peer() {
     lanes.push_back({std::move(endpoint)});
   }
   const size_t num_lanes = lanes.size();
-  const auto inline_bytes = random().one_of<uint64_t>({0, 3 * kBlockBytes, UINT64_MAX});
-  peer.connection = std::make_shared<Connection>(std::move(lanes), nullptr, inline_bytes, scratch(), threads_,
+  const auto inline_ns = random().one_of<int64_t>({0, 20'000, 300'000});
+  peer.connection = std::make_shared<Connection>(std::move(lanes), nullptr, inline_ns, scratch(), threads_,
                                                  std::make_shared<PathStats>());
   const auto regions =
       peer.connection->establish(chance(50) ? 77 : 0, std::vector<std::string>(num_lanes, "reply"), {"pool"},

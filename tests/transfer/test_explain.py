@@ -18,7 +18,6 @@ from transfer_stats import TransferStats
 from kvlink import BlockPool, Worker
 from kvlink.demo.table import Row, failed, print_verdict
 from kvlink.layout import Geometry, dense
-from kvlink.transfer.cost_model import Cost, FittedCost
 from kvlink.transfer.explain import PathTaken, paths_taken
 from kvlink.transfer.path_log import PathLog
 from kvlink.transfer.peer import Peer, Refusal
@@ -48,7 +47,6 @@ def part(owner: str, *refused: Refusal, left_out: tuple[str, ...] = ()) -> Part:
     peer = SimpleNamespace(
         transport="tcp",
         connection=SimpleNamespace(paths=lambda: ["mlx5_0:1->mlx5_1:1"]),
-        cost=FittedCost(Cost(1, 1, 1)),
         nics_left_out=left_out,
         bounces_at=(),
         refused=refused,

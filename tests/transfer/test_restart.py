@@ -28,11 +28,11 @@ INTO = [7, 6, 5]
 class Pair:
     """An owner, and a reader whose reads fail by a plan."""
 
-    def __init__(self, fault: str, inline_bytes: int) -> None:
+    def __init__(self, fault: str, inline_us: int) -> None:
         self.opened = ExitStack()
         config = WorkerConfig(transports="loopback")
         self.owner = self.opened.enter_context(Worker(PoolSpec().make(), "owner", config=config))
-        config = WorkerConfig(transports="fault+loopback", fault=fault, inline_bytes=inline_bytes, lanes=1)
+        config = WorkerConfig(transports="fault+loopback", fault=fault, inline_us=inline_us, lanes=1)
         self.reader = self.opened.enter_context(Worker(PoolSpec().make(), "reader", config=config))
         for region, _ in enumerate(self.owner.pool.regions):
             self.owner.pool.numpy(region)[:] = 42
@@ -53,7 +53,7 @@ class Pair:
         return [int(block) for block in full.nonzero()[0]]
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["queued", "inline"])
+@pytest.fixture(params=[0, 500], ids=["queued", "inline"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Pair]]:
     with ExitStack() as pairs:
 

@@ -22,3 +22,4 @@ class TransferStats(NamedTuple):
     staged: bool = False
     direct_us: float = 0.0
     staged_us: float = 0.0
+    predicted_us: float = 0.0

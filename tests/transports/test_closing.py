@@ -23,7 +23,7 @@ BLOCKS = range(128)  # 2 MiB
 
 
 def test_closing_while_pulls_connect_or_run(transport: str, new_pair: NewPair) -> None:
-    pair = new_pair(transport, num_blocks=130, inline_bytes=0)
+    pair = new_pair(transport, num_blocks=130, inline_us=0)
     pauses = random.Random(6)
     ended = {True: 0, False: 0}
     for number in range(60):

@@ -48,7 +48,7 @@ def wide_pair(transport: str, new_pair: NewPair, **options: object) -> Pair:
 
 
 def test_cancelled_pulls_write_no_more(transport: str, new_pair: NewPair) -> None:
-    pair = wide_pair(transport, new_pair, inline_bytes=0, fault="delay-data=300us@every:1")
+    pair = wide_pair(transport, new_pair, inline_us=0, fault="delay-data=300us@every:1")
     pair.works()
     pauses = random.Random(1)
     watch = Watch(pair)
@@ -71,7 +71,7 @@ def test_cancelled_pulls_write_no_more(transport: str, new_pair: NewPair) -> Non
 
 
 def test_pulls_cancelled_while_they_connect_write_nothing(transport: str, new_pair: NewPair) -> None:
-    pair = wide_pair(transport, new_pair, inline_bytes=0)
+    pair = wide_pair(transport, new_pair, inline_us=0)
     pauses = random.Random(2)
     watch = Watch(pair)
     pace_s = 0.005
@@ -98,7 +98,7 @@ def test_pulls_cancelled_while_they_connect_write_nothing(transport: str, new_pa
 
 
 def test_pulls_that_time_out_write_no_more(transport: str, new_pair: NewPair) -> None:
-    pair = wide_pair(transport, new_pair, inline_bytes=0, fault="delay=1ms@every:2")
+    pair = wide_pair(transport, new_pair, inline_us=0, fault="delay=1ms@every:2")
     pair.works()
     pauses = random.Random(3)
     watch = Watch(pair)
@@ -125,7 +125,7 @@ def test_an_owner_that_was_stopped_brings_nothing_when_it_goes_on(
 ) -> None:
     """tcp: what was asked for before the stop is still under way when the owner wakes up."""
     process = new_process()
-    pair = wide_pair("tcp", new_pair, at=process, inline_bytes=0)
+    pair = wide_pair("tcp", new_pair, at=process, inline_us=0)
     pauses = random.Random(4)
     watch = Watch(pair)
     num_timeouts = 0

@@ -66,8 +66,10 @@ def test_small_warm_pulls_run_on_the_callers_thread(transport: str, new_pair: Ne
     eventually(lambda: pair.pull(pair.offer([1]), [2]).stats.ran_inline)
 
 
-def test_large_ones_only_where_posting_them_is_a_launch(transport: str, new_pair: NewPair) -> None:
-    pair = new_pair(transport)
+def test_pulls_that_take_longer_do_only_where_posting_them_is_a_launch(
+    transport: str, new_pair: NewPair
+) -> None:
+    pair = new_pair(transport, inline_us=1)
     pair.works()
 
     def ran_inline() -> bool:
@@ -77,3 +79,20 @@ def test_large_ones_only_where_posting_them_is_a_launch(transport: str, new_pair
         eventually(ran_inline)
     else:
         assert not ran_inline()
+
+
+def test_a_pull_is_predicted_by_the_last_ones_of_its_shape(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    pair.works()
+    took_us: list[float] = []
+
+    def predicted() -> bool:
+        stats = pair.pull(pair.offer(range(5)), range(5)).stats
+        (peer,) = pair.reader.peers()
+        took_us.append(stats.total_us)
+        return peer.predict_us(stats.num_ops, stats.num_bytes) in [pytest.approx(us) for us in took_us]
+
+    # Not at once: a pull that starts while the lane still has the one before it does not count.
+    eventually(predicted)
+    (path,) = pair.pull(pair.offer(range(5)), range(5)).explain()
+    assert path.predicted_us in [pytest.approx(us) for us in took_us]

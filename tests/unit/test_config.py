@@ -71,7 +71,7 @@ def test_arguments_win_over_the_environment_and_none_does_not() -> None:
         ("KVLINK_PORT", "http", "whole number"),
         ("KVLINK_PORT", "65536", "between 0 and 65535"),
         ("KVLINK_AGENT_PORT", "-1", "between 0"),
-        ("KVLINK_INLINE_BYTES", "-4", "at least 0 bytes"),
+        ("KVLINK_INLINE_US", "-4", "between 0 and 100000 µs"),
         ("KVLINK_LANES", "1.5", "whole number"),
         ("KVLINK_LEASE_S", "nan", "between 0.001"),
         ("KVLINK_TIMEOUT_S", "inf", "between 0.001"),

@@ -47,6 +47,7 @@ class VerbsEndpoint final : public Endpoint {
                 .window = window_of(route.width),
                 .ordered = true,
                 .ordering_needs_fence = true,
+                .nic_driven = true,
                 .wake_fd = cq->wake_fd()},
         cq_(std::move(cq)),
         qp_(std::move(qp)),
