@@ -57,7 +57,7 @@ class Cache:
         self.worker = Worker(
             pool_of(self.paged, layouts_of(self.caches, self.paged.cache_tensor, config, "m")),
             name,
-            config=WorkerConfig(transports="loopback", port=0, inline_bytes=0),
+            config=WorkerConfig(transports="loopback", port=0, inline_us=0),
         )
         for number in range(busy):  # so that the two ends have different blocks
             assert self.paged.can_store_request_tokens(RequestState(f"busy {number}", [0]), 3)
