@@ -18,7 +18,7 @@ constexpr int64_t kSpinNs = 2'000;
 // has settles to send, or was held by another thread.
 constexpr int64_t kTickNs = 1'000'000;
 constexpr int64_t kTickForNs = 50'000'000;
-constexpr int64_t kIdleNs = 1'000'000'000;
+constexpr int64_t kActiveNs = 1'000'000'000;  // at most, although a descriptor tells of work
 
 }  // namespace
 
@@ -43,8 +43,11 @@ void ProgressThread::add(std::shared_ptr<Lane> lane) {
 }
 
 void ProgressThread::remove(const std::shared_ptr<Lane>& lane) {
-  std::lock_guard lock(mutex_);
-  std::erase(lanes_, lane);
+  {
+    std::lock_guard lock(mutex_);
+    std::erase(lanes_, lane);
+  }
+  wake();  // while the thread sleeps, it keeps every lane that it saw
 }
 
 void ProgressThread::wake() {
@@ -69,16 +72,17 @@ void ProgressThread::wake_from_doze() {
 
 void ProgressThread::run() {
   int64_t last_progress = 0, last_unsent = 0;
-  while (!stopping_) {
-    // Read before anything that a wake() may concern, including the lanes.
+  for (;;) {
+    // Read before anything that a wake() may concern, including the lanes and `stopping_`.
     const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
+    if (stopping_) return;
     std::vector<std::shared_ptr<Lane>> lanes;
     {
       std::lock_guard lock(mutex_);
       lanes = lanes_;
     }
     std::vector<pollfd> watched{{wake_fd_.get(), POLLIN, 0}};
-    bool progressed = false, copying = false, held = false;
+    bool progressed = false, copying = false, held = false, active = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
       // A descriptor of a lane that this thread does not drive is readable only if the owner hung up.
@@ -90,6 +94,7 @@ void ProgressThread::run() {
       held |= driven.held;
       if (driven.held) continue;
       if (driven.active) watched.back().events = POLLIN;
+      active |= driven.active;
       progressed |= driven.progressed && driven.active;
       copying |= lane->traits().cpu_copies;
       wake_at = std::min(wake_at, driven.wake_at_ns);
@@ -106,8 +111,12 @@ void ProgressThread::run() {
     dozing_.store(!ticking, std::memory_order_seq_cst);
     // A wake() that came before `asleep_` was visible wrote nothing; its count tells.
     if (wakes == wakes_.load(std::memory_order_seq_cst)) {
-      const int64_t most_ns = ticking || copying || held ? kTickNs : kIdleNs;
-      if (sleep_until(std::min(wake_at, now + most_ns), watched, lanes)) last_progress = now_ns();
+      if (ticking || copying || held) {
+        wake_at = std::min(wake_at, now + kTickNs);
+      } else if (active) {
+        wake_at = std::min(wake_at, now + kActiveNs);
+      }
+      if (sleep_until(wake_at, watched, lanes)) last_progress = now_ns();
     }
     asleep_.store(false, std::memory_order_seq_cst);
     dozing_.store(false, std::memory_order_seq_cst);

@@ -16,7 +16,7 @@ constexpr int64_t kSlackNs = 1'500'000;
 constexpr int64_t kCancelNs = 200'000'000;
 // A streaming pull may look for what is ready as rarely as once a tick.
 constexpr int64_t kForgottenNs = 2 * kTickNs + kSlackNs;
-constexpr int64_t kIdleNs = 1'000'000'000;
+constexpr int64_t kQuietNs = 1'002'000'000;  // lanes with work are looked at once a second
 // The longest that three posts of a slow endpoint take, and a tick for each.
 constexpr int64_t kWithdrawnNs = 40'000'000;
 
@@ -195,7 +195,7 @@ void World::check_under_way(Peer& peer) {
 
 void World::check_pulls() {
   for (const Pull* const pull : pulls_) check_pull(*pull);
-  scheduler_.sleep(kIdleNs + kTickNs + kSlackNs);  // the progress thread looks by then
+  scheduler_.sleep(kQuietNs);
   for (const auto& peer : peers_) {
     if (peer->connection->pending() != 0) fail("ended pulls stay in a lane's queue");
     if (!peer->healthy() || peer->closed) continue;

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "cpp/engine/lane_peers.h"
+#include "engine/progress_thread.h"
 
 namespace kvlink {
 namespace {
@@ -98,6 +99,19 @@ TEST_F(LaneTest, ASettleThatIsUnderWayIsLookedFor) {
   EXPECT_EQ(driver->doze_wakes, 1);
   lanes[0]->drive();
   EXPECT_FALSE(lanes[0]->unsent());
+}
+
+TEST_F(LaneTest, ASleepingThreadLetsGoOfALaneThatIsRemoved) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  const std::shared_ptr<ProgressThread> progress = *ProgressThread::make();
+  std::shared_ptr<Lane> lane = std::move(lanes[0]);
+  progress->add(lane);
+  // It sleeps once its own copy, the third, stays.
+  for (int seen = 0; seen < 2000; std::this_thread::yield()) seen = lane.use_count() == 3 ? seen + 1 : 0;
+  progress->remove(lane);
+  const std::weak_ptr<Lane> left = std::exchange(lane, nullptr);
+  while (!left.expired()) std::this_thread::yield();
+  progress->stop();
 }
 
 TEST_F(LaneTest, WhyALaneBrokeIsToldWithoutHoldingIt) {
