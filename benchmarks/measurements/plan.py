@@ -28,6 +28,10 @@ LATENT = replace(
     MODEL, num_layers=61, total_heads=1, row_bytes=1152, planes_per_layer=1, block_tokens=64, num_blocks=2048
 )
 LAYERS = Regions.PER_LAYER
+ONE_PLANE = dense(
+    Geometry(num_layers=1, total_heads=1, row_bytes=4096, num_blocks=8192, block_tokens=1, planes_per_layer=1)
+)
+"""The pool of `kvlink bench pull` with blocks of 4 KiB."""
 REPEATS = 50
 FIRST_ADDRESS = 1 << 40
 
@@ -64,6 +68,7 @@ CASES = (
     Case("mla", dense(LATENT, Order.NHD, LAYERS), dense(LATENT, Order.NHD, LAYERS), 672),
     Case("nhd, blocks of 64 to 16", dense(WIDE_BLOCKS), dense(MODEL), 256),
     Case("nhd to hnd, row by row", dense(SHALLOW, Order.NHD), dense(SHALLOW, Order.HND), 64),
+    Case("one plane", ONE_PLANE, ONE_PLANE, 256),
     Case("nhd, one block", dense(MODEL, Order.NHD, LAYERS), dense(MODEL, Order.NHD, LAYERS), 1),
 )
 

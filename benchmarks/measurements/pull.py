@@ -132,6 +132,7 @@ class _Bench:
         self._us: list[list[float]] = [[] for _ in ways]
         self._read_us: list[float] = []
         self._lanes = 1
+        self.ran_inline = True
         self._references: dict[str, list[float]] = {}
         self._bare_us: list[float] = []  # bare reads between them
         self._turn = 0  # another one goes first each time
@@ -240,6 +241,7 @@ class _Bench:
         if not stats.settled:
             raise BenchError(f"{pull!r} returned before it was settled")
         self._read_us.append(stats.read_us)
+        self.ran_inline = stats.ran_inline
         return took_us
 
     def _landed(self, draw: _Draw) -> bool:
@@ -262,15 +264,15 @@ def _measured_by_itself(_: _Draw) -> float:
     raise AssertionError("kvlink's own transfers go through _Bench._pull")
 
 
-def _mover_of(baseline: Baseline, thread: Executor | None) -> _Mover:
-    """Returns the mover of a baseline. It runs on `thread` while the caller sleeps, if there is one.
+def _mover_of(baseline: Baseline, thread: Executor, on_caller: Callable[[], bool]) -> _Mover:
+    """Returns the mover of a baseline. It runs on `thread` while the caller sleeps, unless kvlink's pulls run on the
+    caller's thread.
 
-    A copy that runs on another CPU than the caller's loses up to 15 % on a virtual machine, for any library. Large
-    pulls of kvlink run on such a thread too, or on the caller's while it waits.
+    A copy that runs on another CPU than the caller's loses up to 15 % on a virtual machine, for any library.
     """
 
     def run(draw: _Draw) -> float:
-        if thread is None:
+        if on_caller():
             return baseline.run(draw.owner_ids, draw.ids)
         return thread.submit(baseline.run, draw.owner_ids, draw.ids).result()
 
@@ -292,8 +294,11 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation)
         Worker(BlockPool.allocate(layout), "bench-reader", transports=transport) as worker,
         ThreadPoolExecutor(1) as threads,
     ):
-        thread = threads if blocks * block_bytes > _SMALL_BYTES else None
         baselines = baselines_of(transport, owner, worker.pool)
-        ways = [_Mover("kvlink", _measured_by_itself), *(_mover_of(each, thread) for each in baselines)]
+        ways = [
+            _Mover("kvlink", _measured_by_itself),
+            *(_mover_of(each, threads, lambda: bench.ran_inline) for each in baselines),
+        ]
         assert len(ways) == num_ways
-        yield _Bench(owner, worker, ways, order, blocks)
+        bench = _Bench(owner, worker, ways, order, blocks)
+        yield bench

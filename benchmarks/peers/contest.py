@@ -25,11 +25,11 @@ from ..harness.machine import OtherLoad
 from ..harness.quantiles import median_interval, quantiles_us
 from .contender import KVLINK, Contender, ContenderInfo, Draw
 from .here import Kvlink
-from .modes import HOST, MODES, TCP
+from .modes import HOST, MODES, REPEAT, TCP
 from .pair import Pair
 from .setup import python_of
 
-TRANSPORTS = {HOST: ("shm", "cma"), TCP: ("tcp",)}
+TRANSPORTS = {HOST: ("shm", "cma"), TCP: ("tcp",), REPEAT: ("shm", "cma")}
 
 QUANTILES = (0, 1, *range(5, 100, 5), 99, 99.9, 100)
 """The quantiles of the times in a row, enough to draw their distribution."""
@@ -114,7 +114,7 @@ def _gather(
             continue
         stack.callback(contender.close)
         there.append(contender)
-        for bare in contender.bare(*shape) if isinstance(contender, Kvlink) else ():
+        for bare in contender.bare() if isinstance(contender, Kvlink) else ():
             stack.callback(bare.close)
             there.append(bare)
     return there, absent
@@ -172,11 +172,13 @@ def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:
 
 
 def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list[Draw]:
-    """Draws the blocks of a turn. The first draw has one block, or one run."""
+    """Draws the blocks of a turn. The first draw has one block, or one run, and only warms up."""
     lists = [
         contender.order.draw(rng, shape.memory_blocks, 1 + shape.transfers, shape.blocks) for _ in range(2)
     ]
     first, *others = map(Draw, *lists)
+    if contender.info.path == REPEAT:
+        others = others[:1] * len(others)
     return [Draw(first.there[: contender.order.run], first.here[: contender.order.run]), *others]
 
 

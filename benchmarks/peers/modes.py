@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-HOST, TCP = "host", "tcp"
-PATHS = (HOST, TCP)
-"""Memory of one host by the fastest way, or TCP over the loopback interface."""
+HOST, TCP, REPEAT = "host", "tcp", "repeat"
+PATHS = (HOST, TCP, REPEAT)
+"""Memory of one host by the fastest way, TCP over the loopback interface, or the same blocks of one host's memory again
+and again, prepared once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,12 @@ MODES = (
     Mode("nixl", "posix", HOST, "UCX's shared memory alone", {"UCX_TLS": "posix,self"}, _NO_ERRORS),
     Mode("nixl", "tcp", TCP, "its defaults over TCP", {"UCX_TLS": "tcp"}),
     Mode("nixl", "tcp-vllm", TCP, "as vLLM sets it", {"UCX_TLS": "tcp"}, {"ucx": {"num_threads": "4"}}),
+    Mode("nixl", "repost", REPEAT, "one handle, posted again", options={"repeat": True}),
+    Mode(
+        "nixl", "repost-fast", REPEAT, "without UCX's error handling", options={"repeat": True, **_NO_ERRORS}
+    ),
     Mode("ucx", "direct", HOST, "its defaults: process_vm_readv"),
+    Mode("ucx", "direct-again", REPEAT, "its defaults: process_vm_readv"),
     Mode("ucx", "direct-mapped", HOST, "memory of its own, written through a mapping", *_MAPPED),
     Mode("ucx", "direct-tcp", TCP, "its defaults over TCP, an owner that sleeps", {"UCX_TLS": "tcp"}),
     Mode("ucx", "direct-tcp-poll", TCP, "an owner that never sleeps", {"UCX_TLS": "tcp"}, {"poll": True}),

@@ -18,11 +18,13 @@ _MEMORY = "DRAM"
 
 
 class Nixl:
-    """One agent with its progress thread, which an owner without calls needs. The option `ucx` has UCX's settings."""
+    """One agent with its progress thread, which an owner without calls needs. Options: `ucx` has
+    UCX's settings; with `repeat` the handle of a transfer is made before it is timed.
+    """
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = version("nixl-cu12")
-        self._blocks = blocks
+        self._blocks, self._repeats = blocks, bool(options.get("repeat"))
         self._agent = nixl_agent(options["name"], nixl_agent_config(backends=[]))
         self._agent.create_backend("UCX", options.get("ucx", {}))
         self._agent.register_memory([(blocks.address, blocks.num_bytes, 0, "")], _MEMORY)
@@ -45,8 +47,13 @@ class Nixl:
         """Prepares make_prepped_xfer, transfer, and polling until it is done, which are timed."""
         agent, handles = self._agent, []
 
+        def make() -> Any:
+            return agent.make_prepped_xfer("READ", self._here, here, self._there, there)
+
+        made = make() if self._repeats else None
+
         def run() -> None:
-            handle = agent.make_prepped_xfer("READ", self._here, here, self._there, there)
+            handle = make() if made is None else made
             state = agent.transfer(handle)
             while state == "PROC":
                 state = agent.check_xfer_state(handle)
