@@ -159,6 +159,24 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         )  # fmt: skip
         return want.to_frames()
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Returns whether this server can read from the prefill server. If not, fails the requests that name it.
+
+        SGLang raises an error for a prefill server with other settings, such as another page size, and the scheduler,
+        and with it the whole server, would end for one request of a router.
+        """
+        try:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        except RuntimeError as error:
+            reason = f"the prefill server at {bootstrap_addr} does not fit this decode server: {error}"
+        rooms = [*self.addr_to_rooms_tracker.get(bootstrap_addr, ())]
+        for room in rooms:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+        if rooms:
+            _log.error("refuses %d requests: %s", len(rooms), reason)
+        return False
+
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
         """Fails the requests at a prefill server that was restarted, and finds its new ranks for the next ones."""
         super()._on_heartbeat_success(bootstrap_addr)

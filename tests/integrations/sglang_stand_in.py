@@ -37,6 +37,12 @@ class CommonKVManager:
         self.addr_to_rooms_tracker: dict[str, set[int]] = defaultdict(set)
         self.transfer_infos: dict[int, Any] = {}
         self.aborts: list[int] = []
+        self.misfits: set[str] = set()
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        if bootstrap_addr in self.misfits:
+            raise RuntimeError("Page size mismatch")
+        return True
 
     def update_status(self, room: int, status: int) -> None:
         now = self.request_status.get(room)

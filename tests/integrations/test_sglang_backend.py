@@ -138,3 +138,19 @@ def test_one_room_for_two_requests_of_a_prefill_server(backend: ModuleType, serv
     first.clear()
     assert not prefill.outgoing._room_of
     assert backend.KVLinkSender(manager, PREFILL_1, ROOM).poll() == KVPoll.Bootstrapping
+
+
+def test_a_prefill_server_that_does_not_fit_fails_its_own_requests(backend: ModuleType) -> None:
+    """SGLang's error would end the scheduler, and with it the decode server."""
+    manager = backend.KVLinkManager.__new__(backend.KVLinkManager)
+    sglang.CommonKVManager.__init__(manager)
+    manager.live_rooms, manager.misfits = LiveRooms(), {PREFILL_2}
+    fits, misfit = (
+        backend.KVLinkReceiver(mgr=manager, bootstrap_addr=address, bootstrap_room=room)
+        for address, room in ((PREFILL_1, ROOM), (PREFILL_2, ROOM + 1))
+    )
+    manager.incoming = SimpleNamespace(drop=lambda room: None)
+    assert manager.try_ensure_parallel_info(PREFILL_1) is True
+    assert manager.try_ensure_parallel_info(PREFILL_2) is False
+    assert fits.poll() == KVPoll.Bootstrapping
+    assert f"{PREFILL_2} does not fit this decode server: Page size mismatch" in fails(misfit)
