@@ -43,6 +43,7 @@ CASES = {
     "post": Case("post", "kvlink::time_posting(*", 2),
     "grant": Case("settle", "kvlink::LeaseTable::grant(*", 400),
     "settle": Case("settle", "kvlink::LeaseTable::settle(*", 400),
+    "pull": Case("pull", "kvlink::Connection::pull(*", 400),
     "sweep": Case("sweep", "kvlink::LeaseTable::sweep(*", 8),
 }
 

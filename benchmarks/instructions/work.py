@@ -20,6 +20,7 @@ _TOKENS, _ROW_BYTES = 16, 256
 _BLOCK_BYTES = _TOKENS * _ROW_BYTES
 _PLANES = 2 * _LAYERS
 _SLOTS, _TTL_S = 64, 3600.0
+_LINE_BYTES, _NEVER_LONG_US, _SETTLED = 64, 1e9, 3
 
 
 def load(path: str, name: str = "kvlink._core") -> Any:
@@ -84,7 +85,38 @@ def sweep(core: Any, rounds: int) -> None:
     bench_module(core).sweep_ns(32_768, 32_000, rounds)
 
 
-CASES = {work.__name__: work for work in (plan, post, settle, sweep)}
+def pull(core: Any, rounds: int) -> None:
+    """Pulls one small block from another engine of this process, validates it and settles it."""
+    layout = core.Layout(
+        _POOL_BLOCKS, 1, 0, 1, _LINE_BYTES, _LINE_BYTES, _LINE_BYTES, _LINE_BYTES, [(0, 0, 0)]
+    )
+    memory = [core.HostMemory(_POOL_BLOCKS * _LINE_BYTES) for _ in range(2)]
+    owner, reader = (
+        core.Engine(1, ["loopback"], "127.0.0.1", 0, "", _SLOTS, 1, _NEVER_LONG_US, 1, []) for _ in memory
+    )
+    for engine, pool in zip((owner, reader), memory, strict=True):
+        engine.add_pool_region(pool)
+        engine.start()
+    ((_, address, pool_keys, lease_keys, _, _),) = owner.access()
+    connection = reader.open("loopback", address, core.PathStats("loopback"))
+    number, replies, _, _ = owner.accept("loopback", connection.hellos(), True, 0)
+    regions = connection.establish(number, replies, pool_keys, lease_keys, 1, _TTL_S)
+    here, num_bytes = memory[1], _POOL_BLOCKS * _LINE_BYTES
+    planner = core.Planner(layout, layout, [(here.address, num_bytes)], [num_bytes], regions)
+    blocks = array("I", [7])
+    for lease in range(1, rounds + 1):
+        [seat] = owner.grant(lease, 1, 1, _TTL_S)
+        pulled = connection.pull(planner, blocks, blocks, (0, 1), (0, 1), seat, 0, _TTL_S)
+        if pulled.state != _SETTLED:
+            raise RuntimeError("the pull did not run on this thread")
+        while not owner.take_ended():
+            pass
+    connection.close()
+    reader.close()
+    owner.close()
+
+
+CASES = {work.__name__: work for work in (plan, post, settle, sweep, pull)}
 
 if __name__ == "__main__":
     CASES[sys.argv[2]](load(sys.argv[1]), int(sys.argv[3]))

@@ -24,7 +24,7 @@ def test_a_baseline_of_other_cases_is_refused() -> None:
         compare({"plan": 1}, {"plan": 1, "post": 1})
 
 
-@pytest.mark.parametrize("name", ["plan", "settle", "sweep", "post"])
+@pytest.mark.parametrize("name", ["plan", "settle", "sweep", "post", "pull"])
 def test_the_work_runs_on_its_own(name: str) -> None:
     if name == "post" and not hasattr(_bench, "post_ns"):
         pytest.skip("built without verbs")
