@@ -232,7 +232,8 @@ def router(prefill: Iterable[Server], decode: Iterable[Server], *flags: str) -> 
 def vllms_router(prefill: Server, decode: Server) -> Launch:
     """Returns the launch of the vLLM project's router, which knows NIXL's handoffs."""
     port = free_port()
-    command = [str(ENGINES / "vllm" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+    python = str(ENGINES / "vllm" / "bin" / "python")
+    command = [python, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]
     command += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
     return Launch("vllm-router", tuple(command), port)

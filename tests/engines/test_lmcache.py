@@ -46,7 +46,9 @@ def lmcache(name: str, module: str, *arguments: str, port: int, alive: str = "")
 def test_its_interfaces_are_what_kvlink_takes_for_granted() -> None:
     """Runs the tests that the gate leaves out for want of LMCache."""
     tests = [f"tests/integrations/test_lmcache_{name}.py" for name in ("channel", "reads")]
-    command = [str(BIN / "pytest"), "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", *tests]
+    # -P: the kvlink that is installed, and not this checkout's.
+    pytest_of_its_own = [str(BIN / "python"), "-P", "-m", "pytest"]
+    command = [*pytest_of_its_own, "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", *tests]
     env = os.environ | {"REQUIRE_LANES": "integrations"}  # of that run
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-10_000:] + ran.stderr[-3000:]

@@ -11,17 +11,19 @@ import subprocess
 import pytest
 from servers import ENGINES, ROOT
 
-PYTEST = ENGINES / "transformers" / "bin" / "pytest"
+PYTHON = ENGINES / "transformers" / "bin" / "python"
 
 pytestmark = [
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTEST.exists(), reason="no transformers: run .ci/engines transformers"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no transformers: run .ci/engines transformers"),
 ]
 
 
 @pytest.mark.parametrize("name", ["transformers", "transformers_rings", "transformers_windows"])
 def test_all_of_its_tests_pass(name: str) -> None:
-    command = [str(PYTEST), "-q", "-p", "no:cacheprovider", f"tests/integrations/test_{name}.py"]
+    # -P: the kvlink that is installed, and not this checkout's.
+    pytest_of_its_own = [str(PYTHON), "-P", "-m", "pytest"]
+    command = [*pytest_of_its_own, "-q", "-p", "no:cacheprovider", f"tests/integrations/test_{name}.py"]
     env = os.environ | {"REQUIRE_LANES": "integrations"}  # of that run
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(ran.stdout[-3000:])
