@@ -51,11 +51,14 @@ class Queues(Stack):
     full = property(lambda self: self.servers[4])
 
     def idle(self) -> bool:
-        """No server holds a page, and no lease is open."""
+        """No server holds a page, and every lease was settled by its reader; none had to expire."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        [active] = [line for line in lines if line.startswith("kvlink_active_leases{")]
-        return float(active.split()[-1]) == 0 and super().idle()
+        counts = {
+            line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("kvlink_")
+        }
+        granted, settled = (counts[f"kvlink_{how}_leases_total"] for how in ("granted", "settled"))
+        return granted == settled and super().idle()
 
 
 @pytest.fixture(scope="module")
