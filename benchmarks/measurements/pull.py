@@ -295,6 +295,6 @@ def _opened(transport: str, block_bytes: int, blocks: int, order: Fragmentation)
     ):
         baselines = baselines_of(transport, owner, worker.pool)
         bare = [_mover_of(each, threads, lambda: bench.ran_inline) for each in baselines]
-        ways = [_Mover("kvlink", _measured_by_itself), *bare]
-        bench = _Bench(owner, worker, ways, order, blocks)
+        assert 1 + len(bare) == num_ways
+        bench = _Bench(owner, worker, [_Mover("kvlink", _measured_by_itself), *bare], order, blocks)
         yield bench

@@ -58,17 +58,24 @@ std::shared_ptr<Transfer> start(Connection& self, PullRequest& request, LeaseSea
   return self.pull(request);
 }
 
-std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
-                               py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
-                               int stream, double timeout_s) {
-  check(self.process().check());
-  const BlockIds owner(owner_blocks), reader(reader_blocks);
+/// Returns the request of one cache group. The lists must outlive it.
+PullRequest request_of(const PyPlanner& planner, const BlockIds& owner, const BlockIds& reader, Range tokens,
+                       Range layers) {
   PullRequest request;
   request.planner = planner.planner;
   request.owner_blocks = owner;
   request.reader_blocks = reader;
   request.tokens = tokens;
   request.layers = layers;
+  return request;
+}
+
+std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
+                               py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
+                               int stream, double timeout_s) {
+  check(self.process().check());
+  const BlockIds owner(owner_blocks), reader(reader_blocks);
+  PullRequest request = request_of(planner, owner, reader, tokens, layers);
   return start(self, request, seat, stream, timeout_s,
                request.planner->bytes(tokens.end - tokens.begin, layers));
 }
@@ -90,13 +97,7 @@ PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& p
                      py::handle owner_blocks, py::handle reader_blocks, Range tokens, Range layers) {
   check(self->process().check());
   const BlockIds owner(owner_blocks), reader(reader_blocks);
-  PullRequest request;
-  request.planner = planner.planner;
-  request.owner_blocks = owner;
-  request.reader_blocks = reader;
-  request.tokens = tokens;
-  request.layers = layers;
-  return {self, take(self->prepare(request))};
+  return {self, take(self->prepare(request_of(planner, owner, reader, tokens, layers)))};
 }
 
 using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;

@@ -48,10 +48,8 @@ def stop(part: Part) -> None:
 
 def settle_args(ticket: Ticket, assignment: GroupsAssignment) -> tuple[int, int]:
     """Returns the slot of this rank, and the value that settles it. Raises ConfigError if there is no such seat."""
-    if assignment.seat >= len(ticket.seats):
-        raise no_such_seat(ticket, assignment.seat, assignment.num_seats)
-    seat = ticket.seats[assignment.seat]
-    return seat.slot, settled_value(ticket, seat, assignment.num_seats)
+    slot, _, value = lease_words(ticket, assignment, True)
+    return slot, value
 
 
 Connected = list[tuple[Ticket, Peer]]
@@ -90,13 +88,13 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     )
 
 
-def lease_words(ticket: Ticket, peer: Peer, settle: bool) -> tuple[int, int, int]:
+def lease_words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> tuple[int, int, int]:
     """Returns this rank's slot, its nonce, and the value that settles it or 0. Raises ConfigError without a seat."""
     try:
-        seat = ticket.seats[peer.seat]
+        seat = ticket.seats[reader.seat]
     except IndexError:
-        raise no_such_seat(ticket, peer.seat, peer.num_seats) from None
-    return seat.slot, seat.nonce, settled_value(ticket, seat, peer.num_seats) if settle else 0
+        raise no_such_seat(ticket, reader.seat, reader.num_seats) from None
+    return seat.slot, seat.nonce, settled_value(ticket, seat, reader.num_seats) if settle else 0
 
 
 def no_such_seat(ticket: Ticket, seat: int, num_readers: int) -> ConfigError:

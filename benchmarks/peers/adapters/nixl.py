@@ -18,8 +18,9 @@ _MEMORY = "DRAM"
 
 
 class Nixl:
-    """One agent with its progress thread, which an owner without calls needs. Options: `ucx` has
-    UCX's settings; with `repeat` the handle of a transfer is made before it is timed.
+    """One agent with its progress thread, which an owner without calls needs.
+
+    Options: `ucx` has UCX's settings; with `repeat` the handle of a transfer is made before it is timed.
     """
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
