@@ -111,12 +111,12 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
   Lease granted = make_lease(lease, ttl_ns, now_ns);
   if (readers == 0) return Status::Config("a lease needs at least one reader");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
-  if (readers > free_.size()) {
+  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
+  if (!make_room(readers)) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
-  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
@@ -137,13 +137,14 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
     const auto before = seats.first(index);
     const bool twice = std::any_of(before.begin(), before.end(),
                                    [&](const LeaseSeat& other) { return other.slot == seat.slot; });
-    if (twice || !free_.contains(seat.slot) || seat.nonce < kSmallestNonce ||
-        seat.settle_nonce < kSmallestNonce) {
+    const bool is_free = free_.contains(seat.slot) || soft_.has(seat.slot);
+    if (twice || !is_free || seat.nonce < kSmallestNonce || seat.settle_nonce < kSmallestNonce) {
       return Status::Config("lease slot " + std::to_string(seat.slot) +
                             " is taken or does not exist, or a nonce of it is not random");
     }
   }
   for (const LeaseSeat& seat : seats) {
+    if (soft_.has(seat.slot)) end_soft(seat.slot, LeaseEnd::kEvicted, soft_counts_.displaced);
     free_.remove(seat.slot);
     open_seat(granted, seat, ready);
   }
@@ -152,23 +153,32 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
 }
 
 void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) {
-  SlotRecord& record = records_[seat.slot];
-  hear_reader(seat.slot);  // a late one of the slot's last lease
-  readers_.take(seat.slot, to_fence_);
-  words_[seat.slot].settled.store(0, std::memory_order_relaxed);
-  record = {lease.id, seat.settle_nonce, Announcement::tag_of(seat.nonce)};
-  deadlines_.set(seat.slot, lease.deadline_ns);
-  LeaseSlot& shared = slots_[seat.slot];
-  shared.ready.store(ready, std::memory_order_relaxed);
-  shared.nonce.store(seat.nonce, std::memory_order_release);
+  publish(seat, {lease.id, seat.settle_nonce, Announcement::tag_of(seat.nonce)}, lease.deadline_ns, ready);
   lease.seats.push_back({seat.slot, true});
   ++lease.num_open;
 }
 
+/// Puts a seat into its slot, which readers accept from then on.
+void LeaseTable::publish(const LeaseSeat& seat, const SlotRecord& record, int64_t deadline_ns,
+                         uint64_t ready) {
+  hear_reader(seat.slot);  // a late one of the slot's last lease
+  readers_.take(seat.slot, to_fence_);
+  words_[seat.slot].settled.store(0, std::memory_order_relaxed);
+  records_[seat.slot] = record;
+  deadlines_.set(seat.slot, deadline_ns);
+  LeaseSlot& shared = slots_[seat.slot];
+  shared.ready.store(ready, std::memory_order_relaxed);
+  shared.nonce.store(seat.nonce, std::memory_order_release);
+}
+
 void LeaseTable::add(Lease lease) {
   leases_.emplace(lease.id, std::move(lease));
-  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+  count_active();
   ++counts_.granted;
+}
+
+void LeaseTable::count_active() {
+  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_, std::memory_order_relaxed);
 }
 
 bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
@@ -227,6 +237,8 @@ bool LeaseTable::abort(uint64_t id) {
 void LeaseTable::abort_all() {
   std::lock_guard lock(mutex_);
   for (auto& [id, lease] : leases_) abort(lease);
+  uint64_t uncounted = 0;
+  while (soft_.size() > 0) end_soft(soft_.oldest(), LeaseEnd::kAborted, uncounted);
 }
 
 /// Returns false if its readers had settled before.
@@ -299,6 +311,7 @@ void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
 
 /// Ends the lease that has the slot.
 void LeaseTable::expire(uint32_t slot) {
+  if (soft_.has(slot)) return end_soft(slot, LeaseEnd::kExpired, soft_counts_.expired);
   Lease& lease = leases_.at(records_[slot].lease);
   lease.how = LeaseEnd::kExpired;
   for (Seat& seat : lease.seats) end_seat(lease, seat, LeaseEnd::kExpired);
@@ -347,7 +360,7 @@ void LeaseTable::report(int64_t now_ns, Swept& swept) {
     leases_.erase(found);
   }
   ended_leases_.clear();
-  num_active_.store(static_cast<uint32_t>(leases_.size()), std::memory_order_relaxed);
+  count_active();
 }
 
 LeaseCounts LeaseTable::counts(int64_t now_ns) const {

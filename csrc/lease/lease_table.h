@@ -7,6 +7,9 @@
 // means the blocks were pinned during the whole read, a tombstone says why they were not. Only the lease
 // whose nonce stands in a slot stores to it. No clock is ever compared between hosts: the owner alone counts
 // the time to live.
+//
+// A soft lease pins nothing. Whoever is about to write one of its blocks revokes it first, so a nonce that is
+// still there after the data means that the read came before the write. It has one seat for all its readers.
 #pragma once
 
 #include <atomic>
@@ -23,6 +26,7 @@
 #include "lease/lease_readers.h"
 #include "lease/lease_words.h"
 #include "lease/seat_deadlines.h"
+#include "lease/soft_leases.h"
 
 namespace kvlink {
 
@@ -47,6 +51,19 @@ struct LeaseCounts {
   uint64_t active = 0, granted = 0, settled = 0, expired = 0, aborted = 0, fenced_readers = 0;
   int64_t oldest_ns = 0;
 };
+
+/// The end of soft leases: `displaced` when a lease needed their slot, or they covered too many blocks.
+struct SoftLeaseCounts {
+  uint64_t active = 0, granted = 0, evicted = 0, displaced = 0, expired = 0;
+};
+
+struct Revoked {
+  uint32_t num_ended = 0;         // soft leases that this call ended
+  uint64_t all_ended_so_far = 0;  // soft leases, for whatever reason
+};
+
+/// The time to live of a soft lease that does not expire.
+inline constexpr int64_t kNoExpiryNs = SeatDeadlines::kNever;
 
 /// Leases age by at most this between two looks at the clock. Sweeps are a millisecond apart, so more time
 /// has passed only if the owner was paused. Leases do age by this much then, so an owner that is always late
@@ -79,6 +96,19 @@ class LeaseTable {
   /// Returns kConfig and takes nothing if a slot is taken or does not exist.
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns,
                   int64_t now_ns);
+  /// Takes one slot for any number of readers, without pinning the blocks. The lease ends by revoke(),
+  /// expiry, abort_all(), or because another lease needs its slot: then the oldest soft lease ends first.
+  /// Nothing reports its end. Returns kConfig if leases that pin blocks have all slots, or the blocks are too
+  /// many.
+  Result<LeaseSeat> grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns,
+                               int64_t now_ns);
+  /// Does the same at a shared seat that the caller chose. A soft lease that has the slot ends.
+  Status grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                       int64_t ttl_ns, int64_t now_ns);
+  /// Ends the soft leases that cover one of the blocks. On return their tombstones are in their slots, and
+  /// writes that follow are ordered behind them. Costs a few nanoseconds for a block that none covers.
+  Revoked revoke(std::span<const uint32_t> blocks);
+  SoftLeaseCounts soft_counts() const;
   /// Publishes how many units are written; the number never decreases. Returns false if there is no such
   /// lease, or it has ended.
   bool set_ready(uint64_t lease, uint64_t ready);
@@ -103,6 +133,7 @@ class LeaseTable {
   void sweep(int64_t now_ns, Swept& swept);
 
   LeaseCounts counts(int64_t now_ns) const;
+  /// Returns the number of leases that sweeps look after: not of soft leases that do not expire.
   uint32_t num_active() const { return num_active_.load(std::memory_order_relaxed); }
 
  private:
@@ -120,17 +151,24 @@ class LeaseTable {
   };
   /// The state of a slot that only the owner knows.
   struct SlotRecord {
-    uint64_t lease = 0;         // the last one that had it
+    uint64_t lease = 0;         // the last one that had it; a soft lease leaves all three 0
     uint64_t settle_nonce = 0;  // of the last seat, as the next
     uint32_t tag = 0;           // of its nonce
   };
 
-  friend struct LeaseTableState;  // tests/cpp/lease/lease_model.h: copies and compares tables
+  friend struct LeaseTableState;  // tests/cpp/lease: copies and compares tables
 
   int64_t aged(int64_t now_ns);
   Lease make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns);
   void open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready);
+  void publish(const LeaseSeat& seat, const SlotRecord& record, int64_t deadline_ns, uint64_t ready);
   void add(Lease lease);
+  bool make_room(uint32_t num_slots);
+  static Status check_soft(std::span<const uint32_t> blocks);
+  void open_soft(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns,
+                 int64_t now_ns);
+  void end_soft(uint32_t slot, LeaseEnd how, uint64_t& count);
+  void count_active();
   void set_deadline(Lease& lease, int64_t deadline_ns);
   Lease* open_lease(uint64_t id);
   bool is_open(uint32_t slot) const { return deadlines_.has(slot); }
@@ -161,6 +199,10 @@ class LeaseTable {
   int64_t looked_ns_ = 0;         // when the clock was last looked at
   int64_t stood_still_ns_ = 0;    // what of the time so far did not age leases
   LeaseCounts counts_;
+  SoftLeases soft_;
+  SoftLeaseCounts soft_counts_;
+  uint64_t num_soft_ended_ = 0;
+  uint32_t num_expiring_soft_ = 0;
   std::atomic<uint32_t> num_active_{0};
 };
 

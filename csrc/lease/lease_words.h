@@ -14,11 +14,17 @@ namespace kvlink {
 struct LeaseSeat {
   uint32_t slot = 0;
   uint64_t nonce = 0;
-  uint64_t settle_nonce = 0;
+  uint64_t settle_nonce = 0;  // or kSharedSeat
+
+  constexpr bool is_shared() const;
 };
 inline constexpr uint64_t kMaxSeats = 255;
 /// Smaller values are tombstones, or look like a settle nonce of few readers.
 inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
+/// In place of a settle nonce: the seat of a soft lease. Any number of readers read under it. They store no
+/// word, because they would overwrite each other's.
+inline constexpr uint64_t kSharedSeat = 1;
+constexpr bool LeaseSeat::is_shared() const { return settle_nonce == kSharedSeat; }
 
 /// One reader's slot; slot 0 is the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {

@@ -14,10 +14,14 @@ namespace kvlink {
 /// group of slots in which none has, so idle seats are not looked at one by one.
 class SeatDeadlines {
  public:
+  /// The deadline of a seat that does not expire.
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max() - 1;
+
   explicit SeatDeadlines(size_t num_slots)
       : by_slot_(num_slots, kNone), earliest_((num_slots + kGroup - 1) / kGroup, kNone) {}
 
   bool has(uint32_t slot) const { return by_slot_[slot] != kNone; }
+  int64_t at(uint32_t slot) const { return by_slot_[slot]; }  // REQUIRES has(slot)
   void set(uint32_t slot, int64_t deadline_ns) {
     by_slot_[slot] = deadline_ns;
     int64_t& earliest = earliest_[slot / kGroup];

@@ -238,6 +238,15 @@ bool World::is_left_out(Do what) const {
   return rules_.path == Path::kFence && (what == Do::kOffer || what == Do::kExtend);
 }
 
+std::vector<std::pair<std::string, Action>> World::actions() {
+  std::vector<std::pair<std::string, Action>> all;
+  for (size_t what = 0; what < kNames.size(); ++what) {
+    for (uint8_t who = 0; who < kNumRequests; ++who)
+      all.emplace_back(std::string(kNames[what]) + " " + "AB" [who], Action { static_cast<Do>(what), who });
+  }
+  return all;
+}
+
 bool World::act(Action action) {
   if (is_left_out(action.what)) return false;
   const int who = action.who;

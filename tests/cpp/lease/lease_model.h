@@ -5,75 +5,14 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <ostream>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
-#include "lease/lease_table.h"
+#include "cpp/lease/lease_table_state.h"
 
 namespace kvlink {
-
-/// All of a table that decides what it does next, apart from the memory that it shares.
-struct LeaseTableState {
-  FreeSlots free;
-  std::vector<LeaseTable::SlotRecord> records;
-  SeatDeadlines deadlines;
-  std::unordered_map<uint64_t, LeaseTable::Lease> leases;
-  LeaseReaders readers;
-  std::vector<uint64_t> to_fence, ended_leases, random;
-  std::vector<uint32_t> ended_slots, late_slots;
-  int64_t looked_ns;
-  uint32_t num_active;
-
-  static LeaseTableState of(const LeaseTable& table) {
-    return {table.free_,        table.records_,    table.deadlines_,    table.leases_,
-            table.readers_,     table.to_fence_,   table.ended_leases_, table.random_,
-            table.ended_slots_, table.late_slots_, table.looked_ns_,    table.num_active()};
-  }
-  void put_into(LeaseTable& table) const {
-    table.free_ = free;
-    table.records_ = records;
-    table.deadlines_ = deadlines;
-    table.leases_ = leases;
-    table.readers_ = readers;
-    table.to_fence_ = to_fence;
-    table.ended_leases_ = ended_leases;
-    table.random_ = random;
-    table.ended_slots_ = ended_slots;
-    table.late_slots_ = late_slots;
-    table.looked_ns_ = looked_ns;
-    table.num_active_ = num_active;
-  }
-  /// Equal for equal states. What is only reported (how long leases were held) does not count.
-  void add_to(std::string& key) const {
-    const auto add = [&key](auto value) { key += static_cast<char>(value); };
-    for (FreeSlots left = free; left.size() > 0;) add(left.pop());
-    for (const auto& record : records) {
-      add(record.lease);
-      add(record.tag);
-    }
-    for (const int64_t deadline_ns : deadlines.all()) add(deadline_ns);
-    for (const auto& [slot, of_slot] : readers.all()) {
-      add(slot);
-      for (const uint64_t reader : of_slot) add(reader);
-    }
-    for (const std::vector<uint64_t>& list : {to_fence, ended_leases}) {
-      add(-1);
-      for (const uint64_t one : list) add(one);
-    }
-    for (const uint32_t slot : ended_slots) add(slot);
-    add(-1);
-    for (const auto& [id, lease] : std::map(leases.begin(), leases.end())) {
-      add(id);
-      add(lease.deadline_ns);
-      add(lease.how);
-      for (const auto& seat : lease.seats) add(seat.open);
-    }
-  }
-};
-
 namespace lease_model {
 
 enum class Path : uint8_t {
@@ -143,6 +82,7 @@ class World {
   void restore(const Snapshot& snapshot);
   std::string key() const;
 
+  static std::vector<std::pair<std::string, Action>> actions();
   /// False: the action is not possible here, nothing was done.
   bool act(Action action);
   /// Every lease ends once more time has passed, and is reported once.
